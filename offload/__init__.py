@@ -1,0 +1,1 @@
+"""The offload engine: training with weights, gradients and activations that live in host memory."""

@@ -1,0 +1,40 @@
+"""Where a model's repeated blocks are: what is streamed as layers and recomputed as blocks."""
+
+from __future__ import annotations
+
+from torch import nn
+
+# Dotted paths of the block list in well-known models, the usual names first.
+USUAL_PATHS = (
+    "model.layers",
+    "layers",
+    "blocks",
+    "transformer.h",
+    "transformer.blocks",
+    "transformer.layers",
+    "encoder.layers",
+    "encoder.layer",
+    "model.decoder.layers",
+    "gpt_neox.layers",
+)
+
+
+def find_blocks(model: nn.Module, path: str | None = None) -> list[tuple[str, nn.Module]]:
+    """The blocks of `model` with their names, in order.
+
+    `path` is the dotted path of an nn.ModuleList or nn.Sequential; None looks under the usual names and then takes
+    the ModuleList with the most parameters. Raises ValueError naming the path and the lists that there are.
+    """
+    modules = dict(model.named_modules())
+    lists = {name: module for name, module in modules.items() if isinstance(module, (nn.ModuleList, nn.Sequential))}
+    if path is None:
+        path = next((usual for usual in USUAL_PATHS if isinstance(lists.get(usual), nn.ModuleList)), None)
+        path = path or max(
+            (name for name, module in lists.items() if isinstance(module, nn.ModuleList)),
+            key=lambda name: sum(p.numel() for p in lists[name].parameters()),
+            default=None,
+        )
+    if path not in lists or not len(lists[path]):
+        known = ", ".join(sorted(name or "(the model itself)" for name in lists)) or "none"
+        raise ValueError(f"blocks={path}: no list of blocks there; the lists of this model: {known}")
+    return [(f"{path}.{name}".lstrip("."), block) for name, block in lists[path].named_children()]

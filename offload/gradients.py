@@ -1,0 +1,105 @@
+"""Gradients on their way out: from where autograd made them to the host, added to what is there already."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from offload.registry import Event, Stream
+from offload.transfer import Transfer
+from offload.unit import UnitTensor
+
+
+@dataclass(eq=False)
+class _Departing:
+    """Device memory that a copy still uses; it may go once `done` is past on the stream that owns it."""
+
+    tensor: torch.Tensor
+    done: Event
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class GradientOffloader:
+    """Copies gradients out on the d2h stream while backward goes on.
+
+    At most `limit_bytes` of them wait on the device; beyond that compute waits for the oldest to leave. A gradient
+    that meets an earlier one (`parameter.grad` is set: accumulation) fetches it, adds it on the device and sends the
+    sum home, so that the host never adds and the order of additions is autograd's own.
+    """
+
+    def __init__(self, transfer: Transfer, limit_bytes: int):
+        self._transfer = transfer
+        self._streams = transfer.streams
+        self._limit_bytes = limit_bytes
+        self._departing: deque[_Departing] = deque()
+
+    def land(self, tensor: UnitTensor, leaf: nn.Parameter) -> None:
+        """Takes the gradient off `leaf` and starts it home; afterwards `tensor.parameter.grad` is its host view.
+
+        The bytes are there once the host has synchronised with the d2h stream.
+        """
+        gradient, leaf.grad = leaf.grad, None
+        streams = self._streams
+        leaving = _Departing(gradient, streams.event(), f"device gradient of {tensor.name}")
+        streams.writes(streams.compute, leaving, "backward")
+        earlier = tensor.parameter.grad
+        if earlier is None:
+            self._after_compute(streams.d2h)
+        else:
+            self._fetch_and_add(earlier, leaving, tensor)
+        streams.reads(streams.d2h, leaving, "copy out")
+        streams.writes(streams.d2h, tensor, "copy out")
+        self._transfer.copy_out(tensor.gradient, gradient, done=leaving.done)
+        tensor.landed = leaving.done
+        tensor.parameter.grad = tensor.gradient
+        self._departing.append(leaving)
+        while len(self._departing) > 1 and self._waiting_bytes() > self._limit_bytes:
+            self._let_oldest_go()
+
+    def let_go(self) -> None:
+        """Hands the device memory of every gradient back, for use behind its copy."""
+        while self._departing:
+            self._let_oldest_go()
+
+    def _fetch_and_add(self, earlier: torch.Tensor, leaving: _Departing, tensor: UnitTensor) -> None:
+        streams = self._streams
+        h2d, d2h = streams.h2d, streams.d2h
+        name = f"earlier gradient of {tensor.name}"
+        fetched = _Departing(torch.empty_like(leaving.tensor), streams.event(), name)
+        streams.writes(streams.compute, fetched, "what this memory was used for before")
+        self._after_compute(h2d, d2h)
+        if tensor.landed is not None:
+            h2d.wait_event(tensor.landed)
+        streams.reads(h2d, tensor, "accumulation")
+        streams.writes(h2d, fetched, "copy in")
+        arrived = streams.event()
+        self._transfer.copy_in(fetched.tensor, earlier, done=arrived)
+        d2h.wait_event(arrived)
+        streams.reads(d2h, fetched, "accumulation")
+        streams.writes(d2h, leaving, "accumulation")
+        with streams.on(d2h), torch.no_grad():
+            leaving.tensor.add_(fetched.tensor)
+        fetched.done.record(d2h)
+        self._departing.append(fetched)
+
+    def _after_compute(self, *copying: Stream) -> None:
+        made = self._streams.event()
+        made.record(self._streams.compute)
+        for stream in copying:
+            stream.wait_event(made)
+
+    def _waiting_bytes(self) -> int:
+        return sum(item.tensor.nbytes for item in self._departing)
+
+    def _let_oldest_go(self) -> None:
+        leaving = self._departing.popleft()
+        # Without record_stream the allocator reuses this memory at once on the compute stream, which must therefore
+        # be behind the copy.
+        self._transfer.await_on(self._streams.compute, leaving.done)
+        self._streams.writes(self._streams.compute, leaving, "reuse")

@@ -1,0 +1,33 @@
+"""none: everything resident, the reference for numbers and for speed."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+
+from offload.plan import Plan
+from offload.registry import Streams
+from offload.residency import Residency
+from offload.unit import cut
+
+
+class Resident:
+    """Parameters, gradients and buffers stay on the device; a step moves nothing."""
+
+    def plan(self, model: nn.Module, recompute: bool = False) -> Plan:
+        """What `attach` will hold and a step will move, in bytes; touches nothing."""
+        return Plan.of(cut(model, []), slots=0, recompute=recompute)
+
+    def attach(self, model: nn.Module, streams: Streams) -> None:
+        """Moves `model` to the device of `streams`; meta parameters become uninitialised device memory."""
+        self._residency = Residency(model, cut(model, []).resident, streams.device)
+
+    def step(self) -> AbstractContextManager:
+        return nullcontext()
+
+    def detach(self) -> None:
+        self._residency.restore()
+
+    def counters(self) -> dict[str, float]:
+        return {"h2d_bytes": 0, "d2h_bytes": 0, "stall_ms": 0.0, "host_pinned_bytes": 0, "host_pageable_bytes": 0}

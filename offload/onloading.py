@@ -1,0 +1,149 @@
+"""Onloading: units into device slots ahead of use, and which unit makes way."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from offload.memory import DeviceSlot, DeviceSlots
+from offload.schedule import Itinerary
+from offload.transfer import Transfer
+from offload.unit import OffloadUnit
+
+
+class Onloader:
+    """Keeps the units that compute needs next in a fixed pool of slots.
+
+    Two orders hold throughout: compute does not read a slot before the copy that fills it is done, and a copy does
+    not overwrite a slot before the streams that read it are.
+    """
+
+    def __init__(
+        self, units: list[OffloadUnit], slots: DeviceSlots, transfer: Transfer, prefetch: int, poison: bool
+    ):
+        """`prefetch` is how many visits ahead units are fetched. `poison` fills freed slots with NaN, so that a stale
+        read shows in the result; it costs the device's memory bandwidth."""
+        self._units = units
+        self._slots = slots
+        self._transfer = transfer
+        self._streams = transfer.streams
+        self._prefetch = prefetch
+        self._poison = poison
+        self._itinerary = Itinerary()
+        self._slot_of: dict[OffloadUnit, DeviceSlot] = {}
+        # An operation reads at most the units whose windows were open around it: so many recent visits keep theirs.
+        self._recent: deque[OffloadUnit] = deque(maxlen=1)
+        for slot in slots:
+            # The allocator may hand out memory that kernels already queued still use.
+            slot.readers = [self._streams.compute]
+            self._release(slot)
+
+    def begin_step(self) -> None:
+        """Starts fetching what the step will use first. The weights at home must be final."""
+        self._itinerary.begin()
+        self._fetch_ahead(len(self._slots.all))
+
+    def end_step(self) -> None:
+        """Forgets what the slots hold: the weights at home may change before the next step."""
+        self._itinerary.end()
+        self.drop()
+
+    def drop(self) -> None:
+        """Empties every slot."""
+        for unit in list(self._slot_of):
+            self.forget(unit)
+
+    def forget(self, unit: OffloadUnit) -> None:
+        """Empties the slot of `unit`, if it has one: its next visit copies it in again."""
+        if unit in self._slot_of:
+            self._evict(unit)
+        if unit in self._recent:
+            self._recent.remove(unit)
+
+    def visit(self, unit: OffloadUnit) -> DeviceSlot:
+        """The slot that holds `unit`, for the current compute stream to read from now on.
+
+        Raises RuntimeError when every slot is taken by a unit in use.
+        """
+        self._itinerary.visit(unit.index)
+        self._remember(unit)
+        slot = self._slot_of.get(unit) or self._fill(unit, self._make_room(unit))
+        stream = self._streams.compute
+        if stream not in slot.readers:
+            self._transfer.await_on(stream, slot.ready)
+            slot.readers.append(stream)
+        self._streams.reads(stream, slot, f"use of {unit}")
+        self._fetch_ahead(self._prefetch)
+        return slot
+
+    def _remember(self, unit: OffloadUnit) -> None:
+        open_units = sum(1 for other in self._slot_of if other.open_windows and other is not unit) + 1
+        if open_units > self._recent.maxlen:
+            self._recent = deque(self._recent, maxlen=open_units)
+        if unit not in self._recent:
+            self._recent.append(unit)
+        elif self._recent[-1] is not unit:
+            self._recent.remove(unit)
+            self._recent.append(unit)
+
+    def _fetch_ahead(self, count: int) -> None:
+        for index in self._itinerary.upcoming(count):
+            unit = self._units[index]
+            if unit in self._slot_of:
+                continue
+            slot = self._spare() or self._evict_later_than(unit)
+            if slot is None:
+                return
+            self._fill(unit, slot)
+
+    def _make_room(self, unit: OffloadUnit) -> DeviceSlot:
+        slot = self._spare()
+        if slot is not None:
+            return slot
+        farthest = self._itinerary.farthest(other.index for other in self._evictable())
+        if farthest is None:
+            held = ", ".join(str(other) for other in self._slot_of)
+            raise RuntimeError(
+                f"{unit} needs a device slot while all {len(self._slots.all)} are in use by {held}: raise offload.slots"
+            )
+        return self._evict(self._units[farthest])
+
+    def _spare(self) -> DeviceSlot | None:
+        return next((slot for slot in self._slots if slot.content is None), None)
+
+    def _evictable(self) -> list[OffloadUnit]:
+        return [unit for unit in self._slot_of if not unit.open_windows and unit not in self._recent]
+
+    def _evict_later_than(self, wanted: OffloadUnit) -> DeviceSlot | None:
+        farthest = self._itinerary.farthest(unit.index for unit in self._evictable())
+        if farthest is None or self._itinerary.next_use(farthest) <= self._itinerary.next_use(wanted.index):
+            return None
+        return self._evict(self._units[farthest])
+
+    def _evict(self, unit: OffloadUnit) -> DeviceSlot:
+        slot = self._slot_of.pop(unit)
+        slot.content = None
+        self._release(slot)
+        return slot
+
+    def _release(self, slot: DeviceSlot) -> None:
+        h2d = self._streams.h2d
+        for reader in slot.readers:
+            # Recorded now, it covers every kernel launched so far, the last reader's among them.
+            self._streams.reads(reader, slot, "last use")
+            slot.free.record(reader)
+            h2d.wait_event(slot.free)
+        slot.readers = []
+        if self._poison:
+            self._streams.writes(h2d, slot, "poison")
+            with self._streams.on(h2d), torch.no_grad():
+                slot.bytes.fill_(0xFF)
+
+    def _fill(self, unit: OffloadUnit, slot: DeviceSlot) -> DeviceSlot:
+        self._streams.reads(self._streams.h2d, unit.weights, f"onload of {unit}")
+        self._streams.writes(self._streams.h2d, slot, f"onload of {unit}")
+        self._transfer.copy_in(slot.bytes[: unit.nbytes], unit.weights.bytes, done=slot.ready)
+        slot.content = unit
+        self._slot_of[unit] = slot
+        return slot

@@ -1,0 +1,58 @@
+"""What a mode will hold and move, said before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.unit import CutModel
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes by place for one model under one mode. Traffic is that of a step with one microbatch."""
+
+    units: int
+    largest_unit_bytes: int
+    resident_bytes: int
+    slot_bytes: int
+    host_weight_bytes: int
+    host_gradient_bytes: int
+    h2d_bytes: int
+    d2h_bytes: int
+
+    @classmethod
+    def of(cls, model: CutModel, slots: int, recompute: bool) -> Plan:
+        """The plan of a cut model that streams through `slots` device slots.
+
+        Weights come in for forward and for backward, with recompute once more in between. What the slots still hold
+        when forward turns to backward is not copied again; how much that is depends on the order of use, so the
+        traffic in is an upper bound.
+        """
+        gradients = sum(unit.gradient_bytes for unit in model.units)
+        largest = max((unit.nbytes for unit in model.units), default=0)
+        return cls(
+            units=len(model.units),
+            largest_unit_bytes=largest,
+            resident_bytes=model.resident_bytes,
+            slot_bytes=slots * largest,
+            host_weight_bytes=model.unit_bytes,
+            host_gradient_bytes=gradients,
+            h2d_bytes=model.unit_bytes * (3 if recompute else 2),
+            d2h_bytes=gradients,
+        )
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Label and value pairs for people."""
+        return [
+            ("units", f"{self.units} (largest {_size(self.largest_unit_bytes)})"),
+            ("resident weights on the device", _size(self.resident_bytes)),
+            ("device slots", _size(self.slot_bytes)),
+            ("weights on the host", _size(self.host_weight_bytes)),
+            ("gradients on the host", _size(self.host_gradient_bytes)),
+            ("copied in a step, at most", _size(self.h2d_bytes)),
+            ("copied out a step", _size(self.d2h_bytes)),
+        ]
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.2f} MiB"

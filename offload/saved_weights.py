@@ -1,0 +1,102 @@
+"""Weights saved for backward are saved by name, not by bytes.
+
+A slot holds other weights by the time backward runs. So what autograd would keep of a slot is replaced by where it
+came from (unit, offset, shape, strides), and brought back into whatever slot the unit has when backward asks.
+Everything else passes through to the hooks that were there before, so that activation checkpointing, which is built
+on the same hooks, sees in its recompute exactly the tensors that it saw in forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from offload.memory import DeviceSlots
+from offload.onloading import Onloader
+from offload.unit import OffloadUnit
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A piece of a unit: the offset is in elements of `dtype` from the start of its flat buffer."""
+
+    unit: OffloadUnit
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    versions: tuple[int, ...]
+
+
+class _Activation(NamedTuple):
+    """A saved tensor that stays where it is, with the version that autograd would check."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+class _Passed(NamedTuple):
+    """What the outer hooks made of a tensor, and their way back."""
+
+    packed: object
+    unpack: Callable
+
+
+class SavedWeights:
+    """The pack and unpack hooks of one attached model."""
+
+    def __init__(self, slots: DeviceSlots, onloader: Onloader):
+        self._slots = slots
+        self._onloader = onloader
+
+    def hooks(self) -> AbstractContextManager:
+        """A context in which weights are saved by name; nested in itself it does nothing."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if outer is not None and getattr(outer[0], "owner", None) is self:
+            return nullcontext()
+
+        def pack(tensor: torch.Tensor) -> object:
+            slot = self._slots.slot_of(tensor)
+            if slot is not None:
+                return self._name(tensor, slot.content)
+            if outer is not None:
+                return _Passed(outer[0](tensor), outer[1])
+            return _Activation(tensor, tensor._version)
+
+        pack.owner = self
+        return saved_tensors_hooks(pack, self._unpack)
+
+    def _name(self, tensor: torch.Tensor, unit: OffloadUnit) -> _Weight:
+        return _Weight(
+            unit, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), unit.versions()
+        )
+
+    def _unpack(self, saved: object) -> torch.Tensor:
+        if isinstance(saved, _Weight):
+            return self._fetch(saved)
+        if isinstance(saved, _Passed):
+            return saved.unpack(saved.packed)
+        if saved.tensor._version != saved.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation:"
+                f" a {saved.tensor.dtype} tensor of shape {tuple(saved.tensor.shape)} is at version"
+                f" {saved.tensor._version}, saved at version {saved.version}"
+            )
+        return saved.tensor
+
+    def _fetch(self, saved: _Weight) -> torch.Tensor:
+        if saved.versions != saved.unit.versions():
+            raise RuntimeError(
+                f"weights of {saved.unit} needed for gradient computation have been modified since forward:"
+                " run backward before the optimizer's step"
+            )
+        slot = self._onloader.visit(saved.unit)
+        flat = slot.bytes.view(saved.dtype)
+        view = flat.as_strided(saved.shape, saved.strides, saved.offset)
+        # With create_graph, what is unpacked is saved again, outside any window: that copy must not live in a slot.
+        return view.clone() if torch.is_grad_enabled() else view

@@ -1,0 +1,36 @@
+"""What a mode did to the bus: bytes each way and the time that compute stood still for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from offload.registry import Stream, Streams
+
+
+class Telemetry:
+    """Counters of one attached model since it was attached: bytes copied in and out, ms of compute stalled."""
+
+    def __init__(self, streams: Streams):
+        self.h2d_bytes = 0
+        self.d2h_bytes = 0
+        self.stall_ms = 0.0
+        self._streams = streams
+        self._pending: list[tuple] = []
+
+    @contextmanager
+    def stall(self, stream: Stream) -> Iterator[None]:
+        """Counts the time that `stream` spends in the waits queued inside the block."""
+        if not self._streams.asynchronous:
+            yield
+            return
+        before, after = self._streams.event(timing=True), self._streams.event(timing=True)
+        before.record(stream)
+        yield
+        after.record(stream)
+        self._pending.append((before, after))
+
+    def collect(self) -> None:
+        """Reads the timings queued so far; the host must have synchronised with their streams."""
+        self.stall_ms += sum(before.elapsed_time(after) for before, after in self._pending)
+        self._pending.clear()

@@ -1,0 +1,52 @@
+"""Copies between host and device: the one place that makes them, counts them and times the waits for them."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+
+from offload.registry import Event, Stream, Streams
+from offload.telemetry import Telemetry
+
+
+class Transfer:
+    """Queues copies on the side streams of a device.
+
+    Neither method blocks the host where the device has streams and the host memory is page-locked.
+    """
+
+    def __init__(self, streams: Streams, telemetry: Telemetry):
+        self.streams = streams
+        self.telemetry = telemetry
+
+    def copy_in(self, device_tensor: torch.Tensor, host_tensor: torch.Tensor, done: Event) -> None:
+        """Copies host to device on the h2d stream and records `done` behind it. Shapes and dtypes are equal."""
+        self.telemetry.h2d_bytes += self._copy(device_tensor, host_tensor, self.streams.h2d)
+        done.record(self.streams.h2d)
+
+    def copy_out(self, host_tensor: torch.Tensor, device_tensor: torch.Tensor, done: Event) -> None:
+        """Copies device to host on the d2h stream and records `done` behind it. Shapes and dtypes are equal."""
+        self.telemetry.d2h_bytes += self._copy(host_tensor, device_tensor, self.streams.d2h)
+        done.record(self.streams.d2h)
+
+    def await_on(self, stream: Stream, event: Event) -> None:
+        """Makes `stream` wait for a copy's event, and counts the time that it stands still."""
+        with self.telemetry.stall(stream):
+            stream.wait_event(event)
+
+    def _copy(self, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> int:
+        start = perf_counter()
+        with torch.no_grad(), self.streams.on(stream):
+            destination.copy_(source, non_blocking=True)
+        if not self.streams.asynchronous:
+            # The twin copies where it stands: all of the copy's time is time that compute waits.
+            self.telemetry.stall_ms += (perf_counter() - start) * 1e3
+        return source.nbytes
+
+
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor (a batch of tokens, say) on `device`, without the host waiting for the device's queue."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

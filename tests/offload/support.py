@@ -1,0 +1,101 @@
+"""Models, and the comparison of a mode with the resident model, for the engine's tests."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from offload import registry
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, dropout: float = 0.0):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.dropout(self.down(F.gelu(self.up(self.norm(hidden)))))
+
+
+class Stack(nn.Module):
+    """An embedding layer, residual blocks and a head; `recompute` is None, "reentrant" or "non-reentrant"."""
+
+    def __init__(self, width: int = 16, depth: int = 4, recompute: str | None = None, dropout: float = 0.0):
+        super().__init__()
+        self.stem = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(depth))
+        self.head = nn.Linear(width, 4, bias=False)
+        self.recompute = recompute
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.stem(inputs)
+        for block in self.blocks:
+            if self.recompute:
+                hidden = checkpoint(block, hidden, use_reentrant=self.recompute == "reentrant")
+            else:
+                hidden = block(hidden)
+        return self.head(hidden)
+
+
+@contextmanager
+def attached(mode, model: nn.Module, device: str = "cpu") -> Iterator[None]:
+    """`model` under `mode` for the length of the block."""
+    streams = registry.acquire(device)
+    try:
+        mode.attach(model, streams)
+        yield
+        mode.detach()
+    finally:
+        registry.release(streams)
+
+
+def stack_inputs(step: int, microbatch: int, device: str = "cpu") -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + microbatch)
+    return torch.randn(5, 8, generator=generator).to(device)
+
+
+def train(
+    model: nn.Module,
+    mode,
+    inputs: Callable[[int, int], torch.Tensor] = stack_inputs,
+    steps: int = 4,
+    microbatches: int = 2,
+    device: str = "cpu",
+) -> list[torch.Tensor]:
+    """Trains under `mode`; returns every loss and, step by step, every gradient, on the host."""
+    seen = []
+    torch.manual_seed(7)
+    with attached(mode, model, device):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
+        for step in range(steps):
+            with mode.step():
+                for microbatch in range(microbatches):
+                    loss = model(inputs(step, microbatch)).float().square().mean() / microbatches
+                    loss.backward()
+                    seen.append(loss.detach().cpu())
+            seen += [p.grad.detach().cpu().clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+        seen += [p.detach().cpu().clone() for p in model.parameters()]
+    return seen
+
+
+def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
+    """Bitwise equality of everything that `train` returned."""
+    assert len(left) == len(right)
+    for index, (one, other) in enumerate(zip(left, right, strict=True)):
+        assert torch.equal(one, other), f"item {index}: {one} != {other}"
+
+
+def twin(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The model and an independent copy with the same weights."""
+    return model, copy.deepcopy(model)
