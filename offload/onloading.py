@@ -19,9 +19,7 @@ class Onloader:
     not overwrite a slot before the streams that read it are.
     """
 
-    def __init__(
-        self, units: list[OffloadUnit], slots: DeviceSlots, transfer: Transfer, prefetch: int, poison: bool
-    ):
+    def __init__(self, units: list[OffloadUnit], slots: DeviceSlots, transfer: Transfer, prefetch: int, poison: bool):
         """`prefetch` is how many visits ahead units are fetched. `poison` fills freed slots with NaN, so that a stale
         read shows in the result; it costs the device's memory bandwidth."""
         self._units = units

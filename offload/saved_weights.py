@@ -72,9 +72,7 @@ class SavedWeights:
         return saved_tensors_hooks(pack, self._unpack)
 
     def _name(self, tensor: torch.Tensor, unit: OffloadUnit) -> _Weight:
-        return _Weight(
-            unit, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), unit.versions()
-        )
+        return _Weight(unit, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), unit.versions())
 
     def _unpack(self, saved: object) -> torch.Tensor:
         if isinstance(saved, _Weight):

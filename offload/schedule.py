@@ -89,6 +89,8 @@ def _budget_bytes(text: str, total: int) -> int:
                 amount = float(number)
             except ValueError:
                 break
-            if 0 <= amount and (suffix != "%" or amount <= 100):
+            if amount >= 0 and (suffix != "%" or amount <= 100):
                 return int(amount * scale)
-    raise ValueError(f"offload.resident={text}: give a number of units (4), a share (25%, up to 100%) or bytes (2GiB, 512MiB)")
+    raise ValueError(
+        f"offload.resident={text}: give a number of units (4), a share (25%, up to 100%) or bytes (2GiB, 512MiB)"
+    )

@@ -206,4 +206,3 @@ def _windows(roots: Sequence[tuple[str, nn.Module]], unit_of: dict[int, OffloadU
             if units:
                 windows.append(Window(module, tuple(units)))
     return windows
-

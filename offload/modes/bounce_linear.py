@@ -14,7 +14,6 @@ from torch import nn
 
 from offload.plan import Plan
 from offload.registry import Streams
-from offload.schedule import keep_resident
 from offload.streaming import WeightStreaming
 from offload.unit import CutModel, cut, keep_on_device
 

@@ -30,4 +30,10 @@ class Resident:
         self._residency.restore()
 
     def counters(self) -> dict[str, float]:
-        return {"h2d_bytes": 0, "d2h_bytes": 0, "stall_ms": 0.0, "host_pinned_bytes": 0, "host_pageable_bytes": 0}
+        return {
+            "h2d_bytes": 0,
+            "d2h_bytes": 0,
+            "stall_ms": 0.0,
+            "host_pinned_bytes": 0,
+            "host_pageable_bytes": 0,
+        }

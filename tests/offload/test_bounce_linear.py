@@ -1,0 +1,386 @@
+"""bounce_linear computes the resident model's numbers, bit for bit, and moves what it says it moves."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import Block, Stack, assert_same, attached, stack_inputs, train, twin
+from torch import nn
+
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.none import Resident
+
+
+def same_as_resident(model: nn.Module, inputs=stack_inputs, mode: BounceLinear | None = None, **options) -> None:
+    streamed, resident = twin(model)
+    assert_same(
+        train(streamed, mode or BounceLinear(slots=2), inputs, **options),
+        train(resident, Resident(), inputs, **options),
+    )
+
+
+@pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("slots", [1, 2, 3, 9])
+def test_equals_resident(slots: int, recompute: str | None):
+    same_as_resident(Stack(recompute=recompute, dropout=0.3), mode=BounceLinear(slots=slots))
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_equals_resident_with_accumulation(microbatches: int):
+    same_as_resident(Stack(), microbatches=microbatches)
+
+
+def test_equals_resident_in_bf16():
+    same_as_resident(Stack().bfloat16(), lambda step, micro: stack_inputs(step, micro).bfloat16())
+
+
+def test_equals_resident_under_autocast():
+    class Autocast(Stack):
+        @torch.autocast("cpu", torch.bfloat16)
+        def forward(self, inputs):
+            return super().forward(inputs)
+
+    same_as_resident(Autocast(), mode=BounceLinear(slots=1))
+    same_as_resident(Autocast(recompute="non-reentrant"), mode=BounceLinear(slots=1))
+
+
+@pytest.mark.parametrize("amount", ["3", "40%", "3KiB", 9])
+def test_equals_resident_with_some_layers_resident(amount: str | int):
+    same_as_resident(Stack(), mode=BounceLinear(slots=2, resident=amount))
+
+
+def test_resident_layers_are_not_copied():
+    moved = []
+    for amount in (0, "50%", "100%"):
+        mode, model = BounceLinear(slots=1, resident=amount), Stack()
+        with attached(mode, model):
+            with mode.step():
+                model(stack_inputs(0, 0)).sum().backward()
+            moved.append(mode.counters()["h2d_bytes"])
+    assert moved[0] > 1.5 * moved[1] > 0
+    assert moved[2] == 0
+
+
+def test_frozen_layers_get_no_gradient_and_are_not_fetched_for_backward():
+    model = Stack()
+    for parameter in (*model.stem.parameters(), *model.blocks[0].parameters()):
+        parameter.requires_grad = False
+    same_as_resident(copy.deepcopy(model))
+    mode = BounceLinear(slots=1)
+    plan = mode.plan(model)
+    with attached(mode, model):
+        with mode.step():
+            model(stack_inputs(0, 0)).sum().backward()
+        assert model.stem.weight.grad is None
+        assert mode.counters()["d2h_bytes"] == sum(
+            p.nbytes for module in model.modules() if isinstance(module, nn.Linear)
+            for p in module.parameters() if p.requires_grad
+        )  # fmt: skip
+        frozen_bytes = sum(
+            p.nbytes for p in (model.stem, model.blocks[0].up, model.blocks[0].down) for p in p.parameters()
+        )
+        # Forward reads everything, backward no frozen layer, since nothing before them trains.
+        assert mode.counters()["h2d_bytes"] <= plan.h2d_bytes - frozen_bytes
+
+
+class Shared(nn.Module):
+    """One layer used three times, and a head tied to the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layer = nn.Linear(8, 8)
+        self.again = nn.Linear(8, 8)
+        self.again.weight = self.layer.weight
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        for layer in (self.layer, self.again, self.layer):
+            hidden = torch.tanh(layer(hidden))
+        return self.head(hidden)
+
+
+def tokens(step: int, microbatch: int) -> torch.Tensor:
+    return torch.randint(11, (3, 5), generator=torch.Generator().manual_seed(10 * step + microbatch))
+
+
+def test_shared_and_tied_weights_have_one_home():
+    same_as_resident(Shared(), tokens)
+    mode, model = BounceLinear(slots=2), Shared()
+    assert mode.plan(model).host_weight_bytes == 256 * 3
+    with attached(mode, model):
+        assert model.again.weight is model.layer.weight
+        assert model.head.weight is model.embed.weight
+
+
+class Convolutional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding="same", padding_mode="reflect", groups=3)
+        self.norm = nn.BatchNorm2d(6)
+        self.strided = nn.Conv2d(6, 4, 3, stride=2, dilation=2, bias=False)
+        self.line = nn.Conv1d(4, 5, 2)
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, images):
+        hidden = self.strided(F.relu(self.norm(self.conv(images))))
+        return self.head(self.line(hidden.flatten(2)).mean(-1))
+
+
+def test_convolutions_with_batch_norm():
+    def images(step, microbatch):
+        return torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(10 * step + microbatch))
+
+    streamed, resident = twin(Convolutional())
+    assert_same(train(streamed, BounceLinear(slots=1), images), train(resident, Resident(), images))
+    assert torch.equal(streamed.norm.running_var, resident.norm.running_var)
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, hidden):
+        hidden = hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0]
+        return self.head(self.layer(hidden) * self.scale)
+
+
+def test_modules_that_read_their_children_directly():
+    def inputs(step, microbatch):
+        return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(10 * step + microbatch))
+
+    same_as_resident(Attending(), inputs)
+
+
+@pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8), (2, 2, 3, 8)])
+def test_inputs_of_any_dimension(shape: tuple[int, ...]):
+    same_as_resident(
+        nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 4)),
+        lambda step, micro: torch.randn(shape, generator=torch.Generator().manual_seed(step)),
+    )
+
+
+def test_keyword_input_and_root_linear():
+    model = nn.Linear(8, 4)
+    inputs = stack_inputs(0, 0)
+    expected = model(inputs)
+    mode = BounceLinear()
+    with attached(mode, model), torch.no_grad():
+        assert torch.equal(model(input=inputs), expected)
+
+
+class Wandering(nn.Module):
+    """Uses other blocks in another order each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(8) for _ in range(4))
+        self.calls = 0
+
+    def forward(self, hidden):
+        self.calls += 1
+        order = ([0, 1, 2, 3], [0, 2, 3], [3, 1, 0, 1], [2], [0, 1, 2, 3])[self.calls % 5]
+        for index in order:
+            hidden = self.blocks[index](hidden)
+        return hidden
+
+
+def test_steps_that_depart_from_the_itinerary():
+    same_as_resident(Wandering(), mode=BounceLinear(slots=3), steps=8, microbatches=1)
+
+
+def test_two_forwards_before_one_backward_and_an_evaluation_in_between():
+    def run(mode, model):
+        with attached(mode, model):
+            with mode.step():
+                first, second = model(stack_inputs(0, 0)), model(stack_inputs(0, 1))
+                with torch.no_grad():
+                    model(stack_inputs(0, 2))
+                (first.square().mean() + second.square().mean()).backward()
+            return [p.grad.clone() for p in model.parameters()]
+
+    streamed, resident = twin(Stack())
+    assert_same(run(BounceLinear(slots=1), streamed), run(Resident(), resident))
+
+
+def test_retained_graph_and_second_derivatives():
+    def run(mode, model):
+        with attached(mode, model), mode.step():
+            inputs = stack_inputs(0, 0).requires_grad_()
+            loss = model(inputs).square().mean()
+            loss.backward(retain_graph=True)
+            (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
+            slope.square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    streamed, resident = twin(Stack())
+    assert_same(run(BounceLinear(slots=1), streamed), run(Resident(), resident))
+
+
+def test_weights_changed_between_evaluations_are_seen():
+    model, mode = Stack(), BounceLinear(slots=9)
+    with attached(mode, model), torch.no_grad():
+        for _ in range(3):
+            for parameter in model.parameters():
+                parameter.data.mul_(1.5)
+            assert torch.equal(model(stack_inputs(0, 0)), copy.deepcopy(model)(stack_inputs(0, 0)))
+
+
+def test_weights_changed_between_forward_and_backward_are_refused():
+    model, mode = Stack(), BounceLinear(slots=1)
+    with attached(mode, model), mode.step():
+        loss = model(stack_inputs(0, 0)).sum()
+        with torch.no_grad():
+            model.blocks[1].up.weight.add_(1)
+        with pytest.raises(RuntimeError, match=r"blocks.1.up needed for gradient computation have been modified"):
+            loss.backward()
+
+
+def test_an_in_place_edit_of_a_saved_activation_raises_as_autograd_does():
+    model, mode = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4)), BounceLinear()
+    with attached(mode, model), mode.step():
+        hidden = model[0](stack_inputs(0, 0))
+        out = model[1](hidden)
+        hidden.detach().add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_that_raises_leaves_the_next_one_right(where: str):
+    class Raising(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden):
+            if where == "forward":
+                raise KeyboardInterrupt
+            return hidden.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ZeroDivisionError
+
+    model, mode = Stack(), BounceLinear(slots=2)
+    expected = train(copy.deepcopy(model), Resident(), steps=1, microbatches=1)
+    body = model.blocks[2].up.forward
+    with attached(mode, model):
+        model.blocks[2].up.forward = lambda hidden: Raising.apply(body(hidden))
+        with pytest.raises((KeyboardInterrupt, ZeroDivisionError)), mode.step():
+            model(stack_inputs(0, 0)).sum().backward()
+        del model.blocks[2].up.forward
+        model.zero_grad()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert_same(train(model, mode, steps=1, microbatches=1), expected)
+
+
+def test_deep_copy_is_an_independent_host_model():
+    model, mode = Stack(), BounceLinear(slots=1)
+    with attached(mode, model):
+        ema = copy.deepcopy(model)
+        before = mode.counters()["h2d_bytes"]
+        with torch.no_grad():
+            for parameter in ema.parameters():
+                parameter.zero_()
+            assert ema(stack_inputs(0, 0)).abs().sum() == 0
+            assert mode.counters()["h2d_bytes"] == before
+            assert model(stack_inputs(0, 0)).abs().sum() > 0
+
+
+def test_two_models_on_one_device_keep_apart():
+    first, second = Stack(), Stack(depth=2)
+    one, other = BounceLinear(slots=1), BounceLinear(slots=1)
+    expected = train(copy.deepcopy(second), Resident())
+    with attached(one, first):
+        with attached(other, second), torch.no_grad():
+            first(second(stack_inputs(0, 0)).repeat(1, 2))
+        assert_same(train(second, BounceLinear(slots=2)), expected)
+        with one.step():
+            first(stack_inputs(0, 0)).sum().backward()
+
+
+def test_detach_gives_the_model_back():
+    model = Stack()
+    parameters = list(model.parameters())
+    mode = BounceLinear()
+    state = copy.deepcopy(model.state_dict())
+    with attached(mode, model):
+        assert list(model.state_dict()) == list(state)
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    model(stack_inputs(0, 0)).sum().backward()
+
+
+def test_meta_models_materialise_at_home():
+    with torch.device("meta"):
+        model = Shared()
+    mode = BounceLinear()
+    with attached(mode, model):
+        assert not any(p.is_meta for p in model.parameters())
+        assert model.head.weight is model.embed.weight
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        with mode.step():
+            model(tokens(0, 0)).sum().backward()
+
+
+def test_gradients_outside_a_step_are_refused():
+    model, mode = Stack(), BounceLinear()
+    with attached(mode, model):
+        with pytest.raises(RuntimeError, match=r"with mode\.step"):
+            model(stack_inputs(0, 0))
+        with torch.no_grad():
+            model(stack_inputs(0, 0))
+
+
+def test_include_and_exclude_choose_layers():
+    model = Stack()
+    assert BounceLinear(include=["blocks.*"]).plan(model).units == 8
+    assert BounceLinear(include=["blocks.*"], exclude=["*.up"]).plan(model).units == 4
+    assert BounceLinear(exclude=["*"]).plan(model).units == 0
+    same_as_resident(model, mode=BounceLinear(include=["*.down", "head"]))
+    same_as_resident(model, mode=BounceLinear(exclude=["*"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slots": 0}, "offload.slots=0: must be at least 1"),
+        ({"slots": 2, "prefetch": 2}, "offload.prefetch=2: must be between 0 and slots - 1 = 1"),
+        ({"pin": "yes"}, "offload.pin=yes: must be auto or off"),
+    ],
+)
+def test_knobs_out_of_range_are_refused(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        BounceLinear(**options)
+
+
+def test_what_was_planned_is_what_is_held_and_moved():
+    model, mode = Stack(), BounceLinear(slots=3)
+    plan = mode.plan(model)
+    with attached(mode, model):
+        for _ in range(2):
+            before = mode.counters()
+            with mode.step():
+                model(stack_inputs(0, 0)).sum().backward()
+            model.zero_grad()
+            after = mode.counters()
+            assert 0 < after["h2d_bytes"] - before["h2d_bytes"] <= plan.h2d_bytes
+        held = sum(p.nbytes for name, p in model.named_parameters() if "norm" not in name)
+        assert after["d2h_bytes"] - before["d2h_bytes"] == held
+        assert after["host_pageable_bytes"] == plan.host_weight_bytes + plan.host_gradient_bytes
+
+
+def test_nothing_is_warned_about():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(Stack(recompute="non-reentrant"), BounceLinear())

@@ -1,0 +1,81 @@
+"""Host blocks of exact size, device slots found by address."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import psutil
+import pytest
+import torch
+
+from offload import registry
+from offload.memory import ALIGNMENT_BYTES, DeviceSlots, HostArena, aligned
+
+
+def test_alignment():
+    assert [aligned(n) for n in (0, 1, ALIGNMENT_BYTES, ALIGNMENT_BYTES + 1)] == [
+        0, ALIGNMENT_BYTES, ALIGNMENT_BYTES, 2 * ALIGNMENT_BYTES,
+    ]  # fmt: skip
+
+
+def test_blocks_have_the_exact_size_and_outlive_the_arena():
+    arena = HostArena(torch.device("cpu"))
+    block = arena.allocate(5000, "weights")
+    assert block.bytes.shape == (5000,)
+    assert block.bytes.untyped_storage().nbytes() <= 2 * 4096
+    assert not block.bytes.any()
+    assert (arena.pinned_bytes, arena.pageable_bytes) == (0, 5000)
+    view = block.bytes[:4].view(torch.float32).fill_(3)
+    arena.close()
+    del block
+    gc.collect()
+    assert view.item() == 3
+
+
+def test_an_empty_block_is_allowed():
+    assert HostArena(torch.device("cpu")).allocate(0, "nothing").bytes.numel() == 0
+
+
+def test_memory_goes_back_to_the_system():
+    process = psutil.Process()
+    arena = HostArena(torch.device("cpu"))
+    before = process.memory_info().rss
+    block = arena.allocate(64 * 2**20, "weights")
+    block.bytes.fill_(1)
+    assert process.memory_info().rss - before > 60 * 2**20
+    del block, arena
+    gc.collect()
+    assert process.memory_info().rss - before < 8 * 2**20
+
+
+def test_too_much_is_refused_with_the_size():
+    with pytest.raises(MemoryError, match=r"weights of layer: 4194304\.00 GiB"):
+        HostArena(torch.device("cpu")).allocate(2**52, "weights of layer")
+
+
+def test_a_failed_page_lock_warns_once_and_goes_on_pageable(monkeypatch: pytest.MonkeyPatch):
+    class Runtime:
+        @staticmethod
+        def cudaHostRegister(*_: object) -> int:  # noqa: N802
+            return 2
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    arena = HostArena(torch.device("cuda"))
+    with pytest.warns(RuntimeWarning, match=r"page-locking weights .* failed with 2"):
+        arena.allocate(4096, "weights")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        arena.allocate(4096, "gradients")
+    assert (arena.pinned_bytes, arena.pageable_bytes) == (0, 8192)
+
+
+def test_a_slot_is_found_by_a_tensor_that_lives_in_it():
+    streams = registry.acquire("cpu")
+    slots = DeviceSlots(2, 1024, streams)
+    inside = slots.all[1].bytes[256:512].view(torch.float32).view(8, 8).t()
+    assert slots.slot_of(inside) is slots.all[1]
+    assert slots.slot_of(inside.clone()) is None
+    assert slots.slot_of(torch.eye(3).to_sparse()) is None
+    assert slots.nbytes == 2048
+    registry.release(streams)

@@ -1,0 +1,89 @@
+"""The order of use, and what to keep."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from offload.schedule import Itinerary, keep_resident
+
+
+def replay(itinerary: Itinerary, visits: list[int]) -> None:
+    itinerary.begin()
+    for unit in visits:
+        itinerary.visit(unit)
+    itinerary.end()
+
+
+def test_the_first_step_is_recorded_without_repeats():
+    itinerary = Itinerary()
+    replay(itinerary, [0, 0, 1, 2, 2, 1, 0])
+    assert itinerary.order == [0, 1, 2, 1, 0]
+    assert list(itinerary.upcoming(2)) == [0, 1]
+
+
+def test_next_use_counts_from_the_current_visit():
+    itinerary = Itinerary()
+    replay(itinerary, [0, 1, 2, 1, 0])
+    itinerary.begin()
+    itinerary.visit(0)
+    assert [itinerary.next_use(unit) for unit in (0, 1, 2, 7)] == [4, 1, 2, math.inf]
+    assert itinerary.farthest([1, 0, 2]) == 0
+    assert itinerary.farthest([]) is None
+    itinerary.visit(1)
+    itinerary.visit(2)
+    assert list(itinerary.upcoming(5)) == [1, 0]
+
+
+def test_skipped_visits_are_followed_and_relearned():
+    itinerary = Itinerary()
+    replay(itinerary, [0, 1, 2, 3, 2, 1, 0])
+    itinerary.begin()
+    itinerary.visit(0)
+    itinerary.visit(3)
+    assert list(itinerary.upcoming(2)) == [2, 1]
+    itinerary.visit(0)
+    itinerary.end()
+    assert itinerary.order == [0, 3, 0]
+
+
+def test_a_step_that_stops_early_keeps_the_record():
+    itinerary = Itinerary()
+    replay(itinerary, [0, 1, 2, 1, 0])
+    replay(itinerary, [0, 1])
+    assert itinerary.order == [0, 1, 2, 1, 0]
+
+
+def test_an_unknown_unit_leaves_the_position_alone():
+    itinerary = Itinerary()
+    replay(itinerary, [0, 1])
+    itinerary.begin()
+    itinerary.visit(0)
+    itinerary.visit(9)
+    assert list(itinerary.upcoming(1)) == [1]
+
+
+@pytest.mark.parametrize(
+    ("amount", "kept"),
+    [("0", set()), (0, set()), (2, {2, 7}), (10, set(range(10))), ("0%", set()), ("100%", set(range(10)))],
+)
+def test_resident_by_count_and_share(amount: str | int, kept: set[int]):
+    assert keep_resident([100] * 10, amount) == kept
+
+
+@pytest.mark.parametrize("amount", ["700B", "1KiB", "33%", "90%"])
+def test_resident_bytes_are_spread_and_never_exceeded(amount: str):
+    sizes = [100, 50, 150] * 8
+    budget = {"700B": 700, "1KiB": 1024, "33%": 0.33 * sum(sizes), "90%": 0.9 * sum(sizes)}[amount]
+    kept = keep_resident(sizes, amount)
+    total = sum(sizes[index] for index in kept)
+    assert budget - max(sizes) < total <= budget
+    halves = [sum(sizes[index] for index in kept if (index < 12) == first) for first in (True, False)]
+    assert abs(halves[0] - halves[1]) <= max(sizes)
+
+
+@pytest.mark.parametrize("amount", ["lots", "101%", "-1GiB", "GiB", 11, "1.5"])
+def test_resident_out_of_range_is_refused(amount: str | int):
+    with pytest.raises(ValueError, match=r"offload\.resident="):
+        keep_resident([1] * 10, amount)
