@@ -94,6 +94,8 @@ class WeightStreaming:
             raise RuntimeError("detach inside a step: close the step first")
         for hooks in self._hooks:
             hooks.remove()
+        # They refer back to this object: without them the device memory goes with its last reference.
+        self._hooks.clear()
         self._onloader.drop()
         self._streams.synchronize()
         for unit in self._cut.units:

@@ -75,7 +75,9 @@ def train(
     seen = []
     torch.manual_seed(7)
     with attached(mode, model, device):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
+        # The update runs on the host in every mode: AdamW on a GPU rounds differently.
+        masters = [p.detach().cpu().clone().requires_grad_() for p in model.parameters()]
+        optimizer = torch.optim.AdamW(masters, lr=0.05, foreach=False)
         for step in range(steps):
             with mode.step():
                 for microbatch in range(microbatches):
@@ -83,8 +85,13 @@ def train(
                     loss.backward()
                     seen.append(loss.detach().cpu())
             seen += [p.grad.detach().cpu().clone() for p in model.parameters() if p.grad is not None]
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                master.grad = None if parameter.grad is None else parameter.grad.detach().cpu().clone()
+                parameter.grad = None
             optimizer.step()
-            optimizer.zero_grad()
+            with torch.no_grad():
+                for master, parameter in zip(masters, model.parameters(), strict=True):
+                    parameter.copy_(master)
         seen += [p.detach().cpu().clone() for p in model.parameters()]
     return seen
 

@@ -1,0 +1,190 @@
+"""The engine on a real device: the resident model's numbers while every stream in turn is made late.
+
+A GPU test can pass because the host was slow. So each stream is delayed by spinning kernels in front of its work, and
+freed slots are filled with NaN: a wait that is missing then shows in the numbers.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import Stack, assert_same, attached, stack_inputs, train, twin
+from torch import nn
+
+from offload import registry
+from offload.memory import HostArena
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.none import Resident
+from offload.onloading import Onloader
+from offload.transfer import Transfer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# About half a millisecond: longer than the host needs to queue a whole small step's next operation.
+DELAY_CYCLES = 1_000_000
+
+
+def inputs(step: int, microbatch: int) -> torch.Tensor:
+    return stack_inputs(step, microbatch, "cuda")
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Onloader.__init__
+
+    def poisoning(self, units, slots, transfer, prefetch, poison):
+        original(self, units, slots, transfer, prefetch, True)
+
+    monkeypatch.setattr(Onloader, "__init__", poisoning)
+
+
+@pytest.fixture(params=["nobody", "h2d", "d2h", "compute"])
+def delayed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stream runs late, the others do not."""
+    late = request.param
+    copy, visit = Transfer._copy, Onloader.visit
+
+    def late_copy(self, destination, source, stream):
+        if stream is getattr(self.streams, late, None):
+            with self.streams.on(stream):
+                torch.cuda._sleep(DELAY_CYCLES)
+        return copy(self, destination, source, stream)
+
+    def late_visit(self, unit):
+        slot = visit(self, unit)
+        if late == "compute":
+            torch.cuda._sleep(DELAY_CYCLES)
+        return slot
+
+    monkeypatch.setattr(Transfer, "_copy", late_copy)
+    monkeypatch.setattr(Onloader, "visit", late_visit)
+
+
+@pytest.mark.usefixtures("delayed", "poisoned")
+@pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_equals_resident(slots: int, recompute: str | None):
+    streamed, resident = twin(Stack(width=64, recompute=recompute, dropout=0.2))
+    assert_same(
+        train(streamed, BounceLinear(slots=slots), inputs, device="cuda"),
+        train(resident, Resident(), inputs, device="cuda"),
+    )
+
+
+@pytest.mark.usefixtures("delayed", "poisoned")
+def test_equals_resident_in_bf16_with_convolutions():
+    model = nn.Sequential(nn.Conv1d(5, 16, 3), nn.BatchNorm1d(16), nn.GELU(), nn.Flatten(), nn.Linear(96, 4)).bfloat16()
+
+    def signal(step: int, microbatch: int) -> torch.Tensor:
+        return inputs(step, microbatch).bfloat16().expand(3, 5, 8)
+
+    streamed, resident = twin(model)
+    assert_same(
+        train(streamed, BounceLinear(slots=1), signal, device="cuda"),
+        train(resident, Resident(), signal, device="cuda"),
+    )
+
+
+@pytest.mark.parametrize("broken", ["ready", "free"])
+def test_the_delays_would_show_a_missing_wait(broken: str, monkeypatch: pytest.MonkeyPatch, poisoned: None):
+    """The checks above can fail: without one kind of wait they do."""
+    copy, visit = Transfer._copy, Onloader.visit
+
+    def late_copy(self, destination, source, stream):
+        if broken == "ready" and stream is self.streams.h2d:
+            with self.streams.on(stream):
+                torch.cuda._sleep(DELAY_CYCLES)
+        return copy(self, destination, source, stream)
+
+    def late_visit(self, unit):
+        slot = visit(self, unit)
+        if broken == "free":
+            torch.cuda._sleep(DELAY_CYCLES)
+        return slot
+
+    monkeypatch.setattr(Transfer, "_copy", late_copy)
+    monkeypatch.setattr(Onloader, "visit", late_visit)
+    if broken == "ready":
+        monkeypatch.setattr(Transfer, "await_on", lambda self, stream, event: None)
+    else:
+        waits = registry.CudaStreams
+
+        class Unordered(waits):
+            def event(self, timing: bool = False):
+                event = super().event(timing)
+                return event if timing else _Unrecorded(event)
+
+        monkeypatch.setattr(registry, "CudaStreams", Unordered)
+    streamed, resident = twin(Stack(width=64))
+    broken_run = train(streamed, BounceLinear(slots=2), inputs, device="cuda", steps=2)
+    monkeypatch.undo()
+    expected = train(resident, Resident(), inputs, device="cuda", steps=2)
+    assert any(not torch.equal(one, other) for one, other in zip(broken_run, expected, strict=True))
+
+
+class _Unrecorded(torch.cuda.Event):
+    """An event that nobody records: waiting for it orders nothing."""
+
+    def __new__(cls, event: torch.cuda.Event):
+        return super().__new__(cls)
+
+    def __init__(self, event: torch.cuda.Event):
+        pass
+
+    def record(self, stream=None) -> None:
+        pass
+
+
+def test_blocks_are_page_locked_in_place_at_exact_size():
+    arena = HostArena(torch.device("cuda"))
+    block = arena.allocate(3 * 2**20 + 17, "weights")
+    assert block.bytes.is_pinned()
+    assert arena.pinned_bytes == 3 * 2**20 + 17
+    arena.close()
+    assert not block.bytes.is_pinned()
+    assert not HostArena(torch.device("cuda"), pin=False).allocate(4096, "weights").bytes.is_pinned()
+
+
+def test_a_model_on_the_second_device_while_the_first_is_current():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    streamed, resident = twin(Stack(width=64))
+
+    def second(step: int, microbatch: int) -> torch.Tensor:
+        return stack_inputs(step, microbatch, "cuda:1")
+
+    assert_same(
+        train(streamed, BounceLinear(slots=2), second, device="cuda:1"),
+        train(resident, Resident(), second, device="cuda:1"),
+    )
+
+
+def test_a_forward_on_a_side_stream_is_ordered():
+    streamed, resident = twin(Stack(width=64))
+    side = torch.cuda.Stream()
+
+    def run(mode, model: nn.Module) -> list[torch.Tensor]:
+        with attached(mode, model, "cuda"):
+            with mode.step(), torch.cuda.stream(side):
+                torch.cuda._sleep(DELAY_CYCLES)
+                model(inputs(0, 0)).square().mean().backward()
+            torch.cuda.synchronize()
+            return [p.grad.cpu() for p in model.parameters()]
+
+    assert_same(run(BounceLinear(slots=1), streamed), run(Resident(), resident))
+
+
+def test_no_device_memory_is_left_behind():
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        train(Stack(width=64), BounceLinear(slots=2), inputs, device="cuda")
+    assert torch.cuda.memory_allocated() == before
