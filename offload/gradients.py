@@ -40,7 +40,7 @@ class GradientOffloader:
         self._departing: deque[_Departing] = deque()
 
     def land(self, tensor: UnitTensor, leaf: nn.Parameter) -> None:
-        """Takes the gradient off `leaf` and starts it home; afterwards `tensor.parameter.grad` is its host view.
+        """Takes the gradient off `leaf` and starts it home; afterwards `tensor.host.grad` is its host view.
 
         The bytes are there once the host has synchronised with the d2h stream.
         """
@@ -48,7 +48,7 @@ class GradientOffloader:
         streams = self._streams
         leaving = _Departing(gradient, streams.event(), f"device gradient of {tensor.name}")
         streams.writes(streams.compute, leaving, "backward")
-        earlier = tensor.parameter.grad
+        earlier = tensor.host.grad
         if earlier is None:
             self._after_compute(streams.d2h)
         else:
@@ -57,7 +57,7 @@ class GradientOffloader:
         streams.writes(streams.d2h, tensor, "copy out")
         self._transfer.copy_out(tensor.gradient, gradient, done=leaving.done)
         tensor.landed = leaving.done
-        tensor.parameter.grad = tensor.gradient
+        tensor.host.grad = tensor.gradient
         self._departing.append(leaving)
         while len(self._departing) > 1 and self._waiting_bytes() > self._limit_bytes:
             self._let_oldest_go()

@@ -9,7 +9,7 @@ import torch
 from offload.memory import DeviceSlot, DeviceSlots
 from offload.schedule import Itinerary
 from offload.transfer import Transfer
-from offload.unit import OffloadUnit
+from offload.unit import OffloadUnit, UnitTensor
 
 
 class Onloader:
@@ -75,6 +75,18 @@ class Onloader:
         self._fetch_ahead(self._prefetch)
         return slot
 
+    def write_home(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
+        """Copies a tensor of `unit` that compute changed in its slot back to the host block."""
+        streams, slot, made = self._streams, self._slot_of[unit], self._streams.event()
+        made.record(streams.compute)
+        streams.d2h.wait_event(made)
+        streams.reads(streams.d2h, slot, f"write back of {tensor.name}")
+        streams.writes(streams.d2h, unit.weights, f"write back of {tensor.name}")
+        unit.written = streams.event()
+        self._transfer.copy_out(tensor.view_of(unit.weights.bytes), tensor.device, done=unit.written)
+        if streams.d2h not in slot.readers:
+            slot.readers.append(streams.d2h)
+
     def _remember(self, unit: OffloadUnit) -> None:
         open_units = sum(1 for other in self._slot_of if other.open_windows and other is not unit) + 1
         if open_units > self._recent.maxlen:
@@ -139,6 +151,8 @@ class Onloader:
                 slot.bytes.fill_(0xFF)
 
     def _fill(self, unit: OffloadUnit, slot: DeviceSlot) -> DeviceSlot:
+        if unit.written is not None:
+            self._streams.h2d.wait_event(unit.written)
         self._streams.reads(self._streams.h2d, unit.weights, f"onload of {unit}")
         self._streams.writes(self._streams.h2d, slot, f"onload of {unit}")
         self._transfer.copy_in(slot.bytes[: unit.nbytes], unit.weights.bytes, done=slot.ready)

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from offload.gradients import GradientOffloader
 from offload.memory import DeviceSlot, DeviceSlots, HostArena
@@ -38,7 +39,6 @@ class WeightStreaming:
 
     def __init__(
         self,
-        model: nn.Module,
         cut: CutModel,
         streams: Streams,
         *,
@@ -55,7 +55,7 @@ class WeightStreaming:
         self.arena = HostArena(streams.device, pin)
         for unit in cut.units:
             unit.bring_home(self.arena)
-        self._residency = Residency(model, cut.resident, streams.device)
+        self._residency = Residency(cut.resident, streams.device)
         largest = max((unit.nbytes for unit in cut.units), default=0)
         self._slots = DeviceSlots(slots, largest, streams)
         transfer = Transfer(streams, self.telemetry)
@@ -126,8 +126,9 @@ class WeightStreaming:
                 slot = self._onloader.visit(unit)
                 unit.open_windows += 1
                 opened.append(unit)
-                for tensor in unit.tensors:
-                    tensor.install(self._leaf(tensor, slot))
+                if unit.open_windows == 1:
+                    for tensor in unit.tensors:
+                        tensor.install(self._stand_in(tensor, slot))
         except BaseException:
             self._close_units(opened)
             raise
@@ -142,30 +143,46 @@ class WeightStreaming:
             unit.open_windows -= 1
             if unit.open_windows:
                 continue
+            self._write_back(unit)
             for tensor in unit.tensors:
-                tensor.install(tensor.parameter)
+                tensor.install(tensor.host)
             if not self._in_step:
                 # Between steps the weights at home may change at any time: nothing of them is kept.
                 self._onloader.forget(unit)
-                unit.drop_leaves()
+                unit.drop_stand_ins()
 
     @staticmethod
     def _trains(window: Window) -> bool:
-        return any(tensor.parameter.requires_grad for unit in window.units for tensor in unit.tensors)
+        return any(tensor.trains for unit in window.units for tensor in unit.tensors)
 
-    def _leaf(self, tensor: UnitTensor, slot: DeviceSlot) -> nn.Parameter:
-        view = tensor.view_of(slot.bytes)
-        if tensor.leaf is not None:
-            # One leaf a step: autograd sums the gradients of all its uses before they leave, as it would for a
-            # resident parameter.
-            tensor.leaf.data = view
-            return tensor.leaf
+    def _stand_in(self, tensor: UnitTensor, slot: DeviceSlot) -> torch.Tensor:
         with torch.inference_mode(False):
-            leaf = nn.Parameter(view.detach(), requires_grad=tensor.parameter.requires_grad)
-        if leaf.requires_grad:
-            leaf.register_post_accumulate_grad_hook(functools.partial(self._land, tensor))
-        tensor.leaf = leaf
-        return leaf
+            # `.data` has a version counter of its own, which tells whether forward updated a buffer.
+            view = tensor.view_of(slot.bytes).data
+            if tensor.is_buffer:
+                tensor.device = view
+            elif tensor.device is not None:
+                # One leaf a step: autograd sums the gradients of all its uses before they leave, as it would for a
+                # resident parameter.
+                tensor.device.data = view
+            else:
+                tensor.device = nn.Parameter(view, requires_grad=tensor.trains)
+                if tensor.trains:
+                    tensor.device.register_post_accumulate_grad_hook(functools.partial(self._land, tensor))
+        return tensor.device
+
+    def _write_back(self, unit: OffloadUnit) -> None:
+        for tensor in unit.tensors:
+            if not tensor.is_buffer:
+                continue
+            place = tensor.places[0]
+            replaced = place.held is not tensor.device
+            if replaced:
+                tensor.device.copy_(place.held)
+            # Running statistics are updated by kernels that do not declare it: no version counter tells.
+            counts = isinstance(place.module, _NormBase) and place.module.training
+            if replaced or counts or tensor.device._version:
+                self._onloader.write_home(unit, tensor)
 
     def _land(self, tensor: UnitTensor, leaf: nn.Parameter) -> None:
         self._gradients.land(tensor, leaf)
@@ -176,7 +193,7 @@ class WeightStreaming:
         for hooks in self._hooks:
             hooks.abandon()
         for unit in self._cut.units:
-            unit.drop_leaves()
+            unit.drop_stand_ins()
 
     def _settle(self) -> None:
         self._gradients.let_go()
@@ -184,7 +201,7 @@ class WeightStreaming:
         self._streams.synchronize()
         for unit in self._cut.units:
             for tensor in unit.tensors:
-                if tensor.parameter.requires_grad:
+                if tensor.trains:
                     self._streams.reads(None, tensor, "the optimizer's update")
 
 

@@ -14,37 +14,67 @@ import torch
 from torch import nn
 
 from offload.memory import HostArena, HostBlock, aligned
+from offload.registry import Event
 from offload.schedule import keep_resident
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module holds a parameter or buffer."""
+
+    module: nn.Module
+    name: str
+    is_buffer: bool
+
+    @property
+    def held(self) -> torch.Tensor:
+        return (self.module._buffers if self.is_buffer else self.module._parameters)[self.name]
+
+    def put(self, tensor: torch.Tensor) -> None:
+        (self.module._buffers if self.is_buffer else self.module._parameters)[self.name] = tensor
+        if isinstance(self.module, nn.RNNBase):
+            # Recurrent layers compute with a list of their own.
+            names = self.module._flat_weights_names
+            self.module._flat_weights = [self.module._parameters.get(name) for name in names]
 
 
 @dataclass(eq=False)
 class UnitTensor:
-    """A parameter of a unit: where modules hold it and where it lies in the unit's flat buffer.
+    """A parameter or buffer of a unit: where modules hold it and where it lies in the unit's flat buffer.
 
-    `parameter` is what the modules hold outside a window: its data is a view of the host block once the unit is at
-    home. `leaf` is its stand-in on the device for the current step, the leaf that autograd sees.
+    `host` is what the modules hold outside a window; its data is a view of the host block once the unit is at home.
+    `device` is its stand-in in a slot for the current step: for a parameter, the leaf that autograd sees. `gradient`
+    is the host memory of its gradient, `landed` the end of the last copy there.
     """
 
     name: str
-    parameter: nn.Parameter
-    places: list[tuple[nn.Module, str]]
+    host: torch.Tensor
+    places: list[Place]
     offset: int
     gradient: torch.Tensor | None = None
-    landed: object | None = None
-    leaf: nn.Parameter | None = None
+    landed: Event | None = None
+    device: torch.Tensor | None = None
+
+    @property
+    def is_buffer(self) -> bool:
+        return self.places[0].is_buffer
+
+    @property
+    def trains(self) -> bool:
+        return self.host.requires_grad
 
     @property
     def nbytes(self) -> int:
-        return self.parameter.numel() * self.parameter.element_size()
+        return self.host.numel() * self.host.element_size()
 
     def view_of(self, flat: torch.Tensor) -> torch.Tensor:
         """This tensor's shape and dtype over its bytes in `flat` (uint8, laid out as the unit)."""
         piece = flat[self.offset : self.offset + self.nbytes]
-        return piece.view(self.parameter.dtype).view(self.parameter.shape)
+        return piece.view(self.host.dtype).view(self.host.shape)
 
-    def install(self, parameter: nn.Parameter) -> None:
-        for module, attribute in self.places:
-            module._parameters[attribute] = parameter
+    def install(self, tensor: torch.Tensor) -> None:
+        for place in self.places:
+            place.put(tensor)
 
     def __str__(self) -> str:
         return f"host gradient of {self.name}"
@@ -52,12 +82,16 @@ class UnitTensor:
 
 @dataclass(eq=False)
 class OffloadUnit:
-    """Tensors that move together; at home they are views of `weights`, one flat host block."""
+    """Tensors that move together; at home they are views of `weights`, one flat host block.
+
+    `written` ends the last copy from the device into `weights`: buffers that forward updated.
+    """
 
     name: str
     index: int
     tensors: list[UnitTensor] = field(default_factory=list)
     weights: HostBlock | None = None
+    written: Event | None = None
     open_windows: int = 0
 
     @property
@@ -67,29 +101,29 @@ class OffloadUnit:
 
     @property
     def gradient_bytes(self) -> int:
-        return sum(aligned(tensor.nbytes) for tensor in self.tensors if tensor.parameter.requires_grad)
+        return sum(aligned(tensor.nbytes) for tensor in self.tensors if tensor.trains)
 
     def versions(self) -> tuple[int, ...]:
-        """Autograd's version counters of the tensors at home; an in-place change of one shows here."""
-        return tuple(tensor.parameter._version for tensor in self.tensors)
+        """Autograd's version counters of the parameters at home; an in-place change of one shows here."""
+        return tuple(tensor.host._version for tensor in self.tensors if not tensor.is_buffer)
 
-    def drop_leaves(self) -> None:
+    def drop_stand_ins(self) -> None:
         """Forgets the device stand-ins: the next window makes new ones."""
         for tensor in self.tensors:
-            tensor.leaf = None
+            tensor.device = None
 
     def bring_home(self, arena: HostArena) -> None:
         """Moves the tensors into host blocks of the arena: real values are copied, meta ones left as zeros.
 
-        A parameter that had memory keeps its identity; one on the meta device is replaced in its modules.
+        What had memory keeps its identity; what is on the meta device is replaced in its modules.
         """
         self.weights = arena.allocate(self.nbytes, f"weights of {self.name}")
         gradients = arena.allocate(self.gradient_bytes, f"gradients of {self.name}")
         used = 0
         for tensor in self.tensors:
             home = tensor.view_of(self.weights.bytes)
-            tensor.parameter = place_parameter(tensor.parameter, home, tensor.places)
-            if tensor.parameter.requires_grad:
+            tensor.host = move_into(home, tensor.host, tensor.places)
+            if tensor.trains:
                 flat = gradients.bytes[used : used + tensor.nbytes]
                 tensor.gradient = flat.view(home.dtype).view(home.shape)
                 used += aligned(tensor.nbytes)
@@ -98,20 +132,18 @@ class OffloadUnit:
         return self.name
 
 
-def place_parameter(
-    parameter: nn.Parameter, memory: torch.Tensor, places: Iterable[tuple[nn.Module, str]]
-) -> nn.Parameter:
-    """Makes `memory` the parameter's data, keeping its values unless it is on the meta device.
+def move_into(memory: torch.Tensor, tensor: torch.Tensor, places: Iterable[Place]) -> torch.Tensor:
+    """Makes `memory` the data of a parameter or buffer, keeping its values unless it is on the meta device.
 
-    Returns the parameter that the modules hold afterwards.
+    Returns the tensor that the modules hold afterwards: the same one, except for a meta tensor.
     """
-    if not parameter.is_meta:
-        memory.copy_(parameter.data)
-        parameter.data = memory
-        return parameter
-    real = nn.Parameter(memory, requires_grad=parameter.requires_grad)
-    for module, attribute in places:
-        module._parameters[attribute] = real
+    if not tensor.is_meta:
+        memory.copy_(tensor.data)
+        tensor.data = memory
+        return tensor
+    real = nn.Parameter(memory, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory
+    for place in places:
+        place.put(real)
     return real
 
 
@@ -125,15 +157,15 @@ class Window:
 
 @dataclass(frozen=True)
 class CutModel:
-    """A model cut into units: `windows` open them, `resident` are the parameters left on the device."""
+    """A model cut into units: `windows` open them, `resident` is what is left on the device, with its places."""
 
     units: list[OffloadUnit]
     windows: list[Window]
-    resident: list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]
+    resident: list[tuple[torch.Tensor, list[Place]]]
 
     @property
     def resident_bytes(self) -> int:
-        return sum(parameter.numel() * parameter.element_size() for parameter, _ in self.resident)
+        return sum(tensor.numel() * tensor.element_size() for tensor, _ in self.resident)
 
     @property
     def unit_bytes(self) -> int:
@@ -141,31 +173,33 @@ class CutModel:
 
 
 def cut(model: nn.Module, roots: Sequence[tuple[str, nn.Module]]) -> CutModel:
-    """Cuts `model` at the named root modules: one unit for the parameters in the subtree of each.
+    """Cuts `model` at the named root modules: one unit for the parameters and buffers in the subtree of each.
 
-    Touches nothing, so it works on a model of the meta device. A root without parameters of its own gives no unit.
-    Raises ValueError when one root lies inside another.
+    Touches nothing, so it works on a model of the meta device. A root that owns nothing gives no unit, one that is
+    named twice gives one, under its first name. Raises ValueError when one root lies inside another.
     """
+    roots = list({module: (name, module) for name, module in reversed(roots)}.values())[::-1]
     root_of = _roots_by_module(roots)
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    named: dict[int, tuple[str, nn.Parameter]] = {}
+    places: dict[torch.Tensor, list[Place]] = {}
+    names: dict[torch.Tensor, str] = {}
     for prefix, module in model.named_modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, attribute))
-                named.setdefault(id(parameter), (f"{prefix}.{attribute}".lstrip("."), parameter))
+        for is_buffer, held in ((False, module._parameters), (True, module._buffers)):
+            for attribute, tensor in held.items():
+                if tensor is not None:
+                    places.setdefault(tensor, []).append(Place(module, attribute, is_buffer))
+                    names.setdefault(tensor, f"{prefix}.{attribute}".lstrip("."))
 
     units: dict[int, OffloadUnit] = {}
-    unit_of: dict[int, OffloadUnit] = {}
+    unit_of: dict[torch.Tensor, OffloadUnit] = {}
     resident = []
-    for key, (name, parameter) in named.items():
-        owners = [root_of.get(module) for module, _ in places[key]]
+    for tensor, where in places.items():
+        owners = [root_of.get(place.module) for place in where]
         if None in owners:
-            resident.append((parameter, places[key]))
+            resident.append((tensor, where))
             continue
         unit = units.setdefault(owners[0], OffloadUnit(roots[owners[0]][0], len(units)))
-        unit.tensors.append(UnitTensor(name, parameter, places[key], unit.nbytes))
-        unit_of[key] = unit
+        unit.tensors.append(UnitTensor(names[tensor], tensor, where, unit.nbytes))
+        unit_of[tensor] = unit
     return CutModel(list(units.values()), _windows(roots, unit_of), resident)
 
 
@@ -175,7 +209,7 @@ def keep_on_device(model: CutModel, amount: str | int) -> CutModel:
     streamed = [unit for index, unit in enumerate(model.units) if index not in kept]
     resident = list(model.resident)
     for index in sorted(kept):
-        resident += [(tensor.parameter, tensor.places) for tensor in model.units[index].tensors]
+        resident += [(tensor.host, tensor.places) for tensor in model.units[index].tensors]
     windows = []
     for window in model.windows:
         units = tuple(unit for unit in window.units if unit.index not in kept)
@@ -195,14 +229,15 @@ def _roots_by_module(roots: Sequence[tuple[str, nn.Module]]) -> dict[nn.Module, 
     return root_of
 
 
-def _windows(roots: Sequence[tuple[str, nn.Module]], unit_of: dict[int, OffloadUnit]) -> list[Window]:
+def _windows(roots: Sequence[tuple[str, nn.Module]], unit_of: dict[torch.Tensor, OffloadUnit]) -> list[Window]:
     windows = []
     for _, root in roots:
         for module in root.modules():
-            # A root's forward may read any parameter below it. Modules inside get windows of their own as well:
+            # A root's forward may read any tensor below it. Modules inside get windows of their own as well:
             # activation checkpointing that wraps a root's forward recomputes it without the root's hooks.
-            used = root.parameters() if module is root else module._parameters.values()
-            units = {unit_of[id(p)]: None for p in used if p is not None and id(p) in unit_of}
+            below = module is root
+            used = [*module.parameters(recurse=below), *module.buffers(recurse=below)]
+            units = {unit_of[tensor]: None for tensor in used if tensor in unit_of}
             if units:
                 windows.append(Window(module, tuple(units)))
     return windows

@@ -21,7 +21,7 @@ class Resident:
 
     def attach(self, model: nn.Module, streams: Streams) -> None:
         """Moves `model` to the device of `streams`; meta parameters become uninitialised device memory."""
-        self._residency = Residency(model, cut(model, []).resident, streams.device)
+        self._residency = Residency(cut(model, []).resident, streams.device)
 
     def step(self) -> AbstractContextManager:
         return nullcontext()

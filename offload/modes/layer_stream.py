@@ -1,0 +1,44 @@
+"""layer_stream: every block of the model visits the device as a whole.
+
+The blocks of a ModuleList are the units, parameters and buffers together, fetched a few ahead of use: the idea of
+LTX's layer streaming, here for training as well. What is outside the blocks stays on the device, or streams too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from offload.blocks import find_blocks
+from offload.weight_mode import WeightMode
+
+
+class LayerStream(WeightMode):
+    """Streams the blocks of a model, by default three slots of them; the other knobs are those of `WeightMode`.
+
+    `layers` is the dotted path of the list of blocks (None: found by itself). `embedding` says what the modules
+    outside the blocks do (embedding, head, final norm): "resident", or "stream", each as a unit of its own.
+    """
+
+    def __init__(self, slots: int = 3, layers: str | None = None, embedding: str = "resident", **knobs):
+        super().__init__(slots, **knobs)
+        if embedding not in ("resident", "stream"):
+            raise ValueError(f"offload.embedding={embedding}: must be resident or stream")
+        self._layers = layers
+        self._embedding_streams = embedding == "stream"
+
+    def roots(self, model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+        blocks = find_blocks(model, self._layers)
+        yield from blocks
+        if self._embedding_streams:
+            yield from _outside(model, {block for _, block in blocks})
+
+
+def _outside(model: nn.Module, blocks: set[nn.Module]) -> Iterable[tuple[str, nn.Module]]:
+    """The modules without children that own parameters and are in no block."""
+    inside = {module for block in blocks for module in block.modules()}
+    for name, module in model.named_modules():
+        childless = next(module.children(), None) is None
+        if module not in inside and childless and next(module.parameters(), None) is not None:
+            yield name, module

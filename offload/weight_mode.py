@@ -1,0 +1,88 @@
+"""What modes that stream weights have in common: knobs, plan, attach, step, detach. A mode adds where it cuts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from offload.plan import Plan
+from offload.registry import Streams
+from offload.streaming import WeightStreaming
+from offload.unit import CutModel, cut, keep_on_device
+
+
+class WeightMode(ABC):
+    """Streams the units at the root modules that `roots` names.
+
+    `slots` is the number of units that fit on the device at a time, `prefetch` how many are fetched ahead (None: as
+    many as the slots allow, slots - 1). `resident` is how much of what would stream stays on the device after all: a
+    number of units (`8`), a share of their bytes (`25%`) or bytes (`2GiB`), spread evenly. `include` and `exclude`
+    are patterns over module names (`model.layers.*.mlp.*`): a root streams when it matches an `include` pattern, or
+    none is given, and no `exclude` pattern. `pin` is "auto" (page-lock host memory) or "off".
+    Raises ValueError naming the key for a value out of range.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        prefetch: int | None = None,
+        resident: str | int = 0,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        pin: str = "auto",
+    ):
+        if slots < 1:
+            raise ValueError(f"offload.slots={slots}: must be at least 1")
+        prefetch = slots - 1 if prefetch is None else prefetch
+        if not 0 <= prefetch < slots:
+            raise ValueError(f"offload.prefetch={prefetch}: must be between 0 and slots - 1 = {slots - 1}")
+        if pin not in ("auto", "off"):
+            raise ValueError(f"offload.pin={pin}: must be auto or off")
+        self._slots, self._prefetch, self._resident, self._pin = slots, prefetch, resident, pin == "auto"
+        self._include, self._exclude = tuple(include), tuple(exclude)
+        self._streaming: WeightStreaming | None = None
+
+    @abstractmethod
+    def roots(self, model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+        """The named modules at which the mode cuts `model`, none inside another."""
+
+    def plan(self, model: nn.Module, recompute: bool = False) -> Plan:
+        """What `attach` will hold and a step will move, in bytes; touches nothing."""
+        return Plan.of(self._cut(model), self._slots, recompute)
+
+    def attach(self, model: nn.Module, streams: Streams) -> None:
+        """Takes `model` over: its units go to host memory, the rest to the device of `streams`.
+
+        Tensors on the meta device become memory where they belong, to be initialised there. Raises RuntimeError when
+        a model is attached already, MemoryError where the host has no room.
+        """
+        if self._streaming is not None:
+            raise RuntimeError("this mode holds a model already: detach it, or make a second mode")
+        self._streaming = WeightStreaming(
+            self._cut(model), streams, slots=self._slots, prefetch=self._prefetch, pin=self._pin
+        )
+
+    def step(self) -> AbstractContextManager:
+        """Around forward and backward of one step; afterwards gradients are readable on the host."""
+        return self._streaming.step()
+
+    def detach(self) -> None:
+        """Gives the model back as it was found."""
+        self._streaming.detach()
+        self._streaming = None
+
+    def counters(self) -> dict[str, float]:
+        """Bytes and ms since `attach`, and the host bytes held now, page-locked and not."""
+        return self._streaming.counters()
+
+    def _cut(self, model: nn.Module) -> CutModel:
+        chosen = [(name, module) for name, module in self.roots(model) if self._selects(name)]
+        return keep_on_device(cut(model, chosen), self._resident)
+
+    def _selects(self, name: str) -> bool:
+        included = not self._include or any(fnmatchcase(name, pattern) for pattern in self._include)
+        return included and not any(fnmatchcase(name, pattern) for pattern in self._exclude)
