@@ -30,6 +30,7 @@ class Onloader:
         self._poison = poison
         self._itinerary = Itinerary()
         self._slot_of: dict[OffloadUnit, DeviceSlot] = {}
+        self._in_step = False
         # An operation reads at most the units whose windows were open around it: so many recent visits keep theirs.
         self._recent: deque[OffloadUnit] = deque(maxlen=1)
         for slot in slots:
@@ -40,11 +41,13 @@ class Onloader:
     def begin_step(self) -> None:
         """Starts fetching what the step will use first. The weights at home must be final."""
         self._itinerary.begin()
+        self._in_step = True
         self._fetch_ahead(len(self._slots.all))
 
     def end_step(self) -> None:
         """Forgets what the slots hold: the weights at home may change before the next step."""
         self._itinerary.end()
+        self._in_step = False
         self.drop()
 
     def drop(self) -> None:
@@ -55,7 +58,13 @@ class Onloader:
     def forget(self, unit: OffloadUnit) -> None:
         """Empties the slot of `unit`, if it has one: its next visit copies it in again."""
         if unit in self._slot_of:
-            self._evict(unit)
+            slot = self._evict(unit)
+            if not self._in_step:
+                # Outside a step the host may use the weights at home as soon as this call returns.
+                slot.ready.synchronize()
+                if unit.written is not None:
+                    unit.written.synchronize()
+                self._streams.writes(None, unit.weights, "the host's next change")
         if unit in self._recent:
             self._recent.remove(unit)
 
@@ -64,7 +73,8 @@ class Onloader:
 
         Raises RuntimeError when every slot is taken by a unit in use.
         """
-        self._itinerary.visit(unit.index)
+        if self._in_step:
+            self._itinerary.visit(unit.index)
         self._remember(unit)
         slot = self._slot_of.get(unit) or self._fill(unit, self._make_room(unit))
         stream = self._streams.compute
@@ -72,7 +82,8 @@ class Onloader:
             self._transfer.await_on(stream, slot.ready)
             slot.readers.append(stream)
         self._streams.reads(stream, slot, f"use of {unit}")
-        self._fetch_ahead(self._prefetch)
+        if self._in_step:
+            self._fetch_ahead(self._prefetch)
         return slot
 
     def write_home(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
@@ -151,8 +162,7 @@ class Onloader:
                 slot.bytes.fill_(0xFF)
 
     def _fill(self, unit: OffloadUnit, slot: DeviceSlot) -> DeviceSlot:
-        if unit.written is not None:
-            self._streams.h2d.wait_event(unit.written)
+        # A write back of this unit is over by now as h2d sees it: its slot was released behind it.
         self._streams.reads(self._streams.h2d, unit.weights, f"onload of {unit}")
         self._streams.writes(self._streams.h2d, slot, f"onload of {unit}")
         self._transfer.copy_in(slot.bytes[: unit.nbytes], unit.weights.bytes, done=slot.ready)

@@ -8,9 +8,11 @@ module holds its host parameters, so optimizers, checkpoints and `state_dict` ne
 
 from __future__ import annotations
 
+import copy
 import functools
+import types
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -64,7 +66,7 @@ class WeightStreaming:
         self._gradients = GradientOffloader(transfer, GRADIENT_SLOTS * largest)
         self._saved = SavedWeights(self._slots, self._onloader)
         self._in_step = False
-        self._hooks = [_WindowHooks(self, window) for window in cut.windows]
+        self._windowed = [_Windowed(self, window) for window in cut.windows]
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -83,23 +85,24 @@ class WeightStreaming:
             yield
         finally:
             self._in_step = False
-            self._close_windows()
+            for unit in self._cut.units:
+                unit.drop_stand_ins()
             self._onloader.end_step()
             self._settle()
             self.telemetry.collect()
 
     def detach(self) -> None:
-        """Gives the model back: no hooks, parameters where they were found (host memory for meta ones)."""
+        """Gives the model back: its own forwards, tensors where they were found (host memory for meta ones)."""
         if self._in_step:
             raise RuntimeError("detach inside a step: close the step first")
-        for hooks in self._hooks:
-            hooks.remove()
+        for windowed in self._windowed:
+            windowed.remove()
         # They refer back to this object: without them the device memory goes with its last reference.
-        self._hooks.clear()
+        self._windowed.clear()
         self._onloader.drop()
         self._streams.synchronize()
-        for unit in self._cut.units:
-            self._streams.writes(None, unit.weights, "the model's next owner")
+        for slot in self._slots:
+            self._streams.writes(None, slot, "the allocator's next owner")
         self._residency.restore()
         self.arena.close()
 
@@ -113,8 +116,9 @@ class WeightStreaming:
             "host_pageable_bytes": self.arena.pageable_bytes,
         }
 
-    def open(self, window: Window) -> AbstractContextManager:
-        """Brings the window's units to the device and installs them; returns the context that forward needs."""
+    @contextmanager
+    def window(self, window: Window) -> Iterator[None]:
+        """The window's units are on the device, installed in their modules, for the length of the block."""
         if torch.is_grad_enabled() and not self._in_step and self._trains(window):
             raise RuntimeError(
                 "forward with gradients outside a step: wrap forward and backward in `with mode.step():`,"
@@ -129,14 +133,10 @@ class WeightStreaming:
                 if unit.open_windows == 1:
                     for tensor in unit.tensors:
                         tensor.install(self._stand_in(tensor, slot))
-        except BaseException:
+            with self._saved.hooks():
+                yield
+        finally:
             self._close_units(opened)
-            raise
-        return self._saved.hooks()
-
-    def close(self, window: Window) -> None:
-        """The forward of the window's module is over."""
-        self._close_units(window.units)
 
     def _close_units(self, units: Iterable[OffloadUnit]) -> None:
         for unit in units:
@@ -168,6 +168,8 @@ class WeightStreaming:
             else:
                 tensor.device = nn.Parameter(view, requires_grad=tensor.trains)
                 if tensor.trains:
+                    for hook in (tensor.host._backward_hooks or {}).values():
+                        tensor.device.register_hook(hook)
                     tensor.device.register_post_accumulate_grad_hook(functools.partial(self._land, tensor))
         return tensor.device
 
@@ -186,14 +188,11 @@ class WeightStreaming:
 
     def _land(self, tensor: UnitTensor, leaf: nn.Parameter) -> None:
         self._gradients.land(tensor, leaf)
-        if not self._in_step:
+        hooks = (tensor.host._post_accumulate_grad_hooks or {}).values()
+        if hooks or not self._in_step:
             self._settle()
-
-    def _close_windows(self) -> None:
-        for hooks in self._hooks:
-            hooks.abandon()
-        for unit in self._cut.units:
-            unit.drop_stand_ins()
+        for hook in hooks:
+            hook(tensor.host)
 
     def _settle(self) -> None:
         self._gradients.let_go()
@@ -205,50 +204,45 @@ class WeightStreaming:
                     self._streams.reads(None, tensor, "the optimizer's update")
 
 
-class _WindowHooks:
-    """The forward hooks of one window."""
+class _Windowed:
+    """Stands in for the `forward` of a module: the same forward, inside its window.
+
+    Not a pair of hooks, because activation checkpointing that wraps a block's forward afterwards must recompute
+    the window with it.
+    """
 
     def __init__(self, streaming: WeightStreaming, window: Window):
         self._streaming = streaming
         self._window = window
-        self._contexts: list[AbstractContextManager] = []
-        self._handles = (
-            window.module.register_forward_pre_hook(_Hook(self._open), prepend=True),
-            window.module.register_forward_hook(_Hook(self._close), always_call=True),
-        )
+        self._replaced = window.module.__dict__.get("forward")
+        self._forward = window.module.forward
+        window.module.forward = self
+
+    def __call__(self, *arguments: object, **keywords: object) -> object:
+        with self._streaming.window(self._window):
+            return self._forward(*arguments, **keywords)
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        """Puts back what was there. Someone's wrapper around this one stays, and from now on passes through."""
+        module = self._window.module
+        if module.__dict__.get("forward") is not self:
+            self._streaming = _Nowhere()
+        elif self._replaced is None:
+            del module.forward
+        else:
+            module.forward = self._replaced
 
-    def abandon(self) -> None:
-        """Closes what an interrupted forward left open."""
-        while self._contexts:
-            self._close()
-
-    def _open(self, *_: object) -> None:
-        context = self._streaming.open(self._window)
-        context.__enter__()
-        self._contexts.append(context)
-
-    def _close(self, *_: object) -> None:
-        if self._contexts:
-            self._contexts.pop().__exit__(None, None, None)
-            self._streaming.close(self._window)
+    def __deepcopy__(self, memo: dict) -> object:
+        # The copy of the module holds host parameters and streams nothing.
+        if self._replaced is not None:
+            return copy.deepcopy(self._replaced, memo)
+        module = memo[id(self._window.module)]
+        return types.MethodType(type(module).forward, module)
 
 
-class _Hook:
-    """A hook that a deep copy of its module loses: the copy holds host parameters and streams nothing."""
+class _Nowhere:
+    """The streaming of a model that was detached."""
 
-    def __init__(self, call):
-        self._call = call
-
-    def __call__(self, *arguments: object) -> None:
-        self._call(*arguments)
-
-    def __deepcopy__(self, memo: dict) -> _Hook:
-        return _Hook(_nothing)
-
-
-def _nothing(*_: object) -> None:
-    pass
+    @staticmethod
+    def window(_: Window) -> AbstractContextManager:
+        return nullcontext()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import offload
 from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
 from offload.ordering import CheckedEvent, CheckedStream, CheckedStreams, StreamOrderError
 
 ENGINE = Path(offload.__file__).parent
@@ -50,6 +52,12 @@ class _Sites:
         return call
 
 
+def _statistics() -> nn.Module:
+    """Buffers that forward updates."""
+    blocks = (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))
+    return nn.Sequential(OrderedDict(layers=nn.Sequential(*blocks)))
+
+
 def _scenario() -> None:
     """Fewer slots than units, recompute, accumulation, a lone layer, and a step without backward."""
     for slots in (1, 2, 3):
@@ -62,6 +70,11 @@ def _scenario() -> None:
                 model.stem(stack_inputs(0, 0))
                 model.blocks[0](torch.ones(5, 16))
         with torch.no_grad():
+            model(stack_inputs(0, 0))
+    for slots in (1, 2):
+        model, mode = _statistics(), LayerStream(layers="layers", slots=slots)
+        train(model, mode, stack_inputs, steps=2)
+        with attached(mode, model), torch.no_grad():
             model(stack_inputs(0, 0))
 
 

@@ -1,0 +1,1 @@
+"""Models in plain PyTorch; how their parameters are initialised, loaded and saved."""

@@ -1,0 +1,269 @@
+"""Model weights in safetensors files, as Hugging Face lays them out: one file, or shards with an index.
+
+Reading and writing go tensor by tensor between the file and the parameter's own memory, host or device, so
+that no second copy of a model is ever held. A checkpoint that does not fit the model is refused before the
+first write.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import EllipsisType
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# Constants that old Llama checkpoints stored among the weights; models compute them.
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
+INTEGER_DTYPES = {"I64", "I32", "I16", "I8", "U8", "BOOL"}
+PIECE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What a file's header says about one tensor."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def load_weights(model: nn.Module, path: str | Path) -> None:
+    """Copy a checkpoint into the model's parameters and buffers, where they live, converting to their dtype.
+
+    Args:
+        path: a .safetensors file, or a folder that holds `model.safetensors`, or shards with an index, or
+            shards.
+
+    Raises:
+        FileNotFoundError: nothing is at `path`.
+        ValueError: a file that cannot be read, or a tensor that is missing, unknown, or of another shape;
+            also tied parameters that the checkpoint stores with different values. The model is unchanged.
+    """
+    path = Path(path)
+    stored = _read_headers(path)
+    copies = _match(_distinct_tensors(model), stored, path)
+    by_file: dict[Path, list[str]] = {}
+    for name in copies:
+        by_file.setdefault(stored[name].file, []).append(name)
+    with torch.no_grad():
+        for file, names in by_file.items():
+            with _open(file) as handle:
+                for name in names:
+                    for rows, piece in _pieces(handle, name):
+                        copies[name][rows].copy_(piece)
+
+
+def save_weights(model: nn.Module, folder: str | Path, max_shard_bytes: int = 4 * 2**30) -> None:
+    """Write the model's parameters and buffers, in their dtypes, under Hugging Face's file names.
+
+    Tied parameters are stored once, under their first name. Host tensors are written from where they are;
+    for device tensors one shard at a time is copied to the host. The folder appears complete or not at all:
+    files are written to `FOLDER.partial` beside it, which is then renamed.
+
+    Raises:
+        FileExistsError: `folder` exists and is not an empty folder.
+        OSError: the disk is full, or the folder cannot be written.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists already: name a new folder for the weights, or remove it")
+    tensors = {names[0]: tensor.detach() for tensor, names in _distinct_tensors(model)}
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        _write_shards(tensors, partial, max_shard_bytes)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _distinct_tensors(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
+    """Every tensor of the state dict once, with all its names; tied ones have several."""
+    by_identity: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on the meta device: give it memory before weights are loaded or saved")
+        by_identity.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return list(by_identity.values())
+
+
+def _match(tensors: list[tuple[Tensor, list[str]]], stored: dict[str, StoredTensor], path: Path) -> dict[str, Tensor]:
+    """The model's tensors by the name under which each is stored; refuses a checkpoint that does not fit."""
+    copies = {}
+    missing = []
+    for tensor, names in tensors:
+        present = [name for name in names if name in stored]
+        if not present:
+            missing.append(names[0])
+            continue
+        for name in present:
+            _check_fits(name, tensor, stored[name])
+        for other in present[1:]:
+            _check_tied(stored, present[0], other)
+        copies[present[0]] = tensor
+    known = {name for _, names in tensors for name in names}
+    unknown = [name for name in stored if name not in known and not name.endswith(IGNORED_SUFFIXES)]
+    if missing:
+        advice = "choose the model that it was saved from"
+        if missing == ["lm_head.weight"]:
+            advice = "it was saved with a tied head: set tie_word_embeddings=true"
+        raise ValueError(f"{path} lacks tensor {_first_of(missing)}: {advice}")
+    if unknown:
+        file = stored[unknown[0]].file
+        raise ValueError(
+            f"{file} has tensor {_first_of(unknown)}, which the model lacks: choose the model that it was saved from"
+        )
+    return copies
+
+
+def _check_fits(name: str, tensor: Tensor, stored: StoredTensor) -> None:
+    if stored.shape != tuple(tensor.shape):
+        raise ValueError(
+            f"{stored.file}: tensor {name} has shape {stored.shape}, the model's has {tuple(tensor.shape)}: "
+            "choose the model that it was saved from"
+        )
+    if stored.dtype not in (FLOAT_DTYPES if tensor.is_floating_point() else INTEGER_DTYPES):
+        raise ValueError(
+            f"{stored.file}: tensor {name} has dtype {stored.dtype}, which cannot become {tensor.dtype}: "
+            "use a checkpoint that is not quantised"
+        )
+
+
+def _check_tied(stored: dict[str, StoredTensor], name: str, other: str) -> None:
+    """Refuse two stored tensors for one parameter unless they are equal: one of them would be lost."""
+    with _open(stored[name].file) as first, _open(stored[other].file) as second:
+        for (_, a), (_, b) in zip(_pieces(first, name), _pieces(second, other), strict=True):
+            if not torch.equal(a, b):
+                raise ValueError(
+                    f"{stored[other].file}: {name} and {other} differ, but the model has one for both: "
+                    "set tie_word_embeddings=false"
+                )
+
+
+def _first_of(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
+
+
+def _pieces(handle: safe_open, name: str) -> Iterator[tuple[slice | EllipsisType, Tensor]]:
+    """The stored tensor as views of the mapped file, each with its place in the tensor.
+
+    Pieces have at most 64 MiB (or one row): converting one on the way to a GPU needs no more scratch than
+    that there.
+    """
+    tensor = handle.get_tensor(name)
+    if tensor.nbytes <= PIECE_BYTES:
+        yield ..., tensor
+        return
+    rows = max(1, PIECE_BYTES * len(tensor) // tensor.nbytes)
+    for start in range(0, len(tensor), rows):
+        place = slice(start, start + rows)
+        yield place, tensor[place]
+
+
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt")
+    except FileNotFoundError:
+        raise ValueError(f"{file} is missing: download the checkpoint again") from None
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{file} cannot be read as safetensors ({error}): it is cut short or of another format; "
+            "download it again, or convert it to safetensors"
+        ) from None
+
+
+def _read_headers(path: Path) -> dict[str, StoredTensor]:
+    """The checkpoint's tensors by name, from the headers of its files; nothing else of the files is read."""
+    stored: dict[str, StoredTensor] = {}
+    for file, promised in _checkpoint_files(path).items():
+        with _open(file) as handle:
+            names = handle.keys()
+            for name in names:
+                if name in stored:
+                    raise ValueError(f"{file} has tensor {name}, which {stored[name].file.name} has too: remove one")
+                view = handle.get_slice(name)
+                stored[name] = StoredTensor(file, tuple(view.get_shape()), view.get_dtype())
+        absent = sorted(promised.difference(names))
+        if absent:
+            raise ValueError(f"{file} lacks tensor {_first_of(absent)} of the index: download the checkpoint again")
+    return stored
+
+
+def _checkpoint_files(path: Path) -> dict[Path, set[str]]:
+    """The checkpoint's files, each with the names of the tensors that an index promises there."""
+    if path.is_file():
+        return _indexed_files(path) if path.name.endswith(".index.json") else {path: set()}
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} does not exist: give a .safetensors file, or a folder of them")
+    if (path / SINGLE_FILE).is_file():
+        return {path / SINGLE_FILE: set()}
+    if (path / INDEX_FILE).is_file():
+        return _indexed_files(path / INDEX_FILE)
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{path} holds no .safetensors file: convert the checkpoint to safetensors")
+    return {file: set() for file in files}
+
+
+def _indexed_files(index: Path) -> dict[Path, set[str]]:
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        by_file: dict[Path, set[str]] = {}
+        for name, file_name in weight_map.items():
+            # An index comes from whoever made the checkpoint, and may name files of its own folder only.
+            if file_name != Path(file_name).name or not file_name.endswith(".safetensors"):
+                raise ValueError(f"{index} names {file_name!r}, which is no .safetensors file beside it")
+            by_file.setdefault(index.parent / file_name, set()).add(name)
+    except OSError as error:
+        raise ValueError(f"{index} cannot be read ({error.strerror})") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{index} is not an index of safetensors shards: download it again") from None
+    if not by_file:
+        raise ValueError(f"{index} lists no tensor: download it again")
+    return by_file
+
+
+def _write_shards(tensors: dict[str, Tensor], folder: Path, max_shard_bytes: int) -> None:
+    shards = _shards(tensors, max_shard_bytes)
+    if len(shards) == 1:
+        _write(tensors, shards[0], folder / SINGLE_FILE)
+        return
+    weight_map = {}
+    for number, names in enumerate(shards, start=1):
+        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write(tensors, names, folder / file_name)
+        weight_map.update(dict.fromkeys(names, file_name))
+    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
+
+
+def _shards(tensors: dict[str, Tensor], max_shard_bytes: int) -> list[list[str]]:
+    """Names in order, cut so that a shard holds at most `max_shard_bytes`, or a single larger tensor."""
+    shards: list[list[str]] = [[]]
+    shard_bytes = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and shard_bytes + tensor.nbytes > max_shard_bytes:
+            shards.append([])
+            shard_bytes = 0
+        shards[-1].append(name)
+        shard_bytes += tensor.nbytes
+    return shards
+
+
+def _write(tensors: dict[str, Tensor], names: list[str], file: Path) -> None:
+    try:
+        # The metadata is what Hugging Face's loader asks for.
+        save_file({name: tensors[name].contiguous() for name in names}, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{file} could not be written ({error}): free space there or choose another folder") from None

@@ -1,0 +1,273 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from models.initialise import initialise
+from models.llama import Attention, Llama, Rotate, rotary_tables
+
+SHAPE = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+# What transformers' LlamaForCausalLM with these sizes calls its parameters.
+BLOCK_SHAPES = {
+    "self_attn.q_proj.weight": (32, 32),
+    "self_attn.k_proj.weight": (16, 32),
+    "self_attn.v_proj.weight": (16, 32),
+    "self_attn.o_proj.weight": (32, 32),
+    "mlp.gate_proj.weight": (48, 32),
+    "mlp.up_proj.weight": (48, 32),
+    "mlp.down_proj.weight": (32, 48),
+    "input_layernorm.weight": (32,),
+    "post_attention_layernorm.weight": (32,),
+}
+HUGGING_FACE_SHAPES = {
+    "model.embed_tokens.weight": (50, 32),
+    **{f"model.layers.0.{name}": shape for name, shape in BLOCK_SHAPES.items()},
+    **{f"model.layers.1.{name}": shape for name, shape in BLOCK_SHAPES.items()},
+    "model.norm.weight": (32,),
+    "lm_head.weight": (50, 32),
+}
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+def make_model(dtype=torch.float32, **changes) -> Llama:
+    model = Llama(**{**SHAPE, **changes}).to(dtype)
+    initialise(model, seed=0)
+    # Wider than a fresh model's, so that attention is far from uniform and norms are not all ones.
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(1 + torch.rand(parameter.shape) if "norm" in name else 8)
+    return model
+
+
+def make_ids(batch=2, seq_len=12, seed=0):
+    return torch.randint(0, 50, (batch, seq_len), generator=torch.Generator().manual_seed(seed))
+
+
+def test_parameter_names_and_shapes_are_hugging_faces():
+    shapes = {name: tuple(p.shape) for name, p in Llama(**SHAPE).named_parameters()}
+    assert shapes == HUGGING_FACE_SHAPES
+    assert list(Llama(**SHAPE).state_dict()) == list(HUGGING_FACE_SHAPES)
+
+
+def test_logits_equal_those_of_transformers():
+    transformers = pytest.importorskip("transformers", reason="compares with Hugging Face's own Llama")
+    config = transformers.LlamaConfig(
+        **SHAPE, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=False, attn_implementation="sdpa"
+    )
+    reference = transformers.LlamaForCausalLM(config)
+    model = make_model()
+    reference.load_state_dict(model.state_dict())
+    ids = make_ids()
+    torch.testing.assert_close(model(ids), reference(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_meta_model_has_parameters_only():
+    with torch.device("meta"):
+        model = Llama(**SHAPE)
+    assert all(p.is_meta for p in model.parameters())
+    assert list(model.buffers()) == []
+
+
+def test_tied_head_is_one_parameter():
+    model = make_model(tie_word_embeddings=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert [name for name, _ in model.named_parameters()] == list(HUGGING_FACE_SHAPES)[:-1]
+    ids = make_ids()
+    model(ids, ids).backward()
+
+    untied = make_model()
+    untied.load_state_dict(model.state_dict())
+    untied(ids, ids).backward()
+    both = untied.lm_head.weight.grad + untied.model.embed_tokens.weight.grad
+    torch.testing.assert_close(model.lm_head.weight.grad, both)
+
+
+def test_no_position_sees_a_later_token():
+    model, ids = make_model(), make_ids(batch=1)
+    changed = ids.clone()
+    changed[0, 7] = (ids[0, 7] + 1) % 50
+    before, after = model(ids), model(changed)
+    assert torch.equal(before[:, :7], after[:, :7])
+    assert not torch.isclose(before[:, 7:], after[:, 7:]).all(dim=-1).any()
+
+
+def test_grouped_query_attention_equals_repeated_heads():
+    grouped = Attention(hidden_size=32, num_heads=4, num_key_value_heads=2)
+    full = Attention(hidden_size=32, num_heads=4, num_key_value_heads=4)
+    state = grouped.state_dict()
+    for name in ("k_proj.weight", "v_proj.weight"):
+        state[name] = state[name].unflatten(0, (2, 1, 8)).expand(2, 2, 8, 32).reshape(32, 32)
+    full.load_state_dict(state)
+    hidden = torch.randn(2, 12, 32)
+    cos, sin = rotary_tables(12, 8, 10000.0, like=hidden)
+    torch.testing.assert_close(grouped(hidden, cos, sin), full(hidden, cos, sin))
+
+
+def test_attention_equals_written_out_softmax():
+    attention = Attention(hidden_size=32, num_heads=4, num_key_value_heads=4)
+    hidden = torch.randn(1, 12, 32)
+    cos, sin = rotary_tables(12, 8, 10000.0, like=hidden)
+
+    def heads(projection):
+        return projection(hidden).view(12, 4, 8).transpose(0, 1)
+
+    query = Rotate.apply(heads(attention.q_proj), cos, sin)
+    key = Rotate.apply(heads(attention.k_proj), cos, sin)
+    scores = query @ key.transpose(1, 2) / 8**0.5
+    scores += torch.full((12, 12), float("-inf")).triu(1)
+    context = (scores.softmax(dim=-1) @ heads(attention.v_proj)).transpose(0, 1).reshape(1, 12, 32)
+    torch.testing.assert_close(attention(hidden, cos, sin), attention.o_proj(context))
+
+
+def test_rotary_turns_complex_numbers():
+    seq_len, head_dim, theta = 40, 8, 500.0
+    x = torch.randn(3, seq_len, head_dim, dtype=torch.float64)
+    cos, sin = rotary_tables(seq_len, head_dim, theta, like=x)
+    frequencies = torch.tensor([theta ** (-2 * j / head_dim) for j in range(head_dim // 2)], dtype=torch.float64)
+    turns = torch.exp(1j * torch.arange(seq_len)[:, None] * frequencies)
+    turned = torch.complex(x[..., :4], x[..., 4:]) * turns
+    expected = torch.cat((turned.real, turned.imag), dim=-1)
+    torch.testing.assert_close(Rotate.apply(x, cos, sin), expected, rtol=0, atol=1e-4)
+
+
+def test_gradients_of_rotation():
+    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    tables = rotary_tables(5, 8, 10000.0, like=x)
+    assert torch.autograd.gradcheck(Rotate.apply, (x, *tables))
+    assert torch.autograd.gradgradcheck(Rotate.apply, (x, *tables))
+
+
+def test_autocast_trains():
+    model, ids = make_model(), make_ids()
+    model(ids, ids).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(ids, ids)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert (parameter.grad - gradient).norm() < 0.1 * gradient.norm()
+
+
+def test_rotary_tables_tell_far_positions_apart_in_bfloat16():
+    cos, _ = rotary_tables(4096, 8, 10000.0, like=torch.empty(0, dtype=torch.bfloat16))
+    reference, _ = rotary_tables(4096, 8, 10000.0, like=torch.empty(0, dtype=torch.float32))
+    assert cos.dtype == torch.bfloat16
+    torch.testing.assert_close(cos.float(), reference, rtol=0, atol=2**-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_follow_the_parameters_dtype_and_the_loss_is_float32(dtype):
+    model, ids = make_model(dtype), make_ids()
+    logits = model(ids)
+    assert logits.dtype == dtype
+    assert logits.shape == (2, 12, 50)
+    loss = model(ids, ids)
+    assert loss.dtype == torch.float32
+    assert loss.shape == ()
+
+
+def test_loss_is_the_cross_entropy_of_the_logits():
+    model, ids, labels = make_model(), make_ids(), make_ids(seed=1)
+    labels[0, :5] = -100
+    model(ids, labels).backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    expected = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+    expected.backward()
+    torch.testing.assert_close(model(ids, labels), expected)
+    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputed_blocks_give_the_same_gradients(use_reentrant):
+    ids = make_ids()
+    plain, recomputed = make_model(), make_model()
+    recomputed.load_state_dict(plain.state_dict())
+    for layer in recomputed.model.layers:
+        forward = layer.forward
+        layer.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=use_reentrant)
+    plain(ids, ids).backward()
+    recomputed(ids, ids).backward()
+    for a, b in zip(plain.parameters(), recomputed.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_parameters_are_read_only_while_their_own_module_runs():
+    """What weight streaming relies on: outside its module's forward, a parameter may hold anything."""
+    model, ids = make_model(tie_word_embeddings=True), make_ids()
+    expected = model(ids, ids)
+    owners = [module for module in model.modules() if list(module.parameters(recurse=False))]
+    values = {module: {n: p.detach().clone() for n, p in module.named_parameters(recurse=False)} for module in owners}
+
+    def write(module, value_of):
+        with torch.no_grad():
+            for name, parameter in module.named_parameters(recurse=False):
+                parameter.copy_(value_of(name))
+
+    for module in owners:
+        write(module, lambda name: torch.tensor(float("nan")))
+        module.register_forward_pre_hook(lambda module, args: write(module, values[module].__getitem__))
+        module.register_forward_hook(lambda module, args, out: write(module, lambda name: torch.tensor(float("nan"))))
+    with torch.no_grad():
+        assert torch.equal(model(ids, ids), expected)
+
+
+def test_flops_per_token_counts_what_torch_counts():
+    model, ids = make_model(), make_ids()
+    with FlopCounterMode(display=False) as counter, nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+    # The math kernel computes the masked half of attention too: 12 * layers * hidden_size * seq_len / 2 more.
+    masked = 12 * 2 * 32 * 12 / 2
+    assert counter.get_total_flops() / ids.numel() == model.flops_per_token(seq_len=12) + masked
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 30}, r"hidden_size=30 .* num_attention_heads=4"),
+        ({"hidden_size": 20}, r"hidden_size=20 .* num_attention_heads=4"),
+        ({"num_key_value_heads": 3}, r"num_key_value_heads=3 must divide num_attention_heads=4"),
+        ({"num_key_value_heads": 0}, r"num_key_value_heads=0 must be at least 1"),
+        ({"num_hidden_layers": 0}, r"num_hidden_layers=0 must be at least 1"),
+    ],
+)
+def test_impossible_sizes_are_refused_in_one_line(changes, message):
+    with pytest.raises(ValueError, match=message) as refusal:
+        Llama(**{**SHAPE, **changes})
+    assert "\n" not in str(refusal.value)
+
+
+def test_labels_of_another_shape_are_refused():
+    model, ids = make_model(), make_ids()
+    with pytest.raises(ValueError, match=r"labels \(2, 11\)"):
+        model(ids, ids[:, 1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+def test_attention_never_holds_the_score_matrix_on_cuda(dtype, heads):
+    seq_len = 8192
+    attention = Attention(64, *heads).to("cuda", dtype)
+    hidden = torch.randn(1, seq_len, 64, device="cuda", dtype=dtype, requires_grad=True)
+    tables = rotary_tables(seq_len, 16, 10000.0, like=hidden)
+    torch.cuda.reset_peak_memory_stats()
+    attention(hidden, *tables).sum().backward()
+    assert torch.cuda.max_memory_allocated() < 4 * seq_len**2 * dtype.itemsize / 2

@@ -1,0 +1,208 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from models.loss import CHUNK_LOGITS_BYTES, Head, linear_cross_entropy
+
+TOKENS, HIDDEN, VOCAB = 37, 16, 29
+
+
+def make_inputs(dtype=torch.float32, tokens=TOKENS, vocab=VOCAB, hidden_size=HIDDEN):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, hidden_size, generator=generator).to(dtype).requires_grad_()
+    weight = (torch.randn(vocab, hidden_size, generator=generator) / 2).to(dtype).requires_grad_()
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    labels[3] = labels[20] = -100
+    return hidden, weight, labels
+
+
+def plain(hidden, weight, labels):
+    logits = F.linear(hidden, weight)
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels)
+
+
+def loss_and_gradients(function, *inputs, scale=1.0, **options):
+    hidden, weight, labels = inputs
+    loss = function(hidden, weight, labels, **options)
+    return loss.detach(), *torch.autograd.grad(loss * scale, (hidden, weight))
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 12, 36, 37, 1000, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equals_plain_cross_entropy(dtype, chunk_tokens):
+    inputs = make_inputs(dtype)
+    expected = loss_and_gradients(plain, *inputs, scale=0.3)
+    actual = loss_and_gradients(linear_cross_entropy, *inputs, scale=0.3, chunk_tokens=chunk_tokens)
+    tolerance = {"rtol": 2e-6, "atol": 2e-7} if dtype == torch.float32 else {"rtol": 1e-13, "atol": 1e-14}
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, **tolerance)
+
+
+def test_large_logits_do_not_overflow():
+    hidden, weight, labels = make_inputs()
+    inputs = (hidden.detach() * 1e4).requires_grad_(), weight, labels
+    expected = loss_and_gradients(plain, *inputs)
+    actual = loss_and_gradients(linear_cross_entropy, *inputs, chunk_tokens=7)
+    for a, e in zip(actual, expected, strict=True):
+        assert torch.isfinite(a).all()
+        # Logits of 40,000 have an absolute error of 0.004, in either order of summation.
+        torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("chunk_tokens", [64, 100, 512])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_at_least_as_accurate_as_plain(dtype, chunk_tokens):
+    inputs = make_inputs(dtype, tokens=512, vocab=300, hidden_size=64)
+    exact = [t.detach().double().requires_grad_() for t in inputs[:2]]
+    reference = loss_and_gradients(plain, *exact, inputs[2])
+    by_plain = loss_and_gradients(plain, *inputs)
+    by_chunks = loss_and_gradients(linear_cross_entropy, *inputs, chunk_tokens=chunk_tokens)
+    for ours, theirs, true in zip(by_chunks, by_plain, reference, strict=True):
+        assert ours.dtype == theirs.dtype
+        our_error = (ours.double() - true).norm() / true.norm()
+        their_error = (theirs.double() - true).norm() / true.norm()
+        assert our_error <= 1.05 * their_error
+
+
+def test_default_chunk_bounds_the_float32_logits(monkeypatch):
+    """No tensor of the forward has as many elements as the logits of two chunks."""
+    monkeypatch.setattr("models.loss.CHUNK_LOGITS_BYTES", 4 * VOCAB * 8)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                largest = max(largest, result.numel())
+            return result
+
+    inputs = make_inputs(hidden_size=2)
+    with Watch():
+        linear_cross_entropy(*inputs).backward()
+    assert largest == 8 * VOCAB
+    assert CHUNK_LOGITS_BYTES == 256 * 2**20
+
+
+def test_only_ignored_labels_give_zero_loss_and_zero_gradients():
+    hidden, weight, labels = make_inputs()
+    loss, *gradients = loss_and_gradients(linear_cross_entropy, hidden, weight, torch.full_like(labels, -100))
+    assert loss == 0
+    assert all((g == 0).all() for g in gradients)
+
+
+def products_of(function) -> int:
+    """Matrix products that `function` runs."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        function()
+    return sum(event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::addmm_"))
+
+
+def test_no_gradient_work_that_nobody_asked_for():
+    hidden, weight, labels = make_inputs()
+    frozen_weight, frozen_hidden = weight.detach(), hidden.detach()
+    assert products_of(lambda: linear_cross_entropy(hidden, weight, labels).backward()) == 3
+    hidden.grad = weight.grad = None
+    assert products_of(lambda: linear_cross_entropy(hidden, frozen_weight, labels).backward()) == 2
+    assert hidden.grad is not None
+    assert products_of(lambda: linear_cross_entropy(frozen_hidden, weight, labels).backward()) == 2
+    assert weight.grad is not None
+    with torch.no_grad():
+        assert products_of(lambda: linear_cross_entropy(hidden, weight, labels)) == 1
+    assert not linear_cross_entropy(frozen_hidden, frozen_weight, labels).requires_grad
+
+
+def test_backward_twice_gives_the_same_gradients():
+    hidden, weight, labels = make_inputs()
+    loss = linear_cross_entropy(hidden, weight, labels)
+    first = torch.autograd.grad(loss, (hidden, weight), grad_outputs=torch.tensor(0.5), retain_graph=True)
+    second = torch.autograd.grad(loss, (hidden, weight), grad_outputs=torch.tensor(0.5))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_second_derivatives_are_refused_rather_than_wrong():
+    hidden, weight, labels = make_inputs()
+    loss = linear_cross_entropy(hidden, weight, labels)
+    scale = torch.ones((), requires_grad=True)
+    (gradient,) = torch.autograd.grad(loss, hidden, grad_outputs=scale, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_works_under_checkpoint(use_reentrant):
+    hidden, weight, labels = make_inputs()
+    expected = loss_and_gradients(linear_cross_entropy, hidden, weight, labels)
+    loss = checkpoint(linear_cross_entropy, hidden, weight, labels, use_reentrant=use_reentrant)
+    loss.backward()
+    for a, e in zip((loss.detach(), hidden.grad, weight.grad), expected, strict=True):
+        assert torch.equal(a, e)
+
+
+def test_saved_tensors_pass_through_hooks():
+    hidden, weight, labels = make_inputs()
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor.shape)
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = linear_cross_entropy(hidden, weight, labels)
+    assert packed == [hidden.shape, weight.shape]
+    expected = loss_and_gradients(linear_cross_entropy, hidden, weight, labels)
+    loss.backward()
+    assert torch.equal(weight.grad, expected[2])
+
+
+@pytest.mark.parametrize("label", [VOCAB, -1, -101])
+def test_labels_out_of_range_are_refused_in_one_line(label):
+    hidden, weight, labels = make_inputs()
+    labels[5] = label
+    with pytest.raises(ValueError, match=f"label {label} is outside the vocabulary of {VOCAB}") as refusal:
+        linear_cross_entropy(hidden, weight, labels)
+    assert "\n" not in str(refusal.value)
+
+
+def test_head_returns_logits_or_the_loss_of_batched_hidden():
+    head = Head(HIDDEN, VOCAB)
+    hidden, _, labels = make_inputs(tokens=36)
+    hidden, labels = hidden.detach().view(4, 9, HIDDEN), labels.view(4, 9)
+    logits = head(hidden)
+    assert logits.shape == (4, 9, VOCAB)
+    torch.testing.assert_close(head(hidden, labels), F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("chunk_tokens", [100, 512])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_cuda_is_at_least_as_accurate_as_plain(dtype, chunk_tokens):
+    inputs = [t.detach().cuda() for t in make_inputs(dtype, tokens=512, vocab=300, hidden_size=64)]
+    inputs = [inputs[0].requires_grad_(), inputs[1].requires_grad_(), inputs[2]]
+    exact = [t.detach().double().requires_grad_() for t in inputs[:2]]
+    reference = loss_and_gradients(plain, *exact, inputs[2])
+    by_plain = loss_and_gradients(plain, *inputs)
+    by_chunks = loss_and_gradients(linear_cross_entropy, *inputs, chunk_tokens=chunk_tokens)
+    for ours, theirs, true in zip(by_chunks, by_plain, reference, strict=True):
+        our_error = (ours.double() - true).norm() / true.norm()
+        their_error = (theirs.double() - true).norm() / true.norm()
+        assert our_error <= 1.05 * their_error + 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_peak_memory_is_that_of_a_chunk_not_of_the_batch():
+    tokens, vocab, hidden_size = 16384, 32000, 256
+    inputs = make_inputs(torch.bfloat16, tokens=tokens, vocab=vocab, hidden_size=hidden_size)
+    hidden, weight, labels = (t.detach().cuda() for t in inputs)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    torch.cuda.reset_peak_memory_stats()
+    before_bytes = torch.cuda.memory_allocated()
+    linear_cross_entropy(hidden, weight, labels).backward()
+    extra_bytes = torch.cuda.max_memory_allocated() - before_bytes
+    assert extra_bytes < 2 * CHUNK_LOGITS_BYTES < 4 * tokens * vocab / 3
