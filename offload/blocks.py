@@ -19,11 +19,12 @@ USUAL_PATHS = (
 )
 
 
-def find_blocks(model: nn.Module, path: str | None = None) -> list[tuple[str, nn.Module]]:
+def find_blocks(model: nn.Module, path: str | None = None, key: str = "path") -> list[tuple[str, nn.Module]]:
     """The blocks of `model` with their names, in order.
 
     `path` is the dotted path of an nn.ModuleList or nn.Sequential; None looks under the usual names and then takes
-    the ModuleList with the most parameters. Raises ValueError naming the path and the lists that there are.
+    the ModuleList with the most parameters. Raises ValueError naming the path, as the value of `key`, and
+    the lists that there are.
     """
     modules = dict(model.named_modules())
     lists = {name: module for name, module in modules.items() if isinstance(module, (nn.ModuleList, nn.Sequential))}
@@ -36,5 +37,5 @@ def find_blocks(model: nn.Module, path: str | None = None) -> list[tuple[str, nn
         )
     if path not in lists or not len(lists[path]):
         known = ", ".join(sorted(name or "(the model itself)" for name in lists)) or "none"
-        raise ValueError(f"blocks={path}: no list of blocks there; the lists of this model: {known}")
+        raise ValueError(f"{key}={path}: no list of blocks there; the lists of this model: {known}")
     return [(f"{path}.{name}".lstrip("."), block) for name, block in lists[path].named_children()]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -33,6 +35,7 @@ class Onloader:
         self._in_step = False
         # An operation reads at most the units whose windows were open around it: so many recent visits keep theirs.
         self._recent: deque[OffloadUnit] = deque(maxlen=1)
+        self._pinned: set[OffloadUnit] = set()
         for slot in slots:
             # The allocator may hand out memory that kernels already queued still use.
             slot.readers = [self._streams.compute]
@@ -86,6 +89,31 @@ class Onloader:
             self._fetch_ahead(self._prefetch)
         return slot
 
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """What was visited last is in the same slot after the block, whatever the block visits.
+
+        It stays there if the slots suffice, and is copied in again if not.
+        """
+        recent, pinned = list(self._recent), self._pinned
+        held = {unit: self._slot_of[unit] for unit in recent if unit in self._slot_of}
+        self._pinned = pinned.union(held)
+        try:
+            yield
+        finally:
+            self._pinned = pinned
+            self._recent = deque(recent, maxlen=self._recent.maxlen)
+        for unit, slot in held.items():
+            if slot.content is not unit:
+                self._put_back(unit, slot)
+
+    def _put_back(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
+        for other in (unit, slot.content):
+            if other in self._slot_of:
+                self._evict(other)
+        self._fill(unit, slot)
+        self.visit(unit)
+
     def write_home(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
         """Copies a tensor of `unit` that compute changed in its slot back to the host block."""
         streams, slot, made = self._streams, self._slot_of[unit], self._streams.event()
@@ -122,7 +150,8 @@ class Onloader:
         slot = self._spare()
         if slot is not None:
             return slot
-        farthest = self._itinerary.farthest(other.index for other in self._evictable())
+        spared = [other for other in self._slot_of if not other.open_windows and other not in self._recent]
+        farthest = self._itinerary.farthest(other.index for other in self._evictable() or spared)
         if farthest is None:
             held = ", ".join(str(other) for other in self._slot_of)
             raise RuntimeError(
@@ -134,7 +163,8 @@ class Onloader:
         return next((slot for slot in self._slots if slot.content is None), None)
 
     def _evictable(self) -> list[OffloadUnit]:
-        return [unit for unit in self._slot_of if not unit.open_windows and unit not in self._recent]
+        kept = self._pinned.union(self._recent)
+        return [unit for unit in self._slot_of if not unit.open_windows and unit not in kept]
 
     def _evict_later_than(self, wanted: OffloadUnit) -> DeviceSlot | None:
         farthest = self._itinerary.farthest(unit.index for unit in self._evictable())

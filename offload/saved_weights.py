@@ -78,7 +78,9 @@ class SavedWeights:
         if isinstance(saved, _Weight):
             return self._fetch(saved)
         if isinstance(saved, _Passed):
-            return saved.unpack(saved.packed)
+            # Unpacking may recompute a block, and a weight unpacked just before belongs to the same operation.
+            with self._onloader.holding():
+                return saved.unpack(saved.packed)
         if saved.tensor._version != saved.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation:"

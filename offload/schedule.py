@@ -82,7 +82,7 @@ def keep_resident(sizes: Sequence[int], amount: str | int) -> set[int]:
 
 
 def _budget_bytes(text: str, total: int) -> int:
-    for suffix, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1), ("%", total / 100)):
+    for suffix, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1), ("%", total / 100)):
         number = text.removesuffix(suffix)
         if number != text:
             try:

@@ -28,7 +28,7 @@ class WeightMode(ABC):
 
     def __init__(
         self,
-        slots: int,
+        slots: int = 4,
         prefetch: int | None = None,
         resident: str | int = 0,
         include: Sequence[str] = (),

@@ -20,9 +20,6 @@ ATOMIC = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 class BounceLinear(WeightMode):
     """Streams Linear and Conv layers one by one, subclasses too. The knobs are those of `WeightMode`."""
 
-    def __init__(self, slots: int = 4, **knobs):
-        super().__init__(slots, **knobs)
-
     def roots(self, model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
         return _layers(model, "")
 

@@ -6,7 +6,7 @@ LTX's layer streaming, here for training as well. What is outside the blocks sta
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
@@ -21,15 +21,25 @@ class LayerStream(WeightMode):
     outside the blocks do (embedding, head, final norm): "resident", or "stream", each as a unit of its own.
     """
 
-    def __init__(self, slots: int = 3, layers: str | None = None, embedding: str = "resident", **knobs):
-        super().__init__(slots, **knobs)
+    def __init__(
+        self,
+        layers: str | None = None,
+        embedding: str = "resident",
+        slots: int = 3,
+        prefetch: int | None = None,
+        resident: str | int = 0,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        pin: str = "auto",
+    ):
+        super().__init__(slots, prefetch, resident, include, exclude, pin)
         if embedding not in ("resident", "stream"):
             raise ValueError(f"offload.embedding={embedding}: must be resident or stream")
         self._layers = layers
         self._embedding_streams = embedding == "stream"
 
     def roots(self, model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-        blocks = find_blocks(model, self._layers)
+        blocks = find_blocks(model, self._layers, key="offload.layers")
         yield from blocks
         if self._embedding_streams:
             yield from _outside(model, {block for _, block in blocks})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from support import Block, Stack, assert_same, attached, stack_inputs, train, twin
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.none import Resident
@@ -177,6 +179,54 @@ def test_keyword_input_and_root_linear():
     mode = BounceLinear()
     with attached(mode, model), torch.no_grad():
         assert torch.equal(model(input=inputs), expected)
+
+
+class Gated(nn.Module):
+    """A block as in Llama: no biases, three-dimensional inputs, more layers than slots."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.gate = nn.Linear(width, 2 * width, bias=False)
+        self.up = nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, hidden):
+        inner = self.norm(hidden)
+        return hidden + self.down(F.silu(self.gate(inner)) * self.up(inner))
+
+
+def checkpointed(depth: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), *(Gated(8) for _ in range(depth)))
+    for block in list(model)[1:]:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    return model
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+def test_a_weight_unpacked_before_the_recompute_that_its_operation_starts(slots: int):
+    """Autograd may fetch a product's weight first and then its input, whose recompute visits the whole block."""
+
+    def inputs(step, microbatch):
+        return torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(10 * step + microbatch))
+
+    assert_same(train(checkpointed(), BounceLinear(slots=slots), inputs), train(checkpointed(), Resident(), inputs))
+
+
+def test_too_few_slots_for_nested_windows_are_refused():
+    model = nn.ModuleDict({"outer": nn.Linear(8, 8), "other": nn.Linear(8, 8)})
+    model["outer"].forward = lambda hidden: model["other"](hidden) @ model["outer"].weight
+    with attached(BounceLinear(slots=2), model), torch.no_grad():
+        model["outer"](torch.ones(8))
+    with (
+        attached(BounceLinear(slots=1), model),
+        torch.no_grad(),
+        pytest.raises(
+            RuntimeError, match=r"other needs a device slot while all 1 are in use by outer: raise offload.slots"
+        ),
+    ):
+        model["outer"](torch.ones(8))
 
 
 class Wandering(nn.Module):

@@ -282,5 +282,5 @@ def test_knobs_out_of_range_are_refused(options: dict, message: str):
 
 
 def test_a_wrong_path_names_the_lists_there_are():
-    with pytest.raises(ValueError, match=r"blocks=model.layers: no list of blocks there; .*left, right"):
+    with pytest.raises(ValueError, match=r"offload.layers=model.layers: no list of blocks there; .*left, right"):
         LayerStream(layers="model.layers").plan(TwoTowers())

@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# Runs a command in this repository's own Python environment, making or updating it first where needed.
+set -euo pipefail
+
+usage() {
+    cat <<'USAGE'
+usage: scripts/run.sh CMD [ARG ...]
+  scripts/run.sh python train.py offload=bounce_linear
+  scripts/run.sh pytest
+
+Makes .venv beside this folder if it is missing, installs requirements.txt when that file changed, and runs CMD in the
+repository's root. Needs Python 3.11, 3.12 or 3.13; PYTHON=/path/to/python chooses one.
+USAGE
+}
+
+say() { printf 'scripts/run.sh: %s\n' "$*" >&2; }
+
+supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11; do
+        if supported "$candidate"; then
+            printf '%s\n' "$candidate"
+            return
+        elif [ "$candidate" = "${PYTHON:-}" ]; then
+            break
+        fi
+    done
+    candidate=${PYTHON:-python3}
+    say "needs Python 3.11, 3.12 or 3.13; $candidate is $("$candidate" --version 2>/dev/null || echo missing)."
+    say "Install one of these, or name it: PYTHON=/path/to/python3.12 scripts/run.sh ..."
+    return 1
+}
+
+# What an environment was installed for: its place, because its programs contain it, and its packages.
+wanted() { printf '%s\n' "$PWD" && cksum <requirements.txt; }
+
+installed() { [ -x .venv/bin/python ] && wanted | cmp -s - .venv/installed; }
+
+# An environment whose making was interrupted is gone on with, unless it cannot be used or was moved or copied here.
+usable() {
+    supported .venv/bin/python && .venv/bin/python -m pip --version >/dev/null 2>&1 &&
+        { [ ! -e .venv/installed ] || [ "$(head -n 1 .venv/installed)" = "$PWD" ]; }
+}
+
+install() {
+    local python
+    if ! usable; then
+        python=$(find_python)
+        say "making .venv with $("$python" --version)"
+        if ! "$python" -m venv --clear .venv >&2; then
+            say "could not make .venv with $python (on Debian and Ubuntu: apt install python3-venv)"
+            return 1
+        fi
+    fi
+    rm -f .venv/installed
+    say "installing requirements.txt"
+    .venv/bin/python -m pip install --disable-pip-version-check -r requirements.txt >&2
+    # Renamed into place, so that the stamp exists only whole and only after everything else.
+    wanted >.venv/installed.partial
+    mv .venv/installed.partial .venv/installed
+}
+
+case "${1:-}" in
+    "") usage >&2; exit 2 ;;
+    -h | --help) usage; exit ;;
+esac
+
+CDPATH="" cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+# It would send the environment's Python to another one's library.
+unset PYTHONHOME
+if ! installed; then
+    # Two commands started at once take turns.
+    exec 9<requirements.txt
+    if command -v flock >/dev/null; then flock 9; fi
+    installed || install
+    exec 9<&-
+fi
+export VIRTUAL_ENV="$PWD/.venv" PATH="$PWD/.venv/bin:$PATH"
+exec "$@"

@@ -1,0 +1,93 @@
+"""train.py from the command line, without training: speed of answering, the help page, mistakes."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from training.schema import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+def train(*arguments, python=(), **environment):
+    return subprocess.run(
+        [sys.executable, *python, "train.py", *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_showing_the_configuration_imports_nothing_heavy():
+    process = train("--cfg", "job", python=("-X", "importtime"))
+    assert process.returncode == 0
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in process.stderr.splitlines()}
+    assert "hydra" in imported
+    assert not imported & {"torch", "wandb", "datasets", "numpy", "rich", "matplotlib", "tokenizers", "safetensors"}
+
+
+def test_showing_the_configuration_is_fast():
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        assert train("--cfg", "job").returncode == 0
+        seconds.append(time.perf_counter() - start)
+    # Under half a second on an idle machine; the bound leaves room for a busy one.
+    assert min(seconds) < 2
+
+
+def test_help_names_every_group_option_and_key():
+    process = train("--help")
+    assert process.returncode == 0
+    words = process.stdout.replace(",", " ").split()
+    options = [path for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name != "hydra"]
+    wanted = {path.stem for path in options} | {path.parent.name for path in options}
+    wanted |= {entry.name for entry in fields(TrainConfig)}
+    assert sorted(wanted - set(words)) == []
+    assert "schema" not in process.stdout.partition("Groups and keys are described")[0]
+    assert max(len(line) for line in process.stdout.splitlines()) <= 120
+
+
+@pytest.mark.parametrize("command", ["--cfg job", "-m", ""])
+def test_a_typo_is_one_line(tmp_path, command):
+    process = train(*command.split(), "ofload=none", f"hydra.run.dir={tmp_path}", f"hydra.sweep.dir={tmp_path}")
+    assert process.returncode == 1
+    assert process.stderr.startswith("error: ofload is no key of the configuration. Did you mean offload?")
+    assert process.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hydra_full_error_gives_the_traceback():
+    process = train("ofload=none", HYDRA_FULL_ERROR="1")
+    assert process.returncode == 1
+    assert process.stderr.startswith("Traceback")
+
+
+def test_a_value_out_of_range_is_one_line_and_a_summary(tmp_path):
+    process = train("steps=0", f"hydra.run.dir={tmp_path}")
+    assert process.returncode == 1
+    assert process.stderr == "error: steps=0: must be at least 1\n"
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+    assert "UserError" in (tmp_path / "train.log").read_text()
+
+
+def test_a_run_directory_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    process = train(f"hydra.run.dir={tmp_path}/file/run")
+    assert process.returncode == 1
+    assert process.stderr == f"error: {tmp_path}/file/run: Not a directory\n"
+
+
+def test_config_dir_adds_options_of_the_user(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nsteps: 7\n")
+    process = train("--config-dir", str(tmp_path), "experiment=mine", "--cfg", "job")
+    assert "\nsteps: 7\n" in process.stdout

@@ -1,0 +1,254 @@
+"""Sweeps: a process a job, and what a job does to itself stays with it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from hydra.core.utils import JobStatus
+from omegaconf import OmegaConf
+
+from training.errors import UserError
+from training.launcher import Job, _job_return
+
+ROOT = Path(__file__).parents[2]
+
+# A script as train.py is one, without a model: `act` says what the job does to itself.
+SCRIPT = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+
+from training import launcher, refusals
+from training.errors import UserError, failures_recorded
+from training.metrics import write_summary
+
+launcher.register()
+
+
+@hydra.main(version_base="1.3", config_path="settings", config_name="wrong")
+def main(config):
+    job = HydraConfig.get()
+    run_dir = Path(job.runtime.output_dir)
+    if config.act == "early":
+        os._exit(4)
+    with failures_recorded(run_dir):
+        seen = {
+            "pid": os.getpid(),
+            # A process that a job starts and does not end, as a tracking service or a data worker.
+            "started": subprocess.Popen(["sleep", "60"]).pid if config.act == "sleep" else None,
+            "parent": os.getppid(),
+            "group": os.environ["OFFLOAD_SWEEP_GROUP"],
+            "number": job.job.num,
+            "kind": job.runtime.choices.kind,
+            "note": config.note,
+            "warnings": sys.warnoptions,
+            "torch": "torch" in sys.modules,
+        }
+        (run_dir / "seen.partial").write_text(json.dumps(seen))
+        (run_dir / "seen.partial").rename(run_dir / "seen.json")
+        if config.act == "raise":
+            raise ValueError("a broken [job]")
+        if config.act == "refuse":
+            raise UserError("act=refuse: take another")
+        if config.act == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if config.act == "sleep":
+            time.sleep(60)
+        summary = {"status": "ok", "perf/step_ms": 12.345, "memory/vram_peak_gib": 1.5}
+        write_summary(run_dir, {**summary, "reason": None})
+        if config.act == "exit":
+            os._exit(3)
+
+
+if __name__ == "__main__":
+    refusals.run(main)
+"""
+
+CONFIG = """
+defaults:
+  - kind: plain
+  - _self_
+  - override hydra/launcher: process
+act: ok
+note: ""
+"""
+
+
+def write_script(folder):
+    (folder / "settings" / "kind").mkdir(parents=True)
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "settings" / "config.yaml").write_text(CONFIG)
+    (folder / "settings" / "kind" / "plain.yaml").write_text("color: grey\n")
+    # A folder that --config-dir names, with an option that the script's own folder does not have.
+    (folder / "more" / "kind").mkdir(parents=True)
+    (folder / "more" / "kind" / "special.yaml").write_text("color: red\n")
+
+
+def start(folder, *arguments, python=(), **options):
+    command = [sys.executable, *python, "script.py", "--config-name", "config", *arguments]
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+class Sweep:
+    """A finished sweep: what it printed and what its jobs saw."""
+
+    def __init__(self, process, directory):
+        self.stdout, self.stderr = process.communicate(timeout=60)
+        self.exit_status = process.returncode
+        self.pid = process.pid
+        self.directory = directory
+
+    def seen(self, number):
+        return json.loads((self.directory / str(number) / "seen.json").read_text())
+
+    def summary(self, number):
+        return json.loads((self.directory / str(number) / "summary.json").read_text())
+
+    def row(self, number):
+        (line,) = [line for line in self.stdout.splitlines() if line.startswith(f"│ {number} ")]
+        return [cell.strip() for cell in line.strip("│").split("│")]
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    # A directory whose name Hydra's grammar would take apart, were it not quoted.
+    folder = tmp_path_factory.mktemp("a=b, {c}")
+    write_script(folder)
+    directory = folder / "multirun" / "2031-01-02, it's" / "03-04-05"
+    # What an earlier sweep left where this one's job writes nothing.
+    (directory / "6").mkdir(parents=True)
+    (directory / "6" / "summary.json").write_text('{"status": "ok", "perf/step_ms": 99.0}')
+    process = start(
+        folder,
+        "--config-dir=more",
+        "-m",
+        "act=ok,raise,kill,refuse,exit,ok,early",
+        "kind=special",
+        "note='[a, b]'",
+        f"hydra.sweep.dir='{str(directory).replace(chr(39), chr(92) + chr(39))}'",
+        python=("-W", "ignore::ImportWarning"),
+    )
+    return Sweep(process, directory)
+
+
+def test_every_job_has_a_fresh_process(sweep):
+    jobs = [sweep.seen(number) for number in range(6)]
+    assert len({job["pid"] for job in jobs} | {sweep.pid}) == 7
+    assert {job["parent"] for job in jobs} == {sweep.pid}
+    assert not any(job["torch"] for job in jobs)
+
+
+def test_a_job_is_the_same_command_as_the_sweep(sweep):
+    for number in range(6):
+        job = sweep.seen(number)
+        assert (job["number"], job["kind"], job["note"]) == (number, "special", "[a, b]")
+        assert "ignore::ImportWarning" in job["warnings"]
+
+
+def test_jobs_know_their_sweep(sweep):
+    assert {sweep.seen(number)["group"] for number in range(6)} == {"2031-01-02, it's-03-04-05"}
+
+
+def test_directories_are_numbered_and_the_sweep_is_written_down(sweep):
+    assert {path.name for path in sweep.directory.iterdir()} == {*"0123456", "multirun.yaml"}
+
+
+def test_a_job_that_ends_badly_does_not_stop_the_others(sweep):
+    assert sweep.row(0)[2] == "ok"
+    assert sweep.summary(5)["status"] == "ok"
+
+
+def test_the_table_says_what_became_of_each_job(sweep):
+    assert sweep.row(0) == ["0", "act=ok kind=special note='[a, b]'", "ok", "", "12.3", "1.50"]
+    assert sweep.row(1)[2:] == ["failed", "ValueError: a broken [job]", "", ""]
+    assert sweep.row(2)[2:4] == ["killed", "SIGKILL, as the kernel does when the host is out of memory"]
+    assert sweep.row(2)[4:] == ["", ""]
+    assert sweep.row(3)[2:4] == ["failed", "act=refuse: take another"]
+    assert sweep.row(4)[2:] == ["failed", "exit status 3", "12.3", "1.50"]
+
+
+def test_the_summary_of_an_earlier_sweep_is_not_taken_for_the_jobs(sweep):
+    assert sweep.row(6)[2:] == ["failed", "exit status 4", "", ""]
+
+
+def test_only_a_broken_program_shows_a_traceback(sweep):
+    assert sweep.stderr.count("Traceback") == 1
+    assert "error: act=refuse: take another" in sweep.stderr.splitlines()
+
+
+def test_a_sweep_with_a_failed_job_ends_non_zero(sweep):
+    assert sweep.exit_status == 1
+    assert sweep.stderr.splitlines()[-1] == "error: job 1 failed: ValueError: a broken [job]"
+
+
+def test_a_sweep_without_failures_ends_with_zero(tmp_path):
+    write_script(tmp_path)
+    done = Sweep(start(tmp_path, "-m", "note=a,b", "hydra.sweep.dir=sweep"), tmp_path / "sweep")
+    assert done.exit_status == 0, done.stderr
+    assert [done.row(number)[1:3] for number in (0, 1)] == [["note=a", "ok"], ["note=b", "ok"]]
+
+
+def test_a_sweep_that_does_not_compose_starts_no_job(tmp_path):
+    write_script(tmp_path)
+    done = Sweep(start(tmp_path, "-m", "kind=plain,other", "hydra.sweep.dir=sweep"), tmp_path / "sweep")
+    assert done.exit_status == 1
+    assert done.stderr == "error: kind=other: there is no such option; choose from plain\n"
+    assert not (done.directory / "0").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_sweep_takes_its_job_with_it(tmp_path, number):
+    write_script(tmp_path)
+    process = start(tmp_path, "-m", "act=sleep,ok", "hydra.sweep.dir=sweep")
+    seen = wait_for(tmp_path / "sweep" / "0" / "seen.json")
+    process.send_signal(number)
+    done = Sweep(process, tmp_path / "sweep")
+    assert done.exit_status == 130
+    assert done.summary(0) == {"status": "interrupted", "reason": "interrupted"}
+    assert [done.row(number)[2] for number in (0, 1)] == ["interrupted", "not run"]
+    assert "Traceback" not in done.stderr
+    assert not runs(seen["pid"])
+    assert not runs(seen["started"])
+
+
+def runs(pid):
+    with suppress(psutil.NoSuchProcess):
+        # A killed process stays listed until the machine's first process takes note of its end.
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_sweepers_get_summaries_and_exceptions():
+    config = OmegaConf.create({"hydra": {"job": {"name": "train"}}, "seed": 1})
+    good = _job_return(Job(0, ["seed=1"], Path("0"), exit_status=0, summary={"train/final_loss": 2.5}), config)
+    assert good.return_value == {"train/final_loss": 2.5}
+    assert (good.overrides, good.cfg, good.task_name) == (["seed=1"], {"seed": 1}, "train")
+    bad = _job_return(Job(1, ["seed=2"], Path("1"), exit_status=-signal.SIGKILL), config)
+    assert bad.status is JobStatus.FAILED
+    with pytest.raises(UserError, match="job 1 killed: SIGKILL"):
+        _ = bad.return_value
+
+
+def wait_for(path):
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} was not written"
+        time.sleep(0.02)
+    return json.loads(path.read_text())

@@ -1,0 +1,33 @@
+"""Trains one model under one offload mode, or a sweep of them: see `python train.py --help`."""
+
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from training import launcher, refusals, schema
+from training.errors import failures_recorded
+
+schema.register()
+launcher.register()
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(config: DictConfig) -> None:
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    with failures_recorded(run_dir):
+        schema.check(config)
+        OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
+        # After composing, because they import torch.
+        from training.build import build
+        from training.loop import train
+        from training.progress import report
+
+        with build(config, run_dir) as job:
+            summary = train(job)
+        report(summary, run_dir)
+
+
+if __name__ == "__main__":
+    refusals.run(main)

@@ -1,0 +1,140 @@
+"""From configuration to a job that can run: device, data, model under its offload mode, optimizer, tracking."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from models.initialise import initialise
+from models.weights import load_weights
+from offload import registry
+from offload.blocks import find_blocks
+from offload.plan import Plan
+from offload.registry import Streams
+from training.errors import UserError
+from training.hardware import describe, resolve_device
+from training.progress import print_plan
+from training.recompute import recompute
+from training.schema import Precision
+from training.tracking import Tracker, plain, run_name, run_tags
+
+DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32}
+
+
+@dataclass
+class Job:
+    """Everything a run needs, built once before the loop; a context that gives it all back."""
+
+    config: DictConfig
+    run_dir: Path
+    device: torch.device
+    dtype: torch.dtype
+    streams: Streams
+    model: nn.Module
+    mode: object
+    plan: Plan
+    dataset: object
+    optimizer: torch.optim.Optimizer
+    tracker: Tracker
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        """Ends tracking, and gives the model, the memory and the streams back."""
+        if error is not None:
+            self.tracker.finish({}, exit_code=1)
+        self.mode.detach()
+        registry.release(self.streams)
+
+
+def build(config: DictConfig, run_dir: Path) -> Job:
+    """Builds the job that `config` describes; what it writes goes to `run_dir`.
+
+    Raises UserError for whatever the user can mend, before anything large is allocated where it can be known then.
+    """
+    torch.manual_seed(config.seed)
+    device = resolve_device(config.device)
+    dtype = DTYPES[config.precision]
+    dataset = build_dataset(config, run_dir)
+    model = build_model(config, dtype)
+    if dataset.vocab_size > config.model.vocab_size:
+        raise UserError(
+            f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's {dataset.vocab_size}:"
+            " take a larger model.vocab_size or another dataset.tokenizer"
+        )
+    choices = HydraConfig.get().runtime.choices
+    recomputes = choices["recompute"] != "none"
+    mode, plan = build_mode(config, model, recomputes)
+    blocks = recomputed_blocks(config, model) if recomputes else []
+    print_plan(dict(plan.rows()), title=f"Plan: offload={choices['offload']} model={choices['model']} on {device}")
+
+    streams = registry.acquire(device)
+    mode.attach(model, streams)
+    fill(model, config, device)
+    # After the mode has attached, so that the recompute has its weights in place too.
+    recompute(blocks)
+    optimizer = instantiate(config.optimizer, params=model.parameters())
+    tracker = build_tracker(config, run_dir, device)
+    return Job(config, run_dir, device, dtype, streams, model, mode, plan, dataset, optimizer, tracker)
+
+
+def build_dataset(config: DictConfig, run_dir: Path):
+    """The dataset of `config`; what it has to keep on disk goes under `run_dir`."""
+    sizes = {key: config[key] for key in ("seed", "seq_len", "batch_size")}
+    return instantiate(config.dataset, **sizes, cache_dir=run_dir / "datasets")
+
+
+def build_model(config: DictConfig, dtype: torch.dtype) -> nn.Module:
+    """The model on the meta device: shapes and names, no memory."""
+    settings = OmegaConf.to_container(config.model, resolve=True)
+    settings.pop("weights")
+    with torch.device("meta"):
+        return instantiate(settings).to(dtype)
+
+
+def build_mode(config: DictConfig, model: nn.Module, recomputes: bool) -> tuple[object, Plan]:
+    """The offload mode and its plan for `model`. Raises UserError for a knob that does not fit the model."""
+    mode = instantiate(config.offload)
+    try:
+        return mode, mode.plan(model, recompute=recomputes)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def recomputed_blocks(config: DictConfig, model: nn.Module) -> list[nn.Module]:
+    """The blocks whose activations are recomputed. Raises UserError where the path leads to none."""
+    try:
+        return [block for _, block in find_blocks(model, config.recompute.blocks, key="recompute.blocks")]
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def fill(model: nn.Module, config: DictConfig, device: torch.device) -> None:
+    """Puts values into the parameters wherever the mode has placed them: pretrained, or a function of the seed."""
+    if config.model.weights is None:
+        initialise(model, config.seed, device)
+        return
+    try:
+        load_weights(model, config.model.weights)
+    except (ValueError, FileNotFoundError) as error:
+        raise UserError(f"model.weights={config.model.weights}: {error}") from error
+
+
+def build_tracker(config: DictConfig, run_dir: Path, device: torch.device) -> Tracker:
+    """The run in wandb: named model-offload-seed, tagged with the chosen options, with config and hardware."""
+    choices = HydraConfig.get().runtime.choices
+    chosen = {group: choices[group] for group in config if group in choices}
+    return Tracker(
+        **OmegaConf.to_container(config.tracking, enum_to_str=True)
+        | {"tags": [*run_tags(chosen), *config.tracking.tags]},
+        name=run_name(chosen, config.seed),
+        run_dir=run_dir,
+        config={**plain(config), "choices": chosen, "hardware": describe(device)},
+    )

@@ -1,0 +1,219 @@
+"""Sweeps in which every job has a process of its own.
+
+Peaks, caches, streams and crashes of one job would otherwise show in the next. A job is the same command as a single
+run, in a numbered directory of the sweep; one that fails or is killed leaves a row in the closing table and the rest
+goes on.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus, filter_overrides, setup_globals
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from training.errors import UserError
+from training.metrics import SUMMARY_FILE, read_summary
+
+# How long a job may take to write down how far it came once the sweep is interrupted.
+INTERRUPT_GRACE_S = 20.0
+# Hydra makes plugins only of classes named below this package.
+PLUGIN_NAME = "hydra_plugins.process.ProcessLauncher"
+
+
+def register() -> None:
+    """Makes the launcher known to Hydra as `hydra/launcher: process`."""
+    Plugins.instance().class_name_to_class[PLUGIN_NAME] = ProcessLauncher
+    ConfigStore.instance().store(group="hydra/launcher", name="process", node={"_target_": PLUGIN_NAME})
+
+
+@dataclass
+class Job:
+    """One job of a sweep and what became of it."""
+
+    number: int
+    overrides: list[str]
+    directory: Path
+    exit_status: int | None = None
+    """as subprocess has it: negative is the signal that ended the process; None: not ended"""
+    summary: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def outcome(self) -> tuple[str, str]:
+        """Status in a word, and why in a line."""
+        if self.exit_status is None:
+            return "not run", "the sweep was interrupted"
+        if self.exit_status == 0:
+            return "ok", ""
+        if self.exit_status < 0:
+            name = signal.Signals(-self.exit_status).name
+            return "killed", name + (", as the kernel does when the host is out of memory" if name == "SIGKILL" else "")
+        status = self.summary.get("status", "ok")
+        # A process that fails after its summary said ok failed all the same.
+        if status == "ok":
+            return "failed", f"exit status {self.exit_status}"
+        return status, self.summary.get("reason") or f"exit status {self.exit_status}"
+
+
+class ProcessLauncher(Launcher):
+    """Runs the jobs of a sweep one after another, each in a fresh Python process.
+
+    A job's return value is its summary.json as a dict, None where it wrote none. A job that did not end well has the
+    status FAILED, so that its return value raises UserError.
+    """
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self._hydra_context = hydra_context
+        self._config = config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Runs a job for each list of overrides. Interrupted by Ctrl-C or SIGTERM, it ends the process with 130."""
+        from training.tracking import SWEEP_GROUP_VARIABLE
+
+        setup_globals()
+        sweep_dir = Path(self._config.hydra.sweep.dir)
+        configs = [
+            self._job_config(number, overrides) for number, overrides in enumerate(job_overrides, initial_job_idx)
+        ]
+        jobs = [
+            Job(config.hydra.job.num, list(overrides), sweep_dir / str(config.hydra.sweep.subdir))
+            for config, overrides in zip(configs, job_overrides, strict=True)
+        ]
+        environment = os.environ | {SWEEP_GROUP_VARIABLE: "-".join(sweep_dir.parts[-2:])}
+        try:
+            with _termination_interrupts():
+                for job in jobs:
+                    print(f"\njob {job.number}: {_title(job)}", flush=True)
+                    _run(job, self._command(job), environment)
+        except KeyboardInterrupt:
+            _print_table(jobs, sweep_dir)
+            sys.exit(130)
+        _print_table(jobs, sweep_dir)
+        return [_job_return(job, config) for job, config in zip(jobs, configs, strict=True)]
+
+    def _job_config(self, number: int, overrides: Sequence[str]) -> DictConfig:
+        config = self._hydra_context.config_loader.load_sweep_config(self._config, list(overrides))
+        with open_dict(config):
+            config.hydra.job.id = config.hydra.job.num = number
+        # For `${hydra:...}` in the name of the job's directory.
+        HydraConfig.instance().set_config(config)
+        return config
+
+    def _command(self, job: Job) -> list[str]:
+        hydra = self._config.hydra
+        # Interpreter options, and the script or `-m module`, as they were given.
+        program = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]
+        flags = ["--config-name", hydra.job.config_name]
+        for source in hydra.runtime.config_sources:
+            path = f"pkg://{source.path}" if source.schema == "pkg" else source.path
+            if source.provider == "main":
+                flags += ["--config-path", path]
+            elif source.provider == "command-line":
+                flags += ["--config-dir", path]
+        replaced = ("hydra.mode=", "hydra.run.dir=", "hydra.sweep.dir=", "hydra.job.num=", "hydra.job.id=")
+        return [
+            *program,
+            *flags,
+            *(override for override in hydra.overrides.hydra if not override.startswith(replaced)),
+            *job.overrides,
+            "hydra.mode=RUN",
+            f"hydra.run.dir={_quote(job.directory)}",
+            f"hydra.sweep.dir={_quote(hydra.sweep.dir)}",
+            f"hydra.job.num={job.number}",
+            f"hydra.job.id={job.number}",
+        ]
+
+
+def _run(job: Job, command: list[str], environment: dict[str, str]) -> None:
+    # What an earlier sweep left in this directory must not be taken for the outcome of this job.
+    (job.directory / SUMMARY_FILE).unlink(missing_ok=True)
+    # A group of its own: Ctrl-C on the terminal reaches the sweep alone, which passes it on once, and whatever the job
+    # started can be ended with it. Such a group cannot read from the terminal.
+    process = subprocess.Popen(command, env=environment, process_group=0, stdin=subprocess.DEVNULL)
+    try:
+        process.wait()
+    except KeyboardInterrupt:
+        with suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+            process.send_signal(signal.SIGINT)
+            process.wait(INTERRUPT_GRACE_S)
+        raise
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        job.exit_status = process.wait()
+        job.summary = _summary(job.directory)
+
+
+@contextmanager
+def _termination_interrupts() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a sweep as Ctrl-C does, so that they leave no job behind either."""
+    # One that is ignored, as nohup does, stays ignored.
+    signals = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
+    before = {s: signal.signal(s, signal.default_int_handler) for s in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _job_return(job: Job, config: DictConfig) -> JobReturn:
+    hydra_config = OmegaConf.masked_copy(config, "hydra")
+    task_config = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+    status, reason = job.outcome
+    result = JobReturn(job.overrides, task_config, hydra_config, os.getcwd(), config.hydra.job.name)
+    if status == "ok":
+        result.status, result.return_value = JobStatus.COMPLETED, job.summary or None
+    else:
+        result.status, result.return_value = JobStatus.FAILED, UserError(f"job {job.number} {status}: {reason}")
+    return result
+
+
+def _summary(directory: Path) -> dict[str, Any]:
+    # Scripts that are not train.py write none, and neither does a job that is killed.
+    with suppress(UserError):
+        return read_summary(directory)
+    return {}
+
+
+def _print_table(jobs: Sequence[Job], sweep_dir: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("job", "overrides", "status", "why", title=str(sweep_dir), title_justify="left")
+    table.add_column("step ms", justify="right")
+    table.add_column("peak VRAM GiB", justify="right")
+    for job in jobs:
+        status, reason = job.outcome
+        step_ms, vram_gib = job.summary.get("perf/step_ms"), job.summary.get("memory/vram_peak_gib")
+        table.add_row(
+            str(job.number),
+            _title(job),
+            status,
+            reason,
+            "" if step_ms is None else f"{step_ms:.1f}",
+            "" if vram_gib is None else f"{vram_gib:.2f}",
+        )
+    print(flush=True)
+    # Overrides may hold square brackets, which rich would take for its markup.
+    Console(markup=False, emoji=False, width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _title(job: Job) -> str:
+    return " ".join(filter_overrides(job.overrides))
+
+
+def _quote(path: str | Path) -> str:
+    """As a quoted string of Hydra's override grammar: paths may hold spaces, commas and equal signs."""
+    return "'" + str(path).replace("'", "\\'") + "'"

@@ -1,0 +1,201 @@
+"""What a run measures: the metric names, the files they are written to, and the figures that sum up a run.
+
+Both files are strict JSON, so a value that is not finite (a loss that diverged) is written as null and
+named, with its kind, under the extra key `nonfinite`: {"train/loss": null, "nonfinite": {"train/loss":
+"nan"}}. The readers below put the float back. A value that was not measured is left out, never null.
+"""
+
+import errno
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from training.errors import UserError
+
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One measured quantity. `summary` says which figure stands for a whole run; None: not in the summary."""
+
+    unit: str
+    description: str
+    summary: Literal["median", "mean", "max"] | None = None
+
+
+METRIC_KEYS: dict[str, Metric] = {
+    "train/step": Metric("steps", "optimizer steps done, from 1"),
+    "train/loss": Metric("nats/token", "mean cross-entropy of the step's batch"),
+    "train/grad_norm": Metric("", "L2 norm of all gradients before clipping"),
+    "perf/step_ms": Metric("ms", "time of one step", "median"),
+    "perf/tokens_per_s": Metric("tokens/s", "tokens trained in a second", "median"),
+    "perf/mfu": Metric("", "model FLOPs over the device's peak, 0 to 1", "median"),
+    "memory/vram_peak_gib": Metric("GiB", "most live tensors on the GPU", "max"),
+    "memory/vram_reserved_gib": Metric("GiB", "most memory the GPU allocator held", "max"),
+    "memory/host_pinned_gib": Metric("GiB", "page-locked host memory", "max"),
+    "memory/rss_gib": Metric("GiB", "resident host memory of the process", "max"),
+    "transfer/h2d_gib": Metric("GiB/step", "copied from host to device", "mean"),
+    "transfer/d2h_gib": Metric("GiB/step", "copied from device to host", "mean"),
+    "transfer/stall_ms": Metric("ms", "compute waiting for copies, in one step", "median"),
+}
+# Figures that only a summary has.
+SUMMARY_KEYS: dict[str, Metric] = {
+    "steps": Metric("steps", "optimizer steps done"),
+    "train/first_loss": Metric("nats/token", "loss of the first logged step"),
+    "train/final_loss": Metric("nats/token", "loss of the last logged step"),
+}
+
+_STATISTICS = {"median": statistics.median, "mean": statistics.fmean, "max": max}
+
+
+class MetricsWriter:
+    """Appends records to `metrics.jsonl` in `run_dir`, which must exist; a resumed run goes on with its file.
+
+    Raises:
+        UserError: the file cannot be written, as when the disk is full.
+    """
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = run_dir
+        self._path = run_dir / METRICS_FILE
+        with _disk_errors(run_dir):
+            self._path.touch()
+            _drop_incomplete_line(self._path)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append `record` as one line; the operating system has it by the time this returns.
+
+        Raises:
+            UserError: the disk is full; what was written of the line is taken back.
+        """
+        line = (_to_json(record) + "\n").encode()
+        # Unbuffered: one call writes the line, and nothing is retried when the file is closed.
+        with _disk_errors(self._run_dir), open(self._path, "ab", buffering=0) as file:
+            end = file.tell()
+            if file.write(line) != len(line):
+                os.truncate(self._path, end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The records of a run, in order; a last line that a killed run did not finish is ignored.
+
+    Raises:
+        UserError: there is no metrics file, or it holds a line that is not a record.
+    """
+    path = run_dir / METRICS_FILE
+    if not path.exists():
+        raise UserError(f"{path}: no such file; name the directory of a run")
+    *lines, _incomplete = path.read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(_from_json(line))
+        except ValueError:
+            raise UserError(f"{path}: line {number} is not a record; the file is damaged") from None
+    return records
+
+
+def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
+    """Write `summary.json` in `run_dir` whole or not at all: a reader sees the old file or the new one.
+
+    Raises:
+        UserError: the file cannot be written, as when the disk is full.
+    """
+    path = run_dir / SUMMARY_FILE
+    partial = path.with_suffix(".json.partial")
+    text = _to_json(summary, indent=2) + "\n"
+    with _disk_errors(run_dir):
+        try:
+            with open(partial, "w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """The summary of a run.
+
+    Raises:
+        UserError: there is none (the run goes on, or was killed), or the file is damaged.
+    """
+    path = run_dir / SUMMARY_FILE
+    if not path.exists():
+        raise UserError(f"{path}: no such file; the run goes on or was killed, or this is no run's directory")
+    try:
+        return _from_json(path.read_bytes())
+    except ValueError:
+        raise UserError(f"{path}: the file is damaged") from None
+
+
+def summarise(records: Iterable[dict[str, Any]], *, warmup_steps: int, total_steps: int) -> dict[str, Any]:
+    """The figures that stand for a run, under the names of the metrics they sum up.
+
+    Medians of times and rates, means of transferred GiB: over the logged records with `train/step` >
+    `warmup_steps`, or over all where there is none. Peaks of memory and the losses: over all records. A
+    metric that no record has is left out; without records only `steps` is there.
+
+    Args:
+        records: as written by MetricsWriter, in order.
+        warmup_steps: first steps whose times do not count: they allocate, compile, record the itinerary.
+        total_steps: optimizer steps done.
+    """
+    records = list(records)
+    timed = [record for record in records if record["train/step"] > warmup_steps] or records
+    summary: dict[str, Any] = {"steps": total_steps}
+    losses = [record["train/loss"] for record in records if "train/loss" in record]
+    if losses:
+        summary["train/first_loss"], summary["train/final_loss"] = losses[0], losses[-1]
+    for key, metric in METRIC_KEYS.items():
+        if metric.summary is None:
+            continue
+        values = [record[key] for record in (records if metric.summary == "max" else timed) if key in record]
+        if values:
+            summary[key] = _STATISTICS[metric.summary](values)
+    return summary
+
+
+def _to_json(values: dict[str, Any], indent: int | None = None) -> str:
+    nonfinite = {k: str(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+    if nonfinite:
+        values = {**values, **dict.fromkeys(nonfinite), "nonfinite": nonfinite}
+    return json.dumps(values, allow_nan=False, indent=indent)
+
+
+def _from_json(text: bytes) -> dict[str, Any]:
+    values = json.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError("not a JSON object")
+    for key, value in values.pop("nonfinite", {}).items():
+        values[key] = float(value)
+    return values
+
+
+def _drop_incomplete_line(path: Path) -> None:
+    # Else the next record would continue the line that a killed run left unfinished.
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        os.truncate(path, content.rfind(b"\n") + 1)
+
+
+@contextmanager
+def _disk_errors(run_dir: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            advice = "free some space, or choose another place with hydra.run.dir=PATH"
+            raise UserError(f"{run_dir}: the disk of the run's directory is full; {advice}") from error
+        raise UserError(f"{run_dir}: cannot write to the run's directory ({error.strerror})") from error

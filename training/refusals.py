@@ -1,0 +1,55 @@
+"""Composition errors in one line: what was refused, and what may stand there instead."""
+
+import os
+import sys
+from collections.abc import Callable
+
+import hydra._internal.utils
+from hydra.errors import CompactHydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from training.errors import report
+from training.schema import unknown_key
+
+
+def run(main: Callable[[], None]) -> None:
+    """Calls a Hydra `main`. What it raises ends the process with one line, or a traceback where that is not enough.
+
+    HYDRA_FULL_ERROR=1 gives the traceback in every case.
+    """
+    # Hydra's own version prints what it caught in several lines and exits; here it comes to the handler below.
+    hydra._internal.utils.run_and_report = lambda function: function()
+    try:
+        main()
+    except (Exception, KeyboardInterrupt) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        if isinstance(error, CompactHydraException):
+            print(f"error: {explain_refusal(error)}", file=sys.stderr)
+            sys.exit(1)
+        sys.exit(report(error))
+
+
+def explain_refusal(error: CompactHydraException) -> str:
+    """One line naming the key, the value and what it may be."""
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        return f"{group}={option}: there is no such option; choose from {', '.join(error.options)}"
+    if isinstance(error, OverrideParseException):
+        advice = "put a VALUE with blanks or brackets between two pairs of quotes: KEY=\"'VALUE'\""
+        return f"{error.override}: is not KEY=VALUE; {advice}"
+    cause = _cause(error)
+    if cause is None or cause.full_key is None:
+        return " ".join(str(error).split())
+    # Hydra names the overlay or option that holds the key only in the text of its error.
+    text = str(error)
+    where = text[: text.index("'", 4) + 1] + ": " if text.startswith("In '") else ""
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        return where + unknown_key(cause.full_key, cause.parent_node or [])
+    return f"{where}{cause.full_key}: {cause.msg.partition(chr(10))[0]}"
+
+
+def _cause(error: BaseException) -> OmegaConfBaseException | None:
+    while error is not None and not isinstance(error, OmegaConfBaseException):
+        error = error.__cause__ or error.__context__
+    return error
