@@ -5,7 +5,9 @@
 
 Every mode runs in a process of its own. A step ends with the gradients where the mode keeps them: on the device for
 `none`, on the host for the streaming modes. The floor of a step is the largest of: the resident step with the same
-recompute, bytes in over the bandwidth host to device, bytes out over the bandwidth device to host.
+recompute, bytes in over the bandwidth host to device, bytes out over the bandwidth device to host, each measured alone.
+The two-way floor knows that a bus that works both ways at once is slower each way: gradients leave only while weights
+come in, so their bytes go at the two-way bandwidth, and the rest of the bytes in at the one-way bandwidth.
 """
 
 from __future__ import annotations
@@ -29,13 +31,30 @@ from offload import registry
 from offload.blocks import find_blocks
 from offload.memory import HostArena
 from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
+from offload.telemetry import Telemetry
+from offload.transfer import Transfer
 from training.clock import StepClock
 from training.recompute import recompute
 from training.step import forward_backward
 
-MODES = {"none": Resident, "bounce_linear": BounceLinear}
+MODES = {"none": Resident, "bounce_linear": BounceLinear, "layer_stream": LayerStream}
 GIB = 2**30
+# Title, key of a row, and what to divide by; 0 for text.
+COLUMNS = (
+    ("step ms", "step_ms", 1),
+    ("floor ms", "floor_ms", 1),
+    ("ratio", "ratio", 1),
+    ("2-way", "two_way_ratio", 1),
+    ("bound", "bound", 0),
+    ("stall ms", "stall_ms", 1),
+    ("peak GiB", "vram_peak_gib", 1),
+    ("in GB", "h2d_bytes", 1e9),
+    ("out GB", "d2h_bytes", 1e9),
+    ("pinned GiB", "host_pinned_gib", 1),
+    ("attach s", "attach_s", 1),
+)
 
 
 def arguments() -> argparse.Namespace:
@@ -51,26 +70,40 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--forward", action="store_true", help="forward only, without gradients")
     parser.add_argument("--steps", type=int, default=7, help="timed steps, after two for warm-up")
     parser.add_argument("--json", type=Path, help="file for the figures")
     return parser.parse_args()
 
 
 def bandwidths(device: torch.device, nbytes: int = 256 * 2**20) -> dict[str, float]:
-    """Page-locked copies in GB/s, each way alone: the figures the floor is made of."""
+    """Page-locked copies in GB/s: each way alone, and each of two at once, one either way."""
     streams = registry.acquire(device)
     arena = HostArena(device)
-    host, there = arena.allocate(nbytes, "bandwidth").bytes, torch.empty(nbytes, dtype=torch.uint8, device=device)
-    found = {}
-    for name, destination, source in (("h2d", there, host), ("d2h", host, there)):
-        times_ms = []
+    host = [arena.allocate(nbytes, "bandwidth").bytes for _ in range(2)]
+    there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    transfer = Transfer(streams, Telemetry(streams))
+
+    def copies(copied_in: bool, copied_out: bool) -> float:
+        clock = StepClock(streams)
         for _ in range(6):
-            clock = StepClock(streams)
+            arrived, left = streams.event(), streams.event()
+            streams.synchronize()
             clock.start()
-            destination.copy_(source)
+            for stream in (streams.h2d, streams.d2h):
+                begun = streams.event()
+                begun.record(streams.compute)
+                stream.wait_event(begun)
+            if copied_in:
+                transfer.copy_in(there[0], host[0], done=arrived)
+                streams.compute.wait_event(arrived)
+            if copied_out:
+                transfer.copy_out(host[1], there[1], done=left)
+                streams.compute.wait_event(left)
             clock.stop()
-            times_ms += clock.collect()
-        found[name] = nbytes / statistics.median(times_ms) / 1e6
+        return nbytes / statistics.median(clock.collect()) / 1e6
+
+    found = {"h2d": copies(True, False), "d2h": copies(False, True), "both": copies(True, True)}
     arena.close()
     registry.release(streams)
     return found
@@ -107,8 +140,12 @@ def measure(spec: str, options: argparse.Namespace) -> dict:
             clock.collect()
             before = mode.counters()
         clock.start()
-        with mode.step():
-            loss = forward_backward(model, batch, options.microbatches, device)
+        with mode.step(), torch.set_grad_enabled(not options.forward):
+            if options.forward:
+                tokens = batch.to(device)
+                loss = model(tokens[:, :-1], tokens[:, 1:])
+            else:
+                loss = forward_backward(model, batch, options.microbatches, device)
         clock.stop()
         model.zero_grad(set_to_none=True)
     times_ms = clock.collect()
@@ -141,11 +178,19 @@ def isolated(function, *values) -> dict:
 
 def with_floor(row: dict, resident_ms: float | None, speed: dict[str, float]) -> dict:
     """The row with its floor and the ratio to it; speeds are in GB/s."""
-    parts = {way: row[f"{way}_bytes"] / speed[way] / 1e6 for way in ("h2d", "d2h")}
+    bytes_in, bytes_out = row["h2d_bytes"] / 1e6, row["d2h_bytes"] / 1e6
+    parts = {"h2d": bytes_in / speed["h2d"], "d2h": bytes_out / speed["d2h"]}
+    two_way_ms = min(bytes_in, bytes_out) / speed["both"] + max(bytes_in - bytes_out, 0) / speed["h2d"]
     if resident_ms is not None:
         parts["compute"] = resident_ms
     bound = max(parts, key=parts.get)
-    return {**row, "floor_ms": parts[bound], "bound": bound, "ratio": row["step_ms"] / parts[bound]}
+    return {
+        **row,
+        "floor_ms": parts[bound],
+        "bound": bound,
+        "ratio": row["step_ms"] / parts[bound],
+        "two_way_ratio": row["step_ms"] / max(two_way_ms, resident_ms or 0),
+    }
 
 
 def main() -> None:
@@ -154,20 +199,15 @@ def main() -> None:
     rows = [isolated(measure, spec, options) for spec in options.modes]
     resident_ms = next((row.get("step_ms") for row in rows if row["mode"] == "none"), None)
     rows = [row if "failed" in row else with_floor(row, resident_ms, speed) for row in rows]
-    tokens = options.sequences * options.seq_len
-    print(f"{options.blocks} blocks of {options.hidden}, {tokens} tokens, recompute={options.recompute}, "
-          f"h2d {speed['h2d']:.1f} GB/s, d2h {speed['d2h']:.1f} GB/s")  # fmt: skip
-    print(f"{'mode':32} {'ms':>8} {'floor':>8} {'ratio':>6} {'bound':>8} {'peak GiB':>9} {'in GB':>7} {'out GB':>7} "
-          f"{'stall ms':>9} {'pinned GiB':>11} {'attach s':>9}")  # fmt: skip
+    print(
+        f"{options.blocks} blocks of {options.hidden}, {options.sequences * options.seq_len} tokens,"
+        f" recompute={options.recompute}, forward only={options.forward};"
+        f" GB/s in {speed['h2d']:.1f}, out {speed['d2h']:.1f}, both at once {speed['both']:.1f} each"
+    )
+    print(f"{'mode':36}" + "".join(f"{title:>11}" for title, _, _ in COLUMNS))
     for row in rows:
-        if "failed" in row:
-            print(f"{row['mode']:32} failed: {row['failed']}")
-            continue
-        print(
-            f"{row['mode']:32} {row['step_ms']:8.1f} {row['floor_ms']:8.1f} {row['ratio']:6.3f} {row['bound']:>8} "
-            f"{row['vram_peak_gib']:9.2f} {row['h2d_bytes'] / 1e9:7.2f} {row['d2h_bytes'] / 1e9:7.2f} "
-            f"{row['stall_ms']:9.1f} {row['host_pinned_gib']:11.2f} {row['attach_s']:9.2f}"
-        )
+        cells = (f"{row[key] / scale:11.3f}" if scale else f"{row[key]:>11}" for _, key, scale in COLUMNS)
+        print(f"{row['mode']:36}" + (f"failed: {row['failed']}" if "failed" in row else "".join(cells)))
     if options.json:
         options.json.write_text(json.dumps({"options": vars(options), "gb_per_s": speed, "rows": rows}, default=str))
 

@@ -63,13 +63,16 @@ class AdamW(torch.optim.AdamW):
         master = state.get("master", parameter)
         state["step"] += 1
         beta1, beta2 = group["betas"]
-        for weight, gradient, exp_avg, exp_avg_sq in _tiles(
-            master, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
-        ):
+        tile = HOST_TILE if parameter.device.type == "cpu" else DEVICE_TILE
+        scratch = torch.empty(min(tile, parameter.numel()), dtype=torch.float32, device=parameter.device)
+        stretches = _stretches(tile, master, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+        for weight, gradient, exp_avg, exp_avg_sq in stretches:
+            if gradient.dtype != torch.float32:
+                gradient = scratch[: gradient.numel()].copy_(gradient)
             # The kernel under torch.optim.AdamW(fused=True), whose wrappers would count a step for each tile.
             torch._fused_adamw_(
                 [weight],
-                [gradient.float()],
+                [gradient],
                 [exp_avg],
                 [exp_avg_sq],
                 [],
@@ -120,7 +123,6 @@ def _is_own_master(parameter: Tensor) -> bool:
     return parameter.dtype == torch.float32 and parameter.is_contiguous()
 
 
-def _tiles(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """The same stretch of each tensor, stretch by stretch, as 1-D tensors: views, of a copy if not contiguous."""
-    size = HOST_TILE if tensors[0].device.type == "cpu" else DEVICE_TILE
+def _stretches(size: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """The same `size` elements of each tensor, from first to last, as 1-D views (of a copy if not contiguous)."""
     return zip(*(tensor.contiguous().view(-1).split(size) for tensor in tensors), strict=True)

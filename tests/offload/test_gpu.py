@@ -10,10 +10,12 @@ import pytest
 import torch
 from support import Stack, assert_same, attached, stack_inputs, train, twin
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from offload import registry
 from offload.memory import HostArena
 from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.onloading import Onloader
 from offload.transfer import Transfer
@@ -70,11 +72,12 @@ def delayed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("delayed", "poisoned")
 @pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("mode", [BounceLinear, LayerStream])
 @pytest.mark.parametrize("slots", [1, 2, 4])
-def test_equals_resident(slots: int, recompute: str | None):
+def test_equals_resident(slots: int, mode: type, recompute: str | None):
     streamed, resident = twin(Stack(width=64, recompute=recompute, dropout=0.2))
     assert_same(
-        train(streamed, BounceLinear(slots=slots), inputs, device="cuda"),
+        train(streamed, mode(slots=slots), inputs, device="cuda"),
         train(resident, Resident(), inputs, device="cuda"),
     )
 
@@ -91,6 +94,43 @@ def test_equals_resident_in_bf16_with_convolutions():
         train(streamed, BounceLinear(slots=1), signal, device="cuda"),
         train(resident, Resident(), signal, device="cuda"),
     )
+
+
+class Statistics(nn.Module):
+    """Buffers that forward updates, a bare parameter, a recurrent layer; recomputed by wrapping each block."""
+
+    class Unit(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.norm = nn.BatchNorm1d(8)
+            self.recurrent = nn.GRU(8, 8)
+            self.scale = nn.Parameter(torch.full((8,), 1.5))
+
+        def forward(self, hidden):
+            return self.recurrent(self.norm(self.layer(hidden * self.scale)))[0] + hidden
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Unit() for _ in range(3))
+
+    def forward(self, hidden):
+        for block in self.blocks:
+            hidden = checkpoint(block.forward, hidden, use_reentrant=False)
+        return hidden
+
+
+@pytest.mark.usefixtures("delayed", "poisoned")
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
+@pytest.mark.parametrize("slots", [1, 2])
+def test_buffers_bare_parameters_and_recurrent_layers(slots: int):
+    streamed, resident = twin(Statistics())
+    assert_same(
+        train(streamed, LayerStream(slots=slots), inputs, device="cuda"),
+        train(resident, Resident(), inputs, device="cuda"),
+    )
+    for (name, one), other in zip(streamed.named_buffers(), resident.buffers(), strict=True):
+        assert torch.equal(one, other), name
 
 
 @pytest.mark.parametrize("broken", ["ready", "free"])
