@@ -1,13 +1,16 @@
-"""Forward and backward of a Llama-shaped model under each mode, against the floor measured in the same run.
+"""Forward and backward of Llama-shaped blocks under each mode, against the floor measured in the same run.
 
     python scripts/bench.py --modes none bounce_linear --sequences 2 --seq-len 2048
     python scripts/bench.py --sequences 8 --recompute --json bench.json
 
-Every mode runs in a process of its own. A step ends with the gradients where the mode keeps them: on the device for
-`none`, on the host for the streaming modes. The floor of a step is the largest of: the resident step with the same
-recompute, bytes in over the bandwidth host to device, bytes out over the bandwidth device to host, each measured alone.
-The two-way floor knows that a bus that works both ways at once is slower each way: gradients leave only while weights
-come in, so their bytes go at the two-way bandwidth, and the rest of the bytes in at the one-way bandwidth.
+With `--head` the embedding, the head and the loss are there too. Every mode runs in a process of its own. A step ends
+with the gradients where the mode keeps them: on the device for `none`, on the host for the streaming modes.
+
+The floor of a step is the largest of: the resident step with the same recompute, bytes in over the bandwidth host to
+device, bytes out over the bandwidth device to host, each measured alone. The phase floor knows more: gradients leave
+only while backward runs, and a bus that works both ways at once is slower each way. It is the larger of the resident
+step and: forward's bytes in at the one-way bandwidth, then backward's bytes in and out at the two-way bandwidth for as
+long as both last and at the one-way bandwidth for the rest.
 """
 
 from __future__ import annotations
@@ -22,11 +25,12 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.initialise import initialise
-from models.llama import Llama
+from models.llama import Llama, rotary_tables
 from offload import registry
 from offload.blocks import find_blocks
 from offload.memory import HostArena
@@ -34,7 +38,7 @@ from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.telemetry import Telemetry
-from offload.transfer import Transfer
+from offload.transfer import Transfer, upload
 from training.clock import StepClock
 from training.recompute import recompute
 from training.step import forward_backward
@@ -46,7 +50,7 @@ COLUMNS = (
     ("step ms", "step_ms", 1),
     ("floor ms", "floor_ms", 1),
     ("ratio", "ratio", 1),
-    ("2-way", "two_way_ratio", 1),
+    ("to phases", "phase_ratio", 1),
     ("bound", "bound", 0),
     ("stall ms", "stall_ms", 1),
     ("peak GiB", "vram_peak_gib", 1),
@@ -57,6 +61,24 @@ COLUMNS = (
 )
 
 
+class Blocks(nn.Module):
+    """The blocks alone, on noise: what the weights of a model cost, whatever its vocabulary."""
+
+    def __init__(self, layers: nn.ModuleList, head_dim: int):
+        super().__init__()
+        self.layers = layers
+        self.head_dim = head_dim
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        weight = next(self.layers[0].parameters())
+        shape = (*tokens.shape, weight.shape[-1])
+        hidden = torch.randn(shape, device=tokens.device, dtype=weight.dtype, requires_grad=torch.is_grad_enabled())
+        cos, sin = rotary_tables(tokens.shape[1], self.head_dim, 10000.0, hidden)
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin)
+        return hidden.float().square().mean()
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="+", default=["none", "bounce_linear"], metavar="MODE[:KEY=VALUE,...]")
@@ -65,7 +87,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--intermediate", type=int, default=11008)
     parser.add_argument("--blocks", type=int, default=32)
     parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--head", type=int, default=0, metavar="VOCAB", help="with embedding, head and loss")
     parser.add_argument("--sequences", type=int, default=2)
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--microbatches", type=int, default=1)
@@ -117,9 +139,11 @@ def measure(spec: str, options: argparse.Namespace) -> dict:
         **{k: int(v) if v.isdigit() else v for k, _, v in (p.partition("=") for p in knobs.split(",") if p)}
     )
     with torch.device("meta"):
-        model = Llama(
-            options.vocab, options.hidden, options.intermediate, options.blocks, options.heads, options.heads
-        ).bfloat16()
+        shape = (options.hidden, options.intermediate, options.blocks, options.heads, options.heads)
+        model = Llama(options.head or 1, *shape).bfloat16()
+        if not options.head:
+            model = Blocks(model.model.layers, options.hidden // options.heads).bfloat16()
+    forward_bytes = mode.plan(model).host_weight_bytes * options.microbatches
     streams = registry.acquire(device)
     watch = StepClock(streams)
     watch.start()
@@ -130,19 +154,18 @@ def measure(spec: str, options: argparse.Namespace) -> dict:
     if options.recompute:
         recompute(block for _, block in find_blocks(model))
     generator = torch.Generator().manual_seed(0)
-    shape = (options.sequences, options.seq_len + 1)
     clock, loss = StepClock(streams), None
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     for step in range(options.steps + 2):
-        batch = torch.randint(options.vocab, shape, generator=generator)
+        batch = torch.randint(options.head or 256, (options.sequences, options.seq_len + 1), generator=generator)
         if step == 2:
             clock.collect()
             before = mode.counters()
         clock.start()
         with mode.step(), torch.set_grad_enabled(not options.forward):
             if options.forward:
-                tokens = batch.to(device)
+                tokens = upload(batch, device)
                 loss = model(tokens[:, :-1], tokens[:, 1:])
             else:
                 loss = forward_backward(model, batch, options.microbatches, device)
@@ -156,6 +179,7 @@ def measure(spec: str, options: argparse.Namespace) -> dict:
         "step_ms": statistics.median(times_ms),
         "step_ms_min": min(times_ms),
         "attach_s": attach_ms / 1e3,
+        "forward_bytes": forward_bytes,
         "vram_peak_gib": torch.cuda.max_memory_allocated(device) / GIB if cuda else 0.0,
         "vram_reserved_gib": torch.cuda.max_memory_reserved(device) / GIB if cuda else 0.0,
         "host_pinned_gib": after["host_pinned_bytes"] / GIB,
@@ -180,7 +204,9 @@ def with_floor(row: dict, resident_ms: float | None, speed: dict[str, float]) ->
     """The row with its floor and the ratio to it; speeds are in GB/s."""
     bytes_in, bytes_out = row["h2d_bytes"] / 1e6, row["d2h_bytes"] / 1e6
     parts = {"h2d": bytes_in / speed["h2d"], "d2h": bytes_out / speed["d2h"]}
-    two_way_ms = min(bytes_in, bytes_out) / speed["both"] + max(bytes_in - bytes_out, 0) / speed["h2d"]
+    back_in = max(bytes_in - row["forward_bytes"] / 1e6, 0)
+    phases_ms = (bytes_in - back_in) / speed["h2d"] + min(back_in, bytes_out) / speed["both"]
+    phases_ms += max(back_in - bytes_out, 0) / speed["h2d"] + max(bytes_out - back_in, 0) / speed["d2h"]
     if resident_ms is not None:
         parts["compute"] = resident_ms
     bound = max(parts, key=parts.get)
@@ -189,7 +215,7 @@ def with_floor(row: dict, resident_ms: float | None, speed: dict[str, float]) ->
         "floor_ms": parts[bound],
         "bound": bound,
         "ratio": row["step_ms"] / parts[bound],
-        "two_way_ratio": row["step_ms"] / max(two_way_ms, resident_ms or 0),
+        "phase_ratio": row["step_ms"] / max(phases_ms, resident_ms or 0),
     }
 
 

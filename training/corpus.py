@@ -115,7 +115,7 @@ def read_files(
                 yield from reader
             # Each format's library raises its own: Arrow, JSON and Unicode errors are ValueErrors.
             except (OSError, ValueError) as error:
-                reason = _broken_line(file) or first_line(error)
+                reason = (isinstance(error, ValueError) and _broken_line(file)) or first_line(error)
                 raise UserError(f"dataset.files: cannot read {file}: {reason}; mend or leave out this file") from error
 
 

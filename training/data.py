@@ -94,7 +94,7 @@ class SyntheticTokens:
 
     Args:
         vocab_size: ids are below this.
-        tokenizer, max_tokens, cache_dir: accepted, as every dataset does, and without meaning here.
+        cache_dir: taken because every dataset takes it; nothing is written.
     """
 
     num_blocks = None
@@ -106,8 +106,6 @@ class SyntheticTokens:
         seed: int,
         seq_len: int,
         batch_size: int,
-        tokenizer: str | None = None,
-        max_tokens: int | None = None,
         cache_dir: str | Path | None = None,
     ):
         if vocab_size < 1:

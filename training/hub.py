@@ -129,8 +129,9 @@ class HubText:
             array = next(self._arrays)
             dropped = min(skip, len(array))
             skip -= dropped
-            arrays.append(array[dropped:])
-            num_tokens += len(array) - dropped
+            if dropped < len(array):  # an empty slice would keep the array behind it alive
+                arrays.append(array[dropped:])
+                num_tokens += len(array) - dropped
         self._buffer = np.concatenate(arrays)
 
     def _endless(self) -> Iterator[np.ndarray]:

@@ -63,6 +63,8 @@ class Recorder:
         """Waits for the device and writes the metrics of the steps since the last record."""
         times_ms = self.clock.collect()
         step_s = sum(times_ms) / len(times_ms) / 1e3
+        # Where the peak was measured, on a busy machine too low, a step may prove it wrong.
+        self._peak_flops = max(self._peak_flops, self._flops / step_s)
         counters, steps = self._job.mode.counters(), step - self._last_step
         moved = {key: (counters[key] - self._counters[key]) / steps for key in counters}
         self._counters, self._last_step = counters, step

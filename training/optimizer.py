@@ -8,7 +8,7 @@ from torch import Tensor
 
 # Elements updated at a time. Their float32 gradient stays in the host's cache, which is three times as fast there as
 # a copy of a whole large gradient; a GPU wants larger pieces, and 64 MiB of scratch is little to it.
-HOST_TILE = 1 << 20
+HOST_TILE = 1 << 21
 DEVICE_TILE = 1 << 24
 
 
@@ -64,10 +64,13 @@ class AdamW(torch.optim.AdamW):
         state["step"] += 1
         beta1, beta2 = group["betas"]
         tile = HOST_TILE if parameter.device.type == "cpu" else DEVICE_TILE
-        scratch = torch.empty(min(tile, parameter.numel()), dtype=torch.float32, device=parameter.device)
+        casts = parameter.grad.dtype != torch.float32
+        scratch = torch.empty(
+            min(tile, parameter.numel()) if casts else 0, dtype=torch.float32, device=parameter.device
+        )
         stretches = _stretches(tile, master, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
         for weight, gradient, exp_avg, exp_avg_sq in stretches:
-            if gradient.dtype != torch.float32:
+            if casts:
                 gradient = scratch[: gradient.numel()].copy_(gradient)
             # The kernel under torch.optim.AdamW(fused=True), whose wrappers would count a step for each tile.
             torch._fused_adamw_(

@@ -135,6 +135,8 @@ class HubText(Text):
     config_name: str | None = MISSING
     split: str = MISSING
     text_column: str = MISSING
+    revision: str | None = MISSING
+    shuffle_buffer: int = number(at_least=1)
 
 
 @dataclass

@@ -23,9 +23,15 @@ def forward_backward(model: nn.Module, batch: Tensor, microbatches: int, device:
 
 
 def gradient_norm(model: nn.Module, clip_norm: float | None, wanted: bool) -> Tensor | None:
-    """Clips the gradients to `clip_norm` if that is given; the norm before clipping, None where nobody wants it."""
-    if clip_norm is not None:
-        return nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-    if not wanted:
+    """Clips the gradients to `clip_norm` if that is given; the norm before clipping, None where nobody wants it.
+
+    The norm is float32 whatever the gradients are (torch's own is as coarse as they are), over host and device alike.
+    """
+    if clip_norm is None and not wanted:
         return None
-    return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    norms = [torch.linalg.vector_norm(parameter.grad, dtype=torch.float32) for parameter in parameters]
+    norm = torch.linalg.vector_norm(torch.stack([part.to(norms[0].device) for part in norms]))
+    if clip_norm is not None:
+        nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
+    return norm
