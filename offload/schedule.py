@@ -61,20 +61,23 @@ def keep_resident(sizes: Sequence[int], amount: str | int) -> set[int]:
     """Which of the units of `sizes` bytes stay on the device, spread evenly over the order of use.
 
     `amount` is a number of units (`4`), a share of the bytes (`25%`) or bytes (`2GiB`, `512MiB`). The choice is a
-    function of its arguments alone and never exceeds the amount. Raises ValueError for anything else.
+    function of its arguments alone and never exceeds the amount. The first unit is in it, if any is: a step starts
+    with its weights and ends with its gradients, and nothing computes while these are copied. Raises ValueError for
+    an amount that is none.
     """
     text = str(amount).strip()
     if text.isdigit():
         count = int(text)
         if count > len(sizes):
             raise ValueError(f"offload.resident={amount}: the model has {len(sizes)} units")
-        return {int((2 * k + 1) * len(sizes) / (2 * count)) for k in range(count)}
+        return {k * len(sizes) // count for k in range(count)}
     budget = _budget_bytes(text, sum(sizes))
     share = budget / max(sum(sizes), 1)
-    kept, owed = set(), 0.0
+    # Owed so much at the start that the first unit is the first to be kept.
+    kept, owed = set(), (1 - share) * sizes[0] if sizes else 0.0
     for index, size in enumerate(sizes):
         owed += share * size
-        if owed >= size / 2 and size <= budget:
+        if owed + 1e-6 * size >= size <= budget:
             kept.add(index)
             owed -= size
             budget -= size

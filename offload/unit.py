@@ -7,6 +7,7 @@ windows of the second open that unit too, so that it is copied in once and its g
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -33,9 +34,11 @@ class Place:
     def put(self, tensor: torch.Tensor) -> None:
         (self.module._buffers if self.is_buffer else self.module._parameters)[self.name] = tensor
         if isinstance(self.module, nn.RNNBase):
-            # Recurrent layers compute with a list of their own.
-            names = self.module._flat_weights_names
-            self.module._flat_weights = [self.module._parameters.get(name) for name in names]
+            # Recurrent layers compute with a list of their own, and on finding it outdated they would move the
+            # weights, out of the slot, into one contiguous piece.
+            flat = [self.module._parameters.get(name) for name in self.module._flat_weights_names]
+            self.module._flat_weights = flat
+            self.module._flat_weight_refs = [weight if weight is None else weakref.ref(weight) for weight in flat]
 
 
 @dataclass(eq=False)

@@ -40,6 +40,7 @@ from offload.modes.none import Resident
 from offload.telemetry import Telemetry
 from offload.transfer import Transfer, upload
 from training.clock import StepClock
+from training.hardware import reset_peaks, vram_peak_gib, vram_reserved_gib
 from training.recompute import recompute
 from training.step import forward_backward
 
@@ -79,23 +80,71 @@ class Blocks(nn.Module):
         return hidden.float().square().mean()
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", nargs="+", default=["none", "bounce_linear"], metavar="MODE[:KEY=VALUE,...]")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--intermediate", type=int, default=11008)
-    parser.add_argument("--blocks", type=int, default=32)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--head", type=int, default=0, metavar="VOCAB", help="with embedding, head and loss")
-    parser.add_argument("--sequences", type=int, default=2)
-    parser.add_argument("--seq-len", type=int, default=2048)
-    parser.add_argument("--microbatches", type=int, default=1)
-    parser.add_argument("--recompute", action="store_true")
-    parser.add_argument("--forward", action="store_true", help="forward only, without gradients")
-    parser.add_argument("--steps", type=int, default=7, help="timed steps, after two for warm-up")
-    parser.add_argument("--json", type=Path, help="file for the figures")
-    return parser.parse_args()
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options that say what a step computes."""
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--device", default="cuda")
+    options.add_argument("--hidden", type=int, default=4096)
+    options.add_argument("--intermediate", type=int, default=11008)
+    options.add_argument("--blocks", type=int, default=32)
+    options.add_argument("--heads", type=int, default=32)
+    options.add_argument("--head", type=int, default=0, metavar="VOCAB", help="with embedding, head and loss")
+    options.add_argument("--sequences", type=int, default=2)
+    options.add_argument("--seq-len", type=int, default=2048)
+    options.add_argument("--microbatches", type=int, default=1)
+    options.add_argument("--recompute", action="store_true")
+    options.add_argument("--forward", action="store_true", help="forward only, without gradients")
+    return options
+
+
+class Workload:
+    """A model under a mode, ready to run steps; as a context, it gives the model and the streams back."""
+
+    def __init__(self, spec: str, options: argparse.Namespace):
+        """`spec` is MODE or MODE:KEY=VALUE,...: a mode and the knobs it is built with."""
+        name, _, knobs = spec.partition(":")
+        pairs = (pair.partition("=") for pair in knobs.split(",") if pair)
+        self.mode = MODES[name](**{key: int(value) if value.isdigit() else value for key, _, value in pairs})
+        self.options = options
+        self.device = torch.device(options.device)
+        with torch.device("meta"):
+            shape = (options.hidden, options.intermediate, options.blocks, options.heads, options.heads)
+            model = Llama(options.head or 1, *shape)
+            if not options.head:
+                model = Blocks(model.model.layers, options.hidden // options.heads)
+        self.model = model.bfloat16()
+        self.plan = self.mode.plan(self.model, options.recompute)
+        self.streams = registry.acquire(self.device)
+        clock = StepClock(self.streams)
+        clock.start()
+        self.mode.attach(self.model, self.streams)
+        initialise(self.model, 0, self.device)
+        clock.stop()
+        (self.attach_ms,) = clock.collect()
+        if options.recompute:
+            recompute(block for _, block in find_blocks(self.model))
+        self._generator = torch.Generator().manual_seed(0)
+        torch.manual_seed(0)
+
+    def __enter__(self) -> Workload:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.mode.detach()
+        registry.release(self.streams)
+
+    def step(self) -> torch.Tensor:
+        """Forward and backward over one batch; returns the loss."""
+        options = self.options
+        shape = (options.sequences, options.seq_len + 1)
+        batch = upload(torch.randint(options.head or 256, shape, generator=self._generator), self.device)
+        with self.mode.step(), torch.set_grad_enabled(not options.forward):
+            if options.forward:
+                loss = self.model(batch[:, :-1], batch[:, 1:])
+            else:
+                loss = forward_backward(self.model, batch, options.microbatches)
+        self.model.zero_grad(set_to_none=True)
+        return loss
 
 
 def bandwidths(device: torch.device, nbytes: int = 256 * 2**20) -> dict[str, float]:
@@ -133,59 +182,30 @@ def bandwidths(device: torch.device, nbytes: int = 256 * 2**20) -> dict[str, flo
 
 def measure(spec: str, options: argparse.Namespace) -> dict:
     """One mode: medians of the timed steps, peaks, and bytes moved a step."""
-    name, _, knobs = spec.partition(":")
-    device = torch.device(options.device)
-    mode = MODES[name](
-        **{k: int(v) if v.isdigit() else v for k, _, v in (p.partition("=") for p in knobs.split(",") if p)}
-    )
-    with torch.device("meta"):
-        shape = (options.hidden, options.intermediate, options.blocks, options.heads, options.heads)
-        model = Llama(options.head or 1, *shape).bfloat16()
-        if not options.head:
-            model = Blocks(model.model.layers, options.hidden // options.heads).bfloat16()
-    forward_bytes = mode.plan(model).host_weight_bytes * options.microbatches
-    streams = registry.acquire(device)
-    watch = StepClock(streams)
-    watch.start()
-    mode.attach(model, streams)
-    initialise(model, 0, device)
-    watch.stop()
-    (attach_ms,) = watch.collect()
-    if options.recompute:
-        recompute(block for _, block in find_blocks(model))
-    generator = torch.Generator().manual_seed(0)
-    clock, loss = StepClock(streams), None
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    for step in range(options.steps + 2):
-        batch = torch.randint(options.head or 256, (options.sequences, options.seq_len + 1), generator=generator)
-        if step == 2:
-            clock.collect()
-            before = mode.counters()
-        clock.start()
-        with mode.step(), torch.set_grad_enabled(not options.forward):
-            if options.forward:
-                tokens = upload(batch, device)
-                loss = model(tokens[:, :-1], tokens[:, 1:])
-            else:
-                loss = forward_backward(model, batch, options.microbatches, device)
-        clock.stop()
-        model.zero_grad(set_to_none=True)
-    times_ms = clock.collect()
-    after = mode.counters()
-    cuda = device.type == "cuda"
-    return {
-        "mode": spec,
-        "step_ms": statistics.median(times_ms),
-        "step_ms_min": min(times_ms),
-        "attach_s": attach_ms / 1e3,
-        "forward_bytes": forward_bytes,
-        "vram_peak_gib": torch.cuda.max_memory_allocated(device) / GIB if cuda else 0.0,
-        "vram_reserved_gib": torch.cuda.max_memory_reserved(device) / GIB if cuda else 0.0,
-        "host_pinned_gib": after["host_pinned_bytes"] / GIB,
-        "loss": loss.item(),
-        **{key: (after[key] - before[key]) / options.steps for key in ("h2d_bytes", "d2h_bytes", "stall_ms")},
-    }
+    with Workload(spec, options) as workload:
+        device, clock = workload.device, StepClock(workload.streams)
+        reset_peaks(device)
+        for _ in range(2):
+            workload.step()
+        before = workload.mode.counters()
+        for _ in range(options.steps):
+            clock.start()
+            loss = workload.step()
+            clock.stop()
+        times_ms = clock.collect()
+        after = workload.mode.counters()
+        return {
+            "mode": spec,
+            "step_ms": statistics.median(times_ms),
+            "step_ms_min": min(times_ms),
+            "attach_s": workload.attach_ms / 1e3,
+            "forward_bytes": workload.plan.host_weight_bytes * options.microbatches,
+            "vram_peak_gib": vram_peak_gib(device),
+            "vram_reserved_gib": vram_reserved_gib(device),
+            "host_pinned_gib": after["host_pinned_bytes"] / GIB,
+            "loss": loss.item(),
+            **{key: (after[key] - before[key]) / options.steps for key in ("h2d_bytes", "d2h_bytes", "stall_ms")},
+        }
 
 
 def isolated(function, *values) -> dict:
@@ -220,7 +240,11 @@ def with_floor(row: dict, resident_ms: float | None, speed: dict[str, float]) ->
 
 
 def main() -> None:
-    options = arguments()
+    options_parser = parser(__doc__)
+    options_parser.add_argument("--modes", nargs="+", default=list(MODES), metavar="MODE[:KEY=VALUE,...]")
+    options_parser.add_argument("--steps", type=int, default=7, help="timed steps, after two for warm-up")
+    options_parser.add_argument("--json", type=Path, help="file for the figures")
+    options = options_parser.parse_args()
     speed = isolated(bandwidths, torch.device(options.device))
     rows = [isolated(measure, spec, options) for spec in options.modes]
     resident_ms = next((row.get("step_ms") for row in rows if row["mode"] == "none"), None)

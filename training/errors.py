@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from hydra.errors import InstantiationException
-
 
 class UserError(Exception):
     """A mistake or a missing resource that the user can mend.
@@ -80,6 +78,9 @@ def report(error: BaseException) -> int:
 
 def explain(error: BaseException) -> Failure:
     """What `error` means to the person who started the run."""
+    # Late: tools that compose no configuration raise UserError without Hydra installed.
+    from hydra.errors import InstantiationException
+
     while isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from offload.transfer import upload
 from training.build import Job
 from training.clock import StepClock
 from training.hardware import (
@@ -31,8 +32,10 @@ def train(job: Job) -> dict:
     for step in range(1, config.steps + 1):
         batch = job.dataset.batch(step - 1)
         recorder.clock.start()
+        # Before the step: inside, it would queue behind the first weights on the bus.
+        batch = upload(batch, job.device)
         with job.mode.step():
-            loss = forward_backward(job.model, batch, config.microbatches, job.device)
+            loss = forward_backward(job.model, batch, config.microbatches)
         logged = step % config.log_every == 0 or step == config.steps
         norm = gradient_norm(job.model, config.clip_norm, wanted=logged)
         job.optimizer.step()

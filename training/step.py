@@ -5,17 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from offload.transfer import upload
 
+def forward_backward(model: nn.Module, batch: Tensor, microbatches: int) -> Tensor:
+    """Gradients of the mean loss over `batch` (int64 [sequences, seq_len + 1], on the model's device).
 
-def forward_backward(model: nn.Module, batch: Tensor, microbatches: int, device: torch.device) -> Tensor:
-    """Gradients of the mean loss over `batch` (int64 [sequences, seq_len + 1]), microbatch by microbatch.
-
-    Each microbatch weighs as its share of the sequences, so the sum does not depend on how the batch is split, also
-    where `microbatches` does not divide it. Returns the loss, a float32 scalar on `device`.
+    It runs microbatch by microbatch, each weighing as its share of the sequences, so the sum does not depend on how the batch is split, also
+    where `microbatches` does not divide it. Returns the loss, a float32 scalar.
     """
-    total = torch.zeros((), dtype=torch.float32, device=device)
-    for tokens in upload(batch, device).tensor_split(microbatches):
+    total = torch.zeros((), dtype=torch.float32, device=batch.device)
+    for tokens in batch.tensor_split(microbatches):
         loss = model(tokens[:, :-1], tokens[:, 1:]) * (len(tokens) / len(batch))
         loss.backward()
         total += loss.detach()

@@ -1,0 +1,40 @@
+"""The bench: floors by hand, and a run on the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.bench import with_floor
+
+ROOT = Path(__file__).parent.parent.parent
+SPEED = {"h2d": 50.0, "d2h": 40.0, "both": 30.0}
+
+
+def row(step_ms: float, bytes_in: float, bytes_out: float, forward: float) -> dict:
+    return {"mode": "m", "step_ms": step_ms, "h2d_bytes": bytes_in, "d2h_bytes": bytes_out, "forward_bytes": forward}
+
+
+def test_the_floor_is_the_slowest_part():
+    found = with_floor(row(600.0, 20e9, 8e9, 10e9), resident_ms=300.0, speed=SPEED)
+    assert (found["floor_ms"], found["bound"], found["ratio"]) == (400.0, "h2d", 1.5)
+    # Forward: 10 GB at 50. Backward: 8 GB each way at 30, then 2 GB in at 50.
+    assert found["phase_ratio"] == pytest.approx(600 / (200 + 8e3 / 30 + 40))
+    found = with_floor(row(600.0, 20e9, 8e9, 10e9), resident_ms=500.0, speed=SPEED)
+    assert (found["bound"], found["ratio"]) == ("compute", 1.2)
+    assert with_floor(row(600.0, 1e9, 8e9, 1e9), None, SPEED)["bound"] == "d2h"
+
+
+def test_a_run_compares_modes_and_names_what_failed(tmp_path: Path):
+    shape = ["--hidden=64", "--intermediate=128", "--heads=4", "--blocks=2", "--seq-len=16", "--steps=2"]
+    modes = ["none", "layer_stream", "layer_stream:slots=0"]
+    command = [sys.executable, "scripts/bench.py", "--device", "cpu", *shape, "--json", tmp_path / "b.json", "--modes"]
+    result = subprocess.run([*command, *modes], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "failed: ValueError: offload.slots=0" in result.stdout
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert rows[0]["loss"] == rows[1]["loss"]
+    assert rows[1]["h2d_bytes"] > 0 == rows[0]["h2d_bytes"]
