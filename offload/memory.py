@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import warnings
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -45,6 +47,12 @@ class HostArena:
         self._pin = pin and device.type == "cuda"
         self._locked: list[HostBlock] = []
 
+    def require(self, nbytes: int) -> None:
+        """Raises MemoryError with both numbers where the host has less than `nbytes` to give; allocates nothing."""
+        free = free_host_bytes()
+        if free is not None and nbytes > free:
+            raise MemoryError(f"{nbytes / 2**30:.2f} GiB of host memory are needed, {free / 2**30:.2f} GiB are free")
+
     def allocate(self, nbytes: int, name: str) -> HostBlock:
         """A zero-filled block of `nbytes`. Raises MemoryError naming the size where the host has no room for it."""
         try:
@@ -80,6 +88,18 @@ class HostArena:
         )
         self._pin = False
         return False
+
+
+def free_host_bytes() -> int | None:
+    """What this process can still allocate: the system's available memory and its control group's; None: unknown."""
+    limits = []
+    with suppress(OSError, ValueError, IndexError):
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        limits.append(int(fields["MemAvailable"].split()[0]) * 1024)
+    with suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return min(limits, default=None)
 
 
 class DeviceSlot:

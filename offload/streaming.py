@@ -35,8 +35,8 @@ GRADIENT_SLOTS = 2
 class WeightStreaming:
     """A model whose units stream between the host and one device.
 
-    Takes the model over on construction and gives it back with `detach`. Raises MemoryError where the host has no
-    room for the units, ValueError for fewer than one slot.
+    Takes the model over on construction and gives it back with `detach`. Raises MemoryError, before
+    anything is allocated, where the host has no room for the units, ValueError for fewer than one slot.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class WeightStreaming:
         self._streams = streams
         self._cut = cut
         self.arena = HostArena(streams.device, pin)
+        self.arena.require(sum(unit.nbytes + unit.gradient_bytes for unit in cut.units))
         for unit in cut.units:
             unit.bring_home(self.arena)
         self._residency = Residency(cut.resident, streams.device)

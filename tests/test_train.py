@@ -135,6 +135,10 @@ def test_weights_saved_by_name_load_into_any_mode(tmp_path: Path):
         (("offload=layer_stream", "offload.layers=blocks"), r"error: offload.layers=blocks: no list of blocks there"),
         (("recompute=block", "recompute.blocks=blocks"), r"error: recompute.blocks=blocks: no list of blocks there"),
         (("seq_len=200000",), r"error: .*one block of seq_len \+ 1 = 200001"),
+        (
+            ("offload=layer_stream", "model=llama70b", "dataset=synthetic"),
+            r"GiB of host memory are needed, .* are free",
+        ),
         (("offload=bounce_linaer",), r"error: offload=bounce_linaer.*bounce_linear"),
         (("step=3",), r"error: step is no key.*Did you mean steps"),
     ],

@@ -26,6 +26,8 @@ from training.tracking import Tracker, plain, run_name, run_tags
 
 DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32}
 
+ROOM = "take a smaller model, precision=bf16, or more on the device with offload.resident"
+
 
 @dataclass
 class Job:
@@ -76,7 +78,10 @@ def build(config: DictConfig, run_dir: Path) -> Job:
     print_plan(dict(plan.rows()), title=f"Plan: offload={choices['offload']} model={choices['model']} on {device}")
 
     streams = registry.acquire(device)
-    mode.attach(model, streams)
+    try:
+        mode.attach(model, streams)
+    except MemoryError as error:
+        raise UserError(f"offload={choices['offload']} model={choices['model']}: {error}: {ROOM}") from error
     fill(model, config, device)
     # After the mode has attached, so that the recompute has its weights in place too.
     recompute(blocks)

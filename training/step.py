@@ -9,8 +9,8 @@ from torch import Tensor, nn
 def forward_backward(model: nn.Module, batch: Tensor, microbatches: int) -> Tensor:
     """Gradients of the mean loss over `batch` (int64 [sequences, seq_len + 1], on the model's device).
 
-    It runs microbatch by microbatch, each weighing as its share of the sequences, so the sum does not depend on how the batch is split, also
-    where `microbatches` does not divide it. Returns the loss, a float32 scalar.
+    It runs microbatch by microbatch, each weighing as its share of the sequences, so the sum does not depend on how
+    the batch is split, also where `microbatches` does not divide it. Returns the loss, a float32 scalar.
     """
     total = torch.zeros((), dtype=torch.float32, device=batch.device)
     for tokens in batch.tensor_split(microbatches):

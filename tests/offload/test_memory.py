@@ -8,9 +8,12 @@ import warnings
 import psutil
 import pytest
 import torch
+from support import Stack, attached
+from torch import nn
 
 from offload import registry
-from offload.memory import ALIGNMENT_BYTES, DeviceSlots, HostArena, aligned
+from offload.memory import ALIGNMENT_BYTES, DeviceSlots, HostArena, aligned, free_host_bytes
+from offload.modes.bounce_linear import BounceLinear
 
 
 def test_alignment():
@@ -52,6 +55,25 @@ def test_memory_goes_back_to_the_system():
 def test_too_much_is_refused_with_the_size():
     with pytest.raises(MemoryError, match=r"weights of layer: 4194304\.00 GiB"):
         HostArena(torch.device("cpu")).allocate(2**52, "weights of layer")
+
+
+def test_a_model_larger_than_free_memory_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch):
+    assert free_host_bytes() > 2**28
+    monkeypatch.setattr("offload.memory.free_host_bytes", lambda: 10 * 2**10)
+    model = Stack()
+    parameters = [p.data_ptr() for p in model.parameters()]
+    with (
+        pytest.raises(MemoryError, match=r"0\.00 GiB of host memory are needed, 0\.00 GiB are free"),
+        attached(BounceLinear(), model),
+    ):
+        pass
+    assert [p.data_ptr() for p in model.parameters()] == parameters
+    with torch.device("meta"):
+        large = nn.Sequential(*(nn.Linear(2**16, 2**16) for _ in range(16)))
+    monkeypatch.undo()
+    with pytest.raises(MemoryError, match=r"512\.\d\d GiB of host memory are needed"), attached(BounceLinear(), large):
+        pass
+    assert all(p.is_meta for p in large.parameters())
 
 
 def test_a_failed_page_lock_warns_once_and_goes_on_pageable(monkeypatch: pytest.MonkeyPatch):
