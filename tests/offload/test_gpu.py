@@ -6,11 +6,14 @@ freed slots are filled with NaN: a wait that is missing then shows in the number
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
 import torch
 from support import Stack, assert_same, attached, stack_inputs, train, twin
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from offload import registry
 from offload.memory import HostArena
@@ -36,6 +39,16 @@ def inputs(step: int, microbatch: int) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
+@pytest.fixture(autouse=True)
+def complete_recomputes() -> Iterator[None]:
+    """Under TORCH_CUDA_SANITIZER=1, recomputes run to their end.
+
+    torch ends them early by an exception; the sanitizer's hooks fail when CUDA events are freed while one is raised.
+    """
+    with set_checkpoint_early_stop(not os.environ.get("TORCH_CUDA_SANITIZER")):
+        yield
 
 
 @pytest.fixture
