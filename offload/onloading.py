@@ -84,6 +84,9 @@ class Onloader:
         if stream not in slot.readers:
             self._transfer.await_on(stream, slot.ready)
             slot.readers.append(stream)
+        if self._streams.d2h in slot.readers:
+            # A write back still reads what a new forward may update.
+            self._transfer.await_on(stream, unit.written)
         self._streams.reads(stream, slot, f"use of {unit}")
         if self._in_step:
             self._fetch_ahead(self._prefetch)
@@ -114,15 +117,17 @@ class Onloader:
         self._fill(unit, slot)
         self.visit(unit)
 
-    def write_home(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
-        """Copies a tensor of `unit` that compute changed in its slot back to the host block."""
+    def write_home(self, unit: OffloadUnit, tensors: list[UnitTensor]) -> None:
+        """Copies tensors of `unit` that compute changed in its slot back to the host block."""
         streams, slot, made = self._streams, self._slot_of[unit], self._streams.event()
+        streams.writes(streams.compute, slot, f"update of {unit}")
         made.record(streams.compute)
         streams.d2h.wait_event(made)
-        streams.reads(streams.d2h, slot, f"write back of {tensor.name}")
-        streams.writes(streams.d2h, unit.weights, f"write back of {tensor.name}")
+        streams.reads(streams.d2h, slot, f"write back of {unit}")
+        streams.writes(streams.d2h, unit.weights, f"write back of {unit}")
         unit.written = streams.event()
-        self._transfer.copy_out(tensor.view_of(unit.weights.bytes), tensor.device, done=unit.written)
+        for tensor in tensors:
+            self._transfer.copy_out(tensor.view_of(unit.weights.bytes), tensor.device, done=unit.written)
         if streams.d2h not in slot.readers:
             slot.readers.append(streams.d2h)
 

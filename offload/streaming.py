@@ -175,6 +175,7 @@ class WeightStreaming:
         return tensor.device
 
     def _write_back(self, unit: OffloadUnit) -> None:
+        updated = []
         for tensor in unit.tensors:
             if not tensor.is_buffer:
                 continue
@@ -185,7 +186,9 @@ class WeightStreaming:
             # Running statistics are updated by kernels that do not declare it: no version counter tells.
             counts = isinstance(place.module, _NormBase) and place.module.training
             if replaced or counts or tensor.device._version:
-                self._onloader.write_home(unit, tensor)
+                updated.append(tensor)
+        if updated:
+            self._onloader.write_home(unit, updated)
 
     def _land(self, tensor: UnitTensor, leaf: nn.Parameter) -> None:
         self._gradients.land(tensor, leaf)

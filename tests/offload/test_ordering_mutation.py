@@ -71,7 +71,7 @@ def _scenario() -> None:
                 model.blocks[0](torch.ones(5, 16))
         with torch.no_grad():
             model(stack_inputs(0, 0))
-    for slots in (1, 2):
+    for slots in (1, 2, 3):
         model, mode = _statistics(), LayerStream(layers="layers", slots=slots)
         train(model, mode, stack_inputs, steps=2)
         with attached(mode, model), torch.no_grad():
