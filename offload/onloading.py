@@ -33,7 +33,6 @@ class Onloader:
         self._itinerary = Itinerary()
         self._slot_of: dict[OffloadUnit, DeviceSlot] = {}
         self._in_step = False
-        # An operation reads at most the units whose windows were open around it: so many recent visits keep theirs.
         self._recent: deque[OffloadUnit] = deque(maxlen=1)
         self._pinned: set[OffloadUnit] = set()
         for slot in slots:
@@ -71,15 +70,24 @@ class Onloader:
         if unit in self._recent:
             self._recent.remove(unit)
 
-    def visit(self, unit: OffloadUnit) -> DeviceSlot:
+    def visit(self, unit: OffloadUnit, in_window: bool = False) -> DeviceSlot:
         """The slot that holds `unit`, for the current compute stream to read from now on.
 
-        Raises RuntimeError when every slot is taken by a unit in use.
+        It keeps the slot while a window is open on it (`in_window` opens one, for the caller to close), otherwise
+        until as many other units have been visited as one operation may read. Raises RuntimeError when every slot is
+        taken by a unit in use.
         """
         if self._in_step:
             self._itinerary.visit(unit.index)
-        self._remember(unit)
-        slot = self._slot_of.get(unit) or self._fill(unit, self._make_room(unit))
+        if in_window:
+            # Operations of backward whose weights were unpacked before have been queued by now.
+            self._recent.clear()
+        else:
+            self._remember(unit)
+        slot = self._slot_of.get(unit) or self._fill(unit, self._make_room())
+        if in_window:
+            unit.open_windows += 1
+            self._allow_for_open_windows()
         stream = self._streams.compute
         if stream not in slot.readers:
             self._transfer.await_on(stream, slot.ready)
@@ -131,15 +139,16 @@ class Onloader:
         if streams.d2h not in slot.readers:
             slot.readers.append(streams.d2h)
 
-    def _remember(self, unit: OffloadUnit) -> None:
-        open_units = sum(1 for other in self._slot_of if other.open_windows and other is not unit) + 1
+    def _allow_for_open_windows(self) -> None:
+        """An operation reads at most the units whose windows were open around it: as many visits are remembered."""
+        open_units = sum(1 for unit in self._slot_of if unit.open_windows)
         if open_units > self._recent.maxlen:
             self._recent = deque(self._recent, maxlen=open_units)
-        if unit not in self._recent:
-            self._recent.append(unit)
-        elif self._recent[-1] is not unit:
+
+    def _remember(self, unit: OffloadUnit) -> None:
+        if unit in self._recent:
             self._recent.remove(unit)
-            self._recent.append(unit)
+        self._recent.append(unit)
 
     def _fetch_ahead(self, count: int) -> None:
         for index in self._itinerary.upcoming(count):
@@ -151,7 +160,7 @@ class Onloader:
                 return
             self._fill(unit, slot)
 
-    def _make_room(self, unit: OffloadUnit) -> DeviceSlot:
+    def _make_room(self) -> DeviceSlot:
         slot = self._spare()
         if slot is not None:
             return slot
@@ -160,7 +169,7 @@ class Onloader:
         if farthest is None:
             held = ", ".join(str(other) for other in self._slot_of)
             raise RuntimeError(
-                f"{unit} needs a device slot while all {len(self._slots.all)} are in use by {held}: raise offload.slots"
+                f"a device slot is needed while all {len(self._slots.all)} are in use by {held}: raise offload.slots"
             )
         return self._evict(self._units[farthest])
 

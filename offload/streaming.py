@@ -78,6 +78,8 @@ class WeightStreaming:
         """
         if self._in_step:
             raise RuntimeError("a step is open already: close it before the next")
+        for unit in self._cut.units:
+            unit.check_home()
         self._in_step = True
         for unit in self._cut.units:
             self._streams.writes(None, unit.weights, "the optimizer's update")
@@ -128,8 +130,7 @@ class WeightStreaming:
         opened = []
         try:
             for unit in window.units:
-                slot = self._onloader.visit(unit)
-                unit.open_windows += 1
+                slot = self._onloader.visit(unit, in_window=True)
                 opened.append(unit)
                 if unit.open_windows == 1:
                     for tensor in unit.tensors:

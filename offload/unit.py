@@ -110,6 +110,16 @@ class OffloadUnit:
         """Autograd's version counters of the parameters at home; an in-place change of one shows here."""
         return tuple(tensor.host._version for tensor in self.tensors if not tensor.is_buffer)
 
+    def check_home(self) -> None:
+        """Raises RuntimeError if a parameter no longer lives at home, as after `model.to(...)`."""
+        for tensor in self.tensors:
+            home = self.weights.bytes.data_ptr() + tensor.offset
+            if not tensor.is_buffer and tensor.nbytes and tensor.host.data_ptr() != home:
+                raise RuntimeError(
+                    f"{tensor.name} was moved or replaced while attached: detach the mode before model.to(), .cuda()"
+                    " or .half(), and attach it again"
+                )
+
     def drop_stand_ins(self) -> None:
         """Forgets the device stand-ins: the next window makes new ones."""
         for tensor in self.tensors:
@@ -175,13 +185,32 @@ class CutModel:
         return sum(unit.nbytes for unit in self.units)
 
 
-def cut(model: nn.Module, roots: Sequence[tuple[str, nn.Module]]) -> CutModel:
-    """Cuts `model` at the named root modules: one unit for the parameters and buffers in the subtree of each.
+@dataclass(frozen=True)
+class Root:
+    """A module at which a model is cut; roots of one name make one unit.
+
+    `deep`: with everything below it; else with the tensors that the module holds itself.
+    """
+
+    name: str
+    module: nn.Module
+    deep: bool = True
+
+    def modules(self) -> Iterable[nn.Module]:
+        return self.module.modules() if self.deep else (self.module,)
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        yield from self.module.parameters(recurse=self.deep)
+        yield from self.module.buffers(recurse=self.deep)
+
+
+def cut(model: nn.Module, roots: Sequence[Root]) -> CutModel:
+    """Cuts `model` at the root modules: one unit for the parameters and buffers of each name.
 
     Touches nothing, so it works on a model of the meta device. A root that owns nothing gives no unit, one that is
     named twice gives one, under its first name. Raises ValueError when one root lies inside another.
     """
-    roots = list({module: (name, module) for name, module in reversed(roots)}.values())[::-1]
+    roots = list({root.module: root for root in reversed(roots)}.values())[::-1]
     root_of = _roots_by_module(roots)
     places: dict[torch.Tensor, list[Place]] = {}
     names: dict[torch.Tensor, str] = {}
@@ -192,7 +221,7 @@ def cut(model: nn.Module, roots: Sequence[tuple[str, nn.Module]]) -> CutModel:
                     places.setdefault(tensor, []).append(Place(module, attribute, is_buffer))
                     names.setdefault(tensor, f"{prefix}.{attribute}".lstrip("."))
 
-    units: dict[int, OffloadUnit] = {}
+    units: dict[str, OffloadUnit] = {}
     unit_of: dict[torch.Tensor, OffloadUnit] = {}
     resident = []
     for tensor, where in places.items():
@@ -200,7 +229,8 @@ def cut(model: nn.Module, roots: Sequence[tuple[str, nn.Module]]) -> CutModel:
         if None in owners:
             resident.append((tensor, where))
             continue
-        unit = units.setdefault(owners[0], OffloadUnit(roots[owners[0]][0], len(units)))
+        name = owners[0].name
+        unit = units.setdefault(name, OffloadUnit(name, len(units)))
         unit.tensors.append(UnitTensor(names[tensor], tensor, where, unit.nbytes))
         unit_of[tensor] = unit
     return CutModel(list(units.values()), _windows(roots, unit_of), resident)
@@ -223,23 +253,22 @@ def keep_on_device(model: CutModel, amount: str | int) -> CutModel:
     return CutModel(streamed, windows, resident)
 
 
-def _roots_by_module(roots: Sequence[tuple[str, nn.Module]]) -> dict[nn.Module, int]:
-    root_of: dict[nn.Module, int] = {}
-    for index, (name, root) in enumerate(roots):
+def _roots_by_module(roots: Sequence[Root]) -> dict[nn.Module, Root]:
+    root_of: dict[nn.Module, Root] = {}
+    for root in roots:
         for module in root.modules():
-            if root_of.setdefault(module, index) != index:
-                raise ValueError(f"{name} lies inside {roots[root_of[module]][0]}: units must not overlap")
+            if root_of.setdefault(module, root) is not root:
+                raise ValueError(f"{root.name} lies inside {root_of[module].name}: units must not overlap")
     return root_of
 
 
-def _windows(roots: Sequence[tuple[str, nn.Module]], unit_of: dict[torch.Tensor, OffloadUnit]) -> list[Window]:
+def _windows(roots: Sequence[Root], unit_of: dict[torch.Tensor, OffloadUnit]) -> list[Window]:
     windows = []
-    for _, root in roots:
+    for root in roots:
         for module in root.modules():
             # A root's forward may read any tensor below it. Modules inside get windows of their own as well:
             # activation checkpointing that wraps a root's forward recomputes it without the root's hooks.
-            below = module is root
-            used = [*module.parameters(recurse=below), *module.buffers(recurse=below)]
+            used = root.tensors() if module is root.module else Root(root.name, module, deep=False).tensors()
             units = {unit_of[tensor]: None for tensor in used if tensor in unit_of}
             if units:
                 windows.append(Window(module, tuple(units)))

@@ -12,7 +12,7 @@ from torch import nn
 from offload.plan import Plan
 from offload.registry import Streams
 from offload.streaming import WeightStreaming
-from offload.unit import CutModel, cut, keep_on_device
+from offload.unit import CutModel, Root, cut, keep_on_device
 
 
 class WeightMode(ABC):
@@ -47,8 +47,8 @@ class WeightMode(ABC):
         self._streaming: WeightStreaming | None = None
 
     @abstractmethod
-    def roots(self, model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-        """The named modules at which the mode cuts `model`, none inside another."""
+    def roots(self, model: nn.Module) -> Iterable[Root]:
+        """The modules at which the mode cuts `model`, none inside another."""
 
     def plan(self, model: nn.Module, recompute: bool = False) -> Plan:
         """What `attach` will hold and a step will move, in bytes; touches nothing."""
@@ -80,7 +80,7 @@ class WeightMode(ABC):
         return self._streaming.counters()
 
     def _cut(self, model: nn.Module) -> CutModel:
-        chosen = [(name, module) for name, module in self.roots(model) if self._selects(name)]
+        chosen = [root for root in self.roots(model) if self._selects(root.name)]
         return keep_on_device(cut(model, chosen), self._resident)
 
     def _selects(self, name: str) -> bool:

@@ -61,8 +61,8 @@ class Resident(Built):
     _target_: str = "offload.modes.none.Resident"
 
 
-class Embedding(StrEnum):
-    """What the modules outside the blocks do: resident on the device, or stream, each as a unit of its own."""
+class Elsewhere(StrEnum):
+    """What a mode's cuts leave out does: resident on the device, or stream as well."""
 
     resident = "resident"
     stream = "stream"
@@ -83,13 +83,14 @@ class WeightMode(Built):
 @dataclass
 class BounceLinear(WeightMode):
     _target_: str = "offload.modes.bounce_linear.BounceLinear"
+    others: Elsewhere = MISSING
 
 
 @dataclass
 class LayerStream(WeightMode):
     _target_: str = "offload.modes.layer_stream.LayerStream"
     layers: str | None = MISSING
-    embedding: Embedding = MISSING
+    embedding: Elsewhere = MISSING
 
 
 @dataclass

@@ -1,15 +1,16 @@
 """bounce_linear: every linear and convolution layer visits the device by itself.
 
 The weights of a layer come in for its forward, again for its backward, and leave at once, the idea of RamTorch and
-of ai-toolkit's memory manager. Embeddings, norms and bare parameters stay on the device.
+of ai-toolkit's memory manager. Embeddings, norms and bare parameters stay on the device, or travel with the next layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from offload.unit import Root
 from offload.weight_mode import WeightMode
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -18,15 +19,45 @@ ATOMIC = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 class BounceLinear(WeightMode):
-    """Streams Linear and Conv layers one by one, subclasses too. The knobs are those of `WeightMode`."""
+    """Streams Linear and Conv layers one by one, subclasses too; the other knobs are those of `WeightMode`.
 
-    def roots(self, model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-        return _layers(model, "")
+    `others` says what every other parameter does: "resident", or "stream", in the unit of the layer that follows it
+    in the order of the model (of the last layer, if none follows).
+    """
+
+    def __init__(
+        self,
+        others: str = "resident",
+        slots: int = 4,
+        prefetch: int | None = None,
+        resident: str | int = 0,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        pin: str = "auto",
+    ):
+        super().__init__(slots, prefetch, resident, include, exclude, pin)
+        if others not in ("resident", "stream"):
+            raise ValueError(f"offload.others={others}: must be resident or stream")
+        self._others_stream = others == "stream"
+
+    def roots(self, model: nn.Module) -> Iterable[Root]:
+        roots = list(_parts(model, ""))
+        names = [root.name for root in roots if root.deep]
+        for root in roots:
+            if root.deep:
+                names = names[1:] or [root.name]
+                yield root
+            elif self._others_stream and names:
+                yield Root(names[0], root.module, deep=False)
 
 
-def _layers(module: nn.Module, name: str) -> Iterable[tuple[str, nn.Module]]:
+def _parts(module: nn.Module, path: str) -> Iterable[Root]:
+    """The layers, deep, and every other module that owns tensors, not deep, in the order of the model."""
+    name = path or type(module).__name__
     if isinstance(module, LAYERS + ATOMIC):
-        yield name or type(module).__name__, module
+        yield Root(name, module)
         return
+    if any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values())):
+        yield Root(name, module, deep=False)
     for child_name, child in module.named_children():
-        yield from _layers(child, f"{name}.{child_name}" if name else child_name)
+        yield from _parts(child, f"{path}.{child_name}" if path else child_name)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from offload.blocks import find_blocks
+from offload.unit import Root
 from offload.weight_mode import WeightMode
 
 
@@ -38,17 +39,16 @@ class LayerStream(WeightMode):
         self._layers = layers
         self._embedding_streams = embedding == "stream"
 
-    def roots(self, model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    def roots(self, model: nn.Module) -> Iterable[Root]:
         blocks = find_blocks(model, self._layers, key="offload.layers")
-        yield from blocks
+        yield from (Root(name, block) for name, block in blocks)
         if self._embedding_streams:
             yield from _outside(model, {block for _, block in blocks})
 
 
-def _outside(model: nn.Module, blocks: set[nn.Module]) -> Iterable[tuple[str, nn.Module]]:
-    """The modules without children that own parameters and are in no block."""
+def _outside(model: nn.Module, blocks: set[nn.Module]) -> Iterable[Root]:
+    """The modules that own parameters and are in no block."""
     inside = {module for block in blocks for module in block.modules()}
     for name, module in model.named_modules():
-        childless = next(module.children(), None) is None
-        if module not in inside and childless and next(module.parameters(), None) is not None:
-            yield name, module
+        if module not in inside and next(module.parameters(recurse=False), None) is not None:
+            yield Root(name or type(module).__name__, module, deep=False)

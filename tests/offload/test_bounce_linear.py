@@ -89,6 +89,79 @@ def test_frozen_layers_get_no_gradient_and_are_not_fetched_for_backward():
         assert mode.counters()["h2d_bytes"] <= plan.h2d_bytes - frozen_bytes
 
 
+@pytest.mark.parametrize("recompute", [None, "non-reentrant"])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_others_stream_with_the_layer_that_follows(slots: int, recompute: str | None):
+    model, mode = Stack(recompute=recompute), BounceLinear(others="stream", slots=slots)
+    plan = mode.plan(model)
+    assert plan.resident_bytes == 0
+    assert plan.units == BounceLinear().plan(model).units
+    same_as_resident(model, mode=mode)
+
+
+def test_others_stream_in_odd_models():
+    def inputs(step, microbatch):
+        return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(10 * step + microbatch))
+
+    same_as_resident(Attending(), inputs, BounceLinear(others="stream", slots=2))
+    same_as_resident(Shared(), tokens, BounceLinear(others="stream", slots=2))
+
+
+class Quantised(nn.Linear):
+    """A frozen layer that keeps its weight in int8 with a scale per row, as buffers."""
+
+    def __init__(self, width: int):
+        super().__init__(width, width)
+        scale = self.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("scale", scale)
+        self.register_buffer("quantised", (self.weight.detach() / scale).round().to(torch.int8))
+        del self.weight
+        self.bias.requires_grad = False
+
+    def forward(self, hidden):
+        assert self.quantised.dtype == torch.int8
+        return F.linear(hidden, self.quantised.to(hidden.dtype) * self.scale, self.bias)
+
+
+class Adapted(nn.Module):
+    """A low-rank adapter (Hu et al. 2021) around a layer."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2):
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, hidden):
+        return self.base(hidden) + self.up(self.down(hidden))
+
+
+def test_adapters_on_quantised_layers():
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Adapted(Quantised(8)) for _ in range(3)))
+
+    assert_same(train(model(), BounceLinear(slots=2), stack_inputs), train(model(), Resident(), stack_inputs))
+    mode, adapted = BounceLinear(slots=2), model()
+    with attached(mode, adapted):
+        with mode.step():
+            adapted(stack_inputs(0, 0)).sum().backward()
+        # Quantised weights come in as int8; only the adapters' gradients go out.
+        adapters = sum(p.nbytes for p in adapted.parameters() if p.requires_grad)
+        assert mode.counters()["d2h_bytes"] == adapters
+
+
+def test_moving_an_attached_model_is_refused():
+    model, mode = Stack(), BounceLinear()
+    with attached(mode, model):
+        moved = [p.data for p in model.parameters()]
+        model.stem.to(torch.float64)
+        with pytest.raises(RuntimeError, match=r"stem\.weight was moved or replaced while attached"), mode.step():
+            pass
+        for parameter, data in zip(model.parameters(), moved, strict=True):
+            parameter.data = data
+
+
 class Shared(nn.Module):
     """One layer used three times, and a head tied to the embedding."""
 
@@ -223,7 +296,7 @@ def test_too_few_slots_for_nested_windows_are_refused():
         attached(BounceLinear(slots=1), model),
         torch.no_grad(),
         pytest.raises(
-            RuntimeError, match=r"other needs a device slot while all 1 are in use by outer: raise offload.slots"
+            RuntimeError, match=r"a device slot is needed while all 1 are in use by outer: raise offload.slots"
         ),
     ):
         model["outer"](torch.ones(8))

@@ -8,12 +8,12 @@ from support import Stack
 from torch import nn
 
 from offload.memory import HostArena
-from offload.unit import cut
+from offload.unit import Root, cut
 
 
 def test_a_unit_holds_the_parameters_below_its_root():
     model = Stack()
-    parts = cut(model, [("blocks.0", model.blocks[0]), ("head", model.head)])
+    parts = cut(model, [Root("blocks.0", model.blocks[0]), Root("head", model.head)])
     assert [unit.name for unit in parts.units] == ["blocks.0", "head"]
     assert [tensor.name for tensor in parts.units[0].tensors][:2] == [
         "blocks.0.norm.weight",
@@ -29,7 +29,7 @@ def test_weights_shared_between_roots_have_one_home_and_two_windows():
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = first.weight
     model = nn.Sequential(first, second)
-    parts = cut(model, [("0", first), ("1", second)])
+    parts = cut(model, [Root("0", first), Root("1", second)])
     assert [[tensor.name for tensor in unit.tensors] for unit in parts.units] == [
         ["0.weight", "0.bias"],
         ["1.bias"],
@@ -40,7 +40,7 @@ def test_weights_shared_between_roots_have_one_home_and_two_windows():
 def test_weights_shared_with_the_rest_of_the_model_stay_resident():
     model = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
     model["head"].weight = model["embed"].weight
-    parts = cut(model, [("head", model["head"])])
+    parts = cut(model, [Root("head", model["head"])])
     assert not parts.units
     assert len(parts.resident) == 1
 
@@ -48,14 +48,14 @@ def test_weights_shared_with_the_rest_of_the_model_stay_resident():
 def test_overlapping_roots_are_refused():
     model = Stack()
     with pytest.raises(ValueError, match=r"blocks\.0\.up lies inside blocks\.0"):
-        cut(model, [("blocks.0", model.blocks[0]), ("blocks.0.up", model.blocks[0].up)])
+        cut(model, [Root("blocks.0", model.blocks[0]), Root("blocks.0.up", model.blocks[0].up)])
 
 
 def test_home_keeps_values_dtypes_and_identity():
     model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5).bfloat16())
     values = [p.detach().clone() for p in model.parameters()]
     parameters = list(model.parameters())
-    unit = cut(model, [("all", model)]).units[0]
+    unit = cut(model, [Root("all", model)]).units[0]
     unit.bring_home(HostArena(torch.device("cpu")))
     for parameter, value in zip(model.parameters(), values, strict=True):
         assert torch.equal(parameter, value)
