@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offload.bandwidth import Bandwidth
 from offload.unit import CutModel
 
 
@@ -41,14 +42,27 @@ class Plan:
             d2h_bytes=gradients,
         )
 
+    def floor_ms(self, bandwidth: Bandwidth, compute_ms: float = 0.0) -> tuple[float, str]:
+        """No step is faster: the largest of its bytes in and out over the bandwidths, and of `compute_ms`.
+
+        Returns the time in ms and what it is bound by: "copies in", "copies out" or "compute".
+        """
+        parts = {
+            "compute": compute_ms,
+            "copies in": self.h2d_bytes / bandwidth.h2d / 1e6,
+            "copies out": self.d2h_bytes / bandwidth.d2h / 1e6,
+        }
+        bound = max(parts, key=parts.get)
+        return parts[bound], bound
+
     def rows(self) -> list[tuple[str, str]]:
         """Label and value pairs for people."""
         return [
             ("units", f"{self.units} (largest {_size(self.largest_unit_bytes)})"),
             ("resident weights on the device", _size(self.resident_bytes)),
             ("device slots", _size(self.slot_bytes)),
-            ("weights on the host", _size(self.host_weight_bytes)),
-            ("gradients on the host", _size(self.host_gradient_bytes)),
+            ("weights on the host (page-locked for a GPU)", _size(self.host_weight_bytes)),
+            ("gradients on the host (likewise)", _size(self.host_gradient_bytes)),
             ("copied in a step, at most", _size(self.h2d_bytes)),
             ("copied out a step", _size(self.d2h_bytes)),
         ]

@@ -16,6 +16,7 @@ long as both last and at the one-way bandwidth for the rest.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import multiprocessing
 import statistics
@@ -32,13 +33,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from models.initialise import initialise
 from models.llama import Llama, rotary_tables
 from offload import registry
+from offload.bandwidth import measure_bandwidth
 from offload.blocks import find_blocks
-from offload.memory import HostArena
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
-from offload.telemetry import Telemetry
-from offload.transfer import Transfer, upload
+from offload.transfer import upload
 from training.clock import StepClock
 from training.hardware import reset_peaks, vram_peak_gib, vram_reserved_gib
 from training.recompute import recompute
@@ -147,37 +147,12 @@ class Workload:
         return loss
 
 
-def bandwidths(device: torch.device, nbytes: int = 256 * 2**20) -> dict[str, float]:
-    """Page-locked copies in GB/s: each way alone, and each of two at once, one either way."""
+def bandwidths(device: torch.device) -> dict[str, float]:
+    """The bus of `device` in GB/s, measured in a process of its own."""
     streams = registry.acquire(device)
-    arena = HostArena(device)
-    host = [arena.allocate(nbytes, "bandwidth").bytes for _ in range(2)]
-    there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    transfer = Transfer(streams, Telemetry(streams))
-
-    def copies(copied_in: bool, copied_out: bool) -> float:
-        clock = StepClock(streams)
-        for _ in range(6):
-            arrived, left = streams.event(), streams.event()
-            streams.synchronize()
-            clock.start()
-            for stream in (streams.h2d, streams.d2h):
-                begun = streams.event()
-                begun.record(streams.compute)
-                stream.wait_event(begun)
-            if copied_in:
-                transfer.copy_in(there[0], host[0], done=arrived)
-                streams.compute.wait_event(arrived)
-            if copied_out:
-                transfer.copy_out(host[1], there[1], done=left)
-                streams.compute.wait_event(left)
-            clock.stop()
-        return nbytes / statistics.median(clock.collect()) / 1e6
-
-    found = {"h2d": copies(True, False), "d2h": copies(False, True), "both": copies(True, True)}
-    arena.close()
+    speed = measure_bandwidth(streams)
     registry.release(streams)
-    return found
+    return dataclasses.asdict(speed)
 
 
 def measure(spec: str, options: argparse.Namespace) -> dict:

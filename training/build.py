@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from torch import nn
 from models.initialise import initialise
 from models.weights import load_weights
 from offload import registry
+from offload.bandwidth import measure_bandwidth
 from offload.blocks import find_blocks
 from offload.plan import Plan
 from offload.registry import Streams
 from training.errors import UserError
-from training.hardware import describe, resolve_device
+from training.hardware import describe, peak_flops, resolve_device
 from training.progress import print_plan
 from training.recompute import recompute
 from training.schema import Precision
@@ -75,9 +77,9 @@ def build(config: DictConfig, run_dir: Path) -> Job:
     recomputes = choices["recompute"] != "none"
     mode, plan = build_mode(config, model, recomputes)
     blocks = recomputed_blocks(config, model) if recomputes else []
-    print_plan(dict(plan.rows()), title=f"Plan: offload={choices['offload']} model={choices['model']} on {device}")
-
     streams = registry.acquire(device)
+    rows = dict(plan.rows()) | {"predicted floor of a step": predicted_floor(config, plan, model, streams, dtype)}
+    print_plan(rows, title=f"Plan: offload={choices['offload']} model={choices['model']} on {device}")
     try:
         mode.attach(model, streams)
     except MemoryError as error:
@@ -111,6 +113,23 @@ def build_mode(config: DictConfig, model: nn.Module, recomputes: bool) -> tuple[
         return mode, mode.plan(model, recompute=recomputes)
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def predicted_floor(config: DictConfig, plan: Plan, model: nn.Module, streams: Streams, dtype: torch.dtype) -> str:
+    """The time of a step that neither the bus nor the device's peak arithmetic allows to beat, for people.
+
+    Weights come in for each microbatch; gradients go out for each, and but for the first come back to be added to.
+    """
+    again = config.microbatches - 1
+    traffic = dataclasses.replace(
+        plan,
+        h2d_bytes=plan.h2d_bytes * config.microbatches + plan.d2h_bytes * again,
+        d2h_bytes=plan.d2h_bytes * config.microbatches,
+    )
+    flops = model.flops_per_token(config.seq_len) * config.seq_len * config.batch_size
+    compute_ms = flops / peak_flops(streams.device, dtype) * 1e3
+    floor_ms, bound = traffic.floor_ms(measure_bandwidth(streams, nbytes=64 * 2**20, repeats=3), compute_ms)
+    return f"{floor_ms:.1f} ms, bound by {bound}"
 
 
 def recomputed_blocks(config: DictConfig, model: nn.Module) -> list[nn.Module]:

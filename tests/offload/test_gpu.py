@@ -226,6 +226,8 @@ def test_a_forward_on_a_side_stream_is_ordered():
 
     def run(mode, model: nn.Module) -> list[torch.Tensor]:
         with attached(mode, model, "cuda"):
+            # What is resident was placed on the current stream.
+            side.wait_stream(torch.cuda.current_stream())
             with mode.step(), torch.cuda.stream(side):
                 torch.cuda._sleep(DELAY_CYCLES)
                 model(inputs(0, 0)).square().mean().backward()
@@ -233,6 +235,18 @@ def test_a_forward_on_a_side_stream_is_ordered():
             return [p.grad.cpu() for p in model.parameters()]
 
     assert_same(run(BounceLinear(slots=1), streamed), run(Resident(), resident))
+
+
+def test_a_step_allocates_nothing_on_the_device_after_the_first():
+    model, mode = Stack(width=256, recompute="non-reentrant"), LayerStream(slots=2)
+    with attached(mode, model, "cuda"):
+        allocations = []
+        for step in range(6):
+            with mode.step():
+                model(inputs(step, 0)).square().mean().backward()
+            model.zero_grad()
+            allocations.append(torch.cuda.memory_stats()["num_device_alloc"])
+    assert allocations[1:] == allocations[1:2] * 5
 
 
 def test_no_device_memory_is_left_behind():
