@@ -73,8 +73,8 @@ def delayed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
                 torch.cuda._sleep(DELAY_CYCLES)
         return copy(self, destination, source, stream)
 
-    def late_visit(self, unit):
-        slot = visit(self, unit)
+    def late_visit(self, unit, **options):
+        slot = visit(self, unit, **options)
         if late == "compute":
             torch.cuda._sleep(DELAY_CYCLES)
         return slot
@@ -157,8 +157,8 @@ def test_the_delays_would_show_a_missing_wait(broken: str, monkeypatch: pytest.M
                 torch.cuda._sleep(DELAY_CYCLES)
         return copy(self, destination, source, stream)
 
-    def late_visit(self, unit):
-        slot = visit(self, unit)
+    def late_visit(self, unit, **options):
+        slot = visit(self, unit, **options)
         if broken == "free":
             torch.cuda._sleep(DELAY_CYCLES)
         return slot
