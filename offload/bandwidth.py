@@ -40,9 +40,9 @@ def measure_bandwidth(streams: Streams, nbytes: int = 256 * 2**20, repeats: int 
             streams.synchronize()
             start = perf_counter()
             if copied_in:
-                transfer.copy_in(there[0], host[0], done=streams.event())
+                transfer.copy_in(there[0], host[0], done=streams.event(), what="bandwidth")
             if copied_out:
-                transfer.copy_out(host[1], there[1], done=streams.event())
+                transfer.copy_out(host[1], there[1], done=streams.event(), what="bandwidth")
             streams.synchronize()
             seconds.append(perf_counter() - start)
         return nbytes / statistics.median(seconds) / 1e9

@@ -55,7 +55,7 @@ class GradientOffloader:
             self._fetch_and_add(earlier, leaving, tensor)
         streams.reads(streams.d2h, leaving, "copy out")
         streams.writes(streams.d2h, tensor, "copy out")
-        self._transfer.copy_out(tensor.gradient, gradient, done=leaving.done)
+        self._transfer.copy_out(tensor.gradient, gradient, done=leaving.done, what=f"gradient of {tensor.name}")
         tensor.landed = leaving.done
         tensor.host.grad = tensor.gradient
         self._departing.append(leaving)
@@ -79,7 +79,7 @@ class GradientOffloader:
         streams.reads(h2d, tensor, "accumulation")
         streams.writes(h2d, fetched, "copy in")
         arrived = streams.event()
-        self._transfer.copy_in(fetched.tensor, earlier, done=arrived)
+        self._transfer.copy_in(fetched.tensor, earlier, done=arrived, what=name)
         d2h.wait_event(arrived)
         streams.reads(d2h, fetched, "accumulation")
         streams.writes(d2h, leaving, "accumulation")

@@ -135,7 +135,8 @@ class Onloader:
         streams.writes(streams.d2h, unit.weights, f"write back of {unit}")
         unit.written = streams.event()
         for tensor in tensors:
-            self._transfer.copy_out(tensor.view_of(unit.weights.bytes), tensor.device, done=unit.written)
+            home = tensor.view_of(unit.weights.bytes)
+            self._transfer.copy_out(home, tensor.device, done=unit.written, what=tensor.name)
         if streams.d2h not in slot.readers:
             slot.readers.append(streams.d2h)
 
@@ -209,7 +210,7 @@ class Onloader:
         # A write back of this unit is over by now as h2d sees it: its slot was released behind it.
         self._streams.reads(self._streams.h2d, unit.weights, f"onload of {unit}")
         self._streams.writes(self._streams.h2d, slot, f"onload of {unit}")
-        self._transfer.copy_in(slot.bytes[: unit.nbytes], unit.weights.bytes, done=slot.ready)
+        self._transfer.copy_in(slot.bytes[: unit.nbytes], unit.weights.bytes, done=slot.ready, what=unit.name)
         slot.content = unit
         self._slot_of[unit] = slot
         return slot

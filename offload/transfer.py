@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 
 import torch
@@ -20,14 +21,22 @@ class Transfer:
         self.streams = streams
         self.telemetry = telemetry
 
-    def copy_in(self, device_tensor: torch.Tensor, host_tensor: torch.Tensor, done: Event) -> None:
-        """Copies host to device on the h2d stream and records `done` behind it. Shapes and dtypes are equal."""
-        self.telemetry.h2d_bytes += self._copy(device_tensor, host_tensor, self.streams.h2d)
+    def copy_in(self, device_tensor: torch.Tensor, host_tensor: torch.Tensor, done: Event, what: str) -> None:
+        """Copies host to device on the h2d stream and records `done` behind it. Shapes and dtypes are equal.
+
+        `what` names the copy in a profiler's trace.
+        """
+        with _range(f"copy in {what}"):
+            self.telemetry.h2d_bytes += self._copy(device_tensor, host_tensor, self.streams.h2d)
         done.record(self.streams.h2d)
 
-    def copy_out(self, host_tensor: torch.Tensor, device_tensor: torch.Tensor, done: Event) -> None:
-        """Copies device to host on the d2h stream and records `done` behind it. Shapes and dtypes are equal."""
-        self.telemetry.d2h_bytes += self._copy(host_tensor, device_tensor, self.streams.d2h)
+    def copy_out(self, host_tensor: torch.Tensor, device_tensor: torch.Tensor, done: Event, what: str) -> None:
+        """Copies device to host on the d2h stream and records `done` behind it. Shapes and dtypes are equal.
+
+        `what` names the copy in a profiler's trace.
+        """
+        with _range(f"copy out {what}"):
+            self.telemetry.d2h_bytes += self._copy(host_tensor, device_tensor, self.streams.d2h)
         done.record(self.streams.d2h)
 
     def await_on(self, stream: Stream, event: Event) -> None:
@@ -43,6 +52,11 @@ class Transfer:
             # The twin copies where it stands: all of the copy's time is time that compute waits.
             self.telemetry.stall_ms += (perf_counter() - start) * 1e3
         return source.nbytes
+
+
+def _range(name: str) -> AbstractContextManager:
+    # Opening a range costs microseconds, also when nobody records it.
+    return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

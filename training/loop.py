@@ -29,20 +29,23 @@ def train(job: Job) -> dict:
     config = job.config
     recorder = Recorder(job)
     job.model.train()
-    for step in range(1, config.steps + 1):
-        batch = job.dataset.batch(step - 1)
-        recorder.clock.start()
-        # Before the step: inside, it would queue behind the first weights on the bus.
-        batch = upload(batch, job.device)
-        with job.mode.step():
-            loss = forward_backward(job.model, batch, config.microbatches)
-        logged = step % config.log_every == 0 or step == config.steps
-        norm = gradient_norm(job.model, config.clip_norm, wanted=logged)
-        job.optimizer.step()
-        job.optimizer.zero_grad()
-        recorder.clock.stop()
-        if logged:
-            recorder.record(step, loss, norm)
+    try:
+        for step in range(1, config.steps + 1):
+            batch = job.dataset.batch(step - 1)
+            recorder.clock.start()
+            # Before the step: inside, it would queue behind the first weights on the bus.
+            batch = upload(batch, job.device)
+            with job.mode.step():
+                loss = forward_backward(job.model, batch, config.microbatches)
+            logged = step % config.log_every == 0 or step == config.steps
+            norm = gradient_norm(job.model, config.clip_norm, wanted=logged)
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            recorder.clock.stop()
+            if logged:
+                recorder.record(step, loss, norm)
+    finally:
+        recorder.close()
     return recorder.finish()
 
 
@@ -91,9 +94,12 @@ class Recorder:
         self._job.tracker.log(record, step)
         self._progress.update(step, record)
 
-    def finish(self) -> dict:
-        """Closes the books: the summary of the run, written last."""
+    def close(self) -> None:
+        """Leaves the terminal as it should be, however the run ended."""
         self._progress.close()
+
+    def finish(self) -> dict:
+        """The summary of a run that reached its end, written last."""
         config = self._job.config
         summary = summarise(self._records, warmup_steps=config.warmup_steps, total_steps=config.steps)
         summary = {"status": "ok", "reason": None, **summary}

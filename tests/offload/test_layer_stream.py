@@ -269,6 +269,17 @@ def test_forward_moves_each_block_once_and_the_turn_saves_the_last():
             model.zero_grad()
 
 
+def test_copies_are_named_in_a_profile():
+    model, mode = Stack(), LayerStream(slots=2)
+    with attached(mode, model):
+        for _ in range(2):
+            with torch.profiler.profile() as profile, mode.step():
+                model(stack_inputs(0, 0)).sum().backward()
+    names = {event.name for event in profile.events()}
+    assert {"copy in blocks.0", "copy out gradient of blocks.3.up.weight"} <= names
+    assert "copy in earlier gradient of blocks.3.up.weight" in names
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
