@@ -35,8 +35,8 @@ GRADIENT_SLOTS = 2
 class WeightStreaming:
     """A model whose units stream between the host and one device.
 
-    Takes the model over on construction and gives it back with `detach`. Raises MemoryError, before
-    anything is allocated, where the host has no room for the units, ValueError for fewer than one slot.
+    Takes the model over on construction and gives it back with `detach`. Raises MemoryError, before anything is
+    allocated, where the host has no room for the units, and ValueError for fewer than one slot.
     """
 
     def __init__(
@@ -55,12 +55,13 @@ class WeightStreaming:
         self._streams = streams
         self._cut = cut
         self.arena = HostArena(streams.device, pin)
+        # What may fail for lack of memory comes before the model is touched.
         self.arena.require(sum(unit.nbytes + unit.gradient_bytes for unit in cut.units))
+        largest = max((unit.nbytes for unit in cut.units), default=0)
+        self._slots = DeviceSlots(slots, largest, streams)
         for unit in cut.units:
             unit.bring_home(self.arena)
         self._residency = Residency(cut.resident, streams.device)
-        largest = max((unit.nbytes for unit in cut.units), default=0)
-        self._slots = DeviceSlots(slots, largest, streams)
         transfer = Transfer(streams, self.telemetry)
         poison = not streams.asynchronous if poison is None else poison
         self._onloader = Onloader(cut.units, self._slots, transfer, prefetch, poison)

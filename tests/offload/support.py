@@ -46,6 +46,29 @@ class Stack(nn.Module):
         return self.head(hidden)
 
 
+class Shared(nn.Module):
+    """One layer used three times, and a head tied to the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layer = nn.Linear(8, 8)
+        self.again = nn.Linear(8, 8)
+        self.again.weight = self.layer.weight
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        for layer in (self.layer, self.again, self.layer):
+            hidden = torch.tanh(layer(hidden))
+        return self.head(hidden)
+
+
+def tokens(step: int, microbatch: int) -> torch.Tensor:
+    return torch.randint(11, (3, 5), generator=torch.Generator().manual_seed(10 * step + microbatch))
+
+
 @contextmanager
 def attached(mode, model: nn.Module, device: str = "cpu") -> Iterator[None]:
     """`model` under `mode` for the length of the block."""
