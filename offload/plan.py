@@ -29,17 +29,15 @@ class Plan:
         when forward turns to backward is not copied again; how much that is depends on the order of use, so the
         traffic in is an upper bound.
         """
-        gradients = sum(unit.gradient_bytes for unit in model.units)
-        largest = max((unit.nbytes for unit in model.units), default=0)
         return cls(
             units=len(model.units),
-            largest_unit_bytes=largest,
+            largest_unit_bytes=model.largest_unit_bytes,
             resident_bytes=model.resident_bytes,
-            slot_bytes=slots * largest,
+            slot_bytes=slots * model.largest_unit_bytes,
             host_weight_bytes=model.unit_bytes,
-            host_gradient_bytes=gradients,
+            host_gradient_bytes=model.gradient_bytes,
             h2d_bytes=model.unit_bytes * (3 if recompute else 2),
-            d2h_bytes=gradients,
+            d2h_bytes=model.gradient_bytes,
         )
 
     def floor_ms(self, bandwidth: Bandwidth, compute_ms: float = 0.0) -> tuple[float, str]:

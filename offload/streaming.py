@@ -36,7 +36,7 @@ class WeightStreaming:
     """A model whose units stream between the host and one device.
 
     Takes the model over on construction and gives it back with `detach`. Raises MemoryError, before anything is
-    allocated, where the host has no room for the units, and ValueError for fewer than one slot.
+    allocated, where the host has no room for the units.
     """
 
     def __init__(
@@ -47,25 +47,20 @@ class WeightStreaming:
         slots: int,
         prefetch: int,
         pin: bool = True,
-        poison: bool | None = None,
     ):
-        if slots < 1:
-            raise ValueError(f"slots={slots}: at least one device slot is needed")
         self.telemetry = Telemetry(streams)
         self._streams = streams
         self._cut = cut
         self.arena = HostArena(streams.device, pin)
         # What may fail for lack of memory comes before the model is touched.
-        self.arena.require(sum(unit.nbytes + unit.gradient_bytes for unit in cut.units))
-        largest = max((unit.nbytes for unit in cut.units), default=0)
-        self._slots = DeviceSlots(slots, largest, streams)
+        self.arena.require(cut.unit_bytes + cut.gradient_bytes)
+        self._slots = DeviceSlots(slots, cut.largest_unit_bytes, streams)
         for unit in cut.units:
             unit.bring_home(self.arena)
         self._residency = Residency(cut.resident, streams.device)
         transfer = Transfer(streams, self.telemetry)
-        poison = not streams.asynchronous if poison is None else poison
-        self._onloader = Onloader(cut.units, self._slots, transfer, prefetch, poison)
-        self._gradients = GradientOffloader(transfer, GRADIENT_SLOTS * largest)
+        self._onloader = Onloader(cut.units, self._slots, transfer, prefetch, poison=not streams.asynchronous)
+        self._gradients = GradientOffloader(transfer, GRADIENT_SLOTS * cut.largest_unit_bytes)
         self._saved = SavedWeights(self._slots, self._onloader)
         self._in_step = False
         self._windowed = [_Windowed(self, window) for window in cut.windows]

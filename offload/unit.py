@@ -28,11 +28,15 @@ class Place:
     is_buffer: bool
 
     @property
+    def _shelf(self) -> dict[str, torch.Tensor]:
+        return self.module._buffers if self.is_buffer else self.module._parameters
+
+    @property
     def held(self) -> torch.Tensor:
-        return (self.module._buffers if self.is_buffer else self.module._parameters)[self.name]
+        return self._shelf[self.name]
 
     def put(self, tensor: torch.Tensor) -> None:
-        (self.module._buffers if self.is_buffer else self.module._parameters)[self.name] = tensor
+        self._shelf[self.name] = tensor
         if isinstance(self.module, nn.RNNBase):
             # Recurrent layers compute with a list of their own, and on finding it outdated they would move the
             # weights, out of the slot, into one contiguous piece.
@@ -68,7 +72,7 @@ class UnitTensor:
 
     @property
     def nbytes(self) -> int:
-        return self.host.numel() * self.host.element_size()
+        return self.host.nbytes
 
     def view_of(self, flat: torch.Tensor) -> torch.Tensor:
         """This tensor's shape and dtype over its bytes in `flat` (uint8, laid out as the unit)."""
@@ -178,11 +182,19 @@ class CutModel:
 
     @property
     def resident_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor, _ in self.resident)
+        return sum(tensor.nbytes for tensor, _ in self.resident)
 
     @property
     def unit_bytes(self) -> int:
         return sum(unit.nbytes for unit in self.units)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(unit.gradient_bytes for unit in self.units)
+
+    @property
+    def largest_unit_bytes(self) -> int:
+        return max((unit.nbytes for unit in self.units), default=0)
 
 
 @dataclass(frozen=True)
@@ -267,7 +279,7 @@ def _windows(roots: Sequence[Root], unit_of: dict[torch.Tensor, OffloadUnit]) ->
     for root in roots:
         for module in root.modules():
             # A root's forward may read any tensor below it. Modules inside get windows of their own as well:
-            # activation checkpointing that wraps a root's forward recomputes it without the root's hooks.
+            # activation checkpointing applied before attaching recomputes a root's forward without its window.
             used = root.tensors() if module is root.module else Root(root.name, module, deep=False).tensors()
             units = {unit_of[tensor]: None for tensor in used if tensor in unit_of}
             if units:

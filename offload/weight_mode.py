@@ -15,6 +15,13 @@ from offload.streaming import WeightStreaming
 from offload.unit import CutModel, Root, cut, keep_on_device
 
 
+def one_of(key: str, value: str, *choices: str) -> str:
+    """The value of the knob `key`. Raises ValueError naming the choices if it is none of them."""
+    if value not in choices:
+        raise ValueError(f"offload.{key}={value}: must be {' or '.join(choices)}")
+    return value
+
+
 class WeightMode(ABC):
     """Streams the units at the root modules that `roots` names.
 
@@ -40,9 +47,8 @@ class WeightMode(ABC):
         prefetch = slots - 1 if prefetch is None else prefetch
         if not 0 <= prefetch < slots:
             raise ValueError(f"offload.prefetch={prefetch}: must be between 0 and slots - 1 = {slots - 1}")
-        if pin not in ("auto", "off"):
-            raise ValueError(f"offload.pin={pin}: must be auto or off")
-        self._slots, self._prefetch, self._resident, self._pin = slots, prefetch, resident, pin == "auto"
+        self._slots, self._prefetch, self._resident = slots, prefetch, resident
+        self._pin = one_of("pin", pin, "auto", "off") == "auto"
         self._include, self._exclude = tuple(include), tuple(exclude)
         self._streaming: WeightStreaming | None = None
 

@@ -128,7 +128,9 @@ def predicted_floor(config: DictConfig, plan: Plan, model: nn.Module, streams: S
     )
     flops = model.flops_per_token(config.seq_len) * config.seq_len * config.batch_size
     compute_ms = flops / peak_flops(streams.device, dtype) * 1e3
-    floor_ms, bound = traffic.floor_ms(measure_bandwidth(streams, nbytes=64 * 2**20, repeats=3), compute_ms)
+    floor_ms, bound = compute_ms, "compute"
+    if plan.units:
+        floor_ms, bound = traffic.floor_ms(measure_bandwidth(streams, nbytes=64 * 2**20, repeats=3), compute_ms)
     return f"{floor_ms:.1f} ms, bound by {bound}"
 
 

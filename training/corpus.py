@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from training.errors import UserError
+from training.errors import UserError, first_line
 
 BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 ROWS_PER_READ = 1000
@@ -170,11 +170,6 @@ def scratch_folder(cache_dir: str | Path | None) -> Iterator[str]:
     finally:
         if parent is not None and not any(parent.iterdir()):
             parent.rmdir()
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type's name where it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _stream(builder: str, files: Sequence[Path], folder: str, **options: Any) -> Any:

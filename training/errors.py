@@ -21,6 +21,11 @@ class UserError(Exception):
     """
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type's name where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class Failure(NamedTuple):
     """Why a run ended early."""
 

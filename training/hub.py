@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from training.corpus import check_column, first_line, import_datasets, is_text
-from training.errors import UserError
+from training.corpus import check_column, import_datasets, is_text
+from training.errors import UserError, first_line
 from training.packing import take, token_dtype, tokenise
 from training.tokenizer import load_tokenizer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from training.errors import UserError
+from training.errors import UserError, first_line
 
 # Llama 3, GPT-2 and Qwen, Llama 2 and Mistral, Gemma, DeepSeek, and two common home-made ones.
 END_OF_TEXT_NAMES = (
@@ -53,7 +53,7 @@ class FileTokenizer:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for whatever it cannot parse
             raise UserError(
-                f"dataset.tokenizer={path}: not a Hugging Face tokenizers JSON file ({_first_line(error)})"
+                f"dataset.tokenizer={path}: not a Hugging Face tokenizers JSON file ({first_line(error)})"
             ) from error
         # The file may ask for inputs cut or padded to a model's window, which would drop text or add padding here.
         self._tokenizer.no_truncation()
@@ -81,7 +81,3 @@ Tokenizer = ByteTokenizer | FileTokenizer
 def load_tokenizer(path: str | Path | None) -> Tokenizer:
     """The byte tokenizer for None, else the tokenizer in the JSON file at `path`."""
     return ByteTokenizer() if path is None else FileTokenizer(path)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

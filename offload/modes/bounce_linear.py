@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from offload.unit import Root
-from offload.weight_mode import WeightMode
+from offload.weight_mode import WeightMode, one_of
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # Their forward reads the weights of the layers inside them without calling those layers.
@@ -36,9 +36,7 @@ class BounceLinear(WeightMode):
         pin: str = "auto",
     ):
         super().__init__(slots, prefetch, resident, include, exclude, pin)
-        if others not in ("resident", "stream"):
-            raise ValueError(f"offload.others={others}: must be resident or stream")
-        self._others_stream = others == "stream"
+        self._others_stream = one_of("others", others, "resident", "stream") == "stream"
 
     def roots(self, model: nn.Module) -> Iterable[Root]:
         roots = list(_parts(model, ""))

@@ -12,7 +12,7 @@ from torch import nn
 
 from offload.blocks import find_blocks
 from offload.unit import Root
-from offload.weight_mode import WeightMode
+from offload.weight_mode import WeightMode, one_of
 
 
 class LayerStream(WeightMode):
@@ -34,10 +34,8 @@ class LayerStream(WeightMode):
         pin: str = "auto",
     ):
         super().__init__(slots, prefetch, resident, include, exclude, pin)
-        if embedding not in ("resident", "stream"):
-            raise ValueError(f"offload.embedding={embedding}: must be resident or stream")
         self._layers = layers
-        self._embedding_streams = embedding == "stream"
+        self._embedding_streams = one_of("embedding", embedding, "resident", "stream") == "stream"
 
     def roots(self, model: nn.Module) -> Iterable[Root]:
         blocks = find_blocks(model, self._layers, key="offload.layers")

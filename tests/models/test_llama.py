@@ -1,40 +1,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from hugging_face import HUGGING_FACE_SHAPES, SIZES
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.initialise import initialise
 from models.llama import Attention, Llama, Rotate, rotary_tables
-
-SHAPE = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-# What transformers' LlamaForCausalLM with these sizes calls its parameters.
-BLOCK_SHAPES = {
-    "self_attn.q_proj.weight": (32, 32),
-    "self_attn.k_proj.weight": (16, 32),
-    "self_attn.v_proj.weight": (16, 32),
-    "self_attn.o_proj.weight": (32, 32),
-    "mlp.gate_proj.weight": (48, 32),
-    "mlp.up_proj.weight": (48, 32),
-    "mlp.down_proj.weight": (32, 48),
-    "input_layernorm.weight": (32,),
-    "post_attention_layernorm.weight": (32,),
-}
-HUGGING_FACE_SHAPES = {
-    "model.embed_tokens.weight": (50, 32),
-    **{f"model.layers.0.{name}": shape for name, shape in BLOCK_SHAPES.items()},
-    **{f"model.layers.1.{name}": shape for name, shape in BLOCK_SHAPES.items()},
-    "model.norm.weight": (32,),
-    "lm_head.weight": (50, 32),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +16,7 @@ def _seeded():
 
 
 def make_model(dtype=torch.float32, **changes) -> Llama:
-    model = Llama(**{**SHAPE, **changes}).to(dtype)
+    model = Llama(**{**SIZES, **changes}).to(dtype)
     initialise(model, seed=0)
     # Wider than a fresh model's, so that attention is far from uniform and norms are not all ones.
     with torch.no_grad():
@@ -57,15 +30,15 @@ def make_ids(batch=2, seq_len=12, seed=0):
 
 
 def test_parameter_names_and_shapes_are_hugging_faces():
-    shapes = {name: tuple(p.shape) for name, p in Llama(**SHAPE).named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in Llama(**SIZES).named_parameters()}
     assert shapes == HUGGING_FACE_SHAPES
-    assert list(Llama(**SHAPE).state_dict()) == list(HUGGING_FACE_SHAPES)
+    assert list(Llama(**SIZES).state_dict()) == list(HUGGING_FACE_SHAPES)
 
 
 def test_logits_equal_those_of_transformers():
     transformers = pytest.importorskip("transformers", reason="compares with Hugging Face's own Llama")
     config = transformers.LlamaConfig(
-        **SHAPE, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=False, attn_implementation="sdpa"
+        **SIZES, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=False, attn_implementation="sdpa"
     )
     reference = transformers.LlamaForCausalLM(config)
     model = make_model()
@@ -76,7 +49,7 @@ def test_logits_equal_those_of_transformers():
 
 def test_meta_model_has_parameters_only():
     with torch.device("meta"):
-        model = Llama(**SHAPE)
+        model = Llama(**SIZES)
     assert all(p.is_meta for p in model.parameters())
     assert list(model.buffers()) == []
 
@@ -249,7 +222,7 @@ def test_flops_per_token_counts_what_torch_counts():
 )
 def test_impossible_sizes_are_refused_in_one_line(changes, message):
     with pytest.raises(ValueError, match=message) as refusal:
-        Llama(**{**SHAPE, **changes})
+        Llama(**{**SIZES, **changes})
     assert "\n" not in str(refusal.value)
 
 

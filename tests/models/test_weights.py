@@ -4,6 +4,7 @@ import signal
 
 import pytest
 import torch
+from hugging_face import HUGGING_FACE_SHAPES, SIZES
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -13,33 +14,7 @@ from models.initialise import initialise
 from models.llama import Llama
 from models.weights import load_weights, save_weights
 
-SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# What transformers' LlamaForCausalLM with these sizes stores.
-BLOCK_SHAPES = {
-    "self_attn.q_proj.weight": (32, 32),
-    "self_attn.k_proj.weight": (16, 32),
-    "self_attn.v_proj.weight": (16, 32),
-    "self_attn.o_proj.weight": (32, 32),
-    "mlp.gate_proj.weight": (48, 32),
-    "mlp.up_proj.weight": (48, 32),
-    "mlp.down_proj.weight": (32, 48),
-    "input_layernorm.weight": (32,),
-    "post_attention_layernorm.weight": (32,),
-}
-HUGGING_FACE_SHAPES = {
-    EMBEDDING: (50, 32),
-    **{f"model.layers.{i}.{name}": shape for i in (0, 1) for name, shape in BLOCK_SHAPES.items()},
-    "model.norm.weight": (32,),
-    HEAD: (50, 32),
-}
 
 
 def make_model(seed=0, dtype=torch.float32, **changes) -> Llama:
