@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
-from offload.registry import Event, Stream
+from offload.departures import Departing, Departures
 from offload.transfer import Transfer
 from offload.unit import UnitTensor
-
-
-@dataclass(eq=False)
-class _Departing:
-    """Device memory that a copy still uses; it may go once `done` is past on the stream that owns it."""
-
-    tensor: torch.Tensor
-    done: Event
-    name: str
-
-    def __str__(self) -> str:
-        return self.name
 
 
 class GradientOffloader:
@@ -36,8 +21,7 @@ class GradientOffloader:
     def __init__(self, transfer: Transfer, limit_bytes: int):
         self._transfer = transfer
         self._streams = transfer.streams
-        self._limit_bytes = limit_bytes
-        self._departing: deque[_Departing] = deque()
+        self._departures = Departures(transfer, limit_bytes)
 
     def land(self, tensor: UnitTensor, leaf: nn.Parameter) -> None:
         """Takes the gradient off `leaf` and starts it home; afterwards `tensor.host.grad` is its host view.
@@ -46,11 +30,11 @@ class GradientOffloader:
         """
         gradient, leaf.grad = leaf.grad, None
         streams = self._streams
-        leaving = _Departing(gradient, streams.event(), f"device gradient of {tensor.name}")
+        leaving = Departing(gradient, streams.event(), f"device gradient of {tensor.name}")
         streams.writes(streams.compute, leaving, "backward")
         earlier = tensor.host.grad
         if earlier is None:
-            self._after_compute(streams.d2h)
+            self._transfer.after_compute(streams.d2h)
         else:
             self._fetch_and_add(earlier, leaving, tensor)
         streams.reads(streams.d2h, leaving, "copy out")
@@ -58,22 +42,19 @@ class GradientOffloader:
         self._transfer.copy_out(tensor.gradient, gradient, done=leaving.done, what=f"gradient of {tensor.name}")
         tensor.landed = leaving.done
         tensor.host.grad = tensor.gradient
-        self._departing.append(leaving)
-        while len(self._departing) > 1 and self._waiting_bytes() > self._limit_bytes:
-            self._let_oldest_go()
+        self._departures.add(leaving)
 
     def let_go(self) -> None:
         """Hands the device memory of every gradient back, for use behind its copy."""
-        while self._departing:
-            self._let_oldest_go()
+        self._departures.let_go()
 
-    def _fetch_and_add(self, earlier: torch.Tensor, leaving: _Departing, tensor: UnitTensor) -> None:
+    def _fetch_and_add(self, earlier: torch.Tensor, leaving: Departing, tensor: UnitTensor) -> None:
         streams = self._streams
         h2d, d2h = streams.h2d, streams.d2h
         name = f"earlier gradient of {tensor.name}"
-        fetched = _Departing(torch.empty_like(leaving.tensor), streams.event(), name)
+        fetched = Departing(torch.empty_like(leaving.tensor), streams.event(), name)
         streams.writes(streams.compute, fetched, "what this memory was used for before")
-        self._after_compute(h2d, d2h)
+        self._transfer.after_compute(h2d, d2h)
         if tensor.landed is not None:
             h2d.wait_event(tensor.landed)
         streams.reads(h2d, tensor, "accumulation")
@@ -86,20 +67,4 @@ class GradientOffloader:
         with streams.on(d2h), torch.no_grad():
             leaving.tensor.add_(fetched.tensor)
         fetched.done.record(d2h)
-        self._departing.append(fetched)
-
-    def _after_compute(self, *copying: Stream) -> None:
-        made = self._streams.event()
-        made.record(self._streams.compute)
-        for stream in copying:
-            stream.wait_event(made)
-
-    def _waiting_bytes(self) -> int:
-        return sum(item.tensor.nbytes for item in self._departing)
-
-    def _let_oldest_go(self) -> None:
-        leaving = self._departing.popleft()
-        # Without record_stream the allocator reuses this memory at once on the compute stream, which must therefore
-        # be behind the copy.
-        self._transfer.await_on(self._streams.compute, leaving.done)
-        self._streams.writes(self._streams.compute, leaving, "reuse")
+        self._departures.add(fetched)

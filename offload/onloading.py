@@ -127,10 +127,9 @@ class Onloader:
 
     def write_home(self, unit: OffloadUnit, tensors: list[UnitTensor]) -> None:
         """Copies tensors of `unit` that compute changed in its slot back to the host block."""
-        streams, slot, made = self._streams, self._slot_of[unit], self._streams.event()
+        streams, slot = self._streams, self._slot_of[unit]
         streams.writes(streams.compute, slot, f"update of {unit}")
-        made.record(streams.compute)
-        streams.d2h.wait_event(made)
+        self._transfer.after_compute(streams.d2h)
         streams.reads(streams.d2h, slot, f"write back of {unit}")
         streams.writes(streams.d2h, unit.weights, f"write back of {unit}")
         unit.written = streams.event()

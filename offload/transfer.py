@@ -39,6 +39,13 @@ class Transfer:
             self.telemetry.d2h_bytes += self._copy(host_tensor, device_tensor, self.streams.d2h)
         done.record(self.streams.d2h)
 
+    def after_compute(self, *streams: Stream) -> None:
+        """Makes `streams` wait for all that compute has queued so far."""
+        made = self.streams.event()
+        made.record(self.streams.compute)
+        for stream in streams:
+            stream.wait_event(made)
+
     def await_on(self, stream: Stream, event: Event) -> None:
         """Makes `stream` wait for a copy's event, and counts the time that it stands still."""
         with self.telemetry.stall(stream):
