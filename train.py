@@ -7,6 +7,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from training import launcher, refusals, schema
+from training.checks import check
 from training.errors import failures_recorded
 
 schema.register()
@@ -17,7 +18,7 @@ launcher.register()
 def main(config: DictConfig) -> None:
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     with failures_recorded(run_dir):
-        schema.check(config)
+        check(config)
         OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
         # After composing, because they import torch.
         from training.build import build

@@ -23,18 +23,20 @@ def find_blocks(model: nn.Module, path: str | None = None, key: str = "path") ->
     """The blocks of `model` with their names, in order.
 
     `path` is the dotted path of an nn.ModuleList or nn.Sequential; None looks under the usual names and then takes
-    the ModuleList with the most parameters. Raises ValueError naming the path, as the value of `key`, and
-    the lists that there are.
+    the ModuleList with the most parameters, or if there is none the Sequential. Raises ValueError naming the path, as
+    the value of `key`, and the lists that there are.
     """
     modules = dict(model.named_modules())
     lists = {name: module for name, module in modules.items() if isinstance(module, (nn.ModuleList, nn.Sequential))}
     if path is None:
         path = next((usual for usual in USUAL_PATHS if isinstance(lists.get(usual), nn.ModuleList)), None)
-        path = path or max(
-            (name for name, module in lists.items() if isinstance(module, nn.ModuleList)),
-            key=lambda name: sum(p.numel() for p in lists[name].parameters()),
-            default=None,
-        )
+    for kind in (nn.ModuleList, nn.Sequential):
+        if path is None:
+            path = max(
+                (name for name, module in lists.items() if isinstance(module, kind)),
+                key=lambda name: sum(p.numel() for p in lists[name].parameters()),
+                default=None,
+            )
     if path not in lists or not len(lists[path]):
         known = ", ".join(sorted(name or "(the model itself)" for name in lists)) or "none"
         raise ValueError(f"{key}={path}: no list of blocks there; the lists of this model: {known}")

@@ -22,6 +22,8 @@ class GradientOffloader:
         self._transfer = transfer
         self._streams = transfer.streams
         self._departures = Departures(transfer, limit_bytes)
+        # Whether to take the norm of each gradient on the way, where the device's memory bandwidth is at hand.
+        self.takes_norms = False
 
     def land(self, tensor: UnitTensor, leaf: nn.Parameter) -> None:
         """Takes the gradient off `leaf` and starts it home; afterwards `tensor.host.grad` is its host view.
@@ -34,9 +36,12 @@ class GradientOffloader:
         streams.writes(streams.compute, leaving, "backward")
         earlier = tensor.host.grad
         if earlier is None:
+            self._take_norm(tensor, gradient)
             self._transfer.after_compute(streams.d2h)
         else:
             self._fetch_and_add(earlier, leaving, tensor)
+            with streams.on(streams.d2h):
+                self._take_norm(tensor, gradient)
         streams.reads(streams.d2h, leaving, "copy out")
         streams.writes(streams.d2h, tensor, "copy out")
         self._transfer.copy_out(tensor.gradient, gradient, done=leaving.done, what=f"gradient of {tensor.name}")
@@ -47,6 +52,10 @@ class GradientOffloader:
     def let_go(self) -> None:
         """Hands the device memory of every gradient back, for use behind its copy."""
         self._departures.let_go()
+
+    def _take_norm(self, tensor: UnitTensor, gradient: torch.Tensor) -> None:
+        if self.takes_norms:
+            tensor.norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
 
     def _fetch_and_add(self, earlier: torch.Tensor, leaving: Departing, tensor: UnitTensor) -> None:
         streams = self._streams

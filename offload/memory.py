@@ -45,7 +45,7 @@ class HostArena:
         self.pinned_bytes = 0
         self.pageable_bytes = 0
         self._pin = pin and device.type == "cuda"
-        self._locked: list[HostBlock] = []
+        self._locked: dict[HostBlock, None] = {}
 
     def require(self, nbytes: int) -> None:
         """Raises MemoryError with both numbers where the host has less than `nbytes` to give; allocates nothing."""
@@ -61,10 +61,22 @@ class HostArena:
             raise MemoryError(f"host memory for {name}: {nbytes / 2**30:.2f} GiB could not be mapped") from error
         if self._pin and nbytes and self._lock_pages(block):
             self.pinned_bytes += nbytes
-            self._locked.append(block)
+            self._locked[block] = None
         else:
             self.pageable_bytes += nbytes
         return block
+
+    def give_back(self, block: HostBlock) -> None:
+        """Unlocks one block and stops counting it. Its memory goes with the last tensor that views it.
+
+        No copy may use the block any more.
+        """
+        if block in self._locked:
+            del self._locked[block]
+            torch.cuda.cudart().cudaHostUnregister(block.bytes.data_ptr())
+            self.pinned_bytes -= block.bytes.numel()
+        else:
+            self.pageable_bytes -= block.bytes.numel()
 
     def close(self) -> None:
         """Unlocks every block. Their memory lives on for as long as tensors view it."""

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 import torch
 
 from offload.memory import DeviceSlot, DeviceSlots
+from offload.registry import Event
 from offload.schedule import Itinerary
 from offload.transfer import Transfer
 from offload.unit import OffloadUnit, UnitTensor
+from offload.unit_updates import UnitUpdates
 
 
 class Onloader:
@@ -35,22 +37,33 @@ class Onloader:
         self._in_step = False
         self._recent: deque[OffloadUnit] = deque(maxlen=1)
         self._pinned: set[OffloadUnit] = set()
+        self._unread: dict[OffloadUnit, Event] = {}
+        self.updates: UnitUpdates | None = None
         for slot in slots:
             # The allocator may hand out memory that kernels already queued still use.
             slot.readers = [self._streams.compute]
             self._release(slot)
 
     def begin_step(self) -> None:
-        """Starts fetching what the step will use first. The weights at home must be final."""
+        """Starts fetching what the step will use first. The weights at home are final, or `updates` knows better."""
         self._itinerary.begin()
         self._in_step = True
         self._fetch_ahead(len(self._slots.all))
+
+    def first_use(self, unit: OffloadUnit) -> float:
+        """When a step uses `unit` first: the lower, the sooner."""
+        return self._itinerary.first_use(unit.index)
+
+    def unread(self, unit: OffloadUnit) -> list[Event]:
+        """The end of the last copy of `unit` to the device, where nothing on the device has waited for it yet."""
+        return [self._unread[unit]] if unit in self._unread else []
 
     def end_step(self) -> None:
         """Forgets what the slots hold: the weights at home may change before the next step."""
         self._itinerary.end()
         self._in_step = False
         self.drop()
+        self._unread.clear()
 
     def drop(self) -> None:
         """Empties every slot."""
@@ -61,7 +74,7 @@ class Onloader:
         """Empties the slot of `unit`, if it has one: its next visit copies it in again."""
         if unit in self._slot_of:
             slot = self._evict(unit)
-            if not self._in_step:
+            if not self._in_step and not self._is_pending(unit):
                 # Outside a step the host may use the weights at home as soon as this call returns.
                 slot.ready.synchronize()
                 if unit.written is not None:
@@ -96,6 +109,7 @@ class Onloader:
             # A write back still reads what a new forward may update.
             self._transfer.await_on(stream, unit.written)
         self._streams.reads(stream, slot, f"use of {unit}")
+        self._unread.pop(unit, None)
         if self._in_step:
             self._fetch_ahead(self._prefetch)
         return slot
@@ -155,10 +169,16 @@ class Onloader:
             unit = self._units[index]
             if unit in self._slot_of:
                 continue
+            if self._is_pending(unit):
+                # The host goes on to queue what compute can do in the meantime.
+                return
             slot = self._spare() or self._evict_later_than(unit)
             if slot is None:
                 return
             self._fill(unit, slot)
+
+    def _is_pending(self, unit: OffloadUnit) -> bool:
+        return self.updates is not None and self.updates.is_pending(unit)
 
     def _make_room(self) -> DeviceSlot:
         slot = self._spare()
@@ -206,10 +226,13 @@ class Onloader:
                 slot.bytes.fill_(0xFF)
 
     def _fill(self, unit: OffloadUnit, slot: DeviceSlot) -> DeviceSlot:
+        if self.updates is not None:
+            self.updates.wait(unit)
         # A write back of this unit is over by now as h2d sees it: its slot was released behind it.
         self._streams.reads(self._streams.h2d, unit.weights, f"onload of {unit}")
         self._streams.writes(self._streams.h2d, slot, f"onload of {unit}")
         self._transfer.copy_in(slot.bytes[: unit.nbytes], unit.weights.bytes, done=slot.ready, what=unit.name)
+        self._unread[unit] = slot.ready
         slot.content = unit
         self._slot_of[unit] = slot
         return slot

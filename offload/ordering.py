@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -27,16 +27,42 @@ class StreamOrderError(RuntimeError):
 class CheckedEvent:
     """An event of the twin: a copy of the clock of the stream that recorded it."""
 
-    def __init__(self, host: CheckedStream):
-        self._host = host
+    def __init__(self, streams: CheckedStreams):
+        self._streams = streams
         self.clock: Clock = {}
 
     def record(self, stream: CheckedStream) -> None:
-        stream.follow(self._host.clock)
+        stream.follow(self._streams.host.clock)
         self.clock = dict(stream.clock)
 
+    def query(self) -> bool:
+        return True
+
     def synchronize(self) -> None:
-        self._host.follow(self.clock)
+        self._streams.host.follow(self.clock)
+
+
+class CheckedSignal:
+    """A signal of the twin: the clock of the thread that set it, which those that wait for it follow."""
+
+    def __init__(self, streams: CheckedStreams):
+        self._streams = streams
+        self._set = threading.Event()
+        self.clock: Clock = {}
+
+    def set(self) -> None:
+        self.clock = dict(self._streams.host.clock)
+        self._set.set()
+
+    def is_set(self) -> bool:
+        return self._set.is_set()
+
+    def wait(self) -> None:
+        self._set.wait()
+        self.follow()
+
+    def follow(self) -> None:
+        self._streams.host.follow(self.clock)
 
 
 class CheckedStream:
@@ -82,14 +108,16 @@ class CheckedStreams:
     """`offload.registry.Streams` for a device without streams.
 
     Work runs where it is called. The host is a stream too: whatever it did before it queues work is done when that
-    work starts, but it sees a stream's work only after `Event.synchronize`.
+    work starts, but it sees a stream's work only after `Event.synchronize`. A thread `beside` it is a host of its own,
+    which sees the other's work only after `Signal.wait`.
     """
 
     asynchronous = False
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.host = CheckedStream("host")
+        self._hosts = threading.local()
+        self._host = CheckedStream("host")
         self.h2d = CheckedStream("h2d")
         self.d2h = CheckedStream("d2h")
         self._compute = CheckedStream("compute")
@@ -98,11 +126,26 @@ class CheckedStreams:
         self._lock = threading.Lock()
 
     @property
+    def host(self) -> CheckedStream:
+        return getattr(self._hosts, "current", self._host)
+
+    @property
     def compute(self) -> CheckedStream:
         return self._current
 
     def event(self, timing: bool = False) -> CheckedEvent:
-        return CheckedEvent(self.host)
+        return CheckedEvent(self)
+
+    def signal(self) -> CheckedSignal:
+        return CheckedSignal(self)
+
+    @contextmanager
+    def beside(self, name: str) -> Iterator[None]:
+        self._hosts.current = CheckedStream(name)
+        try:
+            yield
+        finally:
+            del self._hosts.current
 
     @contextmanager
     def on(self, stream: CheckedStream) -> Iterator[None]:
@@ -111,6 +154,9 @@ class CheckedStreams:
             yield
         finally:
             self._current = before
+
+    def as_here(self) -> Callable[[], AbstractContextManager]:
+        return nullcontext
 
     def reads(self, stream: CheckedStream | None, resource: object, what: str) -> None:
         with self._lock:

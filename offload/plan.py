@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.bandwidth import Bandwidth
 from offload.unit import CutModel
@@ -10,7 +10,13 @@ from offload.unit import CutModel
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes by place for one model under one mode. Traffic is that of a step with one microbatch."""
+    """Bytes by place for one model under one mode. Traffic is that of a step with one microbatch.
+
+    `layer_major`: all microbatches of a step share its traffic. Where activations are swapped, at most
+    `activation_window_bytes` of them are on their way at a time, `activation_budget_bytes` stay on the device (None: as
+    many as copies would not hide) and `activation_host_bytes` are on the host (None: as many as it has room for). How
+    many there are, the first step shows: their traffic is not in the plan.
+    """
 
     units: int
     largest_unit_bytes: int
@@ -20,6 +26,10 @@ class Plan:
     host_gradient_bytes: int
     h2d_bytes: int
     d2h_bytes: int
+    layer_major: bool = False
+    activation_window_bytes: int = 0
+    activation_budget_bytes: int | None = 0
+    activation_host_bytes: int | None = 0
 
     @classmethod
     def of(cls, model: CutModel, slots: int, recompute: bool) -> Plan:
@@ -40,6 +50,17 @@ class Plan:
             d2h_bytes=model.gradient_bytes,
         )
 
+    def for_microbatches(self, count: int) -> Plan:
+        """The plan with the traffic of a step of `count` microbatches.
+
+        One after another, weights come in for each; gradients go out for each, and but for the first come back to be
+        added to.
+        """
+        if self.layer_major:
+            return self
+        h2d_bytes = self.h2d_bytes * count + self.d2h_bytes * (count - 1)
+        return replace(self, h2d_bytes=h2d_bytes, d2h_bytes=self.d2h_bytes * count)
+
     def floor_ms(self, bandwidth: Bandwidth, compute_ms: float = 0.0) -> tuple[float, str]:
         """No step is faster: the largest of its bytes in and out over the bandwidths, and of `compute_ms`.
 
@@ -55,7 +76,7 @@ class Plan:
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value pairs for people."""
-        return [
+        rows = [
             ("units", f"{self.units} (largest {_size(self.largest_unit_bytes)})"),
             ("resident weights on the device", _size(self.resident_bytes)),
             ("device slots", _size(self.slot_bytes)),
@@ -63,6 +84,15 @@ class Plan:
             ("gradients on the host (likewise)", _size(self.host_gradient_bytes)),
             ("copied in a step, at most", _size(self.h2d_bytes)),
             ("copied out a step", _size(self.d2h_bytes)),
+        ]
+        if not self.activation_window_bytes:
+            return rows
+        stay, host = self.activation_budget_bytes, self.activation_host_bytes
+        return [
+            *rows,
+            ("activations on their way, on the device, at most", _size(self.activation_window_bytes)),
+            ("activations that stay there", "what copies would not hide" if stay is None else _size(stay)),
+            ("activations on the host, at most", "what is free" if host is None else _size(host)),
         ]
 
 

@@ -9,7 +9,8 @@ checks that the waits a GPU would need are all there.
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -22,8 +23,24 @@ class Event(Protocol):
 
     def record(self, stream: Stream) -> None: ...
 
+    def query(self) -> bool:
+        """Whether the work before the point is done."""
+        ...
+
     def synchronize(self) -> None:
-        """Blocks the host until the work before the point is done."""
+        """Blocks the calling thread until the work before the point is done."""
+        ...
+
+
+class Signal(Protocol):
+    """What one thread of the host tells others: that something is done, and all that it did before."""
+
+    def set(self) -> None: ...
+
+    def is_set(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Blocks the calling thread until the signal is set."""
         ...
 
 
@@ -53,7 +70,17 @@ class Streams(Protocol):
 
     def event(self, timing: bool = False) -> Event: ...
 
+    def signal(self) -> Signal: ...
+
+    def beside(self, name: str) -> AbstractContextManager:
+        """Around what a thread does beside the host: only signals order the two. Checked by the twin."""
+        ...
+
     def on(self, stream: Stream) -> AbstractContextManager: ...
+
+    def as_here(self) -> Callable[[], AbstractContextManager]:
+        """A context for another thread, in which work is queued where the caller's would be."""
+        ...
 
     def reads(self, stream: Stream | None, resource: object, what: str) -> None:
         """Declares that `stream` (None: the host) reads `resource` now. Checked by the twin, free on a GPU."""
@@ -85,8 +112,24 @@ class CudaStreams:
     def event(self, timing: bool = False) -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=timing)
 
+    def signal(self) -> threading.Event:
+        return threading.Event()
+
+    def beside(self, name: str) -> AbstractContextManager:
+        return nullcontext()
+
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager:
         return torch.cuda.stream(stream)
+
+    def as_here(self) -> Callable[[], AbstractContextManager]:
+        compute, current = self.compute, torch.cuda.current_device()
+
+        @contextmanager
+        def queueing() -> Iterator[None]:
+            with torch.cuda.stream(compute), torch.cuda.device(current):
+                yield
+
+        return queueing
 
     def reads(self, stream: object, resource: object, what: str) -> None:
         pass

@@ -8,16 +8,15 @@ on the same hooks, sees in its recompute exactly the tensors that it saw in forw
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload.memory import DeviceSlots
 from offload.onloading import Onloader
+from offload.saved_tensors import Kept, Passed, active_hooks
 from offload.unit import OffloadUnit
 
 
@@ -33,20 +32,6 @@ class _Weight:
     versions: tuple[int, ...]
 
 
-class _Activation(NamedTuple):
-    """A saved tensor that stays where it is, with the version that autograd would check."""
-
-    tensor: torch.Tensor
-    version: int
-
-
-class _Passed(NamedTuple):
-    """What the outer hooks made of a tensor, and their way back."""
-
-    packed: object
-    unpack: Callable
-
-
 class SavedWeights:
     """The pack and unpack hooks of one attached model."""
 
@@ -56,7 +41,7 @@ class SavedWeights:
 
     def hooks(self) -> AbstractContextManager:
         """A context in which weights are saved by name; nested in itself it does nothing."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        outer = active_hooks()
         if outer is not None and getattr(outer[0], "owner", None) is self:
             return nullcontext()
 
@@ -65,10 +50,11 @@ class SavedWeights:
             if slot is not None:
                 return self._name(tensor, slot.content)
             if outer is not None:
-                return _Passed(outer[0](tensor), outer[1])
-            return _Activation(tensor, tensor._version)
+                return Passed.to(outer, tensor)
+            return Kept.of(tensor)
 
-        pack.owner = self
+        pack.owner, pack.outer = self, outer
+        pack.claims = lambda tensor: self._slots.slot_of(tensor) is not None
         return saved_tensors_hooks(pack, self._unpack)
 
     def _name(self, tensor: torch.Tensor, unit: OffloadUnit) -> _Weight:
@@ -77,17 +63,11 @@ class SavedWeights:
     def _unpack(self, saved: object) -> torch.Tensor:
         if isinstance(saved, _Weight):
             return self._fetch(saved)
-        if isinstance(saved, _Passed):
+        if isinstance(saved, Passed):
             # Unpacking may recompute a block, and a weight unpacked just before belongs to the same operation.
             with self._onloader.holding():
                 return saved.unpack(saved.packed)
-        if saved.tensor._version != saved.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation:"
-                f" a {saved.tensor.dtype} tensor of shape {tuple(saved.tensor.shape)} is at version"
-                f" {saved.tensor._version}, saved at version {saved.version}"
-            )
-        return saved.tensor
+        return saved.checked()
 
     def _fetch(self, saved: _Weight) -> torch.Tensor:
         if saved.versions != saved.unit.versions():

@@ -6,6 +6,8 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
+from offload.sizes import parse_bytes
+
 
 class Itinerary:
     """The order in which a step visits its units, recorded in one step and replayed in the next.
@@ -48,6 +50,11 @@ class Itinerary:
         following = bisect_left(uses, self.position + 1)
         return uses[following] if following < len(uses) else math.inf
 
+    def first_use(self, unit: int) -> float:
+        """The position of the first visit to `unit` in a step; of units that are not in the record, its number."""
+        uses = self._uses.get(unit)
+        return uses[0] if uses else len(self.order) + unit
+
     def upcoming(self, count: int) -> Sequence[int]:
         """The next `count` visits after the current one."""
         return self.order[self.position + 1 : self.position + 1 + count]
@@ -85,15 +92,14 @@ def keep_resident(sizes: Sequence[int], amount: str | int) -> set[int]:
 
 
 def _budget_bytes(text: str, total: int) -> int:
-    for suffix, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1), ("%", total / 100)):
-        number = text.removesuffix(suffix)
-        if number != text:
-            try:
-                amount = float(number)
-            except ValueError:
-                break
-            if amount >= 0 and (suffix != "%" or amount <= 100):
-                return int(amount * scale)
+    share = text.removesuffix("%")
+    try:
+        if share == text:
+            return parse_bytes("offload.resident", text)
+        if 0 <= float(share) <= 100:
+            return int(float(share) * total / 100)
+    except ValueError:
+        pass
     raise ValueError(
         f"offload.resident={text}: give a number of units (4), a share (25%, up to 100%) or bytes (2GiB, 512MiB)"
     )

@@ -8,17 +8,18 @@ module holds its host parameters, so optimizers, checkpoints and `state_dict` ne
 
 from __future__ import annotations
 
-import copy
 import functools
-import types
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.hooks import RemovableHandle
 
 from offload.gradients import GradientOffloader
+from offload.host_optimizer import HostAdamW
 from offload.memory import DeviceSlot, DeviceSlots, HostArena
 from offload.onloading import Onloader
 from offload.registry import Streams
@@ -27,6 +28,8 @@ from offload.saved_weights import SavedWeights
 from offload.telemetry import Telemetry
 from offload.transfer import Transfer
 from offload.unit import CutModel, OffloadUnit, UnitTensor, Window
+from offload.unit_updates import UnitUpdates
+from offload.wrapped_forward import WrappedForward
 
 # Gradients that may wait on the device for the bus, in units of the largest unit.
 GRADIENT_SLOTS = 2
@@ -58,17 +61,26 @@ class WeightStreaming:
         for unit in cut.units:
             unit.bring_home(self.arena)
         self._residency = Residency(cut.resident, streams.device)
-        transfer = Transfer(streams, self.telemetry)
-        self._onloader = Onloader(cut.units, self._slots, transfer, prefetch, poison=not streams.asynchronous)
-        self._gradients = GradientOffloader(transfer, GRADIENT_SLOTS * cut.largest_unit_bytes)
+        self.transfer = Transfer(streams, self.telemetry)
+        self._onloader = Onloader(cut.units, self._slots, self.transfer, prefetch, poison=not streams.asynchronous)
+        self._gradients = GradientOffloader(self.transfer, GRADIENT_SLOTS * cut.largest_unit_bytes)
         self._saved = SavedWeights(self._slots, self._onloader)
+        self.updates: UnitUpdates | None = None
+        self._update_early = False
+        self._last_microbatch = False
+        self._final: Counter[OffloadUnit] = Counter()
+        self._lands_once: set[OffloadUnit] = set()
+        self._hooks: list[RemovableHandle] = []
         self._in_step = False
-        self._windowed = [_Windowed(self, window) for window in cut.windows]
+        self._windowed = [
+            WrappedForward(window.module, functools.partial(self.window, window)) for window in cut.windows
+        ]
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, norms: bool = False) -> Iterator[None]:
         """Around the forward and backward passes of one step, of one or of several microbatches.
 
+        `norms`: those of the gradients are wanted (`gradient_norms`).
         Afterwards gradients are readable on the host and nothing is in flight; that holds after an exception too.
         Raises RuntimeError when a step is open already.
         """
@@ -77,31 +89,82 @@ class WeightStreaming:
         for unit in self._cut.units:
             unit.check_home()
         self._in_step = True
-        for unit in self._cut.units:
-            self._streams.writes(None, unit.weights, "the optimizer's update")
-        self._onloader.begin_step()
         try:
+            self._begin_step(norms)
             yield
         finally:
-            self._in_step = False
+            self._in_step = self._last_microbatch = False
             for unit in self._cut.units:
                 unit.drop_stand_ins()
             self._onloader.end_step()
             self._settle()
             self.telemetry.collect()
 
+    def overlap(self, optimizer: HostAdamW, early: bool) -> None:
+        """Has `optimizer` update the units on a thread of its own, from now on.
+
+        `early`: a unit's update may begin when its gradients of the last microbatch have landed, if in the step before
+        each landed there once; else the optimizer's `step` starts it. `state_dict` of the model waits for the updates.
+        """
+        self.updates = UnitUpdates(optimizer, self._streams, self._onloader.first_use)
+        self._update_early = early
+        self._onloader.updates = self.updates
+        optimizer.defer_to(self)
+        # A function of its own: a deepcopy of the model leaves it as it is, and would copy what a method is bound to.
+        self._hooks = [
+            window.module.register_state_dict_pre_hook(lambda *_: self.finish()) for window in self._cut.windows
+        ]
+
+    def offer_all(self, scale: float) -> None:
+        """Starts the update of every unit that has gradients and was not updated in this step."""
+        for unit in sorted(self._cut.units, key=self._onloader.first_use):
+            self.updates.offer(unit, scale)
+
+    def finish(self) -> None:
+        """Waits for the updates that are under way; afterwards the weights at home are final."""
+        if self.updates is not None:
+            self.updates.finish()
+
+    def gradient_norms(self) -> dict[nn.Parameter, torch.Tensor]:
+        """L2 norms of the gradients of the last step, if they were wanted: float32 scalars on the device."""
+        tensors = (tensor for unit in self._cut.units for tensor in unit.tensors)
+        return {tensor.host: tensor.norm for tensor in tensors if tensor.norm is not None}
+
+    def last_microbatch(self) -> None:
+        """The gradients that land from now on in this step are final."""
+        self._last_microbatch = True
+
+    def _begin_step(self, norms: bool) -> None:
+        # Under reentrant checkpoints what is used twice gets its gradient in pieces, none of them known to be the last.
+        self._lands_once = {unit for unit, count in self._final.items() if count == len(unit.tensors)}
+        self._final.clear()
+        self._gradients.takes_norms = norms
+        for unit in self._cut.units:
+            for tensor in unit.tensors:
+                tensor.norm = None
+            if self.updates is None or not self.updates.is_pending(unit):
+                self._streams.writes(None, unit.weights, "the optimizer's update")
+        self._onloader.begin_step()
+
     def detach(self) -> None:
         """Gives the model back: its own forwards, tensors where they were found (host memory for meta ones)."""
         if self._in_step:
             raise RuntimeError("detach inside a step: close the step first")
+        if self.updates is not None:
+            self.updates.close()
         for windowed in self._windowed:
             windowed.remove()
+        for hook in self._hooks:
+            hook.remove()
         # They refer back to this object: without them the device memory goes with its last reference.
         self._windowed.clear()
+        self._hooks.clear()
         self._onloader.drop()
         self._streams.synchronize()
         for slot in self._slots:
             self._streams.writes(None, slot, "the allocator's next owner")
+        for unit in self._cut.units:
+            self._streams.writes(None, unit.weights, "the model's owner")
         self._residency.restore()
         self.arena.close()
 
@@ -113,7 +176,7 @@ class WeightStreaming:
             "stall_ms": self.telemetry.stall_ms,
             "host_pinned_bytes": self.arena.pinned_bytes,
             "host_pageable_bytes": self.arena.pageable_bytes,
-        }
+        } | (self.updates.counters() if self.updates is not None else {})
 
     @contextmanager
     def window(self, window: Window) -> Iterator[None]:
@@ -130,7 +193,7 @@ class WeightStreaming:
                 opened.append(unit)
                 if unit.open_windows == 1:
                     for tensor in unit.tensors:
-                        tensor.install(self._stand_in(tensor, slot))
+                        tensor.install(self._stand_in(unit, tensor, slot))
             with self._saved.hooks():
                 yield
         finally:
@@ -153,7 +216,7 @@ class WeightStreaming:
     def _trains(window: Window) -> bool:
         return any(tensor.trains for unit in window.units for tensor in unit.tensors)
 
-    def _stand_in(self, tensor: UnitTensor, slot: DeviceSlot) -> torch.Tensor:
+    def _stand_in(self, unit: OffloadUnit, tensor: UnitTensor, slot: DeviceSlot) -> torch.Tensor:
         with torch.inference_mode(False):
             # `.data` has a version counter of its own, which tells whether forward updated a buffer.
             view = tensor.view_of(slot.bytes).data
@@ -168,7 +231,7 @@ class WeightStreaming:
                 if tensor.trains:
                     for hook in (tensor.host._backward_hooks or {}).values():
                         tensor.device.register_hook(hook)
-                    tensor.device.register_post_accumulate_grad_hook(functools.partial(self._land, tensor))
+                    tensor.device.register_post_accumulate_grad_hook(functools.partial(self._land, unit, tensor))
         return tensor.device
 
     def _write_back(self, unit: OffloadUnit) -> None:
@@ -187,13 +250,24 @@ class WeightStreaming:
         if updated:
             self._onloader.write_home(unit, updated)
 
-    def _land(self, tensor: UnitTensor, leaf: nn.Parameter) -> None:
+    def _land(self, unit: OffloadUnit, tensor: UnitTensor, leaf: nn.Parameter) -> None:
+        if self._update_early and self._last_microbatch:
+            self._final[unit] += 1
+            if unit in self._lands_once and self._final[unit] > len(unit.tensors):
+                raise RuntimeError(
+                    f"a gradient of {tensor.name} came after the last that was expected: its update may have begun."
+                    " Reentrant checkpoints around layers that are used twice need use_reentrant=False"
+                )
         self._gradients.land(tensor, leaf)
         hooks = (tensor.host._post_accumulate_grad_hooks or {}).values()
         if hooks or not self._in_step:
             self._settle()
         for hook in hooks:
             hook(tensor.host)
+        # What does not train may be needed in backward after the last gradient of what does.
+        if unit in self._lands_once and self._final[unit] == len(unit.tensors):
+            # Fetched ahead for a use that did not come, it is still being read.
+            self.updates.offer(unit, after=self._onloader.unread(unit))
 
     def _settle(self) -> None:
         self._gradients.let_go()
@@ -203,47 +277,3 @@ class WeightStreaming:
             for tensor in unit.tensors:
                 if tensor.trains:
                     self._streams.reads(None, tensor, "the optimizer's update")
-
-
-class _Windowed:
-    """Stands in for the `forward` of a module: the same forward, inside its window.
-
-    Not a pair of hooks, because activation checkpointing that wraps a block's forward afterwards must recompute
-    the window with it.
-    """
-
-    def __init__(self, streaming: WeightStreaming, window: Window):
-        self._streaming = streaming
-        self._window = window
-        self._replaced = window.module.__dict__.get("forward")
-        self._forward = window.module.forward
-        window.module.forward = self
-
-    def __call__(self, *arguments: object, **keywords: object) -> object:
-        with self._streaming.window(self._window):
-            return self._forward(*arguments, **keywords)
-
-    def remove(self) -> None:
-        """Puts back what was there. Someone's wrapper around this one stays, and from now on passes through."""
-        module = self._window.module
-        if module.__dict__.get("forward") is not self:
-            self._streaming = _Nowhere()
-        elif self._replaced is None:
-            del module.forward
-        else:
-            module.forward = self._replaced
-
-    def __deepcopy__(self, memo: dict) -> object:
-        # The copy of the module holds host parameters and streams nothing.
-        if self._replaced is not None:
-            return copy.deepcopy(self._replaced, memo)
-        module = memo[id(self._window.module)]
-        return types.MethodType(type(module).forward, module)
-
-
-class _Nowhere:
-    """The streaming of a model that was detached."""
-
-    @staticmethod
-    def window(_: Window) -> AbstractContextManager:
-        return nullcontext()

@@ -51,7 +51,8 @@ class UnitTensor:
 
     `host` is what the modules hold outside a window; its data is a view of the host block once the unit is at home.
     `device` is its stand-in in a slot for the current step: for a parameter, the leaf that autograd sees. `gradient`
-    is the host memory of its gradient, `landed` the end of the last copy there.
+    is the host memory of its gradient, `landed` the end of the last copy there, `norm` its L2 norm in this step
+    (float32 scalar on the device), where somebody wants it.
     """
 
     name: str
@@ -60,6 +61,7 @@ class UnitTensor:
     offset: int
     gradient: torch.Tensor | None = None
     landed: Event | None = None
+    norm: torch.Tensor | None = None
     device: torch.Tensor | None = None
 
     @property

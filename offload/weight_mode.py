@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
 
+from offload.host_optimizer import HostAdamW
+from offload.microbatches import one_after_another
 from offload.plan import Plan
 from offload.registry import Streams
 from offload.streaming import WeightStreaming
@@ -33,6 +35,9 @@ class WeightMode(ABC):
     Raises ValueError naming the key for a value out of range.
     """
 
+    # Whether the mode itself computes blocks again in backward.
+    recomputes = False
+
     def __init__(
         self,
         slots: int = 4,
@@ -56,6 +61,10 @@ class WeightMode(ABC):
     def roots(self, model: nn.Module) -> Iterable[Root]:
         """The modules at which the mode cuts `model`, none inside another."""
 
+    def grouped(self, roots: Sequence[Root]) -> Sequence[Root]:
+        """The roots, renamed where several are to make one unit."""
+        return roots
+
     def plan(self, model: nn.Module, recompute: bool = False) -> Plan:
         """What `attach` will hold and a step will move, in bytes; touches nothing."""
         return Plan.of(self._cut(model), self._slots, recompute)
@@ -72,9 +81,24 @@ class WeightMode(ABC):
             self._cut(model), streams, slots=self._slots, prefetch=self._prefetch, pin=self._pin
         )
 
-    def step(self) -> AbstractContextManager:
-        """Around forward and backward of one step; afterwards gradients are readable on the host."""
-        return self._streaming.step()
+    def step(self, norms: bool = False) -> AbstractContextManager:
+        """Around forward and backward of one step; afterwards gradients are readable on the host.
+
+        `norms`: those of the gradients are wanted (`gradient_norms`).
+        """
+        return self._streaming.step(norms)
+
+    def gradient_norms(self) -> dict[nn.Parameter, Tensor]:
+        """L2 norms of the step's gradients that were taken on the device: float32 scalars there."""
+        return self._streaming.gradient_norms()
+
+    def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+        """Inside a step: computes every loss and the gradients of all. Returns the losses, detached."""
+        return one_after_another(losses, self._streaming.last_microbatch)
+
+    def overlap(self, optimizer: HostAdamW, early: bool) -> None:
+        """Hides the updates of `optimizer` behind the step; see `WeightStreaming.overlap`."""
+        self._streaming.overlap(optimizer, early)
 
     def detach(self) -> None:
         """Gives the model back as it was found."""
@@ -85,9 +109,12 @@ class WeightMode(ABC):
         """Bytes and ms since `attach`, and the host bytes held now, page-locked and not."""
         return self._streaming.counters()
 
+    def chosen(self, model: nn.Module) -> Sequence[Root]:
+        """The roots that `include` and `exclude` leave, named by their units."""
+        return self.grouped([root for root in self.roots(model) if self._selects(root.name)])
+
     def _cut(self, model: nn.Module) -> CutModel:
-        chosen = [root for root in self.roots(model) if self._selects(root.name)]
-        return keep_on_device(cut(model, chosen), self._resident)
+        return keep_on_device(cut(model, self.chosen(model)), self._resident)
 
     def _selects(self, name: str) -> bool:
         included = not self._include or any(fnmatchcase(name, pattern) for pattern in self._include)

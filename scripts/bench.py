@@ -3,8 +3,11 @@
     python scripts/bench.py --modes none bounce_linear --sequences 2 --seq-len 2048
     python scripts/bench.py --sequences 8 --recompute --json bench.json
 
-With `--head` the embedding, the head and the loss are there too. Every mode runs in a process of its own. A step ends
-with the gradients where the mode keeps them: on the device for `none`, on the host for the streaming modes.
+With `--optimizer` a step of every mode but `none` includes the update of its weights on the host, beside the device;
+`none`, forward and backward alone, is then the floor. With `--head` the embedding, the head and the loss are there
+too. Every mode runs in a process of its own. A step ends with the gradients where the mode keeps them: on the device
+for `none`, on the host for the streaming modes. Modes that swap activations take the mode of their weights as a knob:
+`tensor_swap:weights=layer_stream,budget=auto`; with `budget=auto` they want `--warmup 9`.
 
 The floor of a step is the largest of: the resident step with the same recompute, bytes in over the bandwidth host to
 device, bytes out over the bandwidth device to host, each measured alone. The phase floor knows more: gradients leave
@@ -35,17 +38,37 @@ from models.llama import Llama, rotary_tables
 from offload import registry
 from offload.bandwidth import measure_bandwidth
 from offload.blocks import find_blocks
+from offload.host_optimizer import HostAdamW
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
+from offload.modes.save_on_cpu import SaveOnCpu
+from offload.modes.shard_offload import ShardOffload
+from offload.modes.tensor_swap import TensorSwap
+from offload.recompute import recompute
 from offload.transfer import upload
 from training.clock import StepClock
 from training.hardware import reset_peaks, vram_peak_gib, vram_reserved_gib
-from training.recompute import recompute
-from training.step import forward_backward
+from training.step import clip_scale, forward_backward, gradient_norm
 
-MODES = {"none": Resident, "bounce_linear": BounceLinear, "layer_stream": LayerStream}
+MODES = {
+    "none": Resident,
+    "bounce_linear": BounceLinear,
+    "layer_stream": LayerStream,
+    "shard_offload": ShardOffload,
+}
+SWAPPING = {"tensor_swap": TensorSwap, "save_on_cpu": SaveOnCpu}
 GIB = 2**30
+# Counters of a mode, whose growth in a step is reported.
+MOVED = (
+    "h2d_bytes",
+    "d2h_bytes",
+    "activation_h2d_bytes",
+    "activation_d2h_bytes",
+    "stall_ms",
+    "update_ms",
+    "update_wait_ms",
+)
 # Title, key of a row, and what to divide by; 0 for text.
 COLUMNS = (
     ("step ms", "step_ms", 1),
@@ -57,6 +80,10 @@ COLUMNS = (
     ("peak GiB", "vram_peak_gib", 1),
     ("in GB", "h2d_bytes", 1e9),
     ("out GB", "d2h_bytes", 1e9),
+    ("acts in", "activation_h2d_bytes", 1e9),
+    ("acts out", "activation_d2h_bytes", 1e9),
+    ("update ms", "update_ms", 1),
+    ("wait ms", "update_wait_ms", 1),
     ("pinned GiB", "host_pinned_gib", 1),
     ("attach s", "attach_s", 1),
 )
@@ -93,6 +120,9 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument("--seq-len", type=int, default=2048)
     options.add_argument("--microbatches", type=int, default=1)
     options.add_argument("--recompute", action="store_true")
+    options.add_argument("--optimizer", action="store_true", help="with the update by host_adamw")
+    options.add_argument("--clip-norm", type=float, default=None)
+    options.add_argument("--threads", type=int, default=None, help="cores of the host optimizer")
     options.add_argument("--forward", action="store_true", help="forward only, without gradients")
     return options
 
@@ -102,9 +132,7 @@ class Workload:
 
     def __init__(self, spec: str, options: argparse.Namespace):
         """`spec` is MODE or MODE:KEY=VALUE,...: a mode and the knobs it is built with."""
-        name, _, knobs = spec.partition(":")
-        pairs = (pair.partition("=") for pair in knobs.split(",") if pair)
-        self.mode = MODES[name](**{key: int(value) if value.isdigit() else value for key, _, value in pairs})
+        name, self.mode = build_mode(spec)
         self.options = options
         self.device = torch.device(options.device)
         with torch.device("meta"):
@@ -121,8 +149,13 @@ class Workload:
         initialise(self.model, 0, self.device)
         clock.stop()
         (self.attach_ms,) = clock.collect()
-        if options.recompute:
+        if options.recompute and not self.mode.recomputes:
             recompute(block for _, block in find_blocks(self.model))
+        self.optimizer = None
+        if options.optimizer and name != "none":
+            self.optimizer = HostAdamW(self.model.parameters(), lr=1e-5, threads=options.threads)
+            self.optimizer.allocate()
+            self.mode.overlap(self.optimizer, early=options.clip_norm is None)
         self._generator = torch.Generator().manual_seed(0)
         torch.manual_seed(0)
 
@@ -138,13 +171,29 @@ class Workload:
         options = self.options
         shape = (options.sequences, options.seq_len + 1)
         batch = upload(torch.randint(options.head or 256, shape, generator=self._generator), self.device)
-        with self.mode.step(), torch.set_grad_enabled(not options.forward):
+        clips = self.optimizer is not None and options.clip_norm is not None
+        with self.mode.step(norms=clips), torch.set_grad_enabled(not options.forward):
             if options.forward:
                 loss = self.model(batch[:, :-1], batch[:, 1:])
             else:
-                loss = forward_backward(self.model, batch, options.microbatches)
+                loss = forward_backward(self.mode, self.model, batch, options.microbatches, seed=0, step=0)
+        if self.optimizer is not None:
+            norm = gradient_norm(self.model, self.mode.gradient_norms()) if clips else 0.0
+            self.optimizer.step(scale=clip_scale(norm, options.clip_norm))
         self.model.zero_grad(set_to_none=True)
         return loss
+
+
+def build_mode(spec: str) -> tuple[str, object]:
+    """The name and the mode that `spec` describes."""
+    name, _, pairs = spec.partition(":")
+    knobs = {}
+    for pair in filter(None, pairs.split(",")):
+        key, _, value = pair.partition("=")
+        knobs[key] = int(value) if value.isdigit() else value
+    if name in SWAPPING:
+        knobs["weights"] = MODES[knobs.get("weights", "none")]()
+    return name, (MODES | SWAPPING)[name](**knobs)
 
 
 def bandwidths(device: torch.device) -> dict[str, float]:
@@ -160,7 +209,7 @@ def measure(spec: str, options: argparse.Namespace) -> dict:
     with Workload(spec, options) as workload:
         device, clock = workload.device, StepClock(workload.streams)
         reset_peaks(device)
-        for _ in range(2):
+        for _ in range(options.warmup):
             workload.step()
         before = workload.mode.counters()
         for _ in range(options.steps):
@@ -169,17 +218,18 @@ def measure(spec: str, options: argparse.Namespace) -> dict:
             clock.stop()
         times_ms = clock.collect()
         after = workload.mode.counters()
+        passes = 1 if workload.plan.layer_major else options.microbatches
         return {
             "mode": spec,
             "step_ms": statistics.median(times_ms),
             "step_ms_min": min(times_ms),
             "attach_s": workload.attach_ms / 1e3,
-            "forward_bytes": workload.plan.host_weight_bytes * options.microbatches,
+            "forward_bytes": workload.plan.host_weight_bytes * passes,
             "vram_peak_gib": vram_peak_gib(device),
             "vram_reserved_gib": vram_reserved_gib(device),
             "host_pinned_gib": after["host_pinned_bytes"] / GIB,
             "loss": loss.item(),
-            **{key: (after[key] - before[key]) / options.steps for key in ("h2d_bytes", "d2h_bytes", "stall_ms")},
+            **{key: (after.get(key, 0) - before.get(key, 0)) / options.steps for key in MOVED},
         }
 
 
@@ -217,7 +267,8 @@ def with_floor(row: dict, resident_ms: float | None, speed: dict[str, float]) ->
 def main() -> None:
     options_parser = parser(__doc__)
     options_parser.add_argument("--modes", nargs="+", default=list(MODES), metavar="MODE[:KEY=VALUE,...]")
-    options_parser.add_argument("--steps", type=int, default=7, help="timed steps, after two for warm-up")
+    options_parser.add_argument("--steps", type=int, default=7, help="timed steps")
+    options_parser.add_argument("--warmup", type=int, default=2, help="steps before")
     options_parser.add_argument("--json", type=Path, help="file for the figures")
     options = options_parser.parse_args()
     speed = isolated(bandwidths, torch.device(options.device))

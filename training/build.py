@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -18,12 +18,13 @@ from offload import registry
 from offload.bandwidth import measure_bandwidth
 from offload.blocks import find_blocks
 from offload.plan import Plan
+from offload.recompute import recompute
 from offload.registry import Streams
 from training.errors import UserError
 from training.hardware import describe, peak_flops, resolve_device
 from training.progress import print_plan
-from training.recompute import recompute
-from training.schema import Precision
+from training.schedules import build_schedule
+from training.schema import OnNonfinite, Precision
 from training.tracking import Tracker, plain, run_name, run_tags
 
 DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32}
@@ -45,6 +46,7 @@ class Job:
     plan: Plan
     dataset: object
     optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler
     tracker: Tracker
 
     def __enter__(self) -> Job:
@@ -76,7 +78,7 @@ def build(config: DictConfig, run_dir: Path) -> Job:
     choices = HydraConfig.get().runtime.choices
     recomputes = choices["recompute"] != "none"
     mode, plan = build_mode(config, model, recomputes)
-    blocks = recomputed_blocks(config, model) if recomputes else []
+    blocks = recomputed_blocks(config, model) if recomputes and not mode.recomputes else []
     streams = registry.acquire(device)
     rows = dict(plan.rows()) | {"predicted floor of a step": predicted_floor(config, plan, model, streams, dtype)}
     print_plan(rows, title=f"Plan: offload={choices['offload']} model={choices['model']} on {device}")
@@ -87,9 +89,14 @@ def build(config: DictConfig, run_dir: Path) -> Job:
     fill(model, config, device)
     # After the mode has attached, so that the recompute has its weights in place too.
     recompute(blocks)
-    optimizer = instantiate(config.optimizer, params=model.parameters())
+    optimizer = build_optimizer(config, model)
+    if choices["optimizer"] == "host_adamw":
+        # What must be known of all gradients first, their norm or that they are finite, is known after backward.
+        early = config.clip_norm is None and config.on_nonfinite == OnNonfinite.stop
+        mode.overlap(optimizer, early)
+    schedule = build_schedule(config, optimizer)
     tracker = build_tracker(config, run_dir, device)
-    return Job(config, run_dir, device, dtype, streams, model, mode, plan, dataset, optimizer, tracker)
+    return Job(config, run_dir, device, dtype, streams, model, mode, plan, dataset, optimizer, schedule, tracker)
 
 
 def build_dataset(config: DictConfig, run_dir: Path):
@@ -108,24 +115,19 @@ def build_model(config: DictConfig, dtype: torch.dtype) -> nn.Module:
 
 def build_mode(config: DictConfig, model: nn.Module, recomputes: bool) -> tuple[object, Plan]:
     """The offload mode and its plan for `model`. Raises UserError for a knob that does not fit the model."""
-    mode = instantiate(config.offload)
     try:
+        mode = instantiate(config.offload)
         return mode, mode.plan(model, recompute=recomputes)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    except (InstantiationException, ValueError) as error:
+        cause = error.__cause__ if isinstance(error, InstantiationException) else error
+        if not isinstance(cause, ValueError):
+            raise
+        raise UserError(str(cause)) from error
 
 
 def predicted_floor(config: DictConfig, plan: Plan, model: nn.Module, streams: Streams, dtype: torch.dtype) -> str:
-    """The time of a step that neither the bus nor the device's peak arithmetic allows to beat, for people.
-
-    Weights come in for each microbatch; gradients go out for each, and but for the first come back to be added to.
-    """
-    again = config.microbatches - 1
-    traffic = dataclasses.replace(
-        plan,
-        h2d_bytes=plan.h2d_bytes * config.microbatches + plan.d2h_bytes * again,
-        d2h_bytes=plan.d2h_bytes * config.microbatches,
-    )
+    """The time of a step that neither the bus nor the device's peak arithmetic allows to beat, for people."""
+    traffic = plan.for_microbatches(config.microbatches)
     flops = model.flops_per_token(config.seq_len) * config.seq_len * config.batch_size
     compute_ms = flops / peak_flops(streams.device, dtype) * 1e3
     floor_ms, bound = compute_ms, "compute"
@@ -151,6 +153,17 @@ def fill(model: nn.Module, config: DictConfig, device: torch.device) -> None:
         load_weights(model, config.model.weights)
     except (ValueError, FileNotFoundError) as error:
         raise UserError(f"model.weights={config.model.weights}: {error}") from error
+
+
+def build_optimizer(config: DictConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer with its states. Raises UserError where the host has no room for them."""
+    optimizer = instantiate(config.optimizer, params=model.parameters())
+    try:
+        optimizer.allocate()
+    except MemoryError as error:
+        choice = HydraConfig.get().runtime.choices["optimizer"]
+        raise UserError(f"optimizer={choice}: {error}: take a smaller model") from error
+    return optimizer
 
 
 def build_tracker(config: DictConfig, run_dir: Path, device: torch.device) -> Tracker:

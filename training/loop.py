@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from offload.transfer import upload
 from training.build import Job
 from training.clock import StepClock
+from training.errors import UserError
 from training.hardware import (
     peak_flops,
     reset_peaks,
@@ -16,7 +19,8 @@ from training.hardware import (
 )
 from training.metrics import MetricsWriter, summarise, write_summary
 from training.progress import Progress
-from training.step import forward_backward, gradient_norm
+from training.schema import OnNonfinite
+from training.step import clip_scale, forward_backward, gradient_norm
 
 GIB = 2**30
 
@@ -24,7 +28,8 @@ GIB = 2**30
 def train(job: Job) -> dict:
     """Runs the job to its last step and returns the summary, which is also in the run's directory.
 
-    Metrics are written every `log_every` steps and at the last; only there does the host wait for the device.
+    Metrics are written every `log_every` steps and at the last. The host waits for the device once a step, to know
+    the norm of the gradients before the update.
     """
     config = job.config
     recorder = Recorder(job)
@@ -35,18 +40,34 @@ def train(job: Job) -> dict:
             recorder.clock.start()
             # Before the step: inside, it would queue behind the first weights on the bus.
             batch = upload(batch, job.device)
-            with job.mode.step():
-                loss = forward_backward(job.model, batch, config.microbatches)
+            with job.mode.step(norms=True):
+                loss = forward_backward(job.mode, job.model, batch, config.microbatches, config.seed, step)
             logged = step % config.log_every == 0 or step == config.steps
-            norm = gradient_norm(job.model, config.clip_norm, wanted=logged)
-            job.optimizer.step()
+            norm = gradient_norm(job.model, job.mode.gradient_norms())
+            (lr,) = job.schedule.get_last_lr()[:1]
+            if math.isfinite(norm):
+                job.optimizer.step(scale=clip_scale(norm, config.clip_norm))
+            else:
+                recorder.skipped_steps += 1
+                skip_or_stop(job, step, norm)
             job.optimizer.zero_grad()
+            job.schedule.step()
             recorder.clock.stop()
             if logged:
-                recorder.record(step, loss, norm)
+                recorder.record(step, loss, norm, lr)
     finally:
         recorder.close()
     return recorder.finish()
+
+
+def skip_or_stop(job: Job, step: int, norm: float) -> None:
+    """What `on_nonfinite` asks for where gradients are not finite. Raises UserError to end the run."""
+    if job.config.on_nonfinite == OnNonfinite.stop:
+        raise UserError(
+            f"step {step}: the gradient norm is {norm}, and on_nonfinite=stop: take a lower optimizer.lr, warm up"
+            " (schedule.warmup), set clip_norm, or leave such steps out with on_nonfinite=skip"
+        )
+    job.optimizer.skip()
 
 
 class Recorder:
@@ -60,12 +81,13 @@ class Recorder:
         self._records: list[dict] = []
         self._counters = job.mode.counters()
         self._last_step = 0
+        self.skipped_steps = 0
         self._peak_flops = peak_flops(job.device, job.dtype)
         self._tokens = job.config.batch_size * job.config.seq_len
         self._flops = self._tokens * job.model.flops_per_token(job.config.seq_len)
         reset_peaks(job.device)
 
-    def record(self, step: int, loss: Tensor, norm: Tensor) -> None:
+    def record(self, step: int, loss: Tensor, norm: float, lr: float) -> None:
         """Waits for the device and writes the metrics of the steps since the last record."""
         times_ms = self.clock.collect()
         step_s = sum(times_ms) / len(times_ms) / 1e3
@@ -77,7 +99,9 @@ class Recorder:
         record = {
             "train/step": step,
             "train/loss": loss.item(),
-            "train/grad_norm": norm.item(),
+            "train/grad_norm": norm,
+            "train/lr": lr,
+            "train/skipped_steps": self.skipped_steps,
             "perf/step_ms": step_s * 1e3,
             "perf/tokens_per_s": self._tokens / step_s,
             "perf/mfu": self._flops / step_s / self._peak_flops,
@@ -87,7 +111,12 @@ class Recorder:
             "memory/rss_gib": rss_gib(),
             "transfer/h2d_gib": moved["h2d_bytes"] / GIB,
             "transfer/d2h_gib": moved["d2h_bytes"] / GIB,
+            "transfer/activations_h2d_gib": moved.get("activation_h2d_bytes", 0) / GIB,
+            "transfer/activations_d2h_gib": moved.get("activation_d2h_bytes", 0) / GIB,
             "transfer/stall_ms": moved["stall_ms"],
+            "optimizer/host_ms": moved.get("update_ms", 0.0),
+            "optimizer/wait_ms": moved.get("update_wait_ms", 0.0),
+            "optimizer/gparams_per_s": _rate(moved),
         }
         self._records.append(record)
         self._writer.write(record)
@@ -106,3 +135,8 @@ class Recorder:
         self._job.tracker.finish(summary, exit_code=0)
         write_summary(self._job.run_dir, summary)
         return summary
+
+
+def _rate(moved: dict[str, float]) -> float:
+    """Parameters updated beside the device in a second, in billions."""
+    return moved.get("updated_parameters", 0) / 1e6 / moved["update_ms"] if moved.get("update_ms") else 0.0

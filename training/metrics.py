@@ -35,6 +35,8 @@ METRIC_KEYS: dict[str, Metric] = {
     "train/step": Metric("steps", "optimizer steps done, from 1"),
     "train/loss": Metric("nats/token", "mean cross-entropy of the step's batch"),
     "train/grad_norm": Metric("", "L2 norm of all gradients before clipping"),
+    "train/lr": Metric("", "learning rate of the first parameter group"),
+    "train/skipped_steps": Metric("steps", "left out because gradients were not finite", "max"),
     "perf/step_ms": Metric("ms", "time of one step", "median"),
     "perf/tokens_per_s": Metric("tokens/s", "tokens trained in a second", "median"),
     "perf/mfu": Metric("", "model FLOPs over the device's peak, 0 to 1", "median"),
@@ -44,7 +46,12 @@ METRIC_KEYS: dict[str, Metric] = {
     "memory/rss_gib": Metric("GiB", "resident host memory of the process", "max"),
     "transfer/h2d_gib": Metric("GiB/step", "copied from host to device", "mean"),
     "transfer/d2h_gib": Metric("GiB/step", "copied from device to host", "mean"),
+    "transfer/activations_h2d_gib": Metric("GiB/step", "of these, activations that came back to the device", "mean"),
+    "transfer/activations_d2h_gib": Metric("GiB/step", "of these, activations that went to the host", "mean"),
     "transfer/stall_ms": Metric("ms", "compute waiting for copies, in one step", "median"),
+    "optimizer/host_ms": Metric("ms", "updates made beside the device, in one step", "mean"),
+    "optimizer/wait_ms": Metric("ms", "the step waiting for these updates", "mean"),
+    "optimizer/gparams_per_s": Metric("Gparam/s", "parameters updated in a second of host_ms", "mean"),
 }
 # Figures that only a summary has.
 SUMMARY_KEYS: dict[str, Metric] = {

@@ -8,8 +8,8 @@ import hydra._internal.utils
 from hydra.errors import CompactHydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from training.checks import unknown_key
 from training.errors import report
-from training.schema import unknown_key
 
 
 def run(main: Callable[[], None]) -> None:

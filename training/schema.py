@@ -1,27 +1,22 @@
 """Types, choices and ranges of the configuration.
 
 YAML under conf/ carries the values; the dataclasses here say what may stand there. Hydra merges every option into its
-dataclass, so that an unknown key, a wrong type or a wrong choice is refused while composing, in overlays too. Ranges
-and rules across keys, which types cannot say, are in `check`.
+dataclass, so that an unknown key, a wrong type or a wrong choice is refused while composing, in overlays too. What
+types cannot say is held by `training.checks`.
 
 Nothing here imports torch: `python train.py --cfg job` answers at once.
 """
 
-import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
-
-from training.errors import UserError
+from omegaconf import MISSING
 
 
 def number(at_least: float | None = None, above: float | None = None) -> Any:
-    """A numeric key whose range `check` holds; its value comes from YAML."""
+    """A numeric key whose range `training.checks` holds; its value comes from YAML."""
     return field(default=MISSING, metadata={"at_least": at_least, "above": above})
 
 
@@ -37,6 +32,27 @@ class Pin(StrEnum):
 
     auto = "auto"
     off = "off"
+
+
+class StateDtype(StrEnum):
+    """Of the optimizer's moments, which are computed in float32 either way."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class Compile(StrEnum):
+    """auto: the fastest kernel, compiled where there is a compiler; off: torch's own."""
+
+    auto = "auto"
+    off = "off"
+
+
+class OnNonfinite(StrEnum):
+    """Where gradients are not finite. stop: the run ends; skip: the step is left out, and the run goes on."""
+
+    stop = "stop"
+    skip = "skip"
 
 
 class TrackingMode(StrEnum):
@@ -68,6 +84,13 @@ class Elsewhere(StrEnum):
     stream = "stream"
 
 
+class Boundary(StrEnum):
+    """Where the inputs of recomputed blocks wait for backward."""
+
+    host = "host"
+    device = "device"
+
+
 @dataclass
 class WeightMode(Built):
     """The knobs that modes which stream weights have in common."""
@@ -91,6 +114,37 @@ class LayerStream(WeightMode):
     _target_: str = "offload.modes.layer_stream.LayerStream"
     layers: str | None = MISSING
     embedding: Elsewhere = MISSING
+
+
+@dataclass
+class ShardOffload(WeightMode):
+    _target_: str = "offload.modes.shard_offload.ShardOffload"
+    layers: str | None = MISSING
+    shards: int | None = number(at_least=1)
+    shard_bytes: str | int = MISSING
+    checkpoint: bool = MISSING
+    boundary: Boundary = MISSING
+
+
+@dataclass
+class TensorSwap(Built):
+    _target_: str = "offload.modes.tensor_swap.TensorSwap"
+    weights: Any = MISSING
+    layers: list[str] | None = MISSING
+    min_bytes: str | int = MISSING
+    budget: str | int = MISSING
+    keep_last: int = number(at_least=0)
+    prefetch: str | int = MISSING
+    host_budget: str | int | None = MISSING
+    predicate: str | None = MISSING
+    pin: Pin = MISSING
+
+
+@dataclass
+class SaveOnCpu(Built):
+    _target_: str = "offload.modes.save_on_cpu.SaveOnCpu"
+    weights: Any = MISSING
+    pin: Pin = MISSING
 
 
 @dataclass
@@ -124,7 +178,7 @@ class StdlibText(Text):
 @dataclass
 class TextFiles(Text):
     _target_: str = "training.data.TextFiles"
-    # One pattern or a list of them; OmegaConf knows no type for that, so `check` holds it.
+    # One pattern or a list of them; OmegaConf knows no type for that, so `training.checks` holds it.
     files: Any = MISSING
     text_column: str = MISSING
 
@@ -153,6 +207,32 @@ class AdamW(Built):
     betas: tuple[float, float] = MISSING
     eps: float = number(above=0)
     weight_decay: float = number(at_least=0)
+    decay_norms_and_biases: bool = MISSING
+
+
+@dataclass
+class HostAdamW(AdamW):
+    _target_: str = "offload.host_optimizer.HostAdamW"
+    state_dtype: StateDtype = MISSING
+    threads: int | None = number(at_least=1)
+    compile: Compile = MISSING
+
+
+@dataclass
+class ConstantSchedule(Built):
+    _target_: str = "training.schedules.constant"
+    warmup: int = number(at_least=0)
+
+
+@dataclass
+class LinearSchedule(ConstantSchedule):
+    _target_: str = "training.schedules.linear"
+    final: float = number(at_least=0)
+
+
+@dataclass
+class CosineSchedule(LinearSchedule):
+    _target_: str = "training.schedules.cosine"
 
 
 @dataclass
@@ -182,6 +262,7 @@ class TrainConfig:
     model: Any = MISSING
     dataset: Any = MISSING
     optimizer: Any = MISSING
+    schedule: Any = MISSING
     recompute: Any = MISSING
     tracking: Any = MISSING
     seed: int = number(at_least=0)
@@ -192,15 +273,24 @@ class TrainConfig:
     device: str = MISSING
     precision: Precision = MISSING
     clip_norm: float | None = number(above=0)
+    on_nonfinite: OnNonfinite = MISSING
     warmup_steps: int = number(at_least=0)
     log_every: int = number(at_least=1)
 
 
 SCHEMAS = {
-    "offload": {"none": Resident, "bounce_linear": BounceLinear, "layer_stream": LayerStream},
+    "offload": {
+        "none": Resident,
+        "bounce_linear": BounceLinear,
+        "layer_stream": LayerStream,
+        "shard_offload": ShardOffload,
+        "tensor_swap": TensorSwap,
+        "save_on_cpu": SaveOnCpu,
+    },
     "model": {"llama": Llama},
     "dataset": {"stdlib": StdlibText, "text": TextFiles, "hub": HubText, "synthetic": SyntheticTokens},
-    "optimizer": {"adamw": AdamW},
+    "optimizer": {"adamw": AdamW, "host_adamw": HostAdamW},
+    "schedule": {"constant": ConstantSchedule, "linear": LinearSchedule, "cosine": CosineSchedule},
     "recompute": {"none": RecomputeNothing, "block": RecomputeBlocks},
     "tracking": {"wandb": Tracking},
 }
@@ -213,114 +303,3 @@ def register() -> None:
     for group, options in SCHEMAS.items():
         for name, schema in options.items():
             store.store(group=f"schema/{group}", name=name, node=schema)
-
-
-def check(config: DictConfig) -> None:
-    """Refuses what the types let through, before anything is built.
-
-    Raises UserError naming the key, its value and what it may be: a key that is unknown (added with +) or has no
-    value, a number out of range, a combination of keys that contradicts itself.
-    """
-    for key, node in _sections(config):
-        _check_keys(key, node)
-    for key, node in _sections(config):
-        _check_ranges(key, node)
-    _check_rules(config)
-
-
-def unknown_key(key: str, known: Iterable[str]) -> str:
-    """One line about a key that does not exist: the one probably meant, and those that do exist beside it."""
-    parent, _, name = key.rpartition(".")
-    prefix = f"{parent}." if parent else ""
-    known = sorted(name for name in known if not name.startswith("_") and name != "hydra")
-    close = get_close_matches(name, known, n=1)
-    meant = f" Did you mean {prefix}{close[0]}?" if close else ""
-    where = f"{parent}, as chosen," if parent else "the top level"
-    return f"{key} is no key of the configuration.{meant} Keys that {where} has: {', '.join(known) or 'none'}"
-
-
-def _sections(config: DictConfig) -> Iterator[tuple[str, DictConfig]]:
-    yield "", config
-    for name in config:
-        if not OmegaConf.is_missing(config, name) and OmegaConf.is_dict(config[name]):
-            yield f"{name}.", config[name]
-
-
-def _check_keys(prefix: str, node: DictConfig) -> None:
-    schema = OmegaConf.get_type(node)
-    known = [entry.name for entry in fields(schema)] if schema is not dict else []
-    for name in node:
-        if name not in known:
-            raise UserError(unknown_key(f"{prefix}{name}", known))
-    for name in known:
-        if name not in node:  # removed with ~, or nothing but ??? in YAML
-            raise UserError(f"{prefix}{name} has no value: give it one, {prefix}{name}=VALUE")
-
-
-def _check_ranges(prefix: str, node: DictConfig) -> None:
-    for entry in fields(OmegaConf.get_type(node)):
-        value = node[entry.name]
-        if value is None:
-            continue
-        at_least, above = entry.metadata.get("at_least"), entry.metadata.get("above")
-        # Written so that NaN is refused.
-        if at_least is not None and not value >= at_least:
-            raise UserError(f"{prefix}{entry.name}={value}: must be at least {at_least}")
-        if above is not None and not value > above:
-            raise UserError(f"{prefix}{entry.name}={value}: must be above {above}")
-
-
-def _check_rules(config: DictConfig) -> None:
-    if config.microbatches > config.batch_size:
-        raise UserError(
-            f"microbatches={config.microbatches}: must be between 1 and batch_size={config.batch_size},"
-            " the sequences that it divides"
-        )
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
-        raise UserError(f"device={config.device}: must be auto, cuda, cuda:N (N counts from 0) or cpu")
-    rules = {WeightMode: _check_weight_mode, Llama: _check_llama, TextFiles: _check_files, AdamW: _check_adamw}
-    for _, node in _sections(config):
-        for schema, rule in rules.items():
-            if issubclass(OmegaConf.get_type(node), schema):
-                rule(node)
-
-
-def _check_weight_mode(offload: DictConfig) -> None:
-    if offload.prefetch is not None and offload.prefetch >= offload.slots:
-        raise UserError(
-            f"offload.prefetch={offload.prefetch}: must be below offload.slots={offload.slots},"
-            " because the unit that computes holds a slot as well"
-        )
-    if not re.fullmatch(r"\d+|\d+(\.\d+)?(%|[KMGT]iB)", str(offload.resident)):
-        raise UserError(
-            f"offload.resident={offload.resident}: must be a number of units (8), a share of the bytes (25%)"
-            " or bytes (2GiB, 512MiB)"
-        )
-
-
-def _check_llama(model: DictConfig) -> None:
-    heads = model.num_attention_heads
-    if model.hidden_size % (2 * heads):
-        raise UserError(
-            f"model.hidden_size={model.hidden_size}: must be a multiple of {2 * heads},"
-            f" twice model.num_attention_heads={heads}"
-        )
-    if heads % model.num_key_value_heads:
-        raise UserError(
-            f"model.num_key_value_heads={model.num_key_value_heads}: must divide model.num_attention_heads={heads}"
-        )
-
-
-def _check_files(dataset: DictConfig) -> None:
-    files = dataset.files
-    if isinstance(files, str):
-        return
-    if not OmegaConf.is_list(files) or not files or not all(isinstance(name, str) for name in files):
-        raise UserError(
-            f"dataset.files={files}: must be a path or pattern (texts/*.txt), or a list of them ([a.txt,b.txt])"
-        )
-
-
-def _check_adamw(optimizer: DictConfig) -> None:
-    if not all(0 <= beta < 1 for beta in optimizer.betas):
-        raise UserError(f"optimizer.betas={optimizer.betas}: both must be at least 0 and below 1")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from torch import nn
+from torch import Tensor, nn
 
+from offload.host_optimizer import HostAdamW
+from offload.microbatches import one_after_another
 from offload.plan import Plan
 from offload.registry import Streams
 from offload.residency import Residency
@@ -15,6 +18,8 @@ from offload.unit import cut
 class Resident:
     """Parameters, gradients and buffers stay on the device; a step moves nothing."""
 
+    recomputes = False
+
     def plan(self, model: nn.Module, recompute: bool = False) -> Plan:
         """What `attach` will hold and a step will move, in bytes; touches nothing."""
         return Plan.of(cut(model, []), slots=0, recompute=recompute)
@@ -23,8 +28,19 @@ class Resident:
         """Moves `model` to the device of `streams`; meta parameters become uninitialised device memory."""
         self._residency = Residency(cut(model, []).resident, streams.device)
 
-    def step(self) -> AbstractContextManager:
+    def step(self, norms: bool = False) -> AbstractContextManager:
         return nullcontext()
+
+    def gradient_norms(self) -> dict[nn.Parameter, Tensor]:
+        """None: the gradients are on the device, for everyone to read."""
+        return {}
+
+    def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+        """Inside a step: computes every loss and the gradients of all. Returns the losses, detached."""
+        return one_after_another(losses)
+
+    def overlap(self, optimizer: HostAdamW, early: bool) -> None:
+        """Nothing to do: the parameters are on the device, and so are their states and updates."""
 
     def detach(self) -> None:
         self._residency.restore()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -95,18 +96,20 @@ def train(
     device: str = "cpu",
 ) -> list[torch.Tensor]:
     """Trains under `mode`; returns every loss and, step by step, every gradient, on the host."""
+
+    def loss_of(step: int, microbatch: int) -> torch.Tensor:
+        torch.manual_seed(100 * step + microbatch)
+        return model(inputs(step, microbatch)).float().square().mean() / microbatches
+
     seen = []
-    torch.manual_seed(7)
     with attached(mode, model, device):
         # The update runs on the host in every mode: AdamW on a GPU rounds differently.
         masters = [p.detach().cpu().clone().requires_grad_() for p in model.parameters()]
         optimizer = torch.optim.AdamW(masters, lr=0.05, foreach=False)
         for step in range(steps):
             with mode.step():
-                for microbatch in range(microbatches):
-                    loss = model(inputs(step, microbatch)).float().square().mean() / microbatches
-                    loss.backward()
-                    seen.append(loss.detach().cpu())
+                losses = mode.accumulate([partial(loss_of, step, microbatch) for microbatch in range(microbatches)])
+            seen += [loss.cpu() for loss in losses]
             seen += [p.grad.detach().cpu().clone() for p in model.parameters() if p.grad is not None]
             for master, parameter in zip(masters, model.parameters(), strict=True):
                 master.grad = None if parameter.grad is None else parameter.grad.detach().cpu().clone()

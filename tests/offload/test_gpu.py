@@ -6,81 +6,29 @@ freed slots are filled with NaN: a wait that is missing then shows in the number
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-
 import pytest
 import torch
+from late import DELAY_CYCLES, make_late
 from support import Stack, assert_same, attached, stack_inputs, train, twin
 from torch import nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 from offload import registry
 from offload.memory import HostArena
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
-from offload.onloading import Onloader
 from offload.transfer import Transfer
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("exact_on_a_gpu"),
 ]
-
-# About half a millisecond: longer than the host needs to queue a whole small step's next operation.
-DELAY_CYCLES = 1_000_000
 
 
 def inputs(step: int, microbatch: int) -> torch.Tensor:
     return stack_inputs(step, microbatch, "cuda")
-
-
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-
-
-@pytest.fixture(autouse=True)
-def complete_recomputes() -> Iterator[None]:
-    """Under TORCH_CUDA_SANITIZER=1, recomputes run to their end.
-
-    torch ends them early by an exception; the sanitizer's hooks fail when CUDA events are freed while one is raised.
-    """
-    with set_checkpoint_early_stop(not os.environ.get("TORCH_CUDA_SANITIZER")):
-        yield
-
-
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Onloader.__init__
-
-    def poisoning(self, units, slots, transfer, prefetch, poison):
-        original(self, units, slots, transfer, prefetch, True)
-
-    monkeypatch.setattr(Onloader, "__init__", poisoning)
-
-
-@pytest.fixture(params=["nobody", "h2d", "d2h", "compute"])
-def delayed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One stream runs late, the others do not."""
-    late = request.param
-    copy, visit = Transfer._copy, Onloader.visit
-
-    def late_copy(self, destination, source, stream):
-        if stream is getattr(self.streams, late, None):
-            with self.streams.on(stream):
-                torch.cuda._sleep(DELAY_CYCLES)
-        return copy(self, destination, source, stream)
-
-    def late_visit(self, unit, **options):
-        slot = visit(self, unit, **options)
-        if late == "compute":
-            torch.cuda._sleep(DELAY_CYCLES)
-        return slot
-
-    monkeypatch.setattr(Transfer, "_copy", late_copy)
-    monkeypatch.setattr(Onloader, "visit", late_visit)
 
 
 @pytest.mark.usefixtures("delayed", "poisoned")
@@ -149,22 +97,7 @@ def test_buffers_bare_parameters_and_recurrent_layers(slots: int):
 @pytest.mark.parametrize("broken", ["ready", "free"])
 def test_the_delays_would_show_a_missing_wait(broken: str, monkeypatch: pytest.MonkeyPatch, poisoned: None):
     """The checks above can fail: without one kind of wait they do."""
-    copy, visit = Transfer._copy, Onloader.visit
-
-    def late_copy(self, destination, source, stream):
-        if broken == "ready" and stream is self.streams.h2d:
-            with self.streams.on(stream):
-                torch.cuda._sleep(DELAY_CYCLES)
-        return copy(self, destination, source, stream)
-
-    def late_visit(self, unit, **options):
-        slot = visit(self, unit, **options)
-        if broken == "free":
-            torch.cuda._sleep(DELAY_CYCLES)
-        return slot
-
-    monkeypatch.setattr(Transfer, "_copy", late_copy)
-    monkeypatch.setattr(Onloader, "visit", late_visit)
+    make_late(monkeypatch, "h2d" if broken == "ready" else "compute")
     if broken == "ready":
         monkeypatch.setattr(Transfer, "await_on", lambda self, stream, event: None)
     else:

@@ -12,13 +12,17 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from training import launcher, schema
+from training.checks import check
 from training.errors import UserError
 from training.refusals import explain_refusal
 
 CONF = Path(__file__).parents[2] / "conf"
-GROUPS = ("offload", "model", "dataset", "optimizer", "recompute", "tracking")
+GROUPS = ("offload", "model", "dataset", "optimizer", "schedule", "recompute", "tracking")
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 EXPERIMENTS = [path.stem for path in sorted((CONF / "experiment").glob("*.yaml"))]
+OFFLOADS = (
+    "bounce_linear, bounce_linear_swap, layer_stream, layer_stream_swap, none, save_on_cpu, shard_offload, tensor_swap"
+)
 # Options that name something only the user knows.
 REQUIRED = {"text": ["dataset.files=a.txt"], "hub": ["dataset.name=some/text"]}
 
@@ -41,7 +45,7 @@ def refused(*overrides):
 
 
 def checked(*overrides):
-    schema.check(composed(*overrides))
+    check(composed(*overrides))
 
 
 @pytest.fixture
@@ -59,7 +63,7 @@ def overlay(tmp_path):
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_composes_under_its_schema(group, option):
     config = composed(f"{group}={option}", *REQUIRED.get(option, []))
-    schema.check(config)
+    check(config)
     assert OmegaConf.get_type(config[group]) in schema.SCHEMAS[group].values()
     OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
 
@@ -85,7 +89,7 @@ def test_the_default_run_is_small_and_fp32():
 
 def test_schemas_are_not_offered_as_options():
     line = refused("offload=x")
-    assert line.endswith("choose from bounce_linear, layer_stream, none")
+    assert line.endswith(f"choose from {OFFLOADS}")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +99,12 @@ def test_schemas_are_not_offered_as_options():
         ("ofload=none", ["ofload", "Did you mean offload?"]),
         ("optimizer.lrr=1", ["optimizer.lrr", "Did you mean optimizer.lr?", "weight_decay"]),
         ("offload.slots=2", ["offload.slots", "offload, as chosen, has: none"]),
-        ("offload=bounce_liner", ["offload=bounce_liner", "bounce_linear, layer_stream, none"]),
+        ("offload=bounce_liner", ["offload=bounce_liner", OFFLOADS]),
+        ("optimizer=adam", ["optimizer=adam", "adamw, host_adamw"]),
+        ("schedule=step", ["schedule=step", "constant, cosine, linear"]),
+        ("on_nonfinite=ignore", ["on_nonfinite", "'ignore'", "stop, skip"]),
+        ("optimizer.state_dtype=bf16", ["optimizer.state_dtype", "optimizer, as chosen, has: betas"]),
+        ("schedule.final=0.1", ["schedule.final", "schedule, as chosen, has: warmup"]),
         ("experiment=quick", ["experiment=quick", "quickstart"]),
         ("precision=fp16", ["precision", "'fp16'", "bf16, fp32"]),
         ("tracking.mode=on", ["tracking.mode", "'on'", "auto, online, offline, disabled"]),
@@ -128,10 +137,7 @@ def test_keys_of_bounce_linear_are_typed(override):
         ("steps: many", ["experiment/mine", "steps", "'many'"]),
         ("precision: fp16", ["experiment/mine", "precision", "bf16, fp32"]),
         ("optimizer:\n  lrr: 1", ["experiment/mine", "optimizer.lrr", "Did you mean optimizer.lr?"]),
-        (
-            "defaults:\n  - override /offload: bounce_liner",
-            ["offload=bounce_liner", "bounce_linear, layer_stream, none"],
-        ),
+        ("defaults:\n  - override /offload: bounce_liner", ["offload=bounce_liner", OFFLOADS]),
         ("defaults:\n  - override /ofload: none", ["ofload"]),
         ("defaults:\n  - override /offload: bounce_linear\noffload:\n  slot: 2", ["offload.slot", "offload.slots?"]),
     ],
@@ -144,7 +150,7 @@ def test_an_overlay_is_held_to_the_same_types(overlay, text, named):
 def test_a_sound_overlay_is_accepted(overlay):
     overrides = overlay("defaults:\n  - override /offload: bounce_linear\nsteps: 3\noffload:\n  slots: 9")
     config = composed(*overrides)
-    schema.check(config)
+    check(config)
     assert (config.steps, config.offload.slots) == (3, 9)
 
 
@@ -169,6 +175,9 @@ def test_a_sound_overlay_is_accepted(overlay):
         (["offload=bounce_linear", "offload.prefetch=4"], "offload.prefetch=4: must be below offload.slots=4"),
         (["offload=bounce_linear", "offload.resident=some"], "offload.resident=some: must be a number of units"),
         (["offload=bounce_linear", "offload.resident=-1"], "offload.resident=-1: must be a number of units"),
+        (["offload=shard_offload", "offload.shards=0"], "offload.shards=0: must be at least 1"),
+        (["offload=shard_offload", "offload.prefetch=2"], "offload.prefetch=2: must be below offload.slots=2"),
+        (["offload=shard_offload", "offload.shard_bytes=2GB"], "offload.shard_bytes=2GB: must be bytes, such as 2GiB"),
         (["model.num_attention_heads=3"], "model.hidden_size=128: must be a multiple of 6"),
         (["model.num_key_value_heads=3"], "model.num_key_value_heads=3: must divide model.num_attention_heads=4"),
         (["model.vocab_size=0"], "model.vocab_size=0: must be at least 1"),
@@ -216,7 +225,11 @@ def test_an_offload_option_makes_its_mode(option):
 
 
 # What the builder adds to, and takes from, the keys of a group.
-ADDED = {"dataset": {"seed", "seq_len", "batch_size"}, "optimizer": {"params"}}
+ADDED = {
+    "dataset": {"seed", "seq_len", "batch_size"},
+    "optimizer": {"params"},
+    "schedule": {"optimizer", "steps"},
+}
 TAKEN = {"model": {"weights"}}
 
 

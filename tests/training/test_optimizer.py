@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from training import optimizer
+from offload import adamw_update
 from training.optimizer import AdamW
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -20,8 +20,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a parameter of a few hundred elements span several tiles, the last one ragged."""
-    monkeypatch.setattr(optimizer, "HOST_TILE", 64)
-    monkeypatch.setattr(optimizer, "DEVICE_TILE", 64)
+    monkeypatch.setattr(adamw_update, "HOST_TILE", 64)
+    monkeypatch.setattr(adamw_update, "DEVICE_TILE", 64)
 
 
 def parameters(dtype: torch.dtype, device: str = "cpu") -> list[nn.Parameter]:
@@ -64,7 +64,7 @@ def test_equals_fused_adamw_on_float32_masters_bitwise(dtype: torch.dtype, devic
 
 
 def test_one_call_on_a_large_parameter_equals_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer, "HOST_TILE", 1 << 14)
+    monkeypatch.setattr(adamw_update, "HOST_TILE", 1 << 14)
     shadow = [nn.Parameter(torch.randn(100_003).bfloat16())]
     expected = reference(shadow, torch.bfloat16)
     train(AdamW(shadow, **SETTINGS))
@@ -226,7 +226,7 @@ def test_scratch_is_a_tile_of_the_gradient() -> None:
     weights.grad = torch.randn_like(weights)
     with LargestAllocation([weights, weights.grad, *adamw.state[weights].values()]) as largest:
         adamw.step()
-    assert largest.num_bytes == optimizer.HOST_TILE * 4
+    assert largest.num_bytes == adamw_update.HOST_TILE * 4
 
 
 @pytest.mark.gpu

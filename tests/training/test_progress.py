@@ -130,7 +130,7 @@ def test_report_has_every_figure_with_its_unit_and_where_to_look(tmp_path):
     report(summary, run_dir, stream=stream)
     text = stream.getvalue()
     for key in summary.keys() - {"status", "reason"}:
-        (row,) = [line for line in text.splitlines() if f" {key} " in line]
+        (row,) = [line for line in text.splitlines() if line.startswith(f"│ {key} ")]
         assert len(row) <= 80
         if key in METRIC_KEYS:
             assert METRIC_KEYS[key].unit in row

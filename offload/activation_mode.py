@@ -1,0 +1,124 @@
+"""What modes that move activations have in common: they stand on a mode that says where the weights live."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from offload.host_optimizer import HostAdamW
+from offload.plan import Plan
+from offload.regions import Opener, Regions
+from offload.registry import Streams
+
+
+class Mode(Protocol):
+    """The contract of a mode; see docs/architecture.md."""
+
+    recomputes: bool
+
+    def plan(self, model: nn.Module, recompute: bool = False) -> Plan: ...
+
+    def attach(self, model: nn.Module, streams: Streams) -> None: ...
+
+    def step(self, norms: bool = False) -> AbstractContextManager: ...
+
+    def gradient_norms(self) -> dict[nn.Parameter, Tensor]: ...
+
+    def overlap(self, optimizer: HostAdamW, early: bool) -> None: ...
+
+    def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]: ...
+
+    def detach(self) -> None: ...
+
+    def counters(self) -> dict[str, float]: ...
+
+
+class ActivationMode(ABC):
+    """A mode over the mode `weights`: everything about weights is that one's, and the two are one to their user."""
+
+    def __init__(self, weights: Mode):
+        self._weights = weights
+        self._regions: Regions | None = None
+        self._in_step = False
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the mode itself computes blocks again in backward."""
+        return self._weights.recomputes
+
+    @abstractmethod
+    def openers(self, model: nn.Module) -> Iterable[tuple[nn.Module, Opener]]:
+        """The modules around whose calls in a step something is to happen, and what.
+
+        Raises ValueError where the mode's knobs do not fit the model.
+        """
+
+    def plan(self, model: nn.Module, recompute: bool = False) -> Plan:
+        """What `attach` will hold and a step will move, in bytes; touches nothing."""
+        list(self.openers(model))
+        return self._weights.plan(model, recompute)
+
+    def attach(self, model: nn.Module, streams: Streams) -> None:
+        """Takes `model` over. Raises RuntimeError when a model is attached already, and what `weights` raises."""
+        if self._regions is not None:
+            raise RuntimeError("this mode holds a model already: detach it, or make a second mode")
+        openers = [(module, self._in_steps_only(opener)) for module, opener in self.openers(model)]
+        self._weights.attach(model, streams)
+        self._regions = Regions(openers)
+
+    @contextmanager
+    def step(self, norms: bool = False) -> Iterator[None]:
+        """Around forward and backward of one step; afterwards gradients are readable and nothing is in flight.
+
+        `norms`: those of the gradients are wanted (`gradient_norms`).
+        Raises RuntimeError when a step is open already.
+        """
+        if self._in_step:
+            raise RuntimeError("a step is open already: close it before the next")
+        with self._weights.step(norms), self.around_step():
+            self._in_step = True
+            try:
+                yield
+            finally:
+                self._in_step = False
+                self._regions.close_open()
+
+    def gradient_norms(self) -> dict[nn.Parameter, Tensor]:
+        """L2 norms of the step's gradients that were taken on the device: float32 scalars there."""
+        return self._weights.gradient_norms()
+
+    def overlap(self, optimizer: HostAdamW, early: bool) -> None:
+        """Hides the updates of `optimizer` behind the step, as `weights` does."""
+        self._weights.overlap(optimizer, early)
+
+    def around_step(self) -> AbstractContextManager:
+        """What the mode does around a step, inside of the step of the weights."""
+        return nullcontext()
+
+    def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+        """Inside a step: computes every loss and the gradients of all. Returns the losses, detached."""
+        return self._weights.accumulate(losses)
+
+    def detach(self) -> None:
+        """Gives the model back as it was found."""
+        if self._in_step:
+            raise RuntimeError("detach inside a step: close the step first")
+        self._regions.remove()
+        self._regions = None
+        self._weights.detach()
+
+    def counters(self) -> dict[str, float]:
+        """Bytes and ms since `attach`, and the host bytes held now, of weights and activations together."""
+        return self._weights.counters()
+
+    def _in_steps_only(self, opener: Opener) -> Opener:
+        def opened(arguments: tuple, keywords: dict) -> AbstractContextManager:
+            active = self._in_step and torch.is_grad_enabled()
+            return opener(arguments, keywords) if active else nullcontext()
+
+        return opened

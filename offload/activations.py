@@ -1,0 +1,379 @@
+"""Activation swapping: what autograd saves for backward waits on the host and is back ahead of use.
+
+The idea of vDNN (Rhu et al. 2016) on the saved-tensor hooks of autograd. A hook lets go of its own reference to the
+tensor and of nothing else: memory is free when nobody else holds it, and is only then counted as released.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offload.departures import Departing, Departures
+from offload.host_pool import HostPool
+from offload.lingering import Lingering
+from offload.memory import HostArena
+from offload.parcels import Origins, Packed, Parcel, Remains, Span, Trip, VersionHandles
+from offload.registry import Event
+from offload.saved_tensors import Kept, Passed, active_hooks, beneath_claims, claimed
+from offload.swap_policy import Candidate, Choice, Fate, FixedBudget, SwapPolicy
+from offload.transfer import Transfer
+
+
+class _Staying(NamedTuple):
+    """A tensor that could have been swapped and was not."""
+
+    kept: Kept
+    candidate: Candidate
+
+
+class ActivationOffloader:
+    """Swaps the tensors that are saved while `hooks` is open.
+
+    Swapped are plain dense tensors on the device of at least `min_bytes` that are neither parameters nor views of
+    such, that `predicate` accepts, and that `policy` chooses. `in_flight_bytes` may be kept for copies out that are
+    under way, `prefetch_bytes` may be back ahead of use; what the policy's budget leaves free is added to either.
+    `host_budget` bounds the host memory (None: what is free); beyond it tensors stay on the device.
+    """
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        arena: HostArena,
+        *,
+        min_bytes: int,
+        in_flight_bytes: int,
+        prefetch_bytes: int,
+        host_budget: int | None = None,
+        policy: SwapPolicy | None = None,
+        predicate: Callable[[torch.Tensor], bool] | None = None,
+    ):
+        self.swapped_bytes = 0
+        self.fetched_bytes = 0
+        self.released_bytes = 0
+        self.pool = HostPool(arena, transfer.streams, host_budget)
+        self._transfer = transfer
+        self._streams = transfer.streams
+        self._min_bytes = max(min_bytes, 1)
+        self._in_flight_bytes = in_flight_bytes
+        self._prefetch_bytes = prefetch_bytes
+        self._policy = policy or FixedBudget()
+        self._predicate = predicate
+        self._departures = Departures(transfer, in_flight_bytes)
+        self._lingering = Lingering(self._departures)
+        self._handles = VersionHandles(self._streams.device)
+        self._never: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._origins = Origins()
+        self._parcels: list[tuple[int, weakref.ref[Parcel]]] = []
+        self._graves: deque[Remains] = deque()
+        self._serial = 0
+        self._ahead_bytes = 0
+        self._stall_ms_before = 0.0
+        self._began: Event | None = None
+        self._forget_step()
+
+    def hooks(self) -> AbstractContextManager:
+        """A context in which saved tensors are swapped.
+
+        It does nothing inside itself, inside `keeping`, under hooks that are not of this package, and in a forward
+        that backward runs: what is recomputed is used at once.
+        """
+        return self._open(self._pack)
+
+    def keeping(self) -> AbstractContextManager:
+        """A context in which saved tensors stay on the device, though `hooks` be open around it."""
+        return self._open(Kept.of, within_own=True)
+
+    @contextmanager
+    def excluding(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+        """For the length of the block, what shares memory with `tensors` is not swapped: the caller keeps it."""
+        storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
+        for storage in storages:
+            reference, count = self._never.get(storage._cdata, (None, 0))
+            self._never[storage._cdata] = (reference or StorageWeakRef(storage), count + 1)
+        try:
+            yield
+        finally:
+            for storage in storages:
+                reference, count = self._never.get(storage._cdata, (None, 0))
+                if count > 1:
+                    self._never[storage._cdata] = (reference, count - 1)
+                else:
+                    self._never.pop(storage._cdata, None)
+
+    @contextmanager
+    def step(self, kept: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+        """Around forward and backward of one step; what shares memory with `kept` is not swapped in it.
+
+        Afterwards no copy is in flight and no device memory is held, after an exception too.
+        """
+        self.begin_step(kept)
+        try:
+            yield
+        finally:
+            self.end_step()
+
+    def begin_step(self, kept: Iterable[torch.Tensor] = ()) -> None:
+        """A step begins in which what shares memory with `kept` is not swapped: parameters, buffers."""
+        self._forget_step()
+        for tensor in kept:
+            if tensor.layout is torch.strided and tensor.device == self._streams.device:
+                storage = tensor.untyped_storage()
+                self._never[storage._cdata] = (StorageWeakRef(storage), 1)
+        self._stall_ms_before = self._transfer.telemetry.stall_ms
+        self._began = self._timestamp()
+
+    def end_step(self) -> None:
+        """Waits for every copy, drops what is left on the device and tells the policy how the step went."""
+        self._bury()
+        for parcel in self._alive():
+            if parcel.copy is not None:
+                self._abandon(parcel)
+        self._lingering.let_go()
+        ended = self._timestamp()
+        self._settle()
+        telemetry = self._transfer.telemetry
+        telemetry.collect()
+        step_ms = self._began.elapsed_time(ended) if ended is not None and self._began is not None else None
+        self.pool.end_step()
+        self._policy.learn(self._record, telemetry.stall_ms - self._stall_ms_before, step_ms)
+        self._forget_step()
+
+    def close(self) -> None:
+        """Gives the host memory back that no saved tensor needs. What still is saved can be unpacked all the same."""
+        self._bury()
+        self._lingering.let_go()
+        self._settle()
+        self.pool.trim()
+
+    def _open(self, pack: Callable[[torch.Tensor], object], within_own: bool = False) -> AbstractContextManager:
+        outer = active_hooks()
+        around = beneath_claims(outer)
+        own = around is not None and getattr(around[0], "owner", None) is self
+        recomputing = torch._C._current_graph_task_id() != -1
+        if recomputing or (around is not None and not (own and within_own)):
+            return nullcontext()
+
+        def marked(tensor: torch.Tensor) -> object:
+            return Passed.to(outer, tensor) if claimed(outer, tensor) else pack(tensor)
+
+        marked.owner = self
+        return saved_tensors_hooks(marked, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> object:
+        self._bury()
+        self._unpacked_bytes = 0
+        if not self._eligible(tensor):
+            return Kept.of(tensor)
+        storage, span = tensor.untyped_storage(), Span.of(tensor)
+        if span.nbytes < self._min_bytes or (self._predicate is not None and not self._predicate(tensor)):
+            return Kept.of(tensor)
+        found = self._origins.find(storage, span, tensor._version)
+        candidate, parcel = found or self._admit(storage, span, tensor._version)
+        if parcel is None:
+            return _Staying(Kept.of(tensor), candidate)
+        handle = self._handles.of(tensor)
+        shape, strides = tensor.shape, tensor.stride()
+        return Packed(parcel, tensor.dtype, tensor.storage_offset(), shape, strides, handle, tensor._version)
+
+    def _eligible(self, tensor: torch.Tensor) -> bool:
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.device == self._streams.device
+            and tensor.layout is torch.strided
+            and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_inference())
+            and not isinstance(tensor._base, nn.Parameter)
+            and tensor.nbytes >= self._min_bytes
+            and tensor.untyped_storage()._cdata not in self._never
+        )
+
+    def _admit(self, storage: torch.UntypedStorage, span: Span, version: int) -> tuple[Candidate, Parcel | None]:
+        candidate = Candidate(len(self._record), span.nbytes, saved_at=self._tick())
+        self._record.append(candidate)
+        choice = self._policy.choose(candidate.ordinal, span.nbytes, self._room)
+        block = self.pool.take(span.nbytes, "activations") if choice is Choice.SWAP else None
+        parcel = None
+        if block is not None:
+            parcel = Parcel(self._serial, candidate, span, storage, block, self._graves)
+            self._parcels.append((self._serial, weakref.ref(parcel)))
+            self._serial += 1
+            self._send(parcel, storage)
+        else:
+            candidate.fate = Fate.STAYED
+            candidate.kept = choice is Choice.KEEP
+            self._kept_bytes += span.nbytes if candidate.kept else 0
+        self._lingering.fit_into(self._room)
+        self._origins.add(storage, Trip(span, version, candidate, parcel and weakref.ref(parcel)))
+        return candidate, parcel
+
+    def _send(self, parcel: Parcel, storage: torch.UntypedStorage) -> None:
+        streams, block, name = self._streams, parcel.block, f"activation {parcel.candidate.ordinal}"
+        flat = torch.empty(0, dtype=torch.uint8, device=streams.device)
+        flat.set_(storage, parcel.span.start, (parcel.span.nbytes,), (1,))
+        leaving = Departing(flat, streams.event(), name)
+        streams.writes(streams.compute, leaving, "forward")
+        self._transfer.after_compute(streams.d2h)
+        if block.used is not None:
+            # What was fetched from it may never have been asked for, and then compute did not wait for the copy.
+            streams.d2h.wait_event(block.used)
+        streams.reads(streams.d2h, leaving, "copy out")
+        streams.writes(streams.d2h, block, "copy out")
+        self._transfer.copy_out(block.bytes, flat, done=leaving.done, what=name)
+        block.used = leaving.done
+        parcel.leaving = weakref.ref(leaving)
+        self.swapped_bytes += parcel.span.nbytes
+        self._lingering.add(leaving)
+
+    def _unpack(self, saved: object) -> torch.Tensor:
+        self._bury()
+        if isinstance(saved, Packed):
+            return self._return(saved)
+        if isinstance(saved, Passed):
+            return saved.unpack(saved.packed)
+        if isinstance(saved, _Staying):
+            self._note_use(saved.candidate)
+            return saved.kept.checked()
+        return saved.checked()
+
+    def _return(self, packed: Packed) -> torch.Tensor:
+        packed.check()
+        parcel = packed.parcel
+        original = parcel.original()
+        self._note_use(parcel.candidate, parcel)
+        if original is not None:
+            self._prefetch(parcel)
+            packed.round = parcel.unpacked(packed.round)
+            return packed.view(original, 0)
+        storage = self._copy_of(parcel)
+        packed.round = parcel.unpacked(packed.round)
+        return packed.view(storage, parcel.span.start)
+
+    def _copy_of(self, parcel: Parcel) -> torch.UntypedStorage:
+        if parcel.copy is None:
+            there = parcel.dropped(self._streams.compute)
+            if there is not None:
+                return there
+            self._fetch(parcel)
+        self._expect(parcel, False)
+        self._prefetch(parcel)
+        self._await(parcel)
+        return parcel.copy.tensor.untyped_storage()
+
+    def _note_use(self, candidate: Candidate, parcel: Parcel | None = None) -> None:
+        if candidate.used_at is not None:
+            return
+        candidate.used_at = self._tick()
+        if candidate.kept and candidate in self._record[candidate.ordinal : candidate.ordinal + 1]:
+            self._kept_bytes -= candidate.nbytes
+        if parcel is None:
+            return
+        if parcel.origin.expired():
+            candidate.fate = Fate.RELEASED
+            self.released_bytes += candidate.nbytes
+        else:
+            candidate.fate = Fate.LINGERED if parcel.is_leaving else Fate.HELD
+        self._unpacked_bytes += candidate.nbytes
+        if self._unpacked_bytes > 2 * (self._in_flight_bytes + self._lingering.nbytes):
+            # Backward is past what was saved last: its copies out are long done, and its memory is wanted.
+            self._lingering.let_go()
+
+    def _fetch(self, parcel: Parcel) -> None:
+        streams, name = self._streams, f"activation {parcel.candidate.ordinal}"
+        memory = torch.empty(parcel.span.nbytes, dtype=torch.uint8, device=streams.device)
+        parcel.copy, parcel.readers = Departing(memory, streams.event(), name), []
+        streams.writes(streams.compute, parcel.copy, "what this memory was used for before")
+        # This also puts it behind the copy out, for which compute had to wait before the memory was let go.
+        self._transfer.after_compute(streams.h2d)
+        streams.reads(streams.h2d, parcel.block, "copy in")
+        streams.writes(streams.h2d, parcel.copy, "copy in")
+        self._transfer.copy_in(memory, parcel.block.bytes, done=parcel.copy.done, what=name)
+        parcel.block.used = parcel.copy.done
+        self.fetched_bytes += parcel.span.nbytes
+        self._expect(parcel, True)
+
+    def _prefetch(self, current: Parcel) -> None:
+        """Fetches what was saved before the parcel that is wanted now, the newest first."""
+        limit = self._prefetch_bytes + max(self._room - self._lingering.nbytes, 0)
+        for index in range(bisect_left(self._parcels, current.serial, key=lambda entry: entry[0]) - 1, -1, -1):
+            if self._ahead_bytes >= limit:
+                return
+            parcel = self._parcels[index][1]()
+            if parcel is None or parcel.copy is not None or not parcel.origin.expired():
+                continue
+            if parcel.round > current.round:
+                # This backward had it already, and its graph is about to drop it, or kept for another backward.
+                continue
+            if self._ahead_bytes and self._ahead_bytes + parcel.span.nbytes > limit:
+                return
+            self._fetch(parcel)
+
+    def _await(self, parcel: Parcel) -> None:
+        stream = self._streams.compute
+        if stream not in parcel.readers:
+            self._transfer.await_on(stream, parcel.copy.done)
+            parcel.readers.append(stream)
+        self._streams.reads(stream, parcel.copy, "backward")
+
+    def _expect(self, parcel: Parcel, ahead: bool) -> None:
+        if parcel.ahead != ahead:
+            parcel.ahead = ahead
+            self._ahead_bytes += parcel.span.nbytes if ahead else -parcel.span.nbytes
+
+    def _abandon(self, parcel: Parcel) -> None:
+        """Takes a device copy away that was not used, or not by all that may."""
+        if not parcel.readers:
+            self._departures.add(parcel.copy)
+        self._expect(parcel, False)
+        parcel.drop()
+
+    @property
+    def _room(self) -> int:
+        """What of the budget is not taken by tensors that stayed."""
+        return max(self._policy.budget - self._kept_bytes, 0)
+
+    def _bury(self) -> None:
+        """Takes back what dead parcels left: autograd may drop them at any time, in any thread."""
+        while self._graves:
+            remains = self._graves.popleft()
+            index = bisect_left(self._parcels, remains.serial, key=lambda entry: entry[0])
+            del self._parcels[index]
+            self._ahead_bytes -= remains.ahead_bytes
+            if remains.copy is not None:
+                self._departures.add(remains.copy)
+            self.pool.give_back(remains.block)
+
+    def _alive(self) -> list[Parcel]:
+        return [parcel for _, reference in self._parcels if (parcel := reference()) is not None]
+
+    def _settle(self) -> None:
+        self._streams.synchronize()
+        for block in (*self.pool.idle_blocks(), *(parcel.block for parcel in self._alive())):
+            self._streams.writes(None, block, "whatever the host does next")
+
+    def _forget_step(self) -> None:
+        self._origins.clear()
+        self._never.clear()
+        self._record = []
+        self._ticks = 0
+        self._kept_bytes = 0
+        self._unpacked_bytes = 0
+
+    def _tick(self) -> int:
+        self._ticks += 1
+        return self._ticks
+
+    def _timestamp(self):
+        if not self._streams.asynchronous:
+            return None
+        event = self._streams.event(timing=True)
+        event.record(self._streams.compute)
+        return event

@@ -1,0 +1,314 @@
+"""AdamW whose states live where the parameters do, on the host above all, updated piece by piece as gradients land."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from offload.adamw_update import FusedUpdate, Operands, Settings, Update, fastest_update, torch_threads, usable_cores
+from offload.memory import free_host_bytes
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, eq=False)
+class Claim:
+    """One parameter's update of one step, complete: what happens to settings and to `.grad` later does not touch it."""
+
+    parameter: Tensor
+    gradient: Tensor
+    settings: Settings
+
+
+class Deferral(Protocol):
+    """Who makes updates beside the caller."""
+
+    def offer_all(self, scale: float) -> None:
+        """Claims and starts the updates that it makes."""
+        ...
+
+    def finish(self) -> None:
+        """Waits for them."""
+        ...
+
+
+class HostAdamW(torch.optim.AdamW):
+    """torch's AdamW with float32 masters, in which each parameter may be updated as soon as its gradient is there.
+
+    `step()` is that of any torch optimizer. Before it, `update(parameters)` may update some of them already, and
+    `claim` and `apply` split that in two: a claim is taken where gradients land and applied later, on another thread,
+    after a scheduler has changed the settings and `zero_grad` has dropped the gradient. Each parameter is claimed
+    once a step, which `step` or `skip` ends. Updates of different parameters may be applied in any order.
+
+    A bf16 or fp16 parameter is updated through a float32 master (Micikevicius et al. 2018), because alone it stands
+    still where an update is below its resolution; contiguous float32 parameters are updated in place. State of a
+    parameter, on its device: `step` (float32 scalar), `exp_avg` and `exp_avg_sq` (the parameter's shape, contiguous)
+    and, unless the parameter can be its own, `master` (float32, likewise). It is made by `allocate`, or at the first
+    update, from the parameter's value then: weights of lower precision that are written later, other than by
+    `load_state_dict`, are overwritten by the master. Without a gradient a parameter is left alone.
+
+    Args:
+        params: parameters or groups of them, as for any torch optimizer.
+        lr, betas, eps, weight_decay: as torch.optim.AdamW; a group may have its own, and a scheduler may change them.
+        decay_norms_and_biases: False splits each group in two, as `decay_groups` does.
+        state_dtype: "fp32", or "bf16" for moments of half the size, computed in float32 and rounded to nearest.
+        threads: cores that update host parameters; None is all but one, which launches the device's work.
+        compile: "auto" takes the fastest kernel of the host, "off" torch's own (see `fastest_update`).
+
+    Raises ValueError for a setting out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: Iterable[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        decay_norms_and_biases: bool = True,
+        state_dtype: str = "fp32",
+        threads: int | None = None,
+        compile: str = "auto",
+    ):
+        if state_dtype not in STATE_DTYPES:
+            raise ValueError(f"state_dtype={state_dtype}: must be one of {', '.join(STATE_DTYPES)}")
+        if compile not in ("auto", "off"):
+            raise ValueError(f"compile={compile}: must be auto or off")
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads={threads}: must be at least 1, or null for all cores but one")
+        groups = params if decay_norms_and_biases else decay_groups(params)
+        self.threads = max(usable_cores() - 1, 1) if threads is None else threads
+        self._state_dtype = STATE_DTYPES[state_dtype]
+        self._compile = compile
+        self._claimed: set[Tensor] = set()
+        self._deferral: Deferral | None = None
+        super().__init__(groups, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
+        if any(parameter.device.type == "cpu" for parameter in self._group_of):
+            # Compiled and measured now, and not in the first step.
+            fastest_update(self.threads, compile)
+
+    @property
+    def kernel(self) -> Update:
+        """What updates host parameters."""
+        return fastest_update(self.threads, self._compile)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        # By position, because loading replaces the groups.
+        self._group_of = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None, *, scale: float = 1.0) -> Tensor | None:
+        """Updates every parameter that has a gradient and is not claimed yet, and ends the step.
+
+        `closure` evaluates the loss first, which is returned. Gradients count `scale` times. The version counter of
+        each updated parameter rises, so that whoever keeps copies of weights can tell.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._deferral is not None:
+            self._deferral.offer_all(scale)
+        self.update(self._group_of, scale)
+        self._claimed.clear()
+        return loss
+
+    def defer_to(self, updates: Deferral | None) -> None:
+        """From now on `step` offers its updates to `updates` first, which may go on after it; None: it makes all."""
+        self._deferral = updates
+
+    def finish(self) -> None:
+        """Waits for updates that are under way."""
+        if self._deferral is not None:
+            self._deferral.finish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in the layout of torch.optim.AdamW, after the updates that are under way."""
+        self.finish()
+        return super().state_dict()
+
+    def skip(self) -> None:
+        """Ends the step without an update of what is not claimed yet."""
+        self._claimed.clear()
+
+    def update(self, parameters: Iterable[Tensor], scale: float = 1.0) -> None:
+        """Updates these parameters now, on the calling thread: `apply(claim(parameters), scale)`."""
+        self.apply(self.claim(parameters), scale)
+
+    def claim(self, parameters: Iterable[Tensor]) -> list[Claim]:
+        """The updates that are due: of those parameters that have a gradient and are not claimed yet in this step.
+
+        Raises ValueError for a parameter that is in no group, and for a sparse gradient.
+        """
+        settings = [_settings(group) for group in self.param_groups]
+        claims = []
+        for parameter in parameters:
+            if parameter not in self._group_of:
+                raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is in no group of the optimizer")
+            if parameter.grad is None or parameter in self._claimed:
+                continue
+            if parameter.grad.layout is not torch.strided:
+                raise ValueError("AdamW takes no sparse gradients: build the embedding with sparse=False")
+            self._claimed.add(parameter)
+            claims.append(Claim(parameter, parameter.grad, settings[self._group_of[parameter]]))
+        return claims
+
+    @torch.no_grad()
+    def apply(self, claims: Iterable[Claim], scale: float = 1.0) -> None:
+        """Makes claimed updates, on the calling thread, gradients counting `scale` times.
+
+        It holds Python's lock between kernels only. Device parameters are updated on the current stream.
+        """
+        # Around all of them: copies between layouts use torch's threads too.
+        with torch_threads(self.threads):
+            for claim in claims:
+                self._apply(claim, scale)
+
+    def _apply(self, claim: Claim, scale: float) -> None:
+        parameter = claim.parameter
+        state = self._state_of(parameter)
+        state["step"] += 1
+        master = state.get("master", parameter.detach())
+        in_place = parameter.is_contiguous()
+        operands = Operands(
+            weight=_flat(parameter.detach()) if in_place else _flat(master),
+            gradient=_flat(claim.gradient),
+            master=_flat(master),
+            exp_avg=_flat(state["exp_avg"]),
+            exp_avg_sq=_flat(state["exp_avg_sq"]),
+        )
+        kernel = self.kernel if parameter.device.type == "cpu" else FusedUpdate()
+        kernel(operands, state["step"], claim.settings, scale)
+        if not in_place:
+            parameter.copy_(master)
+        # Neither kernel does, where it writes the weight itself.
+        torch.autograd.graph.increment_version(parameter)
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        state = self.state[parameter]
+        if not state:
+            on = {"device": parameter.device}
+            state["step"] = torch.zeros((), dtype=torch.float32, **on)
+            for name in MOMENTS:
+                # Written, not merely promised as by torch.zeros, so that memory that is missing is missed now.
+                state[name] = torch.empty(parameter.shape, dtype=self._state_dtype, **on).zero_()
+        if "master" not in state and not is_own_master(parameter):
+            state["master"] = parameter.detach().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        return state
+
+    @torch.no_grad()
+    def allocate(self) -> None:
+        """Makes the states of all parameters that train and have none, which the first updates would make else.
+
+        Raises MemoryError with both sizes, before anything is made, where the host has no room for them.
+        """
+        missing = [p for p in self._group_of if p.requires_grad and not self.state.get(p)]
+        needed = self.planned_bytes([p for p in missing if p.device.type == "cpu"], self._state_dtype)
+        free = free_host_bytes()
+        if free is not None and needed > free:
+            raise MemoryError(
+                f"{needed / 2**30:.2f} GiB of host memory are needed for the optimizer's states,"
+                f" {free / 2**30:.2f} GiB are free"
+            )
+        with torch_threads(self.threads):
+            for parameter in missing:
+                self._state_of(parameter)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states that there are."""
+        return sum(tensor.nbytes for state in self.state.values() for tensor in state.values())
+
+    @staticmethod
+    def planned_bytes(parameters: Iterable[Tensor], state_dtype: torch.dtype | str = "fp32") -> int:
+        """Bytes of the states of those of `parameters`, each counted once, that train; meta parameters will do."""
+        moment = STATE_DTYPES.get(state_dtype, state_dtype).itemsize
+        total = 0
+        for parameter in dict.fromkeys(parameters):
+            if parameter.requires_grad:
+                master = 0 if is_own_master(parameter) else 4
+                total += 4 + parameter.numel() * (master + 2 * moment)
+        return total
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict()` returned, tensors moved to the parameters' devices, and otherwise shared with it.
+
+        State of torch's own AdamW loads too; a master that it lacks is made at the next update from the parameter,
+        so load the weights first or after, but before that. Ours loads there as well, but for the masters.
+
+        Raises ValueError for state of another model, and for settings that are not supported here.
+        """
+        self.finish()
+        for group in state_dict["param_groups"]:
+            for name in ("amsgrad", "maximize"):
+                if group.get(name):
+                    raise ValueError(f"the optimizer state to load was made with {name}=True, which is not supported")
+        # torch would round float32 state of a bf16 parameter to bf16, so it gets the settings alone.
+        super().load_state_dict({**state_dict, "state": {}})
+        self._claimed.clear()
+        saved_ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, parameter in zip(saved_ids, parameters, strict=True):
+            if index in state_dict["state"]:
+                self.state[parameter] = self._loaded(state_dict["state"][index], parameter)
+
+    def _loaded(self, saved: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+        state = {}
+        for name in ("step", *MOMENTS, "master"):
+            if name in saved and not (name == "master" and is_own_master(parameter)):
+                dtype = self._state_dtype if name in MOMENTS else torch.float32
+                state[name] = torch.as_tensor(saved[name]).to(parameter.device, dtype).contiguous()
+        return state
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("threads", "_state_dtype", "_compile", "_claimed", "_group_of")
+        # A copy makes its updates itself.
+        return super().__getstate__() | {name: getattr(self, name) for name in names} | {"_deferral": None}
+
+
+def decay_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Parameters or groups of them as groups in which what has fewer than two dimensions does not decay.
+
+    Those are biases and the weights of norms; embeddings decay. Each group with both kinds becomes two, the first with
+    its own weight decay, the second with none.
+    """
+    entries = list(params)
+    if entries and not isinstance(entries[0], dict):
+        entries = [{"params": entries}]
+    groups = []
+    for group in entries:
+        members = group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        decaying = [p for p in members if _tensor(p).ndim >= 2]
+        constant = [p for p in members if _tensor(p).ndim < 2]
+        if decaying or not constant:
+            groups.append({**group, "params": decaying})
+        if constant:
+            groups.append({**group, "params": constant, "weight_decay": 0.0})
+    return groups
+
+
+def is_own_master(parameter: Tensor) -> bool:
+    """Whether a parameter is updated in place, without a float32 copy."""
+    # Kernels walk memory: on tensors of unlike strides they would pair up elements that do not belong together.
+    return parameter.dtype == torch.float32 and parameter.is_contiguous()
+
+
+def _tensor(parameter: Tensor | tuple[str, Tensor]) -> Tensor:
+    return parameter[1] if isinstance(parameter, tuple) else parameter
+
+
+def _settings(group: dict[str, Any]) -> Settings:
+    return Settings(float(group["lr"]), *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"]))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1)

@@ -1,0 +1,220 @@
+"""Bytes of a storage on their way to the host and back.
+
+Tensors come and go while the storage below them stays, and one storage may be saved as many views. So what travels is
+a span of a storage, and every view saved of it shares the trip.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offload.departures import Departing
+from offload.host_pool import PooledBlock
+from offload.memory import ALIGNMENT_BYTES
+from offload.registry import Stream
+from offload.saved_tensors import check_version
+from offload.swap_policy import Candidate
+
+
+class Span(NamedTuple):
+    """Bytes `start` to `stop` of a storage."""
+
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Span:
+        """The bytes that travel for `tensor`: its own if it has no holes, else all of its storage.
+
+        The start is rounded down, so that tensors come back as aligned as they were: kernels choose by alignment.
+        """
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if extent != tensor.numel():
+            return cls(0, tensor.untyped_storage().nbytes())
+        start = tensor.storage_offset() * tensor.itemsize
+        return cls(start // ALIGNMENT_BYTES * ALIGNMENT_BYTES, start + tensor.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    def holds(self, other: Span) -> bool:
+        return self.start <= other.start and other.stop <= self.stop
+
+
+class Remains(NamedTuple):
+    """What a parcel leaves behind when autograd has dropped the last tensor saved in it."""
+
+    serial: int
+    block: PooledBlock
+    copy: Departing | None
+    ahead_bytes: int
+
+
+class Parcel:
+    """A span of one storage, in the host block `block`; parcels are numbered in the order in which they were saved.
+
+    `origin` is a weak reference to the storage: while somebody else keeps that alive, nothing needs to come back.
+    `copy` is the device memory that the span came back to, `readers` the streams that wait for it already; `ahead`
+    says that nobody has asked for it yet. `round` counts how often all tensors saved in the parcel were unpacked.
+    `leaving` refers to the memory on its way out for as long as it is kept. Nothing of this package keeps a parcel
+    alive but the tensors saved in it; what remains of it goes to `graves`.
+    """
+
+    def __init__(
+        self,
+        serial: int,
+        candidate: Candidate,
+        span: Span,
+        storage: torch.UntypedStorage,
+        block: PooledBlock,
+        graves: deque[Remains],
+    ):
+        self.serial = serial
+        self.candidate = candidate
+        self.span = span
+        self.origin = StorageWeakRef(storage)
+        self.block = block
+        self.leaving: weakref.ref[Departing] | None = None
+        self.copy: Departing | None = None
+        self.readers: list = []
+        self.ahead = False
+        self.round = 0
+        self._graves = graves
+        self._members = 0
+        self._waiting = 0
+        self._dropped: StorageWeakRef | None = None
+
+    def __del__(self) -> None:
+        copy = None if self.readers else self.copy
+        self._graves.append(Remains(self.serial, self.block, copy, self.span.nbytes if self.ahead else 0))
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the memory that it was copied from is still kept for that copy."""
+        return self.leaving is not None and self.leaving() is not None
+
+    def original(self) -> torch.UntypedStorage | None:
+        """The storage itself, if it is still alive."""
+        return torch.UntypedStorage._new_with_weak_ptr(self.origin.cdata)
+
+    def join(self) -> int:
+        """One more tensor is saved in this parcel; returns the round of unpacking that it waits for."""
+        self._members += 1
+        self._waiting += 1
+        return self.round
+
+    def unpacked(self, waited_for: int) -> int:
+        """One of the tensors was unpacked; returns the next round that it waits for.
+
+        When all have been, once each, the device copy is dropped.
+        """
+        if waited_for == self.round:
+            self._waiting -= 1
+        following = self.round + 1
+        if not self._waiting:
+            self.drop()
+            self.round, self._waiting = following, self._members
+        return following
+
+    def drop(self) -> None:
+        """Forgets the device copy. The streams that waited for it remain known until the next is made."""
+        if self.copy is not None:
+            self._dropped = StorageWeakRef(self.copy.tensor.untyped_storage())
+            self.copy = None
+
+    def dropped(self, stream: Stream) -> torch.UntypedStorage | None:
+        """The copy that was dropped, if somebody still holds it and `stream` has waited for it.
+
+        A backward formula may ask several times for what it saved.
+        """
+        if self._dropped is None or stream not in self.readers:
+            return None
+        return torch.UntypedStorage._new_with_weak_ptr(self._dropped.cdata)
+
+
+@dataclass(eq=False)
+class Packed:
+    """A tensor saved in a parcel: how it lies in the storage, and the version that autograd would check.
+
+    `handle` is an empty tensor that shares its version counter, without its memory.
+    """
+
+    parcel: Parcel
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    handle: torch.Tensor
+    version: int
+    round: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.round = self.parcel.join()
+
+    def check(self) -> None:
+        """Raises RuntimeError if the tensor was modified since it was saved."""
+        check_version(self.handle._version, self.version, self.dtype, self.shape)
+
+    def view(self, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
+        """The tensor over `storage`, whose first byte is byte `start` of the storage that it was saved from."""
+        offset = self.offset - start // self.dtype.itemsize
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, offset, self.shape, self.strides)
+
+
+class Trip(NamedTuple):
+    """A span of a live storage that was saved at some version; `parcel` is None where it stayed on the device."""
+
+    span: Span
+    version: int
+    candidate: Candidate
+    parcel: weakref.ref[Parcel] | None
+
+
+class Origins:
+    """The storages saved of in this step, and the trips of each.
+
+    The weak references keep the address of a storage that died from being taken by another.
+    """
+
+    def __init__(self) -> None:
+        self._trips: dict[int, tuple[StorageWeakRef, list[Trip]]] = {}
+
+    def find(self, storage: torch.UntypedStorage, span: Span, version: int) -> tuple[Candidate, Parcel | None] | None:
+        """The candidate and the parcel that have the bytes of `span` as they are now."""
+        _, trips = self._trips.get(storage._cdata, (None, ()))
+        for trip in trips:
+            parcel = trip.parcel and trip.parcel()
+            if trip.version == version and trip.span.holds(span) and (parcel is not None or trip.parcel is None):
+                return trip.candidate, parcel
+        return None
+
+    def add(self, storage: torch.UntypedStorage, trip: Trip) -> None:
+        if storage._cdata not in self._trips:
+            self._trips[storage._cdata] = (StorageWeakRef(storage), [])
+        self._trips[storage._cdata][1].append(trip)
+
+    def clear(self) -> None:
+        self._trips.clear()
+
+
+class VersionHandles:
+    """Makes empty tensors that share the version counter of another."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._nothing: dict[torch.dtype, torch.Tensor] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype not in self._nothing:
+            self._nothing[tensor.dtype] = torch.empty(0, dtype=tensor.dtype, device=self._device)
+        handle = tensor.detach()
+        # Assigning `data` changes what a tensor holds, and leaves the counter that it shares with the original.
+        handle.data = self._nothing[tensor.dtype]
+        return handle

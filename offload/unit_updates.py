@@ -1,0 +1,177 @@
+"""Updates of units on the host, beside the device: begun as gradients land, waited for where a unit is next used.
+
+A worker thread takes, of the units whose gradients have landed, the one that the next forward needs first. So the
+update of a step is hidden behind its own backward and the next forward, and is exact: no unit is used before its
+update is done, and for nothing else is waited.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from offload.host_optimizer import Claim, HostAdamW
+from offload.registry import Event, Signal, Streams
+from offload.unit import OffloadUnit
+
+
+@dataclass(eq=False)
+class _Job:
+    """One unit's update: what to do, when its gradients are there and it may be written, and when it is done."""
+
+    unit: OffloadUnit
+    claims: list[Claim]
+    scale: float
+    first_use: float
+    landed: list[Event]
+    offered: Signal
+    done: Signal
+    parameters: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parameters = sum(claim.parameter.numel() for claim in self.claims)
+
+    def has_landed(self) -> bool:
+        return all(event.query() for event in self.landed)
+
+
+class UnitUpdates:
+    """The updates of one attached model's units by `optimizer`, on a thread of its own.
+
+    `first_use` says when the next forward uses a unit: the lower, the sooner. An error of the worker ends it, and is
+    raised, with the worker's traceback, by whatever waits next.
+    """
+
+    def __init__(self, optimizer: HostAdamW, streams: Streams, first_use: Callable[[OffloadUnit], float]):
+        self.host_ms = 0.0
+        self.wait_ms = 0.0
+        self.parameters = 0
+        self._optimizer = optimizer
+        self._streams = streams
+        self._first_use = first_use
+        self._jobs: dict[OffloadUnit, _Job] = {}
+        self._queue: list[_Job] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def offer(self, unit: OffloadUnit, scale: float = 1.0, after: Iterable[Event] = ()) -> None:
+        """The unit's gradients are on their way to the host and final: it is updated once they have landed.
+
+        `after` ends what else must be over first. Gradients count `scale` times. What has no gradient, or was offered
+        in this step, is left out.
+        """
+        trained = [tensor for tensor in unit.tensors if tensor.trains]
+        claims = self._optimizer.claim(tensor.host for tensor in trained)
+        if not claims:
+            return
+        self.wait(unit)
+        landed = [tensor.landed for tensor in trained if tensor.landed is not None]
+        landed += after
+        signals = self._streams.signal(), self._streams.signal()
+        job = _Job(unit, claims, scale, self._first_use(unit), landed, *signals)
+        job.offered.set()
+        with self._changed:
+            self._raise_error()
+            self._jobs[unit] = job
+            self._queue.append(job)
+            self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="host optimizer", daemon=True)
+            self._thread.start()
+            # A process that ends without `close` would end the thread inside an update, and abort.
+            atexit.register(self.close)
+
+    def is_pending(self, unit: OffloadUnit) -> bool:
+        """Whether the unit's update is still to be waited for."""
+        job = self._jobs.get(unit)
+        if job is not None and job.done.is_set():
+            self.wait(unit)
+        return unit in self._jobs
+
+    def wait(self, unit: OffloadUnit) -> None:
+        """Blocks the host until the unit's update is done. Raises what the worker raised."""
+        job = self._jobs.pop(unit, None)
+        if job is not None:
+            start = perf_counter()
+            job.done.wait()
+            self.wait_ms += (perf_counter() - start) * 1e3
+        self._raise_error()
+
+    def finish(self, units: Iterable[OffloadUnit] | None = None) -> None:
+        """Waits for the updates of `units`, or of all."""
+        for unit in list(self._jobs if units is None else units):
+            self.wait(unit)
+
+    def counters(self) -> dict[str, float]:
+        """Totals: ms that updates took, ms that the host waited for them, and parameters updated."""
+        return {"update_ms": self.host_ms, "update_wait_ms": self.wait_ms, "updated_parameters": self.parameters}
+
+    def close(self) -> None:
+        """Ends the worker when it has made the updates that were offered, or at once if it failed.
+
+        Does not raise what the worker raised.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            atexit.unregister(self.close)
+        for job in self._jobs.values():
+            job.done.wait()
+        self._jobs.clear()
+        self._optimizer.defer_to(None)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        with self._streams.beside("worker"):
+            while (job := self._next()) is not None:
+                try:
+                    self._update(job)
+                except BaseException as error:
+                    self._fail(error)
+                    return
+                finally:
+                    job.done.set()
+
+    def _next(self) -> _Job | None:
+        """The next job, None when there will be none: of those that have landed, the one needed first."""
+        with self._changed:
+            while not self._queue:
+                if self._closed:
+                    return None
+                self._changed.wait()
+            landed = [job for job in self._queue if job.has_landed()]
+            job = min(landed, key=lambda job: job.first_use) if landed else self._queue[0]
+            self._queue.remove(job)
+            return job
+
+    def _update(self, job: _Job) -> None:
+        streams = self._streams
+        job.offered.wait()
+        for event in job.landed:
+            event.synchronize()
+        for tensor in job.unit.tensors:
+            if tensor.trains:
+                streams.reads(None, tensor, "update")
+        streams.writes(None, job.unit.weights, "update")
+        start = perf_counter()
+        self._optimizer.apply(job.claims, job.scale)
+        self.host_ms += (perf_counter() - start) * 1e3
+        self.parameters += job.parameters
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            for job in self._queue:
+                job.done.set()
+            self._queue.clear()

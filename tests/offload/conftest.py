@@ -1,0 +1,48 @@
+"""Fixtures of the tests that need a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+from late import make_late
+from torch.cuda import _sanitizer
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from offload.onloading import Onloader
+
+
+@pytest.fixture
+def exact_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels that repeat bit for bit; under TORCH_CUDA_SANITIZER=1, recomputes run to their end.
+
+    torch ends them early by an exception; the sanitizer's hooks fail when CUDA events are freed while one is raised.
+    The sanitizer also takes `Tensor.set_`, which moves no data, for a write to the memory that the tensor views then;
+    it is told that this only makes a tensor.
+    """
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    if os.environ.get("TORCH_CUDA_SANITIZER"):
+        makes_tensors = re.compile(f"{_sanitizer.FACTORY_FUNCTION_REGEX.pattern}|aten::set_$")
+        monkeypatch.setattr(_sanitizer, "FACTORY_FUNCTION_REGEX", makes_tensors)
+    with set_checkpoint_early_stop(not os.environ.get("TORCH_CUDA_SANITIZER")):
+        yield
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots that a unit leaves are filled with NaN."""
+    original = Onloader.__init__
+
+    def poisoning(self, units, slots, transfer, prefetch, poison):
+        original(self, units, slots, transfer, prefetch, True)
+
+    monkeypatch.setattr(Onloader, "__init__", poisoning)
+
+
+@pytest.fixture(params=["nobody", "h2d", "d2h", "compute"])
+def delayed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stream runs late, the others do not."""
+    make_late(monkeypatch, request.param)

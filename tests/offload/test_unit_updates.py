@@ -1,0 +1,239 @@
+"""Updates beside the device: the numbers of a resident model with the same optimizer, whenever the updates run."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from optimizer_support import SETTINGS, near, needs_compiler
+from support import Shared, Stack, assert_same, attached, tokens, twin
+from torch import nn
+from updates_support import (
+    DTYPES,
+    EARLY,
+    MODES,
+    Mixed,
+    eager,
+    held_up,
+    host_adamw,
+    made,
+    make_small,
+    no_worker_lives,
+    one_step,
+    sleepy,
+    train,
+)
+
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from offload.modes.none import Resident
+from offload.modes.shard_offload import ShardOffload
+from training.step import gradient_norm
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_small(monkeypatch)
+
+
+@functools.cache
+def expected(mode: str, dtype: str, microbatches: int, clip_norm: float | None = None, compile: str = "off"):
+    """What `mode` ("none": resident) gives where the optimizer makes all updates itself."""
+    options = {"microbatches": microbatches, "clip_norm": clip_norm, "compile": compile}
+    return train(made(Mixed, DTYPES[dtype]), MODES.get(mode, Resident)(), overlaps=False, **options)
+
+
+# Weights, microbatches, early, clip_norm: every pair of values that go together.
+SETUPS = [
+    ("fp32", 1, False, None),
+    ("fp32", 3, True, None),
+    ("bf16", 1, True, None),
+    ("bf16", 3, False, None),
+    ("fp32", 3, False, 0.05),
+    ("bf16", 1, False, 0.05),
+]
+
+
+@pytest.mark.parametrize(("dtype", "microbatches", "early", "clip_norm"), SETUPS)
+@pytest.mark.parametrize("mode", MODES)
+def test_equals_resident_for_20_steps(mode: str, dtype: str, microbatches: int, early: bool, clip_norm: float | None):
+    """Norms and biases without decay, and a learning rate that changes each step."""
+    ours = made(Mixed, DTYPES[dtype])
+    seen = train(ours, MODES[mode](), early, microbatches=microbatches, clip_norm=clip_norm)
+    # Side by side, microbatches add to weights that shards share in another order.
+    other = mode if mode == "shard_offload" and microbatches > 1 else "none"
+    assert_same(seen, expected(other, dtype, microbatches, clip_norm))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_equals_resident_where_every_unit_is_early(mode: str):
+    model = functools.partial(Stack, dropout=0.2)
+    seen = train(made(model), MODES[mode](), early=True, microbatches=3)
+    assert_same(seen, train(made(model), Resident(), microbatches=3))
+
+
+@needs_compiler
+@EARLY
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_resident_with_the_compiled_kernel(dtype: str, early: bool):
+    seen = train(made(Mixed, DTYPES[dtype]), LayerStream(slots=2), early, microbatches=3, compile="auto")
+    assert_same(seen, expected("none", dtype, 3, compile="auto"))
+
+
+def test_clipping_clips():
+    runs = [expected("none", "fp32", 3, clip_norm) for clip_norm in (0.05, None)]
+    assert any(not torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+@EARLY
+def test_one_layer_used_three_times_and_a_tied_head(early: bool):
+    ours, theirs = twin(made(Shared))
+    assert_same(
+        train(ours, BounceLinear(slots=2, others="stream"), early, inputs=tokens),
+        train(theirs, Resident(), inputs=tokens),
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_equals_torchs_adamw_on_the_same_gradients(mode: str):
+    model = made(Mixed)
+    masters = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in model.parameters()]
+    theirs = torch.optim.AdamW(masters, **SETTINGS)
+    mode = MODES[mode]()
+    with attached(mode, model):
+        ours = host_adamw(model, decay_norms_and_biases=True)
+        mode.overlap(ours, early=True)
+        for step in range(20):
+            one_step(model, mode, step)
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                master.grad = None if parameter.grad is None else parameter.grad.clone()
+            ours.step()
+            theirs.step()
+            ours.zero_grad()
+        ours.finish()
+        near(model.parameters(), masters)
+
+
+@EARLY
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("kind", ["a block twice", "microbatches side by side"])
+def test_gradients_that_land_in_pieces(kind: str, microbatches: int, early: bool):
+    """Under reentrant checkpoints every use of a weight lands by itself."""
+    ours = made(functools.partial(Stack, recompute="reentrant"))
+    mode = LayerStream(slots=2)
+    if kind == "a block twice":
+        ours.blocks.append(ours.blocks[1])
+    else:
+        mode = ShardOffload(shards=4, checkpoint=False)
+    ours, theirs = twin(ours)
+    options = {"steps": 4, "microbatches": microbatches}
+    assert_same(train(ours, mode, early, **options), train(theirs, Resident(), **options))
+
+
+def test_a_gradient_after_the_last_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """In the second step a block is used twice, under a reentrant checkpoint: its gradient comes in two pieces."""
+    model, mode = made(functools.partial(Stack, recompute="reentrant")), LayerStream(slots=2)
+    gate = held_up(monkeypatch)
+    gate.set()
+    with attached(mode, model):
+        optimizer = host_adamw(model)
+        mode.overlap(optimizer, early=True)
+        one_step(model, mode)
+        optimizer.step()
+        optimizer.finish()
+        gate.clear()
+        optimizer.zero_grad()
+        blocks = model.blocks
+        model.blocks = nn.ModuleList([*blocks, blocks[3]])
+        with pytest.raises(RuntimeError, match=r"gradient of blocks.3.\S+ came after .* use_reentrant=False"):
+            one_step(model, mode)
+        gate.set()
+    assert no_worker_lives()
+
+
+@EARLY
+def test_steps_of_changing_shape(early: bool, monkeypatch: pytest.MonkeyPatch):
+    """What is fetched ahead by the record of the step before is not always what comes."""
+    sleepy(monkeypatch, 0.002)
+
+    def run(mode, model: nn.Module) -> list[torch.Tensor]:
+        with attached(mode, model):
+            optimizer = host_adamw(model)
+            mode.overlap(optimizer, early)
+            for step, microbatches in enumerate((2, 1, 3, 1, 1, 2)):
+                one_step(model, mode, step, microbatches)
+                optimizer.step()
+                optimizer.zero_grad()
+            return [tensor.clone() for tensor in model.state_dict().values()]
+
+    for slots in (2, 3, 4):
+        ours, theirs = twin(made(Mixed))
+        assert_same(run(LayerStream(slots=slots, embedding="stream"), ours), run(Resident(), theirs))
+
+
+def test_a_hook_on_a_gradient_comes_before_its_update(monkeypatch: pytest.MonkeyPatch):
+    eager(monkeypatch)
+
+    def flip(parameter: nn.Parameter) -> None:
+        parameter.grad.neg_()
+
+    def run(mode, model: nn.Module) -> list[torch.Tensor]:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(flip)
+        return train(model, mode, early=True, steps=3)
+
+    ours, theirs = twin(made(Stack))
+    assert_same(run(BounceLinear(slots=2), ours), run(Resident(), theirs))
+
+
+def test_a_skipped_step_changes_no_weight_and_no_state():
+    def run(mode, model: nn.Module) -> list[torch.Tensor]:
+        with attached(mode, model):
+            optimizer = host_adamw(model)
+            mode.overlap(optimizer, early=False)
+            for step in range(4):
+                before = [p.detach().clone() for p in model.parameters()]
+                one_step(model, mode, step, microbatches=2)
+                if step == 1:
+                    optimizer.skip()
+                    assert_same(before, [p.detach() for p in model.parameters()])
+                else:
+                    optimizer.step()
+                    optimizer.finish()
+                optimizer.zero_grad()
+            assert all(state["step"] == 3 for state in optimizer.state.values())
+            return [p.detach().clone() for p in model.parameters()]
+
+    ours, theirs = twin(made(Stack))
+    assert_same(run(LayerStream(slots=2), ours), run(Resident(), theirs))
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_taken_on_the_way_are_those_of_the_gradients(dtype: str, mode: str, microbatches: int):
+    model, mode = made(Mixed, DTYPES[dtype]), MODES[mode]()
+    with attached(mode, model):
+        for step in range(4):
+            one_step(model, mode, step, microbatches, norms=step != 1)
+            norms = mode.gradient_norms()
+            trained = [p for p in model.blocks[0].parameters() if p.grad is not None]
+            assert set(norms) >= set(trained) if step != 1 else not norms
+            assert set(norms) <= {p for p in model.parameters() if p.grad is not None}
+            for parameter, norm in norms.items():
+                assert norm.dtype == torch.float32
+                assert norm.item() == pytest.approx(parameter.grad.double().norm().item(), rel=1e-6)
+            whole = torch.stack([p.grad.double().norm() for p in model.parameters() if p.grad is not None]).norm()
+            assert gradient_norm(model, norms) == pytest.approx(whole.item(), rel=1e-6)
+            model.zero_grad()
+
+
+def test_norms_of_gradients_that_are_added_to_earlier_ones():
+    """Accumulated over two steps: the norm is that of the sum."""
+    model, mode = made(Stack), BounceLinear(slots=2)
+    with attached(mode, model):
+        for step in range(2):
+            one_step(model, mode, step, norms=True)
+        for parameter, norm in mode.gradient_norms().items():
+            assert norm.item() == pytest.approx(parameter.grad.double().norm().item(), rel=1e-6)

@@ -1,0 +1,24 @@
+"""The bench of the optimizer's update, on as little as it takes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offload.adamw_update import native_library
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_update.py"
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+def test_prints_a_rate_for_each_kernel_and_number_of_threads(state_dtype: str):
+    command = [sys.executable, str(SCRIPT), "--threads", "1", "2", "--parameters", "100000", "--repeats", "1"]
+    run = subprocess.run([*command, "--state-dtype", state_dtype], capture_output=True, text=True, check=True)
+    rows = re.findall(r"^ +(\d) threads +(\w+) +([\d.]+) Gparam/s +pause +[\d.]+ ms$", run.stdout, re.MULTILINE)
+    kernels = ["fused", "native"] if native_library() else ["fused"]
+    assert [(threads, kernel) for threads, kernel, _ in rows] == [(t, kernel) for t in "12" for kernel in kernels]
+    assert run.stderr == ""

@@ -1,0 +1,120 @@
+"""Learning-rate schedules: factors worked out by hand, both optimizers, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from torch import nn
+
+from training import launcher, schema
+from training.checks import check
+from training.errors import UserError
+from training.schedules import build_schedule
+
+CONF = Path(__file__).parents[2] / "conf"
+OPTIMIZERS = [["optimizer=adamw"], ["optimizer=host_adamw", "optimizer.compile='off'", "optimizer.threads=1"]]
+
+schema.register()
+launcher.register()
+
+
+def composed(*overrides: str):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("config", list(overrides))
+    check(config)
+    return config
+
+
+def rates(*overrides: str, beyond: int = 0) -> list[float]:
+    """The learning rate of each step of a run, as shares of optimizer.lr."""
+    config = composed(*overrides, "optimizer.lr=0.5")
+    weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = instantiate(config.optimizer, params=[weight])
+    schedule = build_schedule(config, optimizer)
+    assert schedule.optimizer is optimizer
+    found = []
+    for _ in range(config.steps + beyond):
+        found.append(optimizer.param_groups[0]["lr"] / 0.5)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+HALF_ROOT = math.sqrt(0.5) / 2
+EXPECTED = [
+    (["schedule=constant", "steps=3"], [1, 1, 1]),
+    (["schedule=constant", "steps=4", "schedule.warmup=3"], [1 / 4, 2 / 4, 3 / 4, 1]),
+    (["schedule=linear", "steps=4"], [1, 3 / 4, 2 / 4, 1 / 4]),
+    (["schedule=linear", "steps=5", "schedule.warmup=1", "schedule.final=0.2"], [1 / 2, 1, 0.8, 0.6, 0.4]),
+    (["schedule=cosine", "steps=4", "schedule.final=0"], [1, 0.5 + HALF_ROOT, 0.5, 0.5 - HALF_ROOT]),
+    (["schedule=cosine", "steps=4", "schedule.warmup=2", "schedule.final=0.5"], [1 / 3, 2 / 3, 1, 0.75]),
+]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["adamw", "host_adamw"])
+@pytest.mark.parametrize(("overrides", "expected"), EXPECTED)
+def test_factors_are_those_worked_out_by_hand(overrides: list[str], expected: list[float], optimizer: list[str]):
+    assert rates(*overrides, *optimizer) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_after_the_last_step_the_rate_stays_at_its_final_share(name: str):
+    found = rates(f"schedule={name}", "schedule.final=0.25", "steps=4", beyond=3)
+    assert found[4:] == pytest.approx([0.25] * 3)
+
+
+def test_by_default_the_rate_is_constant():
+    assert rates("steps=3") == [1, 1, 1]
+
+
+def test_groups_keep_their_proportions_and_what_does_not_decay_its_zero():
+    config = composed("optimizer=host_adamw", "optimizer.compile='off'", "schedule.warmup=1", "steps=2")
+    matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+    optimizer = instantiate(config.optimizer, params=[{"params": [matrix, vector]}, {"params": [], "lr": 1.0}])
+    build_schedule(config, optimizer)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [config.optimizer.weight_decay, 0.0, 0.1]
+    assert [group["lr"] for group in optimizer.param_groups] == [config.optimizer.lr / 2, config.optimizer.lr / 2, 0.5]
+
+
+def test_a_resumed_schedule_goes_on():
+    config = composed("schedule=cosine", "schedule.warmup=2", "steps=8")
+
+    def scheduled():
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+        return optimizer, build_schedule(config, optimizer)
+
+    straight, first = scheduled()
+    for _ in range(5):
+        straight.step()
+        first.step()
+    resumed, second = scheduled()
+    second.load_state_dict(first.state_dict())
+    resumed.load_state_dict(straight.state_dict())
+    for optimizer, schedule in ((straight, first), (resumed, second)):
+        optimizer.step()
+        schedule.step()
+    assert straight.param_groups[0]["lr"] == resumed.param_groups[0]["lr"] < 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["steps=10", "schedule.warmup=10"], "schedule.warmup=10: must be below steps=10"),
+        (["schedule.warmup=-1"], "schedule.warmup=-1: must be at least 0"),
+        (["schedule=linear", "schedule.final=1.5"], "schedule.final=1.5: a share of the learning rate"),
+        (["schedule=cosine", "schedule.final=-0.1"], "schedule.final=-0.1: must be at least 0"),
+        (["optimizer=host_adamw", "optimizer.threads=0"], "optimizer.threads=0: must be at least 1"),
+        (["optimizer=host_adamw", "optimizer.betas=[0.9,1]"], "optimizer.betas=[0.9, 1.0]: both must be"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(overrides: list[str], message: str):
+    with pytest.raises(UserError) as caught:
+        composed(*overrides)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,50 @@
+"""Learning-rate schedules: a factor of each group's own learning rate, step by step, through torch's LambdaLR.
+
+All begin with a warm-up: over `warmup` steps the factor rises in equal parts, none of them nothing, and the step after
+these is the first at the full rate. What follows is spread over the steps that are left. The step's number counts the
+updates made before it, so a run's first step is 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def build_schedule(config: DictConfig, optimizer: Optimizer) -> LambdaLR:
+    """The schedule of `config.schedule` over `config.steps`, which sets the first learning rate at once.
+
+    Its `step()` is due after each step of the optimizer.
+    """
+    return instantiate(config.schedule, optimizer=optimizer, steps=config.steps)
+
+
+def constant(optimizer: Optimizer, steps: int, warmup: int) -> LambdaLR:
+    """The full learning rate after the warm-up."""
+    return _after_warmup(optimizer, steps, warmup, lambda progress: 1.0)
+
+
+def linear(optimizer: Optimizer, steps: int, warmup: int, final: float) -> LambdaLR:
+    """From the full learning rate straight towards `final` times it, which step `steps` would have."""
+    return _after_warmup(optimizer, steps, warmup, lambda progress: 1 + (final - 1) * progress)
+
+
+def cosine(optimizer: Optimizer, steps: int, warmup: int, final: float) -> LambdaLR:
+    """As `linear`, along half a cosine (Loshchilov and Hutter 2017, without restarts)."""
+    return _after_warmup(
+        optimizer, steps, warmup, lambda progress: final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
+    )
+
+
+def _after_warmup(optimizer: Optimizer, steps: int, warmup: int, factor: Callable[[float], float]) -> LambdaLR:
+    def of_step(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        return factor(min((step - warmup) / max(steps - warmup, 1), 1.0))
+
+    return LambdaLR(optimizer, of_step)
