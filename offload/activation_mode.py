@@ -29,7 +29,7 @@ class Mode(Protocol):
 
     def gradient_norms(self) -> dict[nn.Parameter, Tensor]: ...
 
-    def overlap(self, optimizer: HostAdamW, early: bool) -> None: ...
+    def overlap(self, optimizer: HostAdamW, early: bool, device_share: int = 0) -> None: ...
 
     def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]: ...
 
@@ -92,9 +92,9 @@ class ActivationMode(ABC):
         """L2 norms of the step's gradients that were taken on the device: float32 scalars there."""
         return self._weights.gradient_norms()
 
-    def overlap(self, optimizer: HostAdamW, early: bool) -> None:
+    def overlap(self, optimizer: HostAdamW, early: bool, device_share: int = 0) -> None:
         """Hides the updates of `optimizer` behind the step, as `weights` does."""
-        self._weights.overlap(optimizer, early)
+        self._weights.overlap(optimizer, early, device_share)
 
     def around_step(self) -> AbstractContextManager:
         """What the mode does around a step, inside of the step of the weights."""

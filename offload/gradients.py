@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -25,10 +27,11 @@ class GradientOffloader:
         # Whether to take the norm of each gradient on the way, where the device's memory bandwidth is at hand.
         self.takes_norms = False
 
-    def land(self, tensor: UnitTensor, leaf: nn.Parameter) -> None:
+    def land(self, tensor: UnitTensor, leaf: nn.Parameter, hold: Callable[..., None] | None = None) -> None:
         """Takes the gradient off `leaf` and starts it home; afterwards `tensor.host.grad` is its host view.
 
-        The bytes are there once the host has synchronised with the d2h stream.
+        The bytes are there once the host has synchronised with the d2h stream. `hold`, of the tensor and its
+        departing gradient, takes charge of the device's copy, which else goes behind the copy out.
         """
         gradient, leaf.grad = leaf.grad, None
         streams = self._streams
@@ -47,7 +50,10 @@ class GradientOffloader:
         self._transfer.copy_out(tensor.gradient, gradient, done=leaving.done, what=f"gradient of {tensor.name}")
         tensor.landed = leaving.done
         tensor.host.grad = tensor.gradient
-        self._departures.add(leaving)
+        if hold is None:
+            self._departures.add(leaving)
+        else:
+            hold(tensor, leaving)
 
     def let_go(self) -> None:
         """Hands the device memory of every gradient back, for use behind its copy."""

@@ -88,6 +88,7 @@ class HostAdamW(torch.optim.AdamW):
         self._compile = compile
         self._claimed: set[Tensor] = set()
         self._deferral: Deferral | None = None
+        self._placed: dict[Tensor, torch.device] = {}
         super().__init__(groups, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
         if any(parameter.device.type == "cpu" for parameter in self._group_of):
             # Compiled and measured now, and not in the first step.
@@ -123,6 +124,12 @@ class HostAdamW(torch.optim.AdamW):
     def defer_to(self, updates: Deferral | None) -> None:
         """From now on `step` offers its updates to `updates` first, which may go on after it; None: it makes all."""
         self._deferral = updates
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As for any torch optimizer. Zeros are written only after the updates that still read the gradients."""
+        if not set_to_none:
+            self.finish()
+        super().zero_grad(set_to_none)
 
     def finish(self) -> None:
         """Waits for updates that are under way."""
@@ -173,6 +180,10 @@ class HostAdamW(torch.optim.AdamW):
 
     def _apply(self, claim: Claim, scale: float) -> None:
         parameter = claim.parameter
+        if parameter in self._placed:
+            gradient = claim.gradient.to(self._placed[parameter])
+            parameter.copy_(self.apply_on_device(claim, gradient, scale))
+            return
         state = self._state_of(parameter)
         state["step"] += 1
         master = state.get("master", parameter.detach())
@@ -191,16 +202,44 @@ class HostAdamW(torch.optim.AdamW):
         # Neither kernel does, where it writes the weight itself.
         torch.autograd.graph.increment_version(parameter)
 
+    def place(self, parameters: Iterable[Tensor], device: torch.device) -> None:
+        """Has the states of these parameters, masters too, made on `device`, wherever the parameters live.
+
+        Their updates are `apply_on_device`, for somebody who has their gradients there.
+        """
+        self._placed |= dict.fromkeys(parameters, device)
+
+    def placed_bytes(self, parameters: Iterable[Tensor]) -> int:
+        """Bytes of the states that `place` would have made."""
+        return sum(4 + parameter.numel() * (4 + 2 * self._state_dtype.itemsize) for parameter in set(parameters))
+
+    @torch.no_grad()
+    def apply_on_device(self, claim: Claim, gradient: Tensor, scale: float = 1.0) -> Tensor:
+        """Updates the placed states of a claimed parameter with `gradient` on their device, on the current stream.
+
+        Returns the new weight there: the parameter's shape and dtype.
+        """
+        parameter, state = claim.parameter, self._state_of(claim.parameter)
+        state["step"] += 1
+        master = state["master"]
+        weight = master.clone() if parameter.dtype == torch.float32 else torch.empty_like(master, dtype=parameter.dtype)
+        operands = (weight, gradient, master, state["exp_avg"], state["exp_avg_sq"])
+        FusedUpdate(self.threads)(Operands(*map(_flat, operands)), state["step"], claim.settings, scale)
+        torch.autograd.graph.increment_version(parameter)
+        return weight
+
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
+        device = self._placed.get(parameter, parameter.device)
         if not state:
-            on = {"device": parameter.device}
+            on = {"device": device}
             state["step"] = torch.zeros((), dtype=torch.float32, **on)
             for name in MOMENTS:
                 # Written, not merely promised as by torch.zeros, so that memory that is missing is missed now.
                 state[name] = torch.empty(parameter.shape, dtype=self._state_dtype, **on).zero_()
-        if "master" not in state and not is_own_master(parameter):
-            state["master"] = parameter.detach().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        if "master" not in state and (parameter in self._placed or not is_own_master(parameter)):
+            exact = {"memory_format": torch.contiguous_format, "copy": True}
+            state["master"] = parameter.detach().to(device, torch.float32, **exact)
         return state
 
     @torch.no_grad()
@@ -210,7 +249,8 @@ class HostAdamW(torch.optim.AdamW):
         Raises MemoryError with both sizes, before anything is made, where the host has no room for them.
         """
         missing = [p for p in self._group_of if p.requires_grad and not self.state.get(p)]
-        needed = self.planned_bytes([p for p in missing if p.device.type == "cpu"], self._state_dtype)
+        on_host = [p for p in missing if p.device.type == "cpu" and p not in self._placed]
+        needed = self.planned_bytes(on_host, self._state_dtype)
         free = free_host_bytes()
         if free is not None and needed > free:
             raise MemoryError(
@@ -263,15 +303,19 @@ class HostAdamW(torch.optim.AdamW):
     def _loaded(self, saved: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
         state = {}
         for name in ("step", *MOMENTS, "master"):
-            if name in saved and not (name == "master" and is_own_master(parameter)):
+            needless = name == "master" and is_own_master(parameter) and parameter not in self._placed
+            if name in saved and not needless:
                 dtype = self._state_dtype if name in MOMENTS else torch.float32
-                state[name] = torch.as_tensor(saved[name]).to(parameter.device, dtype).contiguous()
+                device = self._placed.get(parameter, parameter.device)
+                state[name] = torch.as_tensor(saved[name]).to(device, dtype).contiguous()
         return state
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("threads", "_state_dtype", "_compile", "_claimed", "_group_of")
         # A copy makes its updates itself.
-        return super().__getstate__() | {name: getattr(self, name) for name in names} | {"_deferral": None}
+        return (
+            super().__getstate__() | {name: getattr(self, name) for name in names} | {"_deferral": None, "_placed": {}}
+        )
 
 
 def decay_groups(params: Iterable[Any]) -> list[dict[str, Any]]:

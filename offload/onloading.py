@@ -228,6 +228,8 @@ class Onloader:
     def _fill(self, unit: OffloadUnit, slot: DeviceSlot) -> DeviceSlot:
         if self.updates is not None:
             self.updates.wait(unit)
+        if unit.updated is not None:
+            self._streams.h2d.wait_event(unit.updated)
         # A write back of this unit is over by now as h2d sees it: its slot was released behind it.
         self._streams.reads(self._streams.h2d, unit.weights, f"onload of {unit}")
         self._streams.writes(self._streams.h2d, slot, f"onload of {unit}")

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
+from offload.device_share import DeviceShare
 from offload.gradients import GradientOffloader
 from offload.host_optimizer import HostAdamW
 from offload.memory import DeviceSlot, DeviceSlots, HostArena
@@ -66,6 +67,7 @@ class WeightStreaming:
         self._gradients = GradientOffloader(self.transfer, GRADIENT_SLOTS * cut.largest_unit_bytes)
         self._saved = SavedWeights(self._slots, self._onloader)
         self.updates: UnitUpdates | None = None
+        self._share: DeviceShare | None = None
         self._update_early = False
         self._last_microbatch = False
         self._final: Counter[OffloadUnit] = Counter()
@@ -100,15 +102,19 @@ class WeightStreaming:
             self._settle()
             self.telemetry.collect()
 
-    def overlap(self, optimizer: HostAdamW, early: bool) -> None:
-        """Has `optimizer` update the units on a thread of its own, from now on.
+    def overlap(self, optimizer: HostAdamW, early: bool, device_share: int = 0) -> None:
+        """Has `optimizer` update the units on a thread of its own, from now on; its states are not made yet.
 
+        `device_share` is how many bytes of states live on the device, where their units are updated.
         `early`: a unit's update may begin when its gradients of the last microbatch have landed, if in the step before
         each landed there once; else the optimizer's `step` starts it. `state_dict` of the model waits for the updates.
         """
         self.updates = UnitUpdates(optimizer, self._streams, self._onloader.first_use)
         self._update_early = early
         self._onloader.updates = self.updates
+        self._share = DeviceShare(
+            self._cut.units, optimizer, self.transfer, device_share, GRADIENT_SLOTS * self._cut.largest_unit_bytes
+        )
         optimizer.defer_to(self)
         # A function of its own: a deepcopy of the model leaves it as it is, and would copy what a method is bound to.
         self._hooks = [
@@ -118,12 +124,22 @@ class WeightStreaming:
     def offer_all(self, scale: float) -> None:
         """Starts the update of every unit that has gradients and was not updated in this step."""
         for unit in sorted(self._cut.units, key=self._onloader.first_use):
+            self._update(unit, scale)
+
+    def _update(self, unit: OffloadUnit, scale: float = 1.0) -> None:
+        if unit in self._share.units:
+            self._share.update(unit, scale)
+        else:
             self.updates.offer(unit, scale)
 
     def finish(self) -> None:
         """Waits for the updates that are under way; afterwards the weights at home are final."""
         if self.updates is not None:
             self.updates.finish()
+            for unit in self._share.units:
+                if unit.updated is not None:
+                    unit.updated.synchronize()
+                    unit.updated = None
 
     def gradient_norms(self) -> dict[nn.Parameter, torch.Tensor]:
         """L2 norms of the gradients of the last step, if they were wanted: float32 scalars on the device."""
@@ -139,10 +155,12 @@ class WeightStreaming:
         self._lands_once = {unit for unit, count in self._final.items() if count == len(unit.tensors)}
         self._final.clear()
         self._gradients.takes_norms = norms
+        if self._share is not None:
+            self._share.drop()
         for unit in self._cut.units:
             for tensor in unit.tensors:
                 tensor.norm = None
-            if self.updates is None or not self.updates.is_pending(unit):
+            if unit.updated is None and (self.updates is None or not self.updates.is_pending(unit)):
                 self._streams.writes(None, unit.weights, "the optimizer's update")
         self._onloader.begin_step()
 
@@ -258,7 +276,8 @@ class WeightStreaming:
                     f"a gradient of {tensor.name} came after the last that was expected: its update may have begun."
                     " Reentrant checkpoints around layers that are used twice need use_reentrant=False"
                 )
-        self._gradients.land(tensor, leaf)
+        held = self._share is not None and unit in self._share.units
+        self._gradients.land(tensor, leaf, self._share.hold if held else None)
         hooks = (tensor.host._post_accumulate_grad_hooks or {}).values()
         if hooks or not self._in_step:
             self._settle()
@@ -274,6 +293,7 @@ class WeightStreaming:
         # Not only the gradients: a unit fetched ahead and not used is still being read at home.
         self._streams.synchronize()
         for unit in self._cut.units:
+            unit.updated = None
             for tensor in unit.tensors:
                 if tensor.trains:
                     self._streams.reads(None, tensor, "the optimizer's update")

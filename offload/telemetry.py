@@ -7,6 +7,9 @@ from contextlib import contextmanager
 
 from offload.registry import Stream, Streams
 
+# Two events with nothing to wait for between them are microseconds apart, and a step has a thousand such pairs.
+RESOLUTION_MS = 0.01
+
 
 class Telemetry:
     """Counters of one attached model since it was attached: bytes copied in and out, ms of compute stalled."""
@@ -32,5 +35,6 @@ class Telemetry:
 
     def collect(self) -> None:
         """Reads the timings queued so far; the host must have synchronised with their streams."""
-        self.stall_ms += sum(before.elapsed_time(after) for before, after in self._pending)
+        waits_ms = (before.elapsed_time(after) for before, after in self._pending)
+        self.stall_ms += sum(wait_ms for wait_ms in waits_ms if wait_ms > RESOLUTION_MS)
         self._pending.clear()

@@ -93,7 +93,8 @@ class UnitTensor:
 class OffloadUnit:
     """Tensors that move together; at home they are views of `weights`, one flat host block.
 
-    `written` ends the last copy from the device into `weights`: buffers that forward updated.
+    `written` ends the last copy from the device into `weights`: buffers that forward updated; `updated`, the copies of
+    weights that were updated there.
     """
 
     name: str
@@ -101,6 +102,7 @@ class OffloadUnit:
     tensors: list[UnitTensor] = field(default_factory=list)
     weights: HostBlock | None = None
     written: Event | None = None
+    updated: Event | None = None
     open_windows: int = 0
 
     @property

@@ -96,9 +96,9 @@ class WeightMode(ABC):
         """Inside a step: computes every loss and the gradients of all. Returns the losses, detached."""
         return one_after_another(losses, self._streaming.last_microbatch)
 
-    def overlap(self, optimizer: HostAdamW, early: bool) -> None:
+    def overlap(self, optimizer: HostAdamW, early: bool, device_share: int = 0) -> None:
         """Hides the updates of `optimizer` behind the step; see `WeightStreaming.overlap`."""
-        self._streaming.overlap(optimizer, early)
+        self._streaming.overlap(optimizer, early, device_share)
 
     def detach(self) -> None:
         """Gives the model back as it was found."""

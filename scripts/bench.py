@@ -46,6 +46,7 @@ from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.recompute import recompute
+from offload.sizes import parse_bytes
 from offload.transfer import upload
 from training.clock import StepClock
 from training.hardware import reset_peaks, vram_peak_gib, vram_reserved_gib
@@ -122,6 +123,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument("--recompute", action="store_true")
     options.add_argument("--optimizer", action="store_true", help="with the update by host_adamw")
     options.add_argument("--clip-norm", type=float, default=None)
+    options.add_argument("--device-share", default="0", help="bytes of its states that live on the device: 10GiB")
     options.add_argument("--threads", type=int, default=None, help="cores of the host optimizer")
     options.add_argument("--forward", action="store_true", help="forward only, without gradients")
     return options
@@ -154,8 +156,9 @@ class Workload:
         self.optimizer = None
         if options.optimizer and name != "none":
             self.optimizer = HostAdamW(self.model.parameters(), lr=1e-5, threads=options.threads)
+            share = parse_bytes("--device-share", options.device_share)
+            self.mode.overlap(self.optimizer, early=options.clip_norm is None, device_share=share)
             self.optimizer.allocate()
-            self.mode.overlap(self.optimizer, early=options.clip_norm is None)
         self._generator = torch.Generator().manual_seed(0)
         torch.manual_seed(0)
 

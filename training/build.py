@@ -20,6 +20,7 @@ from offload.blocks import find_blocks
 from offload.plan import Plan
 from offload.recompute import recompute
 from offload.registry import Streams
+from offload.sizes import parse_bytes
 from training.errors import UserError
 from training.hardware import describe, peak_flops, resolve_device
 from training.progress import print_plan
@@ -89,11 +90,7 @@ def build(config: DictConfig, run_dir: Path) -> Job:
     fill(model, config, device)
     # After the mode has attached, so that the recompute has its weights in place too.
     recompute(blocks)
-    optimizer = build_optimizer(config, model)
-    if choices["optimizer"] == "host_adamw":
-        # What must be known of all gradients first, their norm or that they are finite, is known after backward.
-        early = config.clip_norm is None and config.on_nonfinite == OnNonfinite.stop
-        mode.overlap(optimizer, early)
+    optimizer = build_optimizer(config, model, mode)
     schedule = build_schedule(config, optimizer)
     tracker = build_tracker(config, run_dir, device)
     return Job(config, run_dir, device, dtype, streams, model, mode, plan, dataset, optimizer, schedule, tracker)
@@ -155,13 +152,22 @@ def fill(model: nn.Module, config: DictConfig, device: torch.device) -> None:
         raise UserError(f"model.weights={config.model.weights}: {error}") from error
 
 
-def build_optimizer(config: DictConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer with its states. Raises UserError where the host has no room for them."""
-    optimizer = instantiate(config.optimizer, params=model.parameters())
+def build_optimizer(config: DictConfig, model: nn.Module, mode) -> torch.optim.Optimizer:
+    """The optimizer with its states, its updates hidden behind the step where it can do that.
+
+    Raises UserError where host or device have no room for the states.
+    """
+    choice = HydraConfig.get().runtime.choices["optimizer"]
+    settings = OmegaConf.to_container(config.optimizer, resolve=True, enum_to_str=True)
+    share = parse_bytes("optimizer.device_share", settings.pop("device_share", 0))
+    optimizer = instantiate(settings, params=model.parameters())
+    if choice == "host_adamw":
+        # What must be known of all gradients first, their norm or that they are finite, is known after backward.
+        early = config.clip_norm is None and config.on_nonfinite == OnNonfinite.stop
+        mode.overlap(optimizer, early, share)
     try:
         optimizer.allocate()
     except MemoryError as error:
-        choice = HydraConfig.get().runtime.choices["optimizer"]
         raise UserError(f"optimizer={choice}: {error}: take a smaller model") from error
     return optimizer
 

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from offload.sizes import parse_bytes
 from training.errors import UserError
-from training.schema import AdamW, Llama, ShardOffload, TensorSwap, TextFiles, WeightMode
+from training.schema import AdamW, HostAdamW, Llama, ShardOffload, TensorSwap, TextFiles, WeightMode
 
 
 def check(config: DictConfig) -> None:
@@ -86,6 +86,7 @@ def _check_rules(config: DictConfig) -> None:
         Llama: _check_llama,
         TextFiles: _check_files,
         AdamW: _check_adamw,
+        HostAdamW: _check_host_adamw,
     }
     for prefix, node in _sections(config):
         for schema, rule in rules.items():
@@ -117,6 +118,10 @@ def _check_tensor_swap(prefix: str, mode: DictConfig) -> None:
         _check_bytes(f"{prefix}host_budget", mode.host_budget, "null for what is free")
     if mode.budget != "auto":
         _check_bytes(f"{prefix}budget", mode.budget, "auto")
+
+
+def _check_host_adamw(prefix: str, optimizer: DictConfig) -> None:
+    _check_bytes(f"{prefix}device_share", optimizer.device_share)
 
 
 def _check_bytes(key: str, value: str | int, alternative: str = "") -> None:

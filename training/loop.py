@@ -52,6 +52,9 @@ def train(job: Job) -> dict:
                 skip_or_stop(job, step, norm)
             job.optimizer.zero_grad()
             job.schedule.step()
+            if step == config.steps:
+                # What went wrong in the last update is this run's error too.
+                job.optimizer.finish()
             recorder.clock.stop()
             if logged:
                 recorder.record(step, loss, norm, lr)

@@ -214,6 +214,7 @@ class AdamW(Built):
 class HostAdamW(AdamW):
     _target_: str = "offload.host_optimizer.HostAdamW"
     state_dtype: StateDtype = MISSING
+    device_share: str | int = MISSING
     threads: int | None = number(at_least=1)
     compile: Compile = MISSING
 

@@ -39,7 +39,7 @@ class Resident:
         """Inside a step: computes every loss and the gradients of all. Returns the losses, detached."""
         return one_after_another(losses)
 
-    def overlap(self, optimizer: HostAdamW, early: bool) -> None:
+    def overlap(self, optimizer: HostAdamW, early: bool, device_share: int = 0) -> None:
         """Nothing to do: the parameters are on the device, and so are their states and updates."""
 
     def detach(self) -> None:

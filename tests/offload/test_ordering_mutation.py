@@ -173,7 +173,7 @@ def _paced(at_once: bool) -> Iterator[None]:
         yield
 
 
-def _updating(early: bool, at_once: bool) -> None:
+def _updating(early: bool, at_once: bool, device_share: int = 0) -> None:
     """Steps of changing shape with updates beside them, an evaluation, and an end while updates are under way."""
 
     def step(microbatches: int) -> None:
@@ -188,7 +188,7 @@ def _updating(early: bool, at_once: bool) -> None:
     with _paced(at_once):
         mode.attach(model, streams)
         try:
-            mode.overlap(optimizer, early)
+            mode.overlap(optimizer, early, device_share)
             for microbatches in (2, 1, 1):
                 step(microbatches)
             with torch.no_grad():
@@ -215,6 +215,7 @@ def _parts() -> list[Callable[[], object]]:
         _without_backward,
         *(part(_buffers, slots) for slots in (1, 2, 3)),
         *(part(_updating, early, at_once) for early in (False, True) for at_once in (False, True)),
+        *(part(_updating, early, False, device_share=10**9) for early in (False, True)),
     ]
 
 

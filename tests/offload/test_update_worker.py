@@ -194,6 +194,14 @@ def test_an_error_at_the_end_of_a_step_does_not_keep_detach_from_its_work(monkey
     failing(monkeypatch, at=5)
     gate = held_up(monkeypatch)
     model, mode = made(Stack), LayerStream(slots=3)
+
+    def step_in_which_the_worker_ends() -> None:
+        with mode.step():
+            mode.accumulate([lambda: model(stack_inputs(0, 0)).sum()])
+            gate.set()
+            while not no_worker_lives():
+                time.sleep(0.001)
+
     with attached(mode, model):
         optimizer = host_adamw(model)
         mode.overlap(optimizer, early=True)
@@ -203,11 +211,8 @@ def test_an_error_at_the_end_of_a_step_does_not_keep_detach_from_its_work(monkey
         optimizer.finish()
         gate.clear()
         optimizer.zero_grad()
-        with pytest.raises(WorkerError), mode.step():
-            mode.accumulate([lambda: model(stack_inputs(0, 0)).sum()])
-            gate.set()
-            while not no_worker_lives():
-                time.sleep(0.001)
+        with pytest.raises(WorkerError):
+            step_in_which_the_worker_ends()
     assert not any("forward" in vars(module) for module in model.modules())
     model(stack_inputs(0, 0)).sum().backward()
 

@@ -87,6 +87,7 @@ def train(
     microbatches: int = 1,
     clip_norm: float | None = None,
     overlaps: bool = True,
+    device_share: int = 0,
     inputs=stack_inputs,
     after_step: Callable[[HostAdamW], list[torch.Tensor]] = lambda optimizer: [],
     **options,
@@ -96,7 +97,7 @@ def train(
     with attached(mode, model):
         optimizer = host_adamw(model, **options)
         if overlaps:
-            mode.overlap(optimizer, early)
+            mode.overlap(optimizer, early, device_share)
         schedule = LambdaLR(optimizer, lambda step: min((step + 1) / 5, 1 / (step + 1)))
         for step in range(steps):
             seen += one_step(model, mode, step, microbatches, inputs, norms=clip_norm is not None)

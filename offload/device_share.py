@@ -1,0 +1,82 @@
+"""Units whose optimizer states live on the device and are updated there, at the device's memory bandwidth.
+
+A device updates thirty times as fast as its host, so what states fit there take work off the host: the units that the
+next forward needs first, whose gradients land last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from offload.departures import Departing, Departures
+from offload.host_optimizer import HostAdamW
+from offload.transfer import Transfer
+from offload.unit import OffloadUnit, UnitTensor
+
+
+class DeviceShare:
+    """The first of `units` whose states by `optimizer` fit in `budget` bytes of the device.
+
+    Their gradients stay on the device, besides going to the host, until they are updated: 2 bytes a parameter more
+    where they are bf16. Updates run on the d2h stream, between the copies, and send the new weights home.
+    """
+
+    def __init__(
+        self,
+        units: Iterable[OffloadUnit],
+        optimizer: HostAdamW,
+        transfer: Transfer,
+        budget: int,
+        limit_bytes: int,
+    ):
+        self.units: set[OffloadUnit] = set()
+        self._optimizer = optimizer
+        self._transfer = transfer
+        self._streams = transfer.streams
+        self._departures = Departures(transfer, limit_bytes)
+        self._gradients: dict[UnitTensor, Departing] = {}
+        left = budget
+        for unit in units:
+            parameters = [tensor.host for tensor in unit.tensors if tensor.trains]
+            left -= optimizer.placed_bytes(parameters)
+            if left < 0:
+                break
+            self.units.add(unit)
+            optimizer.place(parameters, self._streams.device)
+
+    def hold(self, tensor: UnitTensor, gradient: Departing) -> None:
+        """Keeps a gradient of this step, instead of the one before it, whose copy to the host is queued."""
+        self._let_go(self._gradients.pop(tensor, None))
+        self._gradients[tensor] = gradient
+
+    def drop(self) -> None:
+        """Lets go of gradients that were not used."""
+        for tensor in list(self._gradients):
+            self._let_go(self._gradients.pop(tensor))
+        self._departures.let_go()
+
+    def update(self, unit: OffloadUnit, scale: float) -> None:
+        """Queues the update of what has a gradient in this step; `unit.updated` ends it."""
+        streams, d2h = self._streams, self._streams.d2h
+        tensors = {tensor.host: tensor for tensor in unit.tensors if tensor in self._gradients}
+        claims = self._optimizer.claim(tensors)
+        if not claims:
+            return
+        unit.updated = streams.event()
+        for claim in claims:
+            tensor = tensors[claim.parameter]
+            gradient = self._gradients.pop(tensor)
+            streams.reads(d2h, gradient, "update")
+            with streams.on(d2h):
+                # Used on this stream alone, the memory of the new weight may go before its copy is done.
+                weight = self._optimizer.apply_on_device(claim, gradient.tensor, scale)
+            streams.writes(d2h, unit.weights, "copy out")
+            what = f"new weight of {tensor.name}"
+            self._transfer.copy_out(tensor.host.data, weight, done=unit.updated, what=what)
+            gradient.done = streams.event()
+            gradient.done.record(d2h)
+            self._departures.add(gradient)
+
+    def _let_go(self, gradient: Departing | None) -> None:
+        if gradient is not None:
+            self._departures.add(gradient)
