@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from late import make_late
-from torch.cuda import _sanitizer
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from offload.onloading import Onloader
@@ -25,6 +24,9 @@ def exact_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     if os.environ.get("TORCH_CUDA_SANITIZER"):
+        # Not at the top: importing it switches its tracing on.
+        from torch.cuda import _sanitizer
+
         makes_tensors = re.compile(f"{_sanitizer.FACTORY_FUNCTION_REGEX.pattern}|aten::set_$")
         monkeypatch.setattr(_sanitizer, "FACTORY_FUNCTION_REGEX", makes_tensors)
     with set_checkpoint_early_stop(not os.environ.get("TORCH_CUDA_SANITIZER")):
