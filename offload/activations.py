@@ -241,6 +241,8 @@ class ActivationOffloader:
             return saved.unpack(saved.packed)
         if isinstance(saved, _Staying):
             self._note_use(saved.candidate)
+            # What stayed is used first, and what makes room for the rest: they come back meanwhile.
+            self._prefetch(len(self._parcels), 0, self._room - self._lingering.nbytes)
             return saved.kept.checked()
         return saved.checked()
 
@@ -250,7 +252,7 @@ class ActivationOffloader:
         original = parcel.original()
         self._note_use(parcel.candidate, parcel)
         if original is not None:
-            self._prefetch(parcel)
+            self._prefetch_before(parcel)
             packed.round = parcel.unpacked(packed.round)
             return packed.view(original, 0)
         storage = self._copy_of(parcel)
@@ -264,7 +266,7 @@ class ActivationOffloader:
                 return there
             self._fetch(parcel)
         self._expect(parcel, False)
-        self._prefetch(parcel)
+        self._prefetch_before(parcel)
         self._await(parcel)
         return parcel.copy.tensor.untyped_storage()
 
@@ -300,16 +302,19 @@ class ActivationOffloader:
         self.fetched_bytes += parcel.span.nbytes
         self._expect(parcel, True)
 
-    def _prefetch(self, current: Parcel) -> None:
-        """Fetches what was saved before the parcel that is wanted now, the newest first."""
+    def _prefetch_before(self, current: Parcel) -> None:
         limit = self._prefetch_bytes + max(self._room - self._lingering.nbytes, 0)
-        for index in range(bisect_left(self._parcels, current.serial, key=lambda entry: entry[0]) - 1, -1, -1):
+        self._prefetch(bisect_left(self._parcels, current.serial, key=lambda entry: entry[0]), current.round, limit)
+
+    def _prefetch(self, before: int, round: int, limit: int) -> None:
+        """Fetches the first `before` parcels, the newest first, as long as at most `limit` bytes are ahead of use."""
+        for index in range(before - 1, -1, -1):
             if self._ahead_bytes >= limit:
                 return
             parcel = self._parcels[index][1]()
             if parcel is None or parcel.copy is not None or not parcel.origin.expired():
                 continue
-            if parcel.round > current.round:
+            if parcel.round > round:
                 # This backward had it already, and its graph is about to drop it, or kept for another backward.
                 continue
             if self._ahead_bytes and self._ahead_bytes + parcel.span.nbytes > limit:

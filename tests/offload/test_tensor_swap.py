@@ -13,6 +13,7 @@ from support import Block, Shared, Stack, assert_same, attached, stack_inputs, t
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload.activations import ActivationOffloader
 from offload.modes import tensor_swap
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
@@ -339,6 +340,26 @@ def test_a_budget_keeps_what_is_used_first_and_saves_its_traffic():
             model.zero_grad()
             traffic.append(mode.counters()["d2h_bytes"] - before["d2h_bytes"])
     assert traffic[0] - 2000 <= traffic[1] == traffic[2] < traffic[0] - 1000
+
+
+def test_what_was_swapped_comes_back_while_backward_uses_what_stayed(monkeypatch: pytest.MonkeyPatch):
+    """Within the budget there is room for what is wanted next as soon as what stayed has been used."""
+    came_back, fetched = ActivationOffloader._return, []
+
+    def watched(self, packed):
+        fetched.append(self.fetched_bytes)
+        return came_back(self, packed)
+
+    monkeypatch.setattr(ActivationOffloader, "_return", watched)
+    mode, model = TensorSwap(Resident(), min_bytes=1, budget=9000, prefetch=0), Stack(depth=6)
+    with attached(mode, model):
+        for step in range(2):
+            before = mode.counters()["activation_h2d_bytes"]
+            fetched.clear()
+            with mode.step():
+                model(stack_inputs(step, 0)).mean().backward()
+    # At the first use of what was swapped, some of it is on its way already.
+    assert fetched[0] > before
 
 
 def test_evaluation_is_left_alone():
