@@ -31,6 +31,8 @@ class Mode(Protocol):
 
     def overlap(self, optimizer: HostAdamW, early: bool, device_share: int = 0) -> None: ...
 
+    def place_states(self, nbytes: int) -> None: ...
+
     def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]: ...
 
     def detach(self) -> None: ...
@@ -95,6 +97,10 @@ class ActivationMode(ABC):
     def overlap(self, optimizer: HostAdamW, early: bool, device_share: int = 0) -> None:
         """Hides the updates of `optimizer` behind the step, as `weights` does."""
         self._weights.overlap(optimizer, early, device_share)
+
+    def place_states(self, nbytes: int) -> None:
+        """Between steps: optimizer states of `nbytes` live on the device from now on, as `weights` chooses them."""
+        self._weights.place_states(nbytes)
 
     def around_step(self) -> AbstractContextManager:
         """What the mode does around a step, inside of the step of the weights."""

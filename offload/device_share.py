@@ -6,10 +6,11 @@ next forward needs first, whose gradients land last.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from offload.departures import Departing, Departures
 from offload.host_optimizer import HostAdamW
+from offload.registry import Event
 from offload.transfer import Transfer
 from offload.unit import OffloadUnit, UnitTensor
 
@@ -55,13 +56,15 @@ class DeviceShare:
             self._let_go(self._gradients.pop(tensor))
         self._departures.let_go()
 
-    def update(self, unit: OffloadUnit, scale: float) -> None:
-        """Queues the update of what has a gradient in this step; `unit.updated` ends it."""
+    def offer(self, unit: OffloadUnit, scale: float = 1.0, after: Sequence[Event] = ()) -> None:
+        """Queues the update of what has a gradient in this step, behind `after`; `unit.updated` ends it."""
         streams, d2h = self._streams, self._streams.d2h
         tensors = {tensor.host: tensor for tensor in unit.tensors if tensor in self._gradients}
         claims = self._optimizer.claim(tensors)
         if not claims:
             return
+        for event in after:
+            d2h.wait_event(event)
         unit.updated = streams.event()
         for claim in claims:
             tensor = tensors[claim.parameter]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from offload.adamw_update import FusedUpdate, Operands, Settings, Update, fastest_update, torch_threads, usable_cores
 from offload.memory import free_host_bytes
+from offload.sizes import parse_bytes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -57,6 +58,8 @@ class HostAdamW(torch.optim.AdamW):
         lr, betas, eps, weight_decay: as torch.optim.AdamW; a group may have its own, and a scheduler may change them.
         decay_norms_and_biases: False splits each group in two, as `decay_groups` does.
         state_dtype: "fp32", or "bf16" for moments of half the size, computed in float32 and rounded to nearest.
+        device_share: bytes of states ("10GiB") that a mode which overlaps the updates places on the device, or "auto":
+            as many as find room there. Without such a mode it has no effect.
         threads: cores that update host parameters; None is all but one, which launches the device's work.
         compile: "auto" takes the fastest kernel of the host, "off" torch's own (see `fastest_update`).
 
@@ -73,6 +76,7 @@ class HostAdamW(torch.optim.AdamW):
         *,
         decay_norms_and_biases: bool = True,
         state_dtype: str = "fp32",
+        device_share: str | int = 0,
         threads: int | None = None,
         compile: str = "auto",
     ):
@@ -85,6 +89,7 @@ class HostAdamW(torch.optim.AdamW):
         groups = params if decay_norms_and_biases else decay_groups(params)
         self.threads = max(usable_cores() - 1, 1) if threads is None else threads
         self._state_dtype = STATE_DTYPES[state_dtype]
+        self.device_share = device_share if device_share == "auto" else parse_bytes("device_share", device_share)
         self._compile = compile
         self._claimed: set[Tensor] = set()
         self._deferral: Deferral | None = None
@@ -203,11 +208,14 @@ class HostAdamW(torch.optim.AdamW):
         torch.autograd.graph.increment_version(parameter)
 
     def place(self, parameters: Iterable[Tensor], device: torch.device) -> None:
-        """Has the states of these parameters, masters too, made on `device`, wherever the parameters live.
+        """Has the states of these parameters, masters too, on `device`, wherever the parameters live.
 
-        Their updates are `apply_on_device`, for somebody who has their gradients there.
+        States that there are move. Their updates are `apply_on_device`, for somebody who has their gradients there.
         """
-        self._placed |= dict.fromkeys(parameters, device)
+        for parameter in parameters:
+            self._placed[parameter] = device
+            state = self.state.get(parameter, {})
+            state |= {name: tensor.to(device) for name, tensor in state.items()}
 
     def placed_bytes(self, parameters: Iterable[Tensor]) -> int:
         """Bytes of the states that `place` would have made."""
@@ -311,7 +319,7 @@ class HostAdamW(torch.optim.AdamW):
         return state
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("threads", "_state_dtype", "_compile", "_claimed", "_group_of")
+        names = ("threads", "device_share", "_state_dtype", "_compile", "_claimed", "_group_of")
         # A copy makes its updates itself.
         return (
             super().__getstate__() | {name: getattr(self, name) for name in names} | {"_deferral": None, "_placed": {}}

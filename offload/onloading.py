@@ -74,7 +74,7 @@ class Onloader:
         """Empties the slot of `unit`, if it has one: its next visit copies it in again."""
         if unit in self._slot_of:
             slot = self._evict(unit)
-            if not self._in_step and not self._is_pending(unit):
+            if not self._in_step and not self._is_pending(unit) and unit.updated is None:
                 # Outside a step the host may use the weights at home as soon as this call returns.
                 slot.ready.synchronize()
                 if unit.written is not None:

@@ -77,24 +77,25 @@ class Plan:
     def rows(self) -> list[tuple[str, str]]:
         """Label and value pairs for people."""
         rows = [
-            ("units", f"{self.units} (largest {_size(self.largest_unit_bytes)})"),
-            ("resident weights on the device", _size(self.resident_bytes)),
-            ("device slots", _size(self.slot_bytes)),
-            ("weights on the host (page-locked for a GPU)", _size(self.host_weight_bytes)),
-            ("gradients on the host (likewise)", _size(self.host_gradient_bytes)),
-            ("copied in a step, at most", _size(self.h2d_bytes)),
-            ("copied out a step", _size(self.d2h_bytes)),
+            ("units", f"{self.units} (largest {size(self.largest_unit_bytes)})"),
+            ("resident weights on the device", size(self.resident_bytes)),
+            ("device slots", size(self.slot_bytes)),
+            ("weights on the host (page-locked for a GPU)", size(self.host_weight_bytes)),
+            ("gradients on the host (likewise)", size(self.host_gradient_bytes)),
+            ("copied in a step, at most", size(self.h2d_bytes)),
+            ("copied out a step", size(self.d2h_bytes)),
         ]
         if not self.activation_window_bytes:
             return rows
         stay, host = self.activation_budget_bytes, self.activation_host_bytes
         return [
             *rows,
-            ("activations on their way, on the device, at most", _size(self.activation_window_bytes)),
-            ("activations that stay there", "what copies would not hide" if stay is None else _size(stay)),
-            ("activations on the host, at most", "what is free" if host is None else _size(host)),
+            ("activations on their way, on the device, at most", size(self.activation_window_bytes)),
+            ("activations that stay there", "what copies would not hide" if stay is None else size(stay)),
+            ("activations on the host, at most", "what is free" if host is None else size(host)),
         ]
 
 
-def _size(nbytes: int) -> str:
+def size(nbytes: int) -> str:
+    """Bytes for people."""
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.2f} MiB"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -23,7 +23,7 @@ from offload.gradients import GradientOffloader
 from offload.host_optimizer import HostAdamW
 from offload.memory import DeviceSlot, DeviceSlots, HostArena
 from offload.onloading import Onloader
-from offload.registry import Streams
+from offload.registry import Event, Streams
 from offload.residency import Residency
 from offload.saved_weights import SavedWeights
 from offload.telemetry import Telemetry
@@ -68,6 +68,7 @@ class WeightStreaming:
         self._saved = SavedWeights(self._slots, self._onloader)
         self.updates: UnitUpdates | None = None
         self._share: DeviceShare | None = None
+        self._optimizer: HostAdamW | None = None
         self._update_early = False
         self._last_microbatch = False
         self._final: Counter[OffloadUnit] = Counter()
@@ -112,34 +113,37 @@ class WeightStreaming:
         self.updates = UnitUpdates(optimizer, self._streams, self._onloader.first_use)
         self._update_early = early
         self._onloader.updates = self.updates
-        self._share = DeviceShare(
-            self._cut.units, optimizer, self.transfer, device_share, GRADIENT_SLOTS * self._cut.largest_unit_bytes
-        )
+        self._optimizer = optimizer
+        self.place_states(device_share)
         optimizer.defer_to(self)
         # A function of its own: a deepcopy of the model leaves it as it is, and would copy what a method is bound to.
         self._hooks = [
             window.module.register_state_dict_pre_hook(lambda *_: self.finish()) for window in self._cut.windows
         ]
 
+    def place_states(self, nbytes: int) -> None:
+        """Between steps: the states of the first units that fit into `nbytes` live on the device from now on."""
+        self.finish()
+        limit_bytes = GRADIENT_SLOTS * self._cut.largest_unit_bytes
+        self._share = DeviceShare(self._cut.units, self._optimizer, self.transfer, nbytes, limit_bytes)
+
     def offer_all(self, scale: float) -> None:
         """Starts the update of every unit that has gradients and was not updated in this step."""
         for unit in sorted(self._cut.units, key=self._onloader.first_use):
             self._update(unit, scale)
 
-    def _update(self, unit: OffloadUnit, scale: float = 1.0) -> None:
-        if unit in self._share.units:
-            self._share.update(unit, scale)
-        else:
-            self.updates.offer(unit, scale)
+    def _update(self, unit: OffloadUnit, scale: float = 1.0, after: Sequence[Event] = ()) -> None:
+        updates = self._share if unit in self._share.units else self.updates
+        updates.offer(unit, scale, after)
 
     def finish(self) -> None:
         """Waits for the updates that are under way; afterwards the weights at home are final."""
         if self.updates is not None:
             self.updates.finish()
-            for unit in self._share.units:
-                if unit.updated is not None:
-                    unit.updated.synchronize()
-                    unit.updated = None
+        for unit in self._cut.units:
+            if unit.updated is not None:
+                unit.updated.synchronize()
+                unit.updated = None
 
     def gradient_norms(self) -> dict[nn.Parameter, torch.Tensor]:
         """L2 norms of the gradients of the last step, if they were wanted: float32 scalars on the device."""
@@ -177,6 +181,7 @@ class WeightStreaming:
         # They refer back to this object: without them the device memory goes with its last reference.
         self._windowed.clear()
         self._hooks.clear()
+        self._optimizer = self._share = None
         self._onloader.drop()
         self._streams.synchronize()
         for slot in self._slots:
@@ -286,7 +291,7 @@ class WeightStreaming:
         # What does not train may be needed in backward after the last gradient of what does.
         if unit in self._lands_once and self._final[unit] == len(unit.tensors):
             # Fetched ahead for a use that did not come, it is still being read.
-            self.updates.offer(unit, after=self._onloader.unread(unit))
+            self._update(unit, after=self._onloader.unread(unit))
 
     def _settle(self) -> None:
         self._gradients.let_go()

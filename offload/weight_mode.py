@@ -100,6 +100,10 @@ class WeightMode(ABC):
         """Hides the updates of `optimizer` behind the step; see `WeightStreaming.overlap`."""
         self._streaming.overlap(optimizer, early, device_share)
 
+    def place_states(self, nbytes: int) -> None:
+        """Between steps: optimizer states of the first units that fit into `nbytes` live on the device from now on."""
+        self._streaming.place_states(nbytes)
+
     def detach(self) -> None:
         """Gives the model back as it was found."""
         self._streaming.detach()

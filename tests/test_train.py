@@ -140,6 +140,17 @@ def test_updates_behind_the_step_train_alike(tmp_path: Path, run_here, clip_norm
     assert rates == pytest.approx([1 / 3, 2 / 3, 1, 3 / 4, 2 / 4, 1 / 4])
 
 
+def test_states_that_fill_the_spare_device_memory_train_alike(tmp_path: Path, run_here):
+    """vram_budget: nothing, a third of the states, all; a CPU uses no VRAM, so all of it is spare."""
+    shares = {}
+    for budget in ("0", "150KiB", "1GiB"):
+        updates = ("optimizer=host_adamw", "optimizer.device_share=auto", f"vram_budget={budget}", "clip_norm=null")
+        run_here(tmp_path / budget, *SMALL, "offload=layer_stream", "precision=bf16", *updates)
+        shares[budget] = sum(record["optimizer/host_ms"] > 0 for record in metrics(tmp_path / budget)[1:])
+    assert curve(tmp_path / "0") == curve(tmp_path / "150KiB") == curve(tmp_path / "1GiB")
+    assert shares["0"] == shares["150KiB"] > shares["1GiB"] == 0
+
+
 def test_a_run_is_a_function_of_its_seed(tmp_path: Path, run_here):
     run(tmp_path / "elsewhere", *SMALL, "seed=3", PYTHONHASHSEED="9")
     run_here(tmp_path / "here", *SMALL, "seed=3")

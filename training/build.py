@@ -17,18 +17,22 @@ from models.weights import load_weights
 from offload import registry
 from offload.bandwidth import measure_bandwidth
 from offload.blocks import find_blocks
-from offload.plan import Plan
+from offload.host_optimizer import HostAdamW
+from offload.plan import Plan, size
 from offload.recompute import recompute
 from offload.registry import Streams
 from offload.sizes import parse_bytes
 from training.errors import UserError
-from training.hardware import describe, peak_flops, resolve_device
+from training.hardware import describe, peak_flops, resolve_device, vram_bytes, vram_peak_gib
 from training.progress import print_plan
 from training.schedules import build_schedule
 from training.schema import OnNonfinite, Precision
 from training.tracking import Tracker, plain, run_name, run_tags
 
 DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32}
+
+# The gradients of what is updated on the device stay there with its states, and the allocator needs room to turn.
+STATES_OF_SPARE = 0.8
 
 ROOM = "take a smaller model, precision=bf16, or more on the device with offload.resident"
 
@@ -52,6 +56,14 @@ class Job:
 
     def __enter__(self) -> Job:
         return self
+
+    def use_spare_vram(self) -> None:
+        """After a step: with optimizer.device_share=auto, states go where that step left room under vram_budget."""
+        if self.optimizer.device_share != "auto":
+            return
+        budget = vram_bytes(self.device) if self.config.vram_budget is None else self.config.vram_budget
+        spare = parse_bytes("vram_budget", budget) - vram_peak_gib(self.device) * 2**30
+        self.mode.place_states(max(int(spare * STATES_OF_SPARE), 0))
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         """Ends tracking, and gives the model, the memory and the streams back."""
@@ -81,7 +93,10 @@ def build(config: DictConfig, run_dir: Path) -> Job:
     mode, plan = build_mode(config, model, recomputes)
     blocks = recomputed_blocks(config, model) if recomputes and not mode.recomputes else []
     streams = registry.acquire(device)
-    rows = dict(plan.rows()) | {"predicted floor of a step": predicted_floor(config, plan, model, streams, dtype)}
+    rows = dict(plan.rows()) | {
+        "optimizer states": size(HostAdamW.planned_bytes(model.parameters(), state_dtype(config))),
+        "predicted floor of a step": predicted_floor(config, plan, model, streams, dtype),
+    }
     print_plan(rows, title=f"Plan: offload={choices['offload']} model={choices['model']} on {device}")
     try:
         mode.attach(model, streams)
@@ -152,19 +167,22 @@ def fill(model: nn.Module, config: DictConfig, device: torch.device) -> None:
         raise UserError(f"model.weights={config.model.weights}: {error}") from error
 
 
+def state_dtype(config: DictConfig) -> str:
+    """The dtype of the optimizer's moments, "fp32" where it knows no other."""
+    return str(config.optimizer.get("state_dtype", "fp32"))
+
+
 def build_optimizer(config: DictConfig, model: nn.Module, mode) -> torch.optim.Optimizer:
     """The optimizer with its states, its updates hidden behind the step where it can do that.
 
     Raises UserError where host or device have no room for the states.
     """
     choice = HydraConfig.get().runtime.choices["optimizer"]
-    settings = OmegaConf.to_container(config.optimizer, resolve=True, enum_to_str=True)
-    share = parse_bytes("optimizer.device_share", settings.pop("device_share", 0))
-    optimizer = instantiate(settings, params=model.parameters())
+    optimizer = instantiate(config.optimizer, params=model.parameters())
     if choice == "host_adamw":
         # What must be known of all gradients first, their norm or that they are finite, is known after backward.
         early = config.clip_norm is None and config.on_nonfinite == OnNonfinite.stop
-        mode.overlap(optimizer, early, share)
+        mode.overlap(optimizer, early, 0 if optimizer.device_share == "auto" else optimizer.device_share)
     try:
         optimizer.allocate()
     except MemoryError as error:

@@ -78,6 +78,8 @@ def _check_rules(config: DictConfig) -> None:
         )
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
         raise UserError(f"device={config.device}: must be auto, cuda, cuda:N (N counts from 0) or cpu")
+    if config.vram_budget is not None:
+        _check_bytes("vram_budget", config.vram_budget, "null for all of the GPU's memory")
     _check_schedule(config)
     rules = {
         WeightMode: _check_weight_mode,
@@ -121,7 +123,8 @@ def _check_tensor_swap(prefix: str, mode: DictConfig) -> None:
 
 
 def _check_host_adamw(prefix: str, optimizer: DictConfig) -> None:
-    _check_bytes(f"{prefix}device_share", optimizer.device_share)
+    if optimizer.device_share != "auto":
+        _check_bytes(f"{prefix}device_share", optimizer.device_share, "auto")
 
 
 def _check_bytes(key: str, value: str | int, alternative: str = "") -> None:

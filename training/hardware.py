@@ -122,6 +122,11 @@ def rss_gib() -> float:
     return psutil.Process().memory_info().rss / GIB
 
 
+def vram_bytes(device: torch.device) -> int:
+    """The GPU's memory; 0 on the CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
 def vram_peak_gib(device: torch.device) -> float:
     """Most GiB of live tensors on the GPU since the last `reset_peaks`; 0 on the CPU."""
     return torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else 0.0

@@ -52,6 +52,8 @@ def train(job: Job) -> dict:
                 skip_or_stop(job, step, norm)
             job.optimizer.zero_grad()
             job.schedule.step()
+            if step == 1:
+                job.use_spare_vram()
             if step == config.steps:
                 # What went wrong in the last update is this run's error too.
                 job.optimizer.finish()

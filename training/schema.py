@@ -275,6 +275,7 @@ class TrainConfig:
     precision: Precision = MISSING
     clip_norm: float | None = number(above=0)
     on_nonfinite: OnNonfinite = MISSING
+    vram_budget: str | int | None = MISSING
     warmup_steps: int = number(at_least=0)
     log_every: int = number(at_least=1)
 

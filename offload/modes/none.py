@@ -42,6 +42,9 @@ class Resident:
     def overlap(self, optimizer: HostAdamW, early: bool, device_share: int = 0) -> None:
         """Nothing to do: the parameters are on the device, and so are their states and updates."""
 
+    def place_states(self, nbytes: int) -> None:
+        """Nothing to do: they are on the device."""
+
     def detach(self) -> None:
         self._residency.restore()
 

@@ -33,6 +33,21 @@ def test_equals_resident(mode: str, share: int, early: bool):
 
 
 @EARLY
+def test_the_host_updates_nothing_whose_states_are_on_the_device(early: bool):
+    model, mode = made(Stack), LayerStream(embedding="stream")
+    with attached(mode, model):
+        optimizer = host_adamw(model)
+        mode.overlap(optimizer, early, device_share=10**9)
+        for step in range(3):
+            one_step(model, mode, step, microbatches=2)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert mode.counters()["updated_parameters"] == 0
+        # Gradients are let go with their updates, not kept for a step that does not come.
+        assert not mode._streaming._share._gradients
+
+
+@EARLY
 def test_equals_resident_with_frozen_tied_and_skipped_parameters(early: bool):
     mode = LayerStream(slots=2, embedding="stream")
     seen = train(made(Mixed, torch.bfloat16), mode, early, device_share=SHARE)
@@ -98,6 +113,24 @@ def test_state_dicts_go_from_one_place_to_the_other():
             optimizer.step()
             optimizer.finish()
         assert_same([p.detach() for p in share.parameters()], [p.detach() for p in host.parameters()])
+
+
+def test_states_that_there_are_move_between_steps():
+    def run(moves: bool) -> list[torch.Tensor]:
+        model, mode = made(Stack), LayerStream()
+        with attached(mode, model):
+            optimizer = host_adamw(model)
+            mode.overlap(optimizer, early=False)
+            for step, share in enumerate((0, SHARE, 10**9, 0)):
+                if moves:
+                    mode.place_states(share)
+                one_step(model, mode, step)
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.finish()
+            return [p.detach().clone() for p in model.parameters()]
+
+    assert_same(run(moves=True), run(moves=False))
 
 
 def test_evaluation_sees_the_updated_weights():
