@@ -47,13 +47,15 @@ class DeviceShare:
 
     def hold(self, tensor: UnitTensor, gradient: Departing) -> None:
         """Keeps a gradient of this step, instead of the one before it, whose copy to the host is queued."""
-        self._let_go(self._gradients.pop(tensor, None))
+        if tensor in self._gradients:
+            self._departures.add(self._gradients.pop(tensor))
         self._gradients[tensor] = gradient
 
     def drop(self) -> None:
         """Lets go of gradients that were not used."""
-        for tensor in list(self._gradients):
-            self._let_go(self._gradients.pop(tensor))
+        for gradient in self._gradients.values():
+            self._departures.add(gradient)
+        self._gradients.clear()
         self._departures.let_go()
 
     def offer(self, unit: OffloadUnit, scale: float = 1.0, after: Sequence[Event] = ()) -> None:
@@ -78,8 +80,4 @@ class DeviceShare:
             self._transfer.copy_out(tensor.host.data, weight, done=unit.updated, what=what)
             gradient.done = streams.event()
             gradient.done.record(d2h)
-            self._departures.add(gradient)
-
-    def _let_go(self, gradient: Departing | None) -> None:
-        if gradient is not None:
             self._departures.add(gradient)

@@ -230,7 +230,7 @@ class HostAdamW(torch.optim.AdamW):
         parameter, state = claim.parameter, self._state_of(claim.parameter)
         state["step"] += 1
         master = state["master"]
-        weight = master.clone() if parameter.dtype == torch.float32 else torch.empty_like(master, dtype=parameter.dtype)
+        weight = torch.empty_like(master, dtype=parameter.dtype)
         operands = (weight, gradient, master, state["exp_avg"], state["exp_avg_sq"])
         FusedUpdate(self.threads)(Operands(*map(_flat, operands)), state["step"], claim.settings, scale)
         torch.autograd.graph.increment_version(parameter)

@@ -53,6 +53,11 @@ class TestSource:
         assert len(path.read_text().splitlines()) <= 400
 
 
+def test_tests_and_programs_stay_readable():
+    for path in (*(ROOT / "tests").rglob("*.py"), *(ROOT / "scripts").glob("*.py")):
+        assert len(path.read_text().splitlines()) <= 400, path
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "offload" / "modes").glob("*.py")), ids=lambda path: path.stem)
 def test_no_mode_imports_another(path: Path):
     assert not {name for name in imports(ast.parse(path.read_text())) if name.startswith("offload.modes")}

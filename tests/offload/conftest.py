@@ -1,4 +1,4 @@
-"""Fixtures of the tests that need a GPU."""
+"""Fixtures of several files: streams of the CPU, swapping by itself, and a GPU made late and exact."""
 
 from __future__ import annotations
 
@@ -9,9 +9,23 @@ from collections.abc import Iterator
 import pytest
 import torch
 from late import make_late
+from swap_support import Swap
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from offload import registry
 from offload.onloading import Onloader
+
+
+@pytest.fixture
+def streams() -> Iterator[registry.Streams]:
+    streams = registry.acquire("cpu")
+    yield streams
+    registry.release(streams)
+
+
+@pytest.fixture
+def swap(streams: registry.Streams) -> Swap:
+    return Swap(streams)
 
 
 @pytest.fixture

@@ -8,6 +8,12 @@ import torch
 from offload.onloading import Onloader
 from offload.transfer import Transfer
 
+ON_A_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("exact_on_a_gpu"),
+]
+
 # About half a millisecond: longer than the host needs to queue a whole small step's next operation.
 DELAY_CYCLES = 1_000_000
 

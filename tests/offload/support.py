@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload import registry
+from offload.modes.none import Resident
 
 
 class Block(nn.Module):
@@ -127,6 +128,14 @@ def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
     assert len(left) == len(right)
     for index, (one, other) in enumerate(zip(left, right, strict=True)):
         assert torch.equal(one, other), f"item {index}: {one} != {other}"
+
+
+def same_as_resident(model: nn.Module, mode, inputs: Callable = stack_inputs, **options) -> None:
+    """`model` trained under `mode` and resident: `train` returns the same, and buffers end the same, bit for bit."""
+    moved, resident = twin(model)
+    assert_same(train(moved, mode, inputs, **options), train(resident, Resident(), inputs, **options))
+    for (name, one), other in zip(moved.named_buffers(), resident.buffers(), strict=True):
+        assert torch.equal(one, other), name
 
 
 def twin(model: nn.Module) -> tuple[nn.Module, nn.Module]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from late import DELAY_CYCLES, make_late
+from late import DELAY_CYCLES, ON_A_GPU, make_late
 from support import Stack, assert_same, attached, stack_inputs, train, twin
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -20,11 +20,7 @@ from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.transfer import Transfer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.usefixtures("exact_on_a_gpu"),
-]
+pytestmark = ON_A_GPU
 
 
 def inputs(step: int, microbatch: int) -> torch.Tensor:

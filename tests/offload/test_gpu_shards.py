@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from late import ON_A_GPU
 from support import Stack, assert_same, attached, stack_inputs, train, twin
 
 from offload.modes import shard_offload
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.usefixtures("exact_on_a_gpu"),
-]
+pytestmark = ON_A_GPU
 
 
 def inputs(step: int, microbatch: int) -> torch.Tensor:

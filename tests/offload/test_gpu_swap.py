@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from late import ON_A_GPU
 from support import Stack, assert_same, attached, stack_inputs, train, twin
 from torch import nn
 
@@ -18,11 +19,7 @@ from offload.modes.tensor_swap import TensorSwap
 from offload.recompute import recompute
 from offload.transfer import Transfer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.usefixtures("exact_on_a_gpu"),
-]
+pytestmark = ON_A_GPU
 
 WEIGHTS = {
     "resident": Resident,

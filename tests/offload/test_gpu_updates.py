@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from late import make_late
+from late import ON_A_GPU, make_late
 from optimizer_support import SETTINGS, needs_compiler
 from support import Stack, assert_same, attached, stack_inputs, twin
 from torch import nn
@@ -22,11 +22,7 @@ from offload.modes.tensor_swap import TensorSwap
 from offload.unit_updates import UnitUpdates
 from training.step import clip_scale, gradient_norm
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.usefixtures("exact_on_a_gpu"),
-]
+pytestmark = ON_A_GPU
 
 MODES = {
     "bounce_linear": lambda: BounceLinear(slots=2, others="stream"),

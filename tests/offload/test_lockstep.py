@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 
-from offload import registry
 from offload.lockstep import Lockstep, Threads
 from offload.microbatches import LayerMajor
 
@@ -17,13 +16,6 @@ def threads():
     made = Threads()
     yield made
     made.close()
-
-
-@pytest.fixture
-def streams():
-    held = registry.acquire("cpu")
-    yield held
-    registry.release(held)
 
 
 def run(streams, *routes):

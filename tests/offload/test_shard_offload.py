@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from support import Stack, assert_same, attached, stack_inputs, train, twin
+from support import Stack, assert_same, attached, same_as_resident, stack_inputs, train, twin
 from torch import nn
 
 from offload.modes import shard_offload
@@ -20,13 +20,6 @@ from offload.modes.shard_offload import ShardOffload
 @pytest.fixture(autouse=True)
 def small_boundaries_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
-
-
-def same_as_resident(model: nn.Module, mode: ShardOffload, inputs=stack_inputs, **options) -> None:
-    sharded, resident = twin(model)
-    assert_same(train(sharded, mode, inputs, **options), train(resident, Resident(), inputs, **options))
-    for (name, one), other in zip(sharded.named_buffers(), resident.buffers(), strict=True):
-        assert torch.equal(one, other), name
 
 
 def normal(*shape: int):
