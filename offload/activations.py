@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload.departures import Departing, Departures
 from offload.host_pool import HostPool
 from offload.lingering import Lingering
-from offload.memory import HostArena
+from offload.memory import HostArena, free_device_bytes
 from offload.parcels import Origins, Packed, Parcel, Remains, Span, Trip, VersionHandles
 from offload.registry import Event
 from offload.saved_tensors import Kept, Passed, active_hooks, beneath_claims, claimed
@@ -129,6 +129,7 @@ class ActivationOffloader:
             if tensor.layout is torch.strided and tensor.device == self._streams.device:
                 storage = tensor.untyped_storage()
                 self._never[storage._cdata] = (StorageWeakRef(storage), 1)
+        self._policy.begin_step(free_device_bytes(self._streams.device))
         self._stall_ms_before = self._transfer.telemetry.stall_ms
         self._began = self._timestamp()
 

@@ -65,6 +65,11 @@ class Operands:
     exp_avg: Tensor
     exp_avg_sq: Tensor
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the weight is its own master."""
+        return self.weight.data_ptr() == self.master.data_ptr()
+
     def split(self, size: int) -> Iterator[Operands]:
         """The same `size` elements of each tensor, from first to last."""
         # Not asdict or astuple, which copy tensors.
@@ -281,5 +286,5 @@ def _update_tile(piece: Operands, scratch: _Scratch, step: Tensor, settings: Set
     if rounds:
         piece.exp_avg.copy_(moments[0])
         piece.exp_avg_sq.copy_(moments[1])
-    if piece.weight.data_ptr() != piece.master.data_ptr():
+    if not piece.in_place:
         piece.weight.copy_(piece.master)

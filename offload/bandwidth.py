@@ -22,6 +22,11 @@ class Bandwidth:
     d2h: float
     both: float
 
+    def two_way_ms(self, bytes_in: float, bytes_out: float) -> float:
+        """How long copies take that start together, each way at most one at a time: slower while both last."""
+        shared = min(bytes_in, bytes_out)
+        return (shared / self.both + (bytes_in - shared) / self.h2d + (bytes_out - shared) / self.d2h) / 1e6
+
 
 def measure_bandwidth(streams: Streams, nbytes: int = 256 * 2**20, repeats: int = 6) -> Bandwidth:
     """The median of `repeats` copies of `nbytes`, through the same streams and memory that a mode uses.

@@ -60,6 +60,8 @@ class HostAdamW(torch.optim.AdamW):
         state_dtype: "fp32", or "bf16" for moments of half the size, computed in float32 and rounded to nearest.
         device_share: bytes of states ("10GiB") that a mode which overlaps the updates places on the device, or "auto":
             as many as find room there. Without such a mode it has no effect.
+        visiting_share: part of the states, from 0 to 1, that such a mode sends to the device to be updated there
+            while the host updates the others (see `VisitingStates`). On a GPU the two round differently.
         threads: cores that update host parameters; None is all but one, which launches the device's work.
         compile: "auto" takes the fastest kernel of the host, "off" torch's own (see `fastest_update`).
 
@@ -77,6 +79,7 @@ class HostAdamW(torch.optim.AdamW):
         decay_norms_and_biases: bool = True,
         state_dtype: str = "fp32",
         device_share: str | int = 0,
+        visiting_share: float = 0.0,
         threads: int | None = None,
         compile: str = "auto",
     ):
@@ -90,10 +93,14 @@ class HostAdamW(torch.optim.AdamW):
         self.threads = max(usable_cores() - 1, 1) if threads is None else threads
         self._state_dtype = STATE_DTYPES[state_dtype]
         self.device_share = device_share if device_share == "auto" else parse_bytes("device_share", device_share)
+        if not 0 <= visiting_share <= 1:
+            raise ValueError(f"visiting_share={visiting_share}: must be between 0 and 1")
+        self.visiting_share = visiting_share
         self._compile = compile
         self._claimed: set[Tensor] = set()
         self._deferral: Deferral | None = None
         self._placed: dict[Tensor, torch.device] = {}
+        self._homes: dict[Tensor, dict[str, Tensor]] = {}
         super().__init__(groups, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
         if any(parameter.device.type == "cpu" for parameter in self._group_of):
             # Compiled and measured now, and not in the first step.
@@ -189,23 +196,32 @@ class HostAdamW(torch.optim.AdamW):
             gradient = claim.gradient.to(self._placed[parameter])
             parameter.copy_(self.apply_on_device(claim, gradient, scale))
             return
-        state = self._state_of(parameter)
+        self.begin_update(claim)
+        operands = self.operands(claim)
+        kernel = self.kernel if parameter.device.type == "cpu" else FusedUpdate()
+        kernel(operands, self.state[parameter]["step"], claim.settings, scale)
+        if not parameter.is_contiguous():
+            parameter.copy_(self.state[parameter]["master"])
+
+    def begin_update(self, claim: Claim) -> dict[str, Tensor]:
+        """Counts the update of a claim that the caller is about to make; returns the parameter's state."""
+        state = self._state_of(claim.parameter)
         state["step"] += 1
+        # No kernel does, where it writes the weight itself.
+        torch.autograd.graph.increment_version(claim.parameter)
+        return state
+
+    def operands(self, claim: Claim) -> Operands:
+        """What the update of a claimed parameter reads and writes; its state is there already."""
+        parameter, state = claim.parameter, self.state[claim.parameter]
         master = state.get("master", parameter.detach())
-        in_place = parameter.is_contiguous()
-        operands = Operands(
-            weight=_flat(parameter.detach()) if in_place else _flat(master),
+        return Operands(
+            weight=_flat(parameter.detach()) if parameter.is_contiguous() else _flat(master),
             gradient=_flat(claim.gradient),
             master=_flat(master),
             exp_avg=_flat(state["exp_avg"]),
             exp_avg_sq=_flat(state["exp_avg_sq"]),
         )
-        kernel = self.kernel if parameter.device.type == "cpu" else FusedUpdate()
-        kernel(operands, state["step"], claim.settings, scale)
-        if not in_place:
-            parameter.copy_(master)
-        # Neither kernel does, where it writes the weight itself.
-        torch.autograd.graph.increment_version(parameter)
 
     def place(self, parameters: Iterable[Tensor], device: torch.device) -> None:
         """Has the states of these parameters, masters too, on `device`, wherever the parameters live.
@@ -214,8 +230,20 @@ class HostAdamW(torch.optim.AdamW):
         """
         for parameter in parameters:
             self._placed[parameter] = device
+            self._homes.pop(parameter, None)
             state = self.state.get(parameter, {})
             state |= {name: tensor.to(device) for name, tensor in state.items()}
+
+    def state_dtypes(self, parameter: Tensor) -> dict[str, torch.dtype]:
+        """The dtypes of a parameter's states by name, but for the step."""
+        master = {} if is_own_master(parameter) else {"master": torch.float32}
+        return dict.fromkeys(MOMENTS, self._state_dtype) | master
+
+    def keep_in(self, parameter: Tensor, name: str, memory: Tensor) -> None:
+        """Has one state of a parameter in `memory`, 1-D of its dtype; what there is of it moves."""
+        home = self._homes.setdefault(parameter, {})[name] = memory.view(parameter.shape)
+        if name in self.state.get(parameter, {}):
+            self.state[parameter][name] = home.copy_(self.state[parameter][name])
 
     def placed_bytes(self, parameters: Iterable[Tensor]) -> int:
         """Bytes of the states that `place` would have made."""
@@ -227,28 +255,29 @@ class HostAdamW(torch.optim.AdamW):
 
         Returns the new weight there: the parameter's shape and dtype.
         """
-        parameter, state = claim.parameter, self._state_of(claim.parameter)
-        state["step"] += 1
+        parameter, state = claim.parameter, self.begin_update(claim)
         master = state["master"]
         weight = torch.empty_like(master, dtype=parameter.dtype)
         operands = (weight, gradient, master, state["exp_avg"], state["exp_avg_sq"])
         FusedUpdate(self.threads)(Operands(*map(_flat, operands)), state["step"], claim.settings, scale)
-        torch.autograd.graph.increment_version(parameter)
         return weight
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
-        device = self._placed.get(parameter, parameter.device)
         if not state:
-            on = {"device": device}
-            state["step"] = torch.zeros((), dtype=torch.float32, **on)
+            state["step"] = torch.zeros((), device=self._placed.get(parameter, parameter.device))
             for name in MOMENTS:
                 # Written, not merely promised as by torch.zeros, so that memory that is missing is missed now.
-                state[name] = torch.empty(parameter.shape, dtype=self._state_dtype, **on).zero_()
+                state[name] = self._memory(parameter, name, self._state_dtype).zero_()
         if "master" not in state and (parameter in self._placed or not is_own_master(parameter)):
-            exact = {"memory_format": torch.contiguous_format, "copy": True}
-            state["master"] = parameter.detach().to(device, torch.float32, **exact)
+            state["master"] = self._memory(parameter, "master", torch.float32).copy_(parameter.detach())
         return state
+
+    def _memory(self, parameter: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+        home = self._homes.get(parameter, {}).get(name)
+        if home is not None:
+            return home
+        return torch.empty(parameter.shape, dtype=dtype, device=self._placed.get(parameter, parameter.device))
 
     @torch.no_grad()
     def allocate(self) -> None:
@@ -257,7 +286,8 @@ class HostAdamW(torch.optim.AdamW):
         Raises MemoryError with both sizes, before anything is made, where the host has no room for them.
         """
         missing = [p for p in self._group_of if p.requires_grad and not self.state.get(p)]
-        on_host = [p for p in missing if p.device.type == "cpu" and p not in self._placed]
+        elsewhere = self._placed.keys() | self._homes.keys()
+        on_host = [p for p in missing if p.device.type == "cpu" and p not in elsewhere]
         needed = self.planned_bytes(on_host, self._state_dtype)
         free = free_host_bytes()
         if free is not None and needed > free:
@@ -316,14 +346,15 @@ class HostAdamW(torch.optim.AdamW):
                 dtype = self._state_dtype if name in MOMENTS else torch.float32
                 device = self._placed.get(parameter, parameter.device)
                 state[name] = torch.as_tensor(saved[name]).to(device, dtype).contiguous()
+                if name in self._homes.get(parameter, {}):
+                    state[name] = self._homes[parameter][name].copy_(state[name])
         return state
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("threads", "device_share", "_state_dtype", "_compile", "_claimed", "_group_of")
+        names = ("threads", "device_share", "visiting_share", "_state_dtype", "_compile", "_claimed", "_group_of")
         # A copy makes its updates itself.
-        return (
-            super().__getstate__() | {name: getattr(self, name) for name in names} | {"_deferral": None, "_placed": {}}
-        )
+        own = {"_deferral": None, "_placed": {}, "_homes": {}}
+        return super().__getstate__() | {name: getattr(self, name) for name in names} | own
 
 
 def decay_groups(params: Iterable[Any]) -> list[dict[str, Any]]:

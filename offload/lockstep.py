@@ -162,6 +162,7 @@ class _Modes:
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in dict.fromkeys(("cpu", streams.device.type))
+            if torch.amp.is_autocast_available(kind)
         ]
         self._cache = torch.is_autocast_cache_enabled()
         self._queueing = streams.as_here()

@@ -21,10 +21,18 @@ def aligned(nbytes: int) -> int:
 
 
 class HostBlock:
-    """A flat host buffer: `bytes` is a uint8 tensor of exactly the size asked for, starting at a page."""
+    """A flat host buffer: `bytes` is a uint8 tensor of exactly the size asked for, starting at a page.
 
-    def __init__(self, nbytes: int, name: str):
+    For a device of type meta, on which a step is rehearsed, it has no memory either.
+    """
+
+    def __init__(self, nbytes: int, name: str, imaginary: bool = False):
         self.name = name
+        if imaginary:
+            # By no operation of torch: the ledger of a rehearsal takes what operations make for device memory.
+            nothing = torch.empty(0, dtype=torch.uint8, device="meta")
+            self.bytes = nothing.set_(torch.UntypedStorage(nbytes, device="meta"))
+            return
         self._mapping = mmap.mmap(-1, max(nbytes, 1))
         self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)[:nbytes]
 
@@ -45,18 +53,19 @@ class HostArena:
         self.pinned_bytes = 0
         self.pageable_bytes = 0
         self._pin = pin and device.type == "cuda"
+        self._imaginary = device.type == "meta"
         self._locked: dict[HostBlock, None] = {}
 
     def require(self, nbytes: int) -> None:
         """Raises MemoryError with both numbers where the host has less than `nbytes` to give; allocates nothing."""
-        free = free_host_bytes()
+        free = None if self._imaginary else free_host_bytes()
         if free is not None and nbytes > free:
             raise MemoryError(f"{nbytes / 2**30:.2f} GiB of host memory are needed, {free / 2**30:.2f} GiB are free")
 
     def allocate(self, nbytes: int, name: str) -> HostBlock:
         """A zero-filled block of `nbytes`. Raises MemoryError naming the size where the host has no room for it."""
         try:
-            block = HostBlock(nbytes, name)
+            block = HostBlock(nbytes, name, self._imaginary)
         except (OSError, ValueError) as error:
             raise MemoryError(f"host memory for {name}: {nbytes / 2**30:.2f} GiB could not be mapped") from error
         if self._pin and nbytes and self._lock_pages(block):
@@ -114,6 +123,14 @@ def free_host_bytes() -> int | None:
     return min(limits, default=None)
 
 
+def free_device_bytes(device: torch.device) -> int | None:
+    """What tensors can still take on `device`: its free memory and what torch's allocator holds; None: unknown."""
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
 class DeviceSlot:
     """One reusable device buffer: `bytes` is uint8.
 
@@ -138,7 +155,7 @@ class DeviceSlots:
 
     def __init__(self, count: int, nbytes: int, streams: Streams):
         self.all = [DeviceSlot(index, nbytes, streams) for index in range(count)]
-        self._by_address = {slot.bytes.untyped_storage().data_ptr(): slot for slot in self.all if nbytes}
+        self._by_address = {_address(slot.bytes): slot for slot in self.all if nbytes}
 
     def __iter__(self):
         return iter(self.all)
@@ -151,4 +168,10 @@ class DeviceSlots:
         """The slot that holds `tensor`'s storage, or None."""
         if tensor.layout is not torch.strided:
             return None
-        return self._by_address.get(tensor.untyped_storage().data_ptr())
+        return self._by_address.get(_address(tensor))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where the storage of `tensor` is: that of its bytes, or its own where it has none, as on the meta device."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or storage._cdata

@@ -30,6 +30,7 @@ from offload.telemetry import Telemetry
 from offload.transfer import Transfer
 from offload.unit import CutModel, OffloadUnit, UnitTensor, Window
 from offload.unit_updates import UnitUpdates
+from offload.visiting_states import VisitingStates
 from offload.wrapped_forward import WrappedForward
 
 # Gradients that may wait on the device for the bus, in units of the largest unit.
@@ -68,6 +69,7 @@ class WeightStreaming:
         self._saved = SavedWeights(self._slots, self._onloader)
         self.updates: UnitUpdates | None = None
         self._share: DeviceShare | None = None
+        self._visits: VisitingStates | None = None
         self._optimizer: HostAdamW | None = None
         self._update_early = False
         self._last_microbatch = False
@@ -106,7 +108,8 @@ class WeightStreaming:
     def overlap(self, optimizer: HostAdamW, early: bool, device_share: int = 0) -> None:
         """Has `optimizer` update the units on a thread of its own, from now on; its states are not made yet.
 
-        `device_share` is how many bytes of states live on the device, where their units are updated.
+        `device_share` is how many bytes of states live on the device, where their units are updated. Of the others,
+        `optimizer.visiting_share` visit it to be updated.
         `early`: a unit's update may begin when its gradients of the last microbatch have landed, if in the step before
         each landed there once; else the optimizer's `step` starts it. `state_dict` of the model waits for the updates.
         """
@@ -115,6 +118,8 @@ class WeightStreaming:
         self._onloader.updates = self.updates
         self._optimizer = optimizer
         self.place_states(device_share)
+        others = [unit for unit in self._cut.units if unit not in self._share.units]
+        self._visits = VisitingStates(others, optimizer, self.transfer, self.arena, optimizer.visiting_share)
         optimizer.defer_to(self)
         # A function of its own: a deepcopy of the model leaves it as it is, and would copy what a method is bound to.
         self._hooks = [
@@ -126,6 +131,8 @@ class WeightStreaming:
         self.finish()
         limit_bytes = GRADIENT_SLOTS * self._cut.largest_unit_bytes
         self._share = DeviceShare(self._cut.units, self._optimizer, self.transfer, nbytes, limit_bytes)
+        if self._visits is not None:
+            self._visits.leave(self._share.units)
 
     def offer_all(self, scale: float) -> None:
         """Starts the update of every unit that has gradients and was not updated in this step."""
@@ -133,8 +140,8 @@ class WeightStreaming:
             self._update(unit, scale)
 
     def _update(self, unit: OffloadUnit, scale: float = 1.0, after: Sequence[Event] = ()) -> None:
-        updates = self._share if unit in self._share.units else self.updates
-        updates.offer(unit, scale, after)
+        on_device = (updates for updates in (self._share, self._visits) if unit in updates.units)
+        next(on_device, self.updates).offer(unit, scale, after)
 
     def finish(self) -> None:
         """Waits for the updates that are under way; afterwards the weights at home are final."""
@@ -181,7 +188,7 @@ class WeightStreaming:
         # They refer back to this object: without them the device memory goes with its last reference.
         self._windowed.clear()
         self._hooks.clear()
-        self._optimizer = self._share = None
+        self._optimizer = self._share = self._visits = None
         self._onloader.drop()
         self._streams.synchronize()
         for slot in self._slots:

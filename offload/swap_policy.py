@@ -47,6 +47,10 @@ class SwapPolicy(Protocol):
 
     budget: int
 
+    def begin_step(self, free_bytes: int | None) -> None:
+        """A step begins on a device that has `free_bytes` to spare (None: that is not known)."""
+        ...
+
     def choose(self, ordinal: int, nbytes: int, room: int) -> Choice:
         """The choice for span number `ordinal` of the step; `room` is what the budget has left."""
         ...
@@ -72,6 +76,9 @@ class FixedBudget:
         # By number, with the size by which a span is known again.
         self._freed_nothing: dict[int, int] = {}
 
+    def begin_step(self, free_bytes: int | None) -> None:
+        """The budget does not depend on it."""
+
     def choose(self, ordinal: int, nbytes: int, room: int) -> Choice:
         if self._freed_nothing.get(ordinal) == nbytes:
             return Choice.LEAVE
@@ -92,50 +99,66 @@ class FixedBudget:
 class AutomaticBudget(FixedBudget):
     """Swaps only as much as the copies can hide behind compute, found by measuring.
 
-    The first step swaps everything and is not measured: its host memory is being page-locked. Each of the next
-    `TRIALS` steps swaps a share of the bytes. A share is hidden where compute stood still for at most `TOLERANCE` of
-    the step. If everything is hidden, that is it. Else the next share is what fits the time in which compute ran,
-    bytes being copied evenly over the step, less a margin; from there it goes half the way to the least share that
-    was not hidden, or down by a third where nothing has been hidden yet. The largest share that was found hidden is
-    kept for good, as a budget in bytes; if none was, nothing is swapped. So a slow moment costs memory, never time.
-    Without a clock everything is swapped.
+    The first step keeps what there is room for, `KEPT_OF_FREE` of the device's free memory, and is not measured: it
+    shows how much could be swapped. Each of the next `TRIALS` steps swaps a share of these bytes, from `FIRST` (or
+    what has no room) on. A share is hidden where compute stood still for at most `TOLERANCE` of the step. Shares
+    double until one is not hidden, then go half the way between the greatest that was and the least that was not. The
+    greatest that was hidden is kept for good, as a budget in bytes. So a slow moment costs memory, never time; and
+    never much more is page-locked than will be used, which takes half a second a GB. Without a clock, and where free
+    memory is not known, everything is swapped.
     """
 
-    TRIALS = 6
+    FIRST = 1 / 16
+    TRIALS = 8
     TOLERANCE = 0.01
-    MARGIN = 0.9
+    KEPT_OF_FREE = 0.6
     CLOSE_ENOUGH = 0.05
 
     def __init__(self) -> None:
         super().__init__(0)
         self.settled = False
-        self._share = 1.0
-        self._hidden, self._not_hidden = 0.0, 1.0
-        self._steps = 0
+        self._most = 0
+        self._share: float | None = None
+        self._hidden = 0.0
+        self._not_hidden: float | None = None
+        self._trials = 0
+
+    def begin_step(self, free_bytes: int | None) -> None:
+        if self._share is None and free_bytes is not None:
+            self._most = self.budget = int(self.KEPT_OF_FREE * free_bytes)
+
+    def choose(self, ordinal: int, nbytes: int, room: int) -> Choice:
+        choice = super().choose(ordinal, nbytes, room)
+        unknown = self._share is None and choice is Choice.SWAP
+        return Choice.KEEP if unknown and nbytes <= room else choice
 
     def learn(self, record: Sequence[Candidate], stall_ms: float, step_ms: float | None) -> None:
-        if step_ms is not None and record and not self.settled:
-            self._steps += 1
-            if self._steps > 1:
-                self._judge(stall_ms, step_ms)
-            self.budget = math.ceil((1 - self._share) * peak_bytes(self._worth_it(record)))
+        if step_ms is None:
+            self.budget = 0
+        elif record and not self.settled:
+            whole = peak_bytes(self._worth_it(record))
+            if self._share is None:
+                # What has no room is swapped, hidden or not.
+                self._hidden = max(0.0, 1 - self._most / whole) if whole else 0.0
+                self._share = min(self._hidden + self.FIRST, 1.0)
+            else:
+                self._judge(stall_ms <= self.TOLERANCE * step_ms)
+            self.budget = math.ceil((1 - self._share) * whole)
         super().learn(record, stall_ms, step_ms)
 
-    def _judge(self, stall_ms: float, step_ms: float) -> None:
-        hidden = stall_ms <= self.TOLERANCE * step_ms
+    def _judge(self, hidden: bool) -> None:
+        self._trials += 1
         if hidden:
             self._hidden = self._share
         else:
             self._not_hidden = self._share
-        narrow = self._not_hidden - self._hidden <= self.CLOSE_ENOUGH
-        if self._hidden == 1.0 or narrow or self._steps == 1 + self.TRIALS:
+        narrow = self._not_hidden is not None and self._not_hidden - self._hidden <= self.CLOSE_ENOUGH
+        if self._hidden == 1.0 or narrow or self._trials == self.TRIALS:
             self._share, self.settled = self._hidden, True
-        elif self._hidden:
-            self._share = (self._hidden + self._not_hidden) / 2
-        elif self._share == 1.0:
-            self._share = self.MARGIN * (1 - min(stall_ms / step_ms, 1.0))
+        elif self._not_hidden is None:
+            self._share = min(2 * self._share, 1.0)
         else:
-            self._share *= 2 / 3
+            self._share = (self._hidden + self._not_hidden) / 2
 
 
 def used_first(record: Sequence[Candidate], budget: int) -> set[int]:

@@ -21,21 +21,29 @@ class Transfer:
         self.streams = streams
         self.telemetry = telemetry
 
-    def copy_in(self, device_tensor: torch.Tensor, host_tensor: torch.Tensor, done: Event, what: str) -> None:
-        """Copies host to device on the h2d stream and records `done` behind it. Shapes and dtypes are equal.
+    def copy_in(
+        self,
+        device_tensor: torch.Tensor,
+        host_tensor: torch.Tensor,
+        done: Event,
+        what: str,
+        stream: Stream | None = None,
+    ) -> None:
+        """Copies host to device on `stream` (None: h2d) and records `done` behind it. Shapes and dtypes are equal.
 
         `what` names the copy in a profiler's trace.
         """
-        with _range(f"copy in {what}"):
-            self.telemetry.h2d_bytes += self._copy(device_tensor, host_tensor, self.streams.h2d)
-        done.record(self.streams.h2d)
+        stream = self.streams.h2d if stream is None else stream
+        with profiled(f"copy in {what}"):
+            self.telemetry.h2d_bytes += self._copy(device_tensor, host_tensor, stream)
+        done.record(stream)
 
     def copy_out(self, host_tensor: torch.Tensor, device_tensor: torch.Tensor, done: Event, what: str) -> None:
         """Copies device to host on the d2h stream and records `done` behind it. Shapes and dtypes are equal.
 
         `what` names the copy in a profiler's trace.
         """
-        with _range(f"copy out {what}"):
+        with profiled(f"copy out {what}"):
             self.telemetry.d2h_bytes += self._copy(host_tensor, device_tensor, self.streams.d2h)
         done.record(self.streams.d2h)
 
@@ -61,9 +69,10 @@ class Transfer:
         return source.nbytes
 
 
-def _range(name: str) -> AbstractContextManager:
+def profiled(name: str) -> AbstractContextManager:
+    """A range in a profiler's trace, on whichever thread; nothing where none runs."""
     # Opening a range costs microseconds, also when nobody records it.
-    return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
+    return torch.profiler.record_function(name) if torch.autograd.profiler._is_profiler_enabled else nullcontext()
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -15,6 +15,7 @@ from time import perf_counter
 
 from offload.host_optimizer import Claim, HostAdamW
 from offload.registry import Event, Signal, Streams
+from offload.transfer import profiled
 from offload.unit import OffloadUnit
 
 
@@ -165,7 +166,8 @@ class UnitUpdates:
                 streams.reads(None, tensor, "update")
         streams.writes(None, job.unit.weights, "update")
         start = perf_counter()
-        self._optimizer.apply(job.claims, job.scale)
+        with profiled(f"update {job.unit.name}"):
+            self._optimizer.apply(job.claims, job.scale)
         self.host_ms += (perf_counter() - start) * 1e3
         self.parameters += job.parameters
 

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from models.initialise import initialise
 from models.llama import Llama, rotary_tables
 from offload import registry
-from offload.bandwidth import measure_bandwidth
+from offload.bandwidth import Bandwidth, measure_bandwidth
 from offload.blocks import find_blocks
 from offload.host_optimizer import HostAdamW
 from offload.modes.bounce_linear import BounceLinear
@@ -124,6 +124,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument("--optimizer", action="store_true", help="with the update by host_adamw")
     options.add_argument("--clip-norm", type=float, default=None)
     options.add_argument("--device-share", default="0", help="bytes of its states that live on the device: 10GiB")
+    options.add_argument("--visiting-share", type=float, default=0.0, help="part of the states that visit the device")
     options.add_argument("--threads", type=int, default=None, help="cores of the host optimizer")
     options.add_argument("--forward", action="store_true", help="forward only, without gradients")
     return options
@@ -155,7 +156,8 @@ class Workload:
             recompute(block for _, block in find_blocks(self.model))
         self.optimizer = None
         if options.optimizer and name != "none":
-            self.optimizer = HostAdamW(self.model.parameters(), lr=1e-5, threads=options.threads)
+            knobs = {"threads": options.threads, "visiting_share": options.visiting_share}
+            self.optimizer = HostAdamW(self.model.parameters(), lr=1e-5, **knobs)
             share = parse_bytes("--device-share", options.device_share)
             self.mode.overlap(self.optimizer, early=options.clip_norm is None, device_share=share)
             self.optimizer.allocate()
@@ -250,11 +252,10 @@ def isolated(function, *values) -> dict:
 
 def with_floor(row: dict, resident_ms: float | None, speed: dict[str, float]) -> dict:
     """The row with its floor and the ratio to it; speeds are in GB/s."""
-    bytes_in, bytes_out = row["h2d_bytes"] / 1e6, row["d2h_bytes"] / 1e6
-    parts = {"h2d": bytes_in / speed["h2d"], "d2h": bytes_out / speed["d2h"]}
-    back_in = max(bytes_in - row["forward_bytes"] / 1e6, 0)
-    phases_ms = (bytes_in - back_in) / speed["h2d"] + min(back_in, bytes_out) / speed["both"]
-    phases_ms += max(back_in - bytes_out, 0) / speed["h2d"] + max(bytes_out - back_in, 0) / speed["d2h"]
+    bytes_in, bytes_out, bus = row["h2d_bytes"], row["d2h_bytes"], Bandwidth(**speed)
+    parts = {"h2d": bus.two_way_ms(bytes_in, 0), "d2h": bus.two_way_ms(0, bytes_out)}
+    back_in = max(bytes_in - row["forward_bytes"], 0)
+    phases_ms = bus.two_way_ms(bytes_in - back_in, 0) + bus.two_way_ms(back_in, bytes_out)
     if resident_ms is not None:
         parts["compute"] = resident_ms
     bound = max(parts, key=parts.get)

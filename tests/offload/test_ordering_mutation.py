@@ -17,7 +17,7 @@ from support import Stack, attached, stack_inputs, train
 from torch import nn
 
 import offload
-from offload import registry
+from offload import registry, visiting_states
 from offload.host_optimizer import HostAdamW
 from offload.modes import shard_offload, tensor_swap
 from offload.modes.bounce_linear import BounceLinear
@@ -173,7 +173,7 @@ def _paced(at_once: bool) -> Iterator[None]:
         yield
 
 
-def _updating(early: bool, at_once: bool, device_share: int = 0) -> None:
+def _updating(early: bool, at_once: bool, device_share: int = 0, visiting_share: float = 0.0) -> None:
     """Steps of changing shape with updates beside them, an evaluation, and an end while updates are under way."""
 
     def step(microbatches: int) -> None:
@@ -184,7 +184,7 @@ def _updating(early: bool, at_once: bool, device_share: int = 0) -> None:
         optimizer.zero_grad()
 
     model, mode, streams = Stack(), LayerStream(slots=2), registry.acquire("cpu")
-    optimizer = HostAdamW(model.parameters(), threads=1, compile="off")
+    optimizer = HostAdamW(model.parameters(), threads=1, compile="off", visiting_share=visiting_share)
     with _paced(at_once):
         mode.attach(model, streams)
         try:
@@ -216,6 +216,7 @@ def _parts() -> list[Callable[[], object]]:
         *(part(_buffers, slots) for slots in (1, 2, 3)),
         *(part(_updating, early, at_once) for early in (False, True) for at_once in (False, True)),
         *(part(_updating, early, False, device_share=10**9) for early in (False, True)),
+        *(part(_updating, early, False, visiting_share=1.0) for early in (False, True)),
     ]
 
 
@@ -227,6 +228,7 @@ def test_every_wait_and_record_is_needed(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
     monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 10000)
+    monkeypatch.setattr(visiting_states, "PIECE", 64)
     sites = _Sites(monkeypatch)
     reached: dict[str, list[Callable]] = {}
     for part in sorted(_parts(), key=_seconds):
