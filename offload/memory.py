@@ -15,6 +15,10 @@ from offload.registry import Event, Streams
 ALIGNMENT_BYTES = 256
 
 
+# The system provides private pages three times as fast as shared ones, which Python would take.
+PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+
+
 def aligned(nbytes: int) -> int:
     """`nbytes` rounded up to the alignment of tensors inside a flat buffer."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -33,8 +37,8 @@ class HostBlock:
             nothing = torch.empty(0, dtype=torch.uint8, device="meta")
             self.bytes = nothing.set_(torch.UntypedStorage(nbytes, device="meta"))
             return
-        self._mapping = mmap.mmap(-1, max(nbytes, 1))
-        self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)[:nbytes]
+        self.mapping = mmap.mmap(-1, max(nbytes, 1), **PRIVATE)
+        self.bytes = torch.frombuffer(self.mapping, dtype=torch.uint8)[:nbytes]
 
     def __str__(self) -> str:
         return self.name
@@ -82,7 +86,7 @@ class HostArena:
         """
         if block in self._locked:
             del self._locked[block]
-            torch.cuda.cudart().cudaHostUnregister(block.bytes.data_ptr())
+            self._unlock_pages(block)
             self.pinned_bytes -= block.bytes.numel()
         else:
             self.pageable_bytes -= block.bytes.numel()
@@ -90,7 +94,7 @@ class HostArena:
     def close(self) -> None:
         """Unlocks every block. Their memory lives on for as long as tensors view it."""
         for block in self._locked:
-            torch.cuda.cudart().cudaHostUnregister(block.bytes.data_ptr())
+            self._unlock_pages(block)
         self._locked.clear()
         self.pinned_bytes = self.pageable_bytes = 0
 
@@ -99,6 +103,8 @@ class HostArena:
         # 1: cudaHostRegisterPortable, page-locked for the contexts of every device.
         code = torch.cuda.cudart().cudaHostRegister(block.bytes.data_ptr(), nbytes, 1)
         if int(code) == 0:
+            # A forked process would share the pages until one of the two writes, and the device might keep the other's.
+            _advise(block, "MADV_DONTFORK")
             return True
         warnings.warn(
             f"page-locking {block.name} ({nbytes / 2**30:.2f} GiB, after {self.pinned_bytes / 2**30:.2f} GiB) failed"
@@ -109,6 +115,17 @@ class HostArena:
         )
         self._pin = False
         return False
+
+    @staticmethod
+    def _unlock_pages(block: HostBlock) -> None:
+        torch.cuda.cudart().cudaHostUnregister(block.bytes.data_ptr())
+        _advise(block, "MADV_DOFORK")
+
+
+def _advise(block: HostBlock, advice: str) -> None:
+    # Not everywhere, and copies are right without it as long as nobody forks.
+    with suppress(AttributeError, OSError):
+        block.mapping.madvise(getattr(mmap, advice))
 
 
 def free_host_bytes() -> int | None:

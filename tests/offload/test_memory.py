@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import gc
+import mmap
+import os
 import warnings
 
 import psutil
@@ -90,6 +94,36 @@ def test_a_failed_page_lock_warns_once_and_goes_on_pageable(monkeypatch: pytest.
         warnings.simplefilter("error")
         arena.allocate(4096, "gradients")
     assert (arena.pinned_bytes, arena.pageable_bytes) == (0, 8192)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="the system cannot keep memory from a forked process")
+def test_page_locked_memory_stays_with_its_process_until_it_is_unlocked(monkeypatch: pytest.MonkeyPatch):
+    """As in a forked data loader: a copy of a page that the device writes to must not become the training process's."""
+
+    class Runtime:
+        @staticmethod
+        def cudaHostRegister(*_: object) -> int:  # noqa: N802
+            return 0
+
+        @staticmethod
+        def cudaHostUnregister(*_: object) -> int:  # noqa: N802
+            return 0
+
+    def readable_in_a_fork() -> bool:
+        child = os.fork()
+        if child == 0:
+            faulthandler.disable()
+            ctypes.string_at(address, 1)
+            os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    arena = HostArena(torch.device("cuda"))
+    block = arena.allocate(4096, "weights")
+    address = block.bytes.data_ptr()
+    assert not readable_in_a_fork()
+    arena.close()
+    assert readable_in_a_fork()
 
 
 def test_a_slot_is_found_by_a_tensor_that_lives_in_it():
