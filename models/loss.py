@@ -12,6 +12,8 @@ from torch.autograd.function import once_differentiable
 
 IGNORED_LABEL = -100
 CHUNK_LOGITS_BYTES = 256 * 2**20
+# Devices whose products take narrow factors to a wide result; meta tensors stand for a GPU's.
+FUSED_TYPES = ("cuda", "meta")
 
 
 class Head(nn.Linear):
@@ -124,14 +126,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a @ b as `dtype`; on CUDA a bfloat16 product keeps the float32 sums that the hardware makes anyway."""
-    if a.dtype != dtype and a.is_cuda:
+    if a.dtype != dtype and a.device.type in FUSED_TYPES:
         return torch.mm(a, b, out_dtype=dtype)
     return (a @ b).to(dtype)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, where `total` may be wider than the factors, and nothing is rounded to theirs."""
-    if a.dtype != total.dtype and a.is_cuda:
+    if a.dtype != total.dtype and a.device.type in FUSED_TYPES:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))

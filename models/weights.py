@@ -7,15 +7,20 @@ first write.
 
 import json
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from types import EllipsisType
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from models.safetensors_files import (
+    StoredTensor,
+    in_files,
+    open_file,
+    pieces,
+    read_headers,
+    read_into,
+    write_tensors,
+)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -23,16 +28,7 @@ INDEX_FILE = "model.safetensors.index.json"
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
 INTEGER_DTYPES = {"I64", "I32", "I16", "I8", "U8", "BOOL"}
-PIECE_BYTES = 64 * 2**20
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """What a file's header says about one tensor."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
+MAX_SHARD_BYTES = 4 * 2**30
 
 
 def load_weights(model: nn.Module, path: str | Path) -> None:
@@ -49,24 +45,14 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     """
     path = Path(path)
     stored = _read_headers(path)
-    copies = _match(_distinct_tensors(model), stored, path)
-    by_file: dict[Path, list[str]] = {}
-    for name in copies:
-        by_file.setdefault(stored[name].file, []).append(name)
-    with torch.no_grad():
-        for file, names in by_file.items():
-            with _open(file) as handle:
-                for name in names:
-                    for rows, piece in _pieces(handle, name):
-                        copies[name][rows].copy_(piece)
+    read_into(_match(_distinct_tensors(model), stored, path), stored)
 
 
-def save_weights(model: nn.Module, folder: str | Path, max_shard_bytes: int = 4 * 2**30) -> None:
+def save_weights(model: nn.Module, folder: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """Write the model's parameters and buffers, in their dtypes, under Hugging Face's file names.
 
-    Tied parameters are stored once, under their first name. Host tensors are written from where they are;
-    for device tensors one shard at a time is copied to the host. The folder appears complete or not at all:
-    files are written to `FOLDER.partial` beside it, which is then renamed.
+    Tied parameters are stored once, under their first name. The folder appears complete or not at all: files are
+    written to `FOLDER.partial` beside it, which is then renamed.
 
     Raises:
         FileExistsError: `folder` exists and is not an empty folder.
@@ -75,16 +61,35 @@ def save_weights(model: nn.Module, folder: str | Path, max_shard_bytes: int = 4 
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists already: name a new folder for the weights, or remove it")
-    tensors = {names[0]: tensor.detach() for tensor, names in _distinct_tensors(model)}
+    files, index = weight_files(model, max_shard_bytes)
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        _write_shards(tensors, partial, max_shard_bytes)
+        for file_name, tensors in files.items():
+            with open(partial / file_name, "wb") as file:
+                write_tensors(file.write, tensors)
+        if index is not None:
+            (partial / INDEX_FILE).write_bytes(index)
         partial.rename(folder)
-    except BaseException:
+    except OSError as error:
+        advice = "free space there or choose another folder"
+        raise OSError(f"{folder} could not be written ({error.strerror}): {advice}") from error
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
+
+
+def weight_files(model: nn.Module, max_shard_bytes: int) -> tuple[dict[str, dict[str, Tensor]], bytes | None]:
+    """The tensors of each file of the model's weights, and the index of these files, None where there is one only."""
+    files = in_files(
+        "model", {names[0]: tensor.detach() for tensor, names in _distinct_tensors(model)}, max_shard_bytes
+    )
+    if len(files) == 1:
+        return files, None
+    total_bytes = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
+    weight_map = {name: file_name for file_name, tensors in files.items() for name in tensors}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    return files, json.dumps(index, indent=2).encode()
 
 
 def _distinct_tensors(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
@@ -141,8 +146,8 @@ def _check_fits(name: str, tensor: Tensor, stored: StoredTensor) -> None:
 
 def _check_tied(stored: dict[str, StoredTensor], name: str, other: str) -> None:
     """Refuse two stored tensors for one parameter unless they are equal: one of them would be lost."""
-    with _open(stored[name].file) as first, _open(stored[other].file) as second:
-        for (_, a), (_, b) in zip(_pieces(first, name), _pieces(second, other), strict=True):
+    with open_file(stored[name].file) as first, open_file(stored[other].file) as second:
+        for (_, a), (_, b) in zip(pieces(first, name), pieces(second, other), strict=True):
             if not torch.equal(a, b):
                 raise ValueError(
                     f"{stored[other].file}: {name} and {other} differ, but the model has one for both: "
@@ -154,46 +159,12 @@ def _first_of(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
 
 
-def _pieces(handle: safe_open, name: str) -> Iterator[tuple[slice | EllipsisType, Tensor]]:
-    """The stored tensor as views of the mapped file, each with its place in the tensor.
-
-    Pieces have at most 64 MiB (or one row): converting one on the way to a GPU needs no more scratch than
-    that there.
-    """
-    tensor = handle.get_tensor(name)
-    if tensor.nbytes <= PIECE_BYTES:
-        yield ..., tensor
-        return
-    rows = max(1, PIECE_BYTES * len(tensor) // tensor.nbytes)
-    for start in range(0, len(tensor), rows):
-        place = slice(start, start + rows)
-        yield place, tensor[place]
-
-
-def _open(file: Path) -> safe_open:
-    try:
-        return safe_open(file, framework="pt")
-    except FileNotFoundError:
-        raise ValueError(f"{file} is missing: download the checkpoint again") from None
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{file} cannot be read as safetensors ({error}): it is cut short or of another format; "
-            "download it again, or convert it to safetensors"
-        ) from None
-
-
 def _read_headers(path: Path) -> dict[str, StoredTensor]:
     """The checkpoint's tensors by name, from the headers of its files; nothing else of the files is read."""
-    stored: dict[str, StoredTensor] = {}
-    for file, promised in _checkpoint_files(path).items():
-        with _open(file) as handle:
-            names = handle.keys()
-            for name in names:
-                if name in stored:
-                    raise ValueError(f"{file} has tensor {name}, which {stored[name].file.name} has too: remove one")
-                view = handle.get_slice(name)
-                stored[name] = StoredTensor(file, tuple(view.get_shape()), view.get_dtype())
-        absent = sorted(promised.difference(names))
+    files = _checkpoint_files(path)
+    stored = read_headers(files)
+    for file, promised in files.items():
+        absent = sorted(name for name in promised if name not in stored or stored[name].file != file)
         if absent:
             raise ValueError(f"{file} lacks tensor {_first_of(absent)} of the index: download the checkpoint again")
     return stored
@@ -231,39 +202,3 @@ def _indexed_files(index: Path) -> dict[Path, set[str]]:
     if not by_file:
         raise ValueError(f"{index} lists no tensor: download it again")
     return by_file
-
-
-def _write_shards(tensors: dict[str, Tensor], folder: Path, max_shard_bytes: int) -> None:
-    shards = _shards(tensors, max_shard_bytes)
-    if len(shards) == 1:
-        _write(tensors, shards[0], folder / SINGLE_FILE)
-        return
-    weight_map = {}
-    for number, names in enumerate(shards, start=1):
-        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write(tensors, names, folder / file_name)
-        weight_map.update(dict.fromkeys(names, file_name))
-    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
-
-
-def _shards(tensors: dict[str, Tensor], max_shard_bytes: int) -> list[list[str]]:
-    """Names in order, cut so that a shard holds at most `max_shard_bytes`, or a single larger tensor."""
-    shards: list[list[str]] = [[]]
-    shard_bytes = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and shard_bytes + tensor.nbytes > max_shard_bytes:
-            shards.append([])
-            shard_bytes = 0
-        shards[-1].append(name)
-        shard_bytes += tensor.nbytes
-    return shards
-
-
-def _write(tensors: dict[str, Tensor], names: list[str], file: Path) -> None:
-    try:
-        # The metadata is what Hugging Face's loader asks for.
-        save_file({name: tensors[name].contiguous() for name in names}, file, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(f"{file} could not be written ({error}): free space there or choose another folder") from None

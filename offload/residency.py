@@ -19,7 +19,7 @@ class Residency:
     def __init__(self, tensors: Iterable[tuple[torch.Tensor, list[Place]]], device: torch.device):
         self._origins: list[tuple[torch.Tensor, torch.device, Place]] = []
         for tensor, places in tensors:
-            origin = torch.device("cpu") if tensor.is_meta else tensor.device
+            origin = torch.device("cpu") if tensor.is_meta and device.type != "meta" else tensor.device
             if tensor.device != device:
                 memory = torch.empty_like(tensor, device=device, requires_grad=False)
                 tensor = move_into(memory, tensor, places)

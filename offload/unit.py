@@ -201,6 +201,18 @@ class CutModel:
         return max((unit.nbytes for unit in self.units), default=0)
 
 
+def open_at_once(model: nn.Module, windows: Iterable[Window]) -> list[OffloadUnit]:
+    """The units whose windows are open at a time, one inside the other, where these are the most in `model`."""
+    return list(_open_at_once(model, {window.module: window.units for window in windows}, {}))
+
+
+def _open_at_once(
+    module: nn.Module, units_of: dict[nn.Module, tuple[OffloadUnit, ...]], outside: dict[OffloadUnit, None]
+) -> dict[OffloadUnit, None]:
+    opened = outside | dict.fromkeys(units_of.get(module, ()))
+    return max((_open_at_once(child, units_of, opened) for child in module.children()), key=len, default=opened)
+
+
 @dataclass(frozen=True)
 class Root:
     """A module at which a model is cut; roots of one name make one unit.

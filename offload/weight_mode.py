@@ -14,7 +14,7 @@ from offload.microbatches import one_after_another
 from offload.plan import Plan
 from offload.registry import Streams
 from offload.streaming import WeightStreaming
-from offload.unit import CutModel, Root, cut, keep_on_device
+from offload.unit import CutModel, Root, cut, keep_on_device, open_at_once
 
 
 def one_of(key: str, value: str, *choices: str) -> str:
@@ -67,7 +67,8 @@ class WeightMode(ABC):
 
     def plan(self, model: nn.Module, recompute: bool = False) -> Plan:
         """What `attach` will hold and a step will move, in bytes; touches nothing."""
-        return Plan.of(self._cut(model), self._slots, recompute)
+        streamed = self._cut(model)
+        return Plan.of(streamed, self._slots_for(streamed), recompute)
 
     def attach(self, model: nn.Module, streams: Streams) -> None:
         """Takes `model` over: its units go to host memory, the rest to the device of `streams`.
@@ -77,9 +78,10 @@ class WeightMode(ABC):
         """
         if self._streaming is not None:
             raise RuntimeError("this mode holds a model already: detach it, or make a second mode")
-        self._streaming = WeightStreaming(
-            self._cut(model), streams, slots=self._slots, prefetch=self._prefetch, pin=self._pin
-        )
+        streamed = self._cut(model)
+        slots = self._slots_for(streamed)
+        prefetch = min(self._prefetch, slots - 1)
+        self._streaming = WeightStreaming(streamed, streams, slots=slots, prefetch=prefetch, pin=self._pin)
 
     def step(self, norms: bool = False) -> AbstractContextManager:
         """Around forward and backward of one step; afterwards gradients are readable on the host.
@@ -118,7 +120,18 @@ class WeightMode(ABC):
         return self.grouped([root for root in self.roots(model) if self._selects(root.name)])
 
     def _cut(self, model: nn.Module) -> CutModel:
-        return keep_on_device(cut(model, self.chosen(model)), self._resident)
+        streamed = keep_on_device(cut(model, self.chosen(model)), self._resident)
+        together = open_at_once(model, streamed.windows)
+        if self._slots < len(together):
+            names = " and ".join(unit.name for unit in together[:3])
+            raise ValueError(
+                f"offload.slots={self._slots}: must be at least {len(together)}, because {names} are used together"
+            )
+        return streamed
+
+    def _slots_for(self, streamed: CutModel) -> int:
+        # More than there are units would only take memory.
+        return min(self._slots, max(len(streamed.units), 1))
 
     def _selects(self, name: str) -> bool:
         included = not self._include or any(fnmatchcase(name, pattern) for pattern in self._include)

@@ -79,13 +79,8 @@ class TensorSwap(ActivationMode):
             yield module, lambda arguments, keywords: self._activations.keeping()
 
     def plan(self, model: nn.Module, recompute: bool = False) -> Plan:
-        """The plan of the weights, and the bounds of what activations hold on device and host."""
-        return replace(
-            super().plan(model, recompute),
-            activation_window_bytes=IN_FLIGHT_BYTES + self._prefetch_bytes,
-            activation_budget_bytes=self._budget,
-            activation_host_bytes=self._host_budget,
-        )
+        """The plan of the weights, and how many bytes of activations stay on the device."""
+        return replace(super().plan(model, recompute), activation_budget_bytes=self._budget)
 
     def attach(self, model: nn.Module, streams: Streams) -> None:
         """Takes `model` over, as `weights` does. Raises RuntimeError when a model is attached already."""

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from models import weights
+from models import safetensors_files
 from models.initialise import initialise
 from models.llama import Llama
 from models.weights import load_weights, save_weights
@@ -104,11 +104,11 @@ def test_loads_in_place_into_views_of_one_flat_buffer(tmp_path):
 
 
 def test_large_tensors_go_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "PIECE_BYTES", 7 * 32 * 4)
+    monkeypatch.setattr(safetensors_files, "PIECE_BYTES", 7 * 32 * 4)
     tensors = hugging_face_tensors()
     save_file(tensors, tmp_path / "model.safetensors")
     with safe_open(tmp_path / "model.safetensors", "pt") as handle:
-        pieces = [piece.nbytes for _, piece in weights._pieces(handle, EMBEDDING)]
+        pieces = [piece.nbytes for _, piece in safetensors_files.pieces(handle, EMBEDDING)]
     assert len(pieces) == 8
     assert max(pieces) == 7 * 32 * 4
     model = make_model()

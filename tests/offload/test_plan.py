@@ -1,12 +1,14 @@
-"""Plans: bytes before anything is allocated, and the floor they imply."""
+"""Plans: bytes before anything is allocated."""
 
 from __future__ import annotations
 
+import pytest
 import torch
-from support import Stack
+from support import Shared, Stack
+from torch import nn
 
 from offload import registry
-from offload.bandwidth import Bandwidth, measure_bandwidth
+from offload.bandwidth import measure_bandwidth
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
@@ -33,12 +35,18 @@ def test_the_parts_of_a_model_add_up():
         assert total <= plan.resident_bytes + plan.host_weight_bytes < total + 256 * 20
 
 
-def test_the_floor_names_what_binds():
-    plan = LayerStream().plan(Stack(width=64))
-    megabytes = plan.h2d_bytes / 1e6
-    assert plan.floor_ms(Bandwidth(1.0, 1.0, 1.0)) == (megabytes, "copies in")
-    assert plan.floor_ms(Bandwidth(4.0, 1.0, 1.0)) == (megabytes / 2, "copies out")
-    assert plan.floor_ms(Bandwidth(1.0, 1.0, 1.0), compute_ms=1e6) == (1e6, "compute")
+def test_slots_that_do_not_suffice_are_refused_before_the_first_step():
+    """A weight that lives in another unit is used together with that, a bare parameter with the layers around."""
+    with pytest.raises(ValueError, match=r"offload.slots=1: must be at least 2, because layer and again are used"):
+        BounceLinear(slots=1).plan(Shared())
+    BounceLinear(slots=1, resident=1).plan(Shared())
+
+    block = nn.Module()
+    block.scale, block.up, block.down = nn.Parameter(torch.ones(4)), nn.Linear(4, 8), nn.Linear(8, 4)
+    BounceLinear(slots=1).plan(block)
+    with pytest.raises(ValueError, match=r"offload.slots=1: must be at least 2, because up and down are used"):
+        BounceLinear(slots=1, others="stream").plan(block)
+    BounceLinear(slots=2, others="stream").plan(block)
 
 
 def test_bandwidth_is_measured_each_way_and_both():

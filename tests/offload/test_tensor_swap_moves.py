@@ -76,11 +76,8 @@ def test_one_plan_for_both():
     mode = TensorSwap(LayerStream(), budget="4MiB", prefetch="1MiB", host_budget="2GiB")
     plan, weights = mode.plan(model, recompute=True), LayerStream().plan(model, recompute=True)
     assert (plan.h2d_bytes, plan.units) == (weights.h2d_bytes, weights.units)
-    assert (plan.activation_window_bytes, plan.activation_budget_bytes) == (2**20, 4 * 2**20)
-    assert dict(plan.rows())["activations on the host, at most"] == "2.00 GiB"
-    assert plan.rows()[: len(weights.rows())] == weights.rows()
-    rows = dict(TensorSwap(Resident(), budget="auto").plan(model).rows())
-    assert rows["activations on the host, at most"] == "what is free"
+    assert plan.activation_budget_bytes == 4 * 2**20
+    assert TensorSwap(Resident(), budget="auto").plan(model).activation_budget_bytes is None
 
 
 def test_host_memory_stays_within_its_budget_and_is_given_back():

@@ -1,0 +1,140 @@
+"""Safetensors files: headers and tensors read by the library, tensors written one by one from where they are.
+
+The library's own writer takes all tensors of a file at once, on the host. Here a file is made as its bytes pass: host
+tensors are written from their own memory, device tensors through one small piece of host memory.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import EllipsisType
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+PIECE_BYTES = 64 * 2**20
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What a file's header says about one tensor."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def open_file(file: Path) -> safe_open:
+    """The file, mapped. Raises ValueError in one line where it is missing, cut short or no safetensors file."""
+    try:
+        return safe_open(file, framework="pt")
+    except FileNotFoundError:
+        raise ValueError(f"{file} is missing: download the checkpoint again") from None
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{file} cannot be read as safetensors ({error}): it is cut short or of another format; "
+            "download it again, or convert it to safetensors"
+        ) from None
+
+
+def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
+    """The tensors of several files by name, from their headers; nothing else is read.
+
+    Raises ValueError for a file that cannot be read, and for a name that two files have.
+    """
+    stored: dict[str, StoredTensor] = {}
+    for file in files:
+        with open_file(file) as handle:
+            for name in handle.keys():  # noqa: SIM118, the handle is no dict
+                if name in stored:
+                    raise ValueError(f"{file} has tensor {name}, which {stored[name].file.name} has too: remove one")
+                view = handle.get_slice(name)
+                stored[name] = StoredTensor(file, tuple(view.get_shape()), view.get_dtype())
+    return stored
+
+
+@torch.no_grad()
+def read_into(targets: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> None:
+    """Copies stored tensors into those of the same name and shape, where they live, converting to their dtype."""
+    by_file: dict[Path, list[str]] = {}
+    for name in targets:
+        by_file.setdefault(stored[name].file, []).append(name)
+    for file, names in by_file.items():
+        with open_file(file) as handle:
+            for name in names:
+                for rows, piece in pieces(handle, name):
+                    targets[name][rows].copy_(piece)
+
+
+def pieces(handle: safe_open, name: str) -> Iterator[tuple[slice | EllipsisType, Tensor]]:
+    """The stored tensor as views of the mapped file, each with its place in the tensor.
+
+    Pieces have at most 64 MiB (or one row): converting one on the way to a GPU needs no more scratch than
+    that there.
+    """
+    tensor = handle.get_tensor(name)
+    if tensor.nbytes <= PIECE_BYTES:
+        yield ..., tensor
+        return
+    rows = max(1, PIECE_BYTES * len(tensor) // tensor.nbytes)
+    for start in range(0, len(tensor), rows):
+        place = slice(start, start + rows)
+        yield place, tensor[place]
+
+
+def write_tensors(write: Callable[[bytes | memoryview], object], tensors: Mapping[str, Tensor]) -> None:
+    """Makes one file of `tensors`, handing its bytes to `write` from first to last.
+
+    Raises KeyError for a dtype that the format lacks, before anything is written, and what `write` raises.
+    """
+    # Larger elements first, so that every tensor begins at a multiple of its own.
+    names = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    # The metadata is what Hugging Face's loader asks for.
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.nbytes
+        shape = list(tensor.shape)
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    write(len(text).to_bytes(8, "little"))
+    write(text)
+    for name in names:
+        for piece in tensors[name].detach().contiguous().view(-1).view(torch.uint8).split(PIECE_BYTES):
+            write(memoryview(piece.cpu().numpy()))
+
+
+def in_files(stem: str, tensors: Mapping[str, Tensor], max_bytes: int) -> dict[str, dict[str, Tensor]]:
+    """`tensors` in order by the file each goes to, a file holding at most `max_bytes`, or a single larger tensor.
+
+    One file is `STEM.safetensors`; several are `STEM-00001-of-00002.safetensors`, and so on.
+    """
+    parts: list[dict[str, Tensor]] = [{}]
+    used = 0
+    for name, tensor in tensors.items():
+        if parts[-1] and used + tensor.nbytes > max_bytes:
+            parts.append({})
+            used = 0
+        parts[-1][name] = tensor
+        used += tensor.nbytes
+    if len(parts) == 1:
+        return {f"{stem}.safetensors": parts[0]}
+    return {f"{stem}-{n:05d}-of-{len(parts):05d}.safetensors": part for n, part in enumerate(parts, start=1)}

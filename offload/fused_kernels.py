@@ -1,0 +1,83 @@
+"""Attention and RMS norm as a GPU's fused kernels compute them, for tensors of the meta device.
+
+There torch takes both apart into operations that save much more for backward: attention its whole matrix of scores.
+Products that add to a wider result are here too: before 2.13 torch knows them on GPUs alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@contextmanager
+def fused_kernels(add_flops: Callable[[float], None]) -> Iterator[None]:
+    """Inside, attention and RMS norm of meta tensors save what fused kernels save; other tensors notice nothing.
+
+    `add_flops` is told the FLOPs of attention: two products in forward and, as it is usually counted, four in
+    backward; half of them under a causal mask.
+    """
+    attention, rms_norm, addmm = F.scaled_dot_product_attention, F.rms_norm, torch.addmm
+
+    def meta_attention(query, key, value, *others, is_causal=False, **named):
+        if not query.is_meta:
+            return attention(query, key, value, *others, is_causal=is_causal, **named)
+        products = 4.0 * query.numel() * key.shape[-2] * (0.5 if is_causal else 1.0)
+        return _Attention.apply(query, key, value, products, add_flops)
+
+    def meta_rms_norm(x, normalized_shape, weight=None, eps=None):
+        if not x.is_meta:
+            return rms_norm(x, normalized_shape, weight, eps)
+        return _RMSNorm.apply(x, weight, len(normalized_shape))
+
+    def meta_addmm(total, a, b, **named):
+        if not total.is_meta or named.get("out") is None:
+            return addmm(total, a, b, **named)
+        add_flops(2.0 * a.numel() * b.shape[-1])
+        return named["out"]
+
+    # In the module, not by a function mode: autograd leaves such modes where backward computes a block again.
+    F.scaled_dot_product_attention, F.rms_norm, torch.addmm = meta_attention, meta_rms_norm, meta_addmm
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention, F.rms_norm, torch.addmm = attention, rms_norm, addmm
+
+
+class _Attention(torch.autograd.Function):
+    """Saves its inputs, its result and the float32 log-sum-exp of each row of scores."""
+
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, products: float, add_flops: Callable):
+        # Laid out as the query, so that heads join again without a copy.
+        same = query.shape[-1] == value.shape[-1]
+        result = torch.empty_like(query) if same else query.new_empty(*query.shape[:-1], value.shape[-1])
+        row_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, result, row_sums)
+        ctx.products, ctx.add_flops = products, add_flops
+        add_flops(products)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        query, key, value, _, _ = ctx.saved_tensors
+        ctx.add_flops(2 * ctx.products)
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Saves its input and the float32 reciprocal of each row's root mean square."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor | None, dims: int):
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[: x.ndim - dims], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None

@@ -1,0 +1,192 @@
+"""A training step under a mode, rehearsed: the engine itself, on tensors of the meta device.
+
+A formula for what a mode holds and moves would repeat the mode. So its own code runs here, slots, copies, hooks and
+all, on a model without memory: what it would copy is counted where it copies, what would be on the device by the
+ledger. It takes seconds for a model of any size, and no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor, nn
+
+from offload.activation_mode import Mode
+from offload.fused_kernels import fused_kernels
+from offload.ledger import Ledger
+from offload.ordering import CheckedStreams
+from offload.recompute import recompute
+
+# The first records the order of use, which the second knows, as all that follow do.
+STEPS = 2
+
+MOVED = ("h2d_bytes", "d2h_bytes", "activation_h2d_bytes", "activation_d2h_bytes", "waited_for_bytes")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What is computed and copied from the beginning of a forward to its end, or from there to the next.
+
+    `waited_for_bytes` are copied while compute stands still, and are not among the others.
+    """
+
+    forward: bool
+    flops: float
+    h2d_bytes: float
+    d2h_bytes: float
+    activation_h2d_bytes: float
+    activation_d2h_bytes: float
+    waited_for_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A step as it will be: its phases in order, and bytes at their peak.
+
+    On the device, besides the parameters and buffers that stay there: `slot_bytes`, of `peak_bytes` at most in all;
+    at that moment `peak_gradient_bytes` of them were gradients that stay on the device. `turn_bytes` is what forward
+    left there for backward, slots aside. `host_bytes` are on the host: homes, gradients, activations.
+    """
+
+    phases: tuple[Phase, ...]
+    slot_bytes: int
+    peak_bytes: int
+    peak_gradient_bytes: int
+    turn_bytes: int
+    host_bytes: int
+
+    @property
+    def activation_bytes(self) -> int:
+        """What the peak holds besides slots and gradients that stay: activations, and what is on its way."""
+        return self.peak_bytes - self.slot_bytes - self.peak_gradient_bytes
+
+    def total(self, key: str) -> float:
+        """The sum of the attribute `key` over the phases."""
+        return sum(getattr(phase, key) for phase in self.phases)
+
+    def swapping(self, share: float) -> Rehearsal:
+        """That of a step in which only `share` of the activations leave the device that leave it here."""
+
+        def less(phase: Phase) -> Phase:
+            stays_in, stays_out = ((1 - share) * phase.activation_h2d_bytes, (1 - share) * phase.activation_d2h_bytes)
+            return replace(
+                phase,
+                h2d_bytes=phase.h2d_bytes - stays_in,
+                d2h_bytes=phase.d2h_bytes - stays_out,
+                activation_h2d_bytes=phase.activation_h2d_bytes - stays_in,
+                activation_d2h_bytes=phase.activation_d2h_bytes - stays_out,
+            )
+
+        stay_bytes = int((1 - share) * self.total("activation_d2h_bytes"))
+        return replace(
+            self,
+            phases=tuple(less(phase) for phase in self.phases),
+            # What stays is the most at the turn, where no gradient is there yet.
+            peak_bytes=max(self.peak_bytes, self.slot_bytes + self.turn_bytes + stay_bytes),
+            host_bytes=self.host_bytes - stay_bytes,
+        )
+
+    def repeated(self, count: int) -> Rehearsal:
+        """That of a step with `count` microbatches one after another, of which the last one here stands for more."""
+        more = max(count - len(self.phases) // 2, 0)
+        return replace(self, phases=self.phases + self.phases[-2:] * more)
+
+    def continued(self, after: Rehearsal, more: int) -> Rehearsal:
+        """That of a step with `more` microbatches side by side than `after`, which has one more than this."""
+
+        def line(first: float, second: float) -> float:
+            return second + more * (second - first)
+
+        phases = tuple(
+            Phase(one.forward, **{key: line(getattr(one, key), getattr(two, key)) for key in ("flops", *MOVED)})
+            for one, two in zip(self.phases, after.phases, strict=True)
+        )
+        numbers = {
+            field.name: line(getattr(self, field.name), getattr(after, field.name)) for field in fields(self)[1:]
+        }
+        return Rehearsal(phases, **numbers)
+
+
+def rehearse(
+    mode: Mode,
+    model: nn.Module,
+    losses: Sequence[Callable[[], Tensor]],
+    *,
+    recomputed: Iterable[nn.Module] = (),
+    norms: bool = False,
+) -> Rehearsal:
+    """Attaches `mode` to `model` (on the meta device, and afterwards good for nothing), and runs a step.
+
+    `losses` compute the loss of each microbatch on meta tensors; `recomputed` are the blocks that backward computes
+    again, unless the mode does so itself. Raises whatever the model raises that cannot do without values.
+    """
+    ledger = Ledger()
+    resident = [tensor for tensor in mode.plan(model).resident if tensor.requires_grad]
+    with torch.random.fork_rng(devices=[]), fused_kernels(ledger.add_flops), ledger.recording():
+        mode.attach(model, CheckedStreams(torch.device("meta")))
+        undo = recompute(recomputed)
+        slot_bytes = ledger.live_bytes
+        handles = [tensor.register_post_accumulate_grad_hook(ledger.landed) for tensor in resident]
+        try:
+            for _ in range(STEPS):
+                model.zero_grad(set_to_none=True)
+                ledger.start_step()
+                log = _Log(ledger, mode)
+                with mode.step(norms):
+                    mode.accumulate([log.around(loss) for loss in losses])
+                log.mark()
+            host_bytes = int(mode.counters()["host_pageable_bytes"])
+        finally:
+            for handle in handles:
+                handle.remove()
+            undo()
+            mode.detach()
+    return Rehearsal(
+        phases=log.phases(),
+        slot_bytes=slot_bytes,
+        peak_bytes=ledger.peak_bytes,
+        peak_gradient_bytes=ledger.peak_gradient_bytes,
+        turn_bytes=log.turn_bytes - slot_bytes,
+        host_bytes=host_bytes,
+    )
+
+
+class _Log:
+    """Reads the counters where forward begins and ends: when the first microbatch enters, and the last leaves."""
+
+    def __init__(self, ledger: Ledger, mode: Mode):
+        self.turn_bytes = 0
+        self._ledger = ledger
+        self._mode = mode
+        self._inside = 0
+        self._readings: list[dict[str, float]] = []
+        self.mark()
+
+    def mark(self) -> None:
+        counters = self._mode.counters()
+        self._readings.append({"flops": self._ledger.flops} | {key: counters.get(key, 0) for key in MOVED})
+
+    def around(self, loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        def logged() -> Tensor:
+            # What is fetched before the first forward belongs to it.
+            if not self._inside and len(self._readings) > 1:
+                self.mark()
+            self._inside += 1
+            with self._ledger.recording():
+                value = loss()
+            self._inside -= 1
+            if not self._inside:
+                self.mark()
+                self.turn_bytes = max(self.turn_bytes, self._ledger.live_bytes)
+            return value
+
+        return logged
+
+    def phases(self) -> tuple[Phase, ...]:
+        pairs = zip(self._readings, self._readings[1:], strict=False)
+        return tuple(
+            Phase(forward=index % 2 == 0, **{key: after[key] - before[key] for key in before})
+            for index, (before, after) in enumerate(pairs)
+        )

@@ -1,0 +1,138 @@
+"""200 steps, and 20 times attach and detach, in every mode: nothing is held that was not held before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from census import Census, assert_given_back
+from late import ON_A_GPU
+from support import Stack, attached, stack_inputs
+from updates_support import host_adamw, make_small, one_step
+
+from offload.memory import HostArena
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from offload.modes.none import Resident
+from offload.modes.save_on_cpu import SaveOnCpu
+from offload.modes.shard_offload import ShardOffload
+from offload.modes.tensor_swap import TensorSwap
+from offload.recompute import recompute
+
+STEPS = 200
+CYCLES = 20
+# Pools, plans and budgets have found their sizes by then.
+WARM_UP = 15
+# Less than a weight of the model a step: those are 32 KiB.
+TOLERANCE_BYTES = 4 * 2**20
+
+# A mode, and whether its updates are made by `step` (None), behind the step (False), or begin inside backward (True).
+CASES = {
+    "none": (Resident, None),
+    "bounce_linear": (lambda: BounceLinear(slots=2, others="stream"), True),
+    "layer_stream": (lambda: LayerStream(slots=2, embedding="stream"), False),
+    "shard_offload": (lambda: ShardOffload(shards=2), True),
+    "tensor_swap": (lambda: TensorSwap(Resident(), min_bytes=1, budget=4096), None),
+    "bounce_linear_swap": (lambda: TensorSwap(BounceLinear(slots=2), min_bytes=1), None),
+    "layer_stream_swap": (lambda: TensorSwap(LayerStream(slots=2), min_bytes=1, budget="auto"), True),
+    "shard_offload under tensor_swap": (
+        lambda: TensorSwap(ShardOffload(shards=2, checkpoint=False), min_bytes=1),
+        False,
+    ),
+    "save_on_cpu": (lambda: SaveOnCpu(Resident()), None),
+}
+on_cases = pytest.mark.parametrize(("make", "early"), CASES.values(), ids=CASES)
+on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_A_GPU[:2])])
+
+
+class PageLocks:
+    """Stands in for the CUDA runtime where there is none: locks nothing, and knows what is locked, by address."""
+
+    def __init__(self):
+        self.ranges: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        assert address not in self.ranges
+        self.ranges[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        del self.ranges[address]
+
+
+@pytest.fixture
+def locks(monkeypatch: pytest.MonkeyPatch) -> PageLocks:
+    """What is page-locked, on a machine without a GPU; and activations leave although they are small."""
+    make_small(monkeypatch)
+    locks = PageLocks()
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: locks)
+        monkeypatch.setattr(HostArena, "_pin", property(lambda self: True, lambda self, pin: None), raising=False)
+    return locks
+
+
+def steps(model, mode, optimizer, count: int, device: str) -> None:
+    """Steps with dropout, of several microbatches where these go side by side."""
+    microbatches = 2 if mode.plan(model).layer_major else 1
+
+    def inputs(step: int, microbatch: int) -> torch.Tensor:
+        return stack_inputs(step, microbatch, device)
+
+    for step in range(count):
+        one_step(model, mode, step, microbatches=microbatches, inputs=inputs, norms=True)
+        optimizer.step(scale=0.5)
+        optimizer.zero_grad()
+
+
+@on_devices
+@on_cases
+def test_steps_leave_nothing_behind(make: Callable, early: bool | None, device: str, locks: PageLocks):
+    model, mode = Stack(width=64, depth=2, dropout=0.1), make()
+    with attached(mode, model, device):
+        optimizer = host_adamw(model)
+        if early is not None:
+            mode.overlap(optimizer, early, 2**16)
+        steps(model, mode, optimizer, WARM_UP, device)
+        optimizer.finish()
+        before, locked = Census.take(), dict(locks.ranges)
+        host = mode.counters()
+        steps(model, mode, optimizer, STEPS, device)
+        optimizer.finish()
+        after = Census.take()
+        after.assert_no_more_than(before, objects=STEPS, resident_bytes=TOLERANCE_BYTES)
+        for counter in ("host_pinned_bytes", "host_pageable_bytes"):
+            assert mode.counters()[counter] == host[counter]
+        assert (
+            sum(locks.ranges.values()) == sum(locked.values()) == (host["host_pinned_bytes"] if device == "cpu" else 0)
+        )
+    assert_given_back(model, device)
+    assert locks.ranges == {}
+
+
+@on_devices
+@on_cases
+def test_attaching_and_detaching_leave_nothing_behind(
+    make: Callable, early: bool | None, device: str, locks: PageLocks
+):
+    model = Stack(width=64, depth=2, dropout=0.1)
+
+    def cycle() -> None:
+        mode = make()
+        with attached(mode, model, device):
+            undo = recompute(model.blocks) if not mode.recomputes else lambda: None
+            optimizer = host_adamw(model)
+            if early is not None:
+                mode.overlap(optimizer, early, 2**16)
+            steps(model, mode, optimizer, 1, device)
+            undo()
+        assert_given_back(model, device)
+        assert locks.ranges == {}
+
+    # What torch makes once, and where a model that was attached before finds its memory.
+    for _ in range(3):
+        cycle()
+    before = Census.take()
+    for _ in range(CYCLES):
+        cycle()
+    Census.take().assert_no_more_than(before, objects=CYCLES, resident_bytes=TOLERANCE_BYTES)
