@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from training import launcher, refusals, schema
 from training.checks import check
 from training.errors import failures_recorded
+from training.run_lock import locked
 
 schema.register()
 launcher.register()
@@ -17,10 +18,15 @@ launcher.register()
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(config: DictConfig) -> None:
     run_dir = Path(HydraConfig.get().runtime.output_dir)
-    with failures_recorded(run_dir):
+    with locked(run_dir), failures_recorded(run_dir):
         check(config)
         OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
         # After composing, because they import torch.
+        if config.plan:
+            from training.planning import plan_only
+
+            plan_only(config, run_dir)
+            return
         from training.build import build
         from training.loop import train
         from training.progress import report

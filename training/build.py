@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -15,24 +14,22 @@ from torch import nn
 from models.initialise import initialise
 from models.weights import load_weights
 from offload import registry
-from offload.bandwidth import measure_bandwidth
-from offload.blocks import find_blocks
-from offload.host_optimizer import HostAdamW
-from offload.plan import Plan, size
 from offload.recompute import recompute
 from offload.registry import Streams
 from offload.sizes import parse_bytes
+from training.checkpoints.resuming import starting_point
+from training.checkpoints.saving import Checkpoints
+from training.checkpoints.state import RunState
+from training.device_memory import device_memory_told
 from training.errors import UserError
-from training.hardware import describe, peak_flops, resolve_device, vram_bytes, vram_peak_gib
+from training.figures import figures_of
+from training.hardware import record_hardware, resolve_device, vram_bytes, vram_peak_gib
+from training.parts import DTYPES, STATES_OF_SPARE, build_mode, build_model, recomputed_blocks, updates_early
+from training.planning import plan_run
 from training.progress import print_plan
+from training.run_plan import RunPlan
 from training.schedules import build_schedule
-from training.schema import OnNonfinite, Precision
-from training.tracking import Tracker, plain, run_name, run_tags
-
-DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32}
-
-# The gradients of what is updated on the device stay there with its states, and the allocator needs room to turn.
-STATES_OF_SPARE = 0.8
+from training.tracking import Tracker, chosen_options, plain, run_name, run_tags
 
 ROOM = "take a smaller model, precision=bf16, or more on the device with offload.resident"
 
@@ -48,11 +45,13 @@ class Job:
     streams: Streams
     model: nn.Module
     mode: object
-    plan: Plan
+    plan: RunPlan
     dataset: object
     optimizer: torch.optim.Optimizer
-    schedule: torch.optim.lr_scheduler.LRScheduler
+    schedule: torch.optim.lr_scheduler.LambdaLR
     tracker: Tracker
+    start: RunState
+    checkpoints: Checkpoints
 
     def __enter__(self) -> Job:
         return self
@@ -68,7 +67,7 @@ class Job:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         """Ends tracking, and gives the model, the memory and the streams back."""
         if error is not None:
-            self.tracker.finish({}, exit_code=1)
+            self.tracker.fail(error)
         self.mode.detach()
         registry.release(self.streams)
 
@@ -81,7 +80,10 @@ def build(config: DictConfig, run_dir: Path) -> Job:
     torch.manual_seed(config.seed)
     device = resolve_device(config.device)
     dtype = DTYPES[config.precision]
+    checkpoint = starting_point(config, run_dir)
     dataset = build_dataset(config, run_dir)
+    if checkpoint is not None:
+        checkpoint.check_data(dataset)
     model = build_model(config, dtype)
     if dataset.vocab_size > config.model.vocab_size:
         raise UserError(
@@ -89,71 +91,53 @@ def build(config: DictConfig, run_dir: Path) -> Job:
             " take a larger model.vocab_size or another dataset.tokenizer"
         )
     choices = HydraConfig.get().runtime.choices
-    recomputes = choices["recompute"] != "none"
-    mode, plan = build_mode(config, model, recomputes)
-    blocks = recomputed_blocks(config, model) if recomputes and not mode.recomputes else []
+    mode, _ = build_mode(config, model)
+    blocks = recomputed_blocks(config, model, mode)
     streams = registry.acquire(device)
-    rows = dict(plan.rows()) | {
-        "optimizer states": size(HostAdamW.planned_bytes(model.parameters(), state_dtype(config))),
-        "predicted floor of a step": predicted_floor(config, plan, model, streams, dtype),
-    }
-    print_plan(rows, title=f"Plan: offload={choices['offload']} model={choices['model']} on {device}")
-    try:
-        mode.attach(model, streams)
-    except MemoryError as error:
-        raise UserError(f"offload={choices['offload']} model={choices['model']}: {error}: {ROOM}") from error
-    fill(model, config, device)
-    # After the mode has attached, so that the recompute has its weights in place too.
-    recompute(blocks)
-    optimizer = build_optimizer(config, model, mode)
-    schedule = build_schedule(config, optimizer)
-    tracker = build_tracker(config, run_dir, device)
-    return Job(config, run_dir, device, dtype, streams, model, mode, plan, dataset, optimizer, schedule, tracker)
+    hardware = record_hardware(streams, run_dir)
+    plan = plan_run(config, figures_of(config, device), has_gpu=device.type == "cuda")
+    plan.write(run_dir)
+    print_plan(plan.rows(), title=f"Plan: offload={choices['offload']} model={choices['model']} on {device}")
+    start = RunState() if checkpoint is None else checkpoint.state
+    # Before anything large is allocated, so that a run which has no room for it is seen to have failed there too.
+    tracker = build_tracker(config, run_dir, hardware, start.tracking_id)
+    with tracker.failures_told(), device_memory_told(config, plan):
+        try:
+            mode.attach(model, streams)
+        except MemoryError as error:
+            raise UserError(f"offload={choices['offload']} model={choices['model']}: {error}: {ROOM}") from error
+        if checkpoint is None:
+            fill(model, config, device)
+        # After the mode has attached, so that the recompute has its weights in place too.
+        recompute(blocks)
+        optimizer = build_optimizer(config, model, mode)
+        schedule = build_schedule(config, optimizer)
+        if checkpoint is not None:
+            checkpoint.restore(model, optimizer, schedule, device)
+            checkpoint.set_aside_later(run_dir)
+        checkpoints = Checkpoints(config, run_dir, model, optimizer, streams)
+    return Job(
+        config,
+        run_dir,
+        device,
+        dtype,
+        streams,
+        model,
+        mode,
+        plan,
+        dataset,
+        optimizer,
+        schedule,
+        tracker,
+        start,
+        checkpoints,
+    )
 
 
 def build_dataset(config: DictConfig, run_dir: Path):
     """The dataset of `config`; what it has to keep on disk goes under `run_dir`."""
     sizes = {key: config[key] for key in ("seed", "seq_len", "batch_size")}
     return instantiate(config.dataset, **sizes, cache_dir=run_dir / "datasets")
-
-
-def build_model(config: DictConfig, dtype: torch.dtype) -> nn.Module:
-    """The model on the meta device: shapes and names, no memory."""
-    settings = OmegaConf.to_container(config.model, resolve=True)
-    settings.pop("weights")
-    with torch.device("meta"):
-        return instantiate(settings).to(dtype)
-
-
-def build_mode(config: DictConfig, model: nn.Module, recomputes: bool) -> tuple[object, Plan]:
-    """The offload mode and its plan for `model`. Raises UserError for a knob that does not fit the model."""
-    try:
-        mode = instantiate(config.offload)
-        return mode, mode.plan(model, recompute=recomputes)
-    except (InstantiationException, ValueError) as error:
-        cause = error.__cause__ if isinstance(error, InstantiationException) else error
-        if not isinstance(cause, ValueError):
-            raise
-        raise UserError(str(cause)) from error
-
-
-def predicted_floor(config: DictConfig, plan: Plan, model: nn.Module, streams: Streams, dtype: torch.dtype) -> str:
-    """The time of a step that neither the bus nor the device's peak arithmetic allows to beat, for people."""
-    traffic = plan.for_microbatches(config.microbatches)
-    flops = model.flops_per_token(config.seq_len) * config.seq_len * config.batch_size
-    compute_ms = flops / peak_flops(streams.device, dtype) * 1e3
-    floor_ms, bound = compute_ms, "compute"
-    if plan.units:
-        floor_ms, bound = traffic.floor_ms(measure_bandwidth(streams, nbytes=64 * 2**20, repeats=3), compute_ms)
-    return f"{floor_ms:.1f} ms, bound by {bound}"
-
-
-def recomputed_blocks(config: DictConfig, model: nn.Module) -> list[nn.Module]:
-    """The blocks whose activations are recomputed. Raises UserError where the path leads to none."""
-    try:
-        return [block for _, block in find_blocks(model, config.recompute.blocks, key="recompute.blocks")]
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def fill(model: nn.Module, config: DictConfig, device: torch.device) -> None:
@@ -167,11 +151,6 @@ def fill(model: nn.Module, config: DictConfig, device: torch.device) -> None:
         raise UserError(f"model.weights={config.model.weights}: {error}") from error
 
 
-def state_dtype(config: DictConfig) -> str:
-    """The dtype of the optimizer's moments, "fp32" where it knows no other."""
-    return str(config.optimizer.get("state_dtype", "fp32"))
-
-
 def build_optimizer(config: DictConfig, model: nn.Module, mode) -> torch.optim.Optimizer:
     """The optimizer with its states, its updates hidden behind the step where it can do that.
 
@@ -180,9 +159,8 @@ def build_optimizer(config: DictConfig, model: nn.Module, mode) -> torch.optim.O
     choice = HydraConfig.get().runtime.choices["optimizer"]
     optimizer = instantiate(config.optimizer, params=model.parameters())
     if choice == "host_adamw":
-        # What must be known of all gradients first, their norm or that they are finite, is known after backward.
-        early = config.clip_norm is None and config.on_nonfinite == OnNonfinite.stop
-        mode.overlap(optimizer, early, 0 if optimizer.device_share == "auto" else optimizer.device_share)
+        share = 0 if optimizer.device_share == "auto" else optimizer.device_share
+        mode.overlap(optimizer, updates_early(config), share)
     try:
         optimizer.allocate()
     except MemoryError as error:
@@ -190,14 +168,18 @@ def build_optimizer(config: DictConfig, model: nn.Module, mode) -> torch.optim.O
     return optimizer
 
 
-def build_tracker(config: DictConfig, run_dir: Path, device: torch.device) -> Tracker:
-    """The run in wandb: named model-offload-seed, tagged with the chosen options, with config and hardware."""
+def build_tracker(config: DictConfig, run_dir: Path, hardware: dict, resume_id: str | None = None) -> Tracker:
+    """The run in wandb: named model-offload-seed, tagged with the chosen options, with config and hardware.
+
+    `resume_id` is that of the run that this one continues.
+    """
     choices = HydraConfig.get().runtime.choices
-    chosen = {group: choices[group] for group in config if group in choices}
+    chosen = chosen_options(choices, config)
     return Tracker(
         **OmegaConf.to_container(config.tracking, enum_to_str=True)
-        | {"tags": [*run_tags(chosen), *config.tracking.tags]},
-        name=run_name(chosen, config.seed),
+        | {"tags": [*run_tags(chosen), f"precision={config.precision}", *config.tracking.tags]},
+        name=run_name(choices, config.seed),
         run_dir=run_dir,
-        config={**plain(config), "choices": chosen, "hardware": describe(device)},
+        resume_id=resume_id,
+        config={**plain(config), "choices": chosen, "hardware": hardware},
     )

@@ -3,24 +3,32 @@
 Nothing here imports torch: `python train.py --cfg job` answers at once.
 """
 
+import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from offload.sizes import parse_bytes
 from training.errors import UserError
-from training.schema import AdamW, HostAdamW, Llama, ShardOffload, TensorSwap, TextFiles, WeightMode
+from training.schema import SCHEMAS, AdamW, HostAdamW, Llama, ShardOffload, TensorSwap, TextFiles, WeightMode
 
 
 def check(config: DictConfig) -> None:
     """Refuses what the types let through, before anything is built.
 
-    Raises UserError naming the key, its value and what it may be: a key that is unknown (added with +) or has no
-    value, a number out of range, a combination of keys that contradicts itself.
+    Raises UserError naming the key, its value and what it may be: a reference that leads nowhere, an option or a class
+    to build that is none of ours, a key that is unknown (added with +) or has no value, a number out of range, a
+    combination of keys that contradicts itself.
     """
+    _check_references(config)
+    for group, options in SCHEMAS.items():
+        _check_option(config, group, group, options)
+    if "weights" in config.offload:
+        _check_option(config.offload, "weights", "offload.weights", SCHEMAS["offload"])
     for key, node in _sections(config):
         _check_keys(key, node)
     for key, node in _sections(config):
@@ -46,6 +54,28 @@ def _sections(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, DictC
             yield from _sections(config[name], f"{prefix}{name}.")
 
 
+def _check_references(config: DictConfig) -> None:
+    try:
+        OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {str(error).partition(chr(10))[0]}") from error
+
+
+def _check_option(parent: DictConfig, name: str, key: str, options: Mapping[str, type]) -> None:
+    """`parent.name`, called `key`, must hold one of the options, as the option says what it becomes.
+
+    So no configuration, whoever wrote it, can name other code to be called.
+    """
+    choose = f"choose an option with {key if key == name else f'offload@{key}'}=OPTION; --help lists them"
+    node = None if OmegaConf.is_missing(parent, name) else parent.get(name)
+    schema = OmegaConf.get_type(node) if OmegaConf.is_dict(node) else None
+    if schema not in options.values():
+        raise UserError(f"{key}={node}: is no option: {choose}")
+    for entry in fields(schema):
+        if entry.name.startswith("_") and node.get(entry.name) != entry.default:
+            raise UserError(f"{key}.{entry.name}={node.get(entry.name)}: is not to be set: {choose}")
+
+
 def _check_keys(prefix: str, node: DictConfig) -> None:
     schema = OmegaConf.get_type(node)
     known = [entry.name for entry in fields(schema)] if schema is not dict else []
@@ -62,12 +92,16 @@ def _check_ranges(prefix: str, node: DictConfig) -> None:
         value = node[entry.name]
         if value is None:
             continue
-        at_least, above = entry.metadata.get("at_least"), entry.metadata.get("above")
+        at_least, above, at_most = (entry.metadata.get(bound) for bound in ("at_least", "above", "at_most"))
+        if isinstance(value, float) and math.isinf(value):
+            raise UserError(f"{prefix}{entry.name}={value}: must be finite")
         # Written so that NaN is refused.
         if at_least is not None and not value >= at_least:
             raise UserError(f"{prefix}{entry.name}={value}: must be at least {at_least}")
         if above is not None and not value > above:
             raise UserError(f"{prefix}{entry.name}={value}: must be above {above}")
+        if at_most is not None and not value <= at_most:
+            raise UserError(f"{prefix}{entry.name}={value}: must be at most {at_most}")
 
 
 def _check_rules(config: DictConfig) -> None:
@@ -80,6 +114,10 @@ def _check_rules(config: DictConfig) -> None:
         raise UserError(f"device={config.device}: must be auto, cuda, cuda:N (N counts from 0) or cpu")
     if config.vram_budget is not None:
         _check_bytes("vram_budget", config.vram_budget, "null for all of the GPU's memory")
+    if config.host_budget is not None:
+        _check_bytes("host_budget", config.host_budget, "null for all of the host's memory")
+    if config.trace_step is not None and config.trace_step > config.steps:
+        raise UserError(f"trace_step={config.trace_step}: must be between 1 and steps={config.steps}")
     _check_schedule(config)
     rules = {
         WeightMode: _check_weight_mode,
@@ -158,8 +196,10 @@ def _check_files(prefix: str, dataset: DictConfig) -> None:
 
 
 def _check_adamw(prefix: str, optimizer: DictConfig) -> None:
-    if not all(0 <= beta < 1 for beta in optimizer.betas):
-        raise UserError(f"optimizer.betas={optimizer.betas}: both must be at least 0 and below 1")
+    betas = list(optimizer.betas)
+    # A tuple of numbers is a list of anything to OmegaConf.
+    if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
+        raise UserError(f"{prefix}betas={optimizer.betas}: must be two numbers, at least 0 and below 1")
 
 
 def _check_schedule(config: DictConfig) -> None:

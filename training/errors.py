@@ -17,8 +17,10 @@ class UserError(Exception):
     """A mistake or a missing resource that the user can mend.
 
     The message is one line: it names the key or file, the value found, and what to do. The entry point prints it
-    without a traceback and exits non-zero.
+    without a traceback and exits non-zero. `status` is that of the run's summary.
     """
+
+    status = "failed"
 
 
 def first_line(error: BaseException) -> str:
@@ -91,14 +93,13 @@ def explain(error: BaseException) -> Failure:
     text = " ".join(str(error).split())
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, UserError):
-        return Failure("failed", text, True)
+        return Failure(error.status, text, True)
     if isinstance(error, KeyboardInterrupt):
         return Failure("interrupted", "interrupted", True)
-    if _is_device_memory(error, text):
-        asked = re.search(r"Tried to allocate ([\d.]+ \w+)", text)
+    if is_device_memory(error):
         reason = (
-            f"the GPU is out of memory{f' ({asked[1]} more wanted)' if asked else ''}: take a smaller batch_size,"
-            " more microbatches, recompute=block or another offload mode"
+            f"the GPU is out of memory{more_wanted(error)}: take a smaller batch_size, more microbatches,"
+            " recompute=block or another offload mode"
         )
         return Failure("out_of_memory", reason, True)
     if isinstance(error, MemoryError) or number == errno.ENOMEM or "DefaultCPUAllocator: can't allocate" in text:
@@ -116,10 +117,17 @@ def explain(error: BaseException) -> Failure:
     return Failure("failed", f"{type(error).__name__}: {text}", False)
 
 
-def _is_device_memory(error: BaseException, text: str) -> bool:
+def is_device_memory(error: BaseException) -> bool:
+    """Whether a GPU had no room for what was asked of it."""
     # Where torch was never imported, nothing can be its error.
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(error, RuntimeError):
         return False
     known = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError) or any(words in text for words in known)
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in known)
+
+
+def more_wanted(error: BaseException) -> str:
+    """What was asked of a GPU in vain, in brackets; nothing where `error` does not say."""
+    asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+    return f" ({asked[1]} more wanted)" if asked else ""

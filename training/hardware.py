@@ -1,20 +1,27 @@
 """The device a run uses: choosing it, describing it, and its memory and arithmetic limits."""
 
 import functools
+import json
 import os
 import platform
 import re
 import shutil
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import torch
 
+from offload.bandwidth import Bandwidth, measure_bandwidth
+from offload.registry import Streams
 from training.errors import UserError
 
 GIB = 2**30
+HARDWARE_FILE = "hardware.json"
+
+_bandwidths: dict[torch.device, Bandwidth] = {}
 
 # Dense datasheet peaks in TFLOP/s, (bfloat16 with fp32 accumulation, fp32 without TF32), by the words of the
 # name that torch reports. The first row whose words all occur in the name wins, so a variant stands before
@@ -81,14 +88,16 @@ def resolve_device(name: str) -> torch.device:
 def describe(device: torch.device) -> dict[str, str | int | float]:
     """Facts about the machine that explain a measurement; a fact that cannot be had is left out.
 
-    Keys: device, torch, python, cpu_cores and host_memory_gib (what this process may use); on a GPU also
-    gpu_name, gpu_memory_gib, cuda and, where nvidia-smi answers within two seconds, driver, pcie_generation
-    and pcie_width (of the link at full power: an idle link reports less).
+    Keys: device, torch, python, platform, cpu_name, cpu_cores and host_memory_gib (what this process may use); on
+    a GPU also gpu_name, gpu_memory_gib, cuda and, where nvidia-smi answers within two seconds, driver,
+    pcie_generation and pcie_width (of the link at full power: an idle link reports less).
     """
     facts: dict[str, str | int | float] = {
         "device": str(device),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu_name": _cpu_name(),
         "cpu_cores": _usable_cores(),
         "host_memory_gib": round(_usable_host_memory_bytes() / GIB, 1),
     }
@@ -99,6 +108,29 @@ def describe(device: torch.device) -> dict[str, str | int | float]:
         facts["cuda"] = torch.version.cuda or f"hip {torch.version.hip}"
         # Named by UUID: CUDA_VISIBLE_DEVICES renumbers what torch sees, and nvidia-smi ignores it.
         facts.update(_nvidia_smi_facts(f"GPU-{properties.uuid}"))
+    return facts
+
+
+def measured_bandwidth(streams: Streams) -> Bandwidth:
+    """The bus in GB/s: copies of 64 MiB, which take 0.1 s on a GPU, made once in a process for each device."""
+    device = streams.device
+    if device not in _bandwidths:
+        _bandwidths[device] = measure_bandwidth(streams, nbytes=64 * 2**20, repeats=3)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return _bandwidths[device]
+
+
+def record_hardware(streams: Streams, run_dir: Path) -> dict[str, str | int | float]:
+    """What `describe` says of the streams' device and, of a GPU, its bus: returned, and written to hardware.json.
+
+    The bus is h2d_gb_s, d2h_gb_s and both_gb_s, GB/s of page-locked copies: each way alone, and each of two at once.
+    """
+    facts = describe(streams.device)
+    if streams.asynchronous:
+        speed = measured_bandwidth(streams)
+        facts |= {"h2d_gb_s": speed.h2d, "d2h_gb_s": speed.d2h, "both_gb_s": speed.both}
+    (run_dir / HARDWARE_FILE).write_text(json.dumps(facts, indent=2) + "\n")
     return facts
 
 
@@ -141,6 +173,14 @@ def reset_peaks(device: torch.device) -> None:
     """Start the GPU's memory peaks again from what is held now; nothing on the CPU."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def _cpu_name() -> str:
+    # Only some platforms name the model where Python looks; Linux on ARM nowhere.
+    with suppress(OSError):
+        if named := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return named[1]
+    return platform.processor() or platform.machine()
 
 
 def _usable_cores() -> int:

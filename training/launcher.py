@@ -1,11 +1,12 @@
 """Sweeps in which every job has a process of its own.
 
 Peaks, caches, streams and crashes of one job would otherwise show in the next. A job is the same command as a single
-run, in a numbered directory of the sweep; one that fails or is killed leaves a row in the closing table and the rest
-goes on.
+run, in a numbered directory of the sweep; one that fails or is killed leaves a row in the closing comparison and the
+rest goes on.
 """
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,11 +24,12 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from training.errors import UserError
-from training.metrics import SUMMARY_FILE, read_summary
+from training.errors import UserError, first_line
+from training.metrics import SUMMARY_FILE, read_summary, write_summary
 
 # How long a job may take to write down how far it came once the sweep is interrupted.
 INTERRUPT_GRACE_S = 20.0
+INTERRUPTED = 130
 # Hydra makes plugins only of classes named below this package.
 PLUGIN_NAME = "hydra_plugins.process.ProcessLauncher"
 
@@ -55,10 +57,13 @@ class Job:
         if self.exit_status is None:
             return "not run", "the sweep was interrupted"
         if self.exit_status == 0:
-            return "ok", ""
+            return self.summary.get("status", "ok"), self.summary.get("reason") or ""
         if self.exit_status < 0:
             name = signal.Signals(-self.exit_status).name
             return "killed", name + (", as the kernel does when the host is out of memory" if name == "SIGKILL" else "")
+        # Interrupted before it could write down anything.
+        if self.exit_status == INTERRUPTED and not self.summary:
+            return "interrupted", "interrupted"
         status = self.summary.get("status", "ok")
         # A process that fails after its summary said ok failed all the same.
         if status == "ok":
@@ -97,9 +102,9 @@ class ProcessLauncher(Launcher):
                     print(f"\njob {job.number}: {_title(job)}", flush=True)
                     _run(job, self._command(job), environment)
         except KeyboardInterrupt:
-            _print_table(jobs, sweep_dir)
-            sys.exit(130)
-        _print_table(jobs, sweep_dir)
+            _close(jobs, sweep_dir)
+            sys.exit(INTERRUPTED)
+        _close(jobs, sweep_dir)
         return [_job_return(job, config) for job, config in zip(jobs, configs, strict=True)]
 
     def _job_config(self, number: int, overrides: Sequence[str]) -> DictConfig:
@@ -153,6 +158,7 @@ def _run(job: Job, command: list[str], environment: dict[str, str]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         job.exit_status = process.wait()
         job.summary = _summary(job.directory)
+        _record_outcome(job)
 
 
 @contextmanager
@@ -171,11 +177,11 @@ def _termination_interrupts() -> Iterator[None]:
 def _job_return(job: Job, config: DictConfig) -> JobReturn:
     hydra_config = OmegaConf.masked_copy(config, "hydra")
     task_config = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
-    status, reason = job.outcome
     result = JobReturn(job.overrides, task_config, hydra_config, os.getcwd(), config.hydra.job.name)
-    if status == "ok":
+    if job.exit_status == 0:
         result.status, result.return_value = JobStatus.COMPLETED, job.summary or None
     else:
+        status, reason = job.outcome
         result.status, result.return_value = JobStatus.FAILED, UserError(f"job {job.number} {status}: {reason}")
     return result
 
@@ -187,27 +193,33 @@ def _summary(directory: Path) -> dict[str, Any]:
     return {}
 
 
-def _print_table(jobs: Sequence[Job], sweep_dir: Path) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _record_outcome(job: Job) -> None:
+    """Where a job could not say itself how it ended, writes it down for it, beside the figures that it left."""
+    status, reason = job.outcome
+    if status == job.summary.get("status"):
+        return
+    job.summary |= {"status": status, "reason": reason}
+    with suppress(UserError, OSError):
+        job.directory.mkdir(parents=True, exist_ok=True)
+        write_summary(job.directory, job.summary)
 
-    table = Table("job", "overrides", "status", "why", title=str(sweep_dir), title_justify="left")
-    table.add_column("step ms", justify="right")
-    table.add_column("peak VRAM GiB", justify="right")
-    for job in jobs:
-        status, reason = job.outcome
-        step_ms, vram_gib = job.summary.get("perf/step_ms"), job.summary.get("memory/vram_peak_gib")
-        table.add_row(
-            str(job.number),
-            _title(job),
-            status,
-            reason,
-            "" if step_ms is None else f"{step_ms:.1f}",
-            "" if vram_gib is None else f"{vram_gib:.2f}",
-        )
-    print(flush=True)
-    # Overrides may hold square brackets, which rich would take for its markup.
-    Console(markup=False, emoji=False, width=None if sys.stdout.isatty() else 160).print(table)
+
+def _close(jobs: Sequence[Job], sweep_dir: Path) -> None:
+    """Compares the jobs on the terminal and in the sweep's directory; failing that, says what became of each."""
+    ended = [job for job in jobs if job.exit_status is not None]
+    try:
+        from training.comparison.report import compare
+
+        if ended:
+            compare([sweep_dir], sweep_dir)
+    except (Exception, KeyboardInterrupt) as error:
+        for job in ended:
+            print(f"job {job.number}: {': '.join(filter(None, job.outcome))}")
+        again = f"python scripts/compare.py {shlex.quote(str(sweep_dir))}"
+        print(f"warning: the comparison failed ({first_line(error)}); try again: {again}", file=sys.stderr)
+    if left := [job.number for job in jobs if job.exit_status is None]:
+        print(f"not run, because the sweep was interrupted: {left[0]}{f' to {left[-1]}' if left[1:] else ''}")
+    sys.stdout.flush()
 
 
 def _title(job: Job) -> str:

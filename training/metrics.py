@@ -20,6 +20,8 @@ from training.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
+# Before the name of a metric in a summary: what the plan of the run said of it.
+PLANNED = "planned/"
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,14 @@ METRIC_KEYS: dict[str, Metric] = {
     "transfer/stall_ms": Metric("ms", "compute waiting for copies, in one step", "median"),
     "optimizer/host_ms": Metric("ms", "updates made beside the device, in one step", "mean"),
     "optimizer/wait_ms": Metric("ms", "the step waiting for these updates", "mean"),
+    "checkpoint/save_ms": Metric("ms", "the run standing still to be saved, since the last record", "mean"),
     "optimizer/gparams_per_s": Metric("Gparam/s", "parameters updated in a second of host_ms", "mean"),
 }
 # Figures that only a summary has.
 SUMMARY_KEYS: dict[str, Metric] = {
     "steps": Metric("steps", "optimizer steps done"),
+    "perf/floor_ms": Metric("ms", "by the plan: compute, copies either way or the host's update alone, the longest"),
+    "perf/floor_ratio": Metric("", "step time over that floor"),
     "train/first_loss": Metric("nats/token", "loss of the first logged step"),
     "train/final_loss": Metric("nats/token", "loss of the last logged step"),
 }
@@ -66,16 +71,31 @@ _STATISTICS = {"median": statistics.median, "mean": statistics.fmean, "max": max
 class MetricsWriter:
     """Appends records to `metrics.jsonl` in `run_dir`, which must exist; a resumed run goes on with its file.
 
+    Args:
+        after_step: the step that the run goes on after. Records of later steps are dropped: it makes them again. None
+            keeps all that is there.
+
+    Attributes:
+        kept: with `after_step`, the records that are there, in order.
+
     Raises:
-        UserError: the file cannot be written, as when the disk is full.
+        UserError: the file cannot be written, as when the disk is full, or holds a line that is not a record.
     """
 
-    def __init__(self, run_dir: Path):
+    def __init__(self, run_dir: Path, after_step: int | None = None):
         self._run_dir = run_dir
         self._path = run_dir / METRICS_FILE
+        self.kept: list[dict[str, Any]] = []
         with _disk_errors(run_dir):
             self._path.touch()
             _drop_incomplete_line(self._path)
+            if after_step is not None:
+                self.kept = _drop_after(self._path, after_step)
+
+    def sync(self) -> None:
+        """Has what was written on disk, for power failures that a checkpoint is to survive."""
+        with _disk_errors(self._run_dir), open(self._path, "ab") as file:
+            os.fsync(file.fileno())
 
     def write(self, record: dict[str, Any]) -> None:
         """Append `record` as one line; the operating system has it by the time this returns.
@@ -195,6 +215,19 @@ def _drop_incomplete_line(path: Path) -> None:
     content = path.read_bytes()
     if content and not content.endswith(b"\n"):
         os.truncate(path, content.rfind(b"\n") + 1)
+
+
+def _drop_after(path: Path, step: int) -> list[dict[str, Any]]:
+    """Cuts the file before its first record of a later step, and returns what is left."""
+    kept = []
+    end = 0
+    for record, line in zip(read_metrics(path.parent), path.read_bytes().splitlines(keepends=True), strict=True):
+        if record.get("train/step", 0) > step:
+            break
+        kept.append(record)
+        end += len(line)
+    os.truncate(path, end)
+    return kept
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from rich.table import Table
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from training.metrics import METRIC_KEYS, METRICS_FILE, SUMMARY_FILE, SUMMARY_KEYS
+from training.metrics import METRIC_KEYS, METRICS_FILE, PLANNED, SUMMARY_FILE, SUMMARY_KEYS
 
 
 class Progress:
@@ -90,15 +90,23 @@ def print_plan(plan: Mapping[str, str], title: str = "Plan", *, stream: TextIO |
 
 
 def report(summary: Mapping[str, Any], run_dir: Path, *, stream: TextIO | None = None) -> None:
-    """Print the closing figures of a run under the names of its metrics, then where its files are."""
+    """Print the closing figures of a run under the names of its metrics, then where its files are.
+
+    What the plan said of a figure stands beside it, with the ratio of what was measured to that.
+    """
     table = _table("Summary")
     table.add_column("metric", style="cyan", no_wrap=True)
     table.add_column("value", justify="right")
     table.add_column("unit")
     table.add_column("over the run")
+    planned = {key: summary[PLANNED + key] for key in METRIC_KEYS if PLANNED + key in summary}
+    if planned:
+        table.add_column("planned", justify="right")
+        table.add_column("ratio", justify="right")
     for key, metric in {**SUMMARY_KEYS, **METRIC_KEYS}.items():
         if key in summary:
-            table.add_row(key, format_value(summary[key]), metric.unit, metric.summary)
+            beside = _beside_plan(summary[key], planned[key]) if key in planned else ()
+            table.add_row(key, format_value(summary[key]), metric.unit, metric.summary, *beside)
     console = _console(stream)
     console.print(table)
     status, reason = summary.get("status", "ok"), summary.get("reason")
@@ -109,6 +117,10 @@ def report(summary: Mapping[str, Any], run_dir: Path, *, stream: TextIO | None =
         lines.append(f"charts  wandb leet {run_dir / 'wandb'}")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _beside_plan(measured: float, planned: float) -> tuple[str, str]:
+    return format_value(planned), f"{measured / planned:.2f}" if planned else ""
 
 
 def format_value(value: Any) -> str:

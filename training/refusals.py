@@ -2,11 +2,13 @@
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
 
 import hydra._internal.utils
 from hydra.errors import CompactHydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError
 
 from training.checks import unknown_key
 from training.errors import report
@@ -24,14 +26,27 @@ def run(main: Callable[[], None]) -> None:
     except (Exception, KeyboardInterrupt) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        if isinstance(error, CompactHydraException):
+        if is_refusal(error):
             print(f"error: {explain_refusal(error)}", file=sys.stderr)
             sys.exit(1)
         sys.exit(report(error))
 
 
-def explain_refusal(error: CompactHydraException) -> str:
-    """One line naming the key, the value and what it may be."""
+def is_refusal(error: BaseException) -> bool:
+    """Whether `error` says that a configuration cannot be composed as it is written."""
+    if isinstance(error, CompactHydraException | YAMLError):
+        return True
+    # Hydra falls over what stands for an option where that is a number, null, or a list with null in it.
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, ValueError | TypeError) and "/hydra/_internal/" in frames[-1].filename
+
+
+def explain_refusal(error: Exception) -> str:
+    """One line naming the key, the value and what it may be; `error` is a refusal."""
+    if isinstance(error, YAMLError):
+        return f"a configuration file is not YAML: {' '.join(str(error).split())}"
+    if not isinstance(error, CompactHydraException):
+        return f"choose options by name, GROUP=OPTION, such as offload=none ({' '.join(str(error).split())})"
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, option = error.missing_cfg_file.rpartition("/")
         return f"{group}={option}: there is no such option; choose from {', '.join(error.options)}"

@@ -41,6 +41,15 @@ def cosine(optimizer: Optimizer, steps: int, warmup: int, final: float) -> Lambd
     )
 
 
+def go_to(schedule: LambdaLR, step: int) -> None:
+    """Sets the learning rates that `step` calls of `schedule.step()` lead to."""
+    schedule.last_epoch = step
+    rates = [base * factor(step) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates
+
+
 def _after_warmup(optimizer: Optimizer, steps: int, warmup: int, factor: Callable[[float], float]) -> LambdaLR:
     def of_step(step: int) -> float:
         if step < warmup:

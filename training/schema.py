@@ -15,9 +15,9 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 
-def number(at_least: float | None = None, above: float | None = None) -> Any:
+def number(at_least: float | None = None, above: float | None = None, at_most: float | None = None) -> Any:
     """A numeric key whose range `training.checks` holds; its value comes from YAML."""
-    return field(default=MISSING, metadata={"at_least": at_least, "above": above})
+    return field(default=MISSING, metadata={"at_least": at_least, "above": above, "at_most": at_most})
 
 
 class Precision(StrEnum):
@@ -153,7 +153,8 @@ class Llama(Built):
     vocab_size: int = number(at_least=1)
     hidden_size: int = number(at_least=1)
     intermediate_size: int = number(at_least=1)
-    num_hidden_layers: int = number(at_least=1)
+    # More would take minutes to be made, weights aside.
+    num_hidden_layers: int = number(at_least=1, at_most=10_000)
     num_attention_heads: int = number(at_least=1)
     num_key_value_heads: int = number(at_least=1)
     rope_theta: float = number(above=0)
@@ -215,6 +216,7 @@ class HostAdamW(AdamW):
     _target_: str = "offload.host_optimizer.HostAdamW"
     state_dtype: StateDtype = MISSING
     device_share: str | int = MISSING
+    visiting_share: float = number(at_least=0, at_most=1)
     threads: int | None = number(at_least=1)
     compile: Compile = MISSING
 
@@ -256,6 +258,32 @@ class Tracking:
 
 
 @dataclass
+class Checkpointing:
+    """When a run saves itself; `on_signal` null: wherever it saves itself at all."""
+
+    every: int | None = number(at_least=1)
+    keep: int = number(at_least=1)
+    on_signal: bool | None = MISSING
+
+
+@dataclass
+class Hardware:
+    """A machine to plan for; what is null is measured, or kept from having been. See `training.figures.Figures`."""
+
+    name: str | None = MISSING
+    vram_gib: float | None = number(above=0)
+    host_gib: float | None = number(above=0)
+    cores: int | None = number(at_least=1)
+    h2d_gb_s: float | None = number(above=0)
+    d2h_gb_s: float | None = number(above=0)
+    both_gb_s: float | None = number(above=0)
+    bf16_tflops: float | None = number(above=0)
+    fp32_tflops: float | None = number(above=0)
+    update_gparams_s: float | None = number(above=0)
+    device_gb_s: float | None = number(above=0)
+
+
+@dataclass
 class TrainConfig:
     """The top level. Each group holds the option that was chosen, with that option's own dataclass."""
 
@@ -266,9 +294,11 @@ class TrainConfig:
     schedule: Any = MISSING
     recompute: Any = MISSING
     tracking: Any = MISSING
-    seed: int = number(at_least=0)
+    hardware: Any = MISSING
+    plan: bool = MISSING
+    seed: int = number(at_least=0, at_most=2**64 - 1)
     steps: int = number(at_least=1)
-    batch_size: int = number(at_least=1)
+    batch_size: int = number(at_least=1, at_most=1_000_000)
     microbatches: int = number(at_least=1)
     seq_len: int = number(at_least=1)
     device: str = MISSING
@@ -276,8 +306,13 @@ class TrainConfig:
     clip_norm: float | None = number(above=0)
     on_nonfinite: OnNonfinite = MISSING
     vram_budget: str | int | None = MISSING
+    host_budget: str | int | None = MISSING
     warmup_steps: int = number(at_least=0)
     log_every: int = number(at_least=1)
+    trace: bool = MISSING
+    trace_step: int | None = number(at_least=1)
+    checkpoint: Checkpointing = field(default_factory=Checkpointing)
+    resume: str | None = MISSING
 
 
 SCHEMAS = {
@@ -295,6 +330,7 @@ SCHEMAS = {
     "schedule": {"constant": ConstantSchedule, "linear": LinearSchedule, "cosine": CosineSchedule},
     "recompute": {"none": RecomputeNothing, "block": RecomputeBlocks},
     "tracking": {"wandb": Tracking},
+    "hardware": {"figures": Hardware},
 }
 
 

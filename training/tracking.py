@@ -14,8 +14,8 @@ import shlex
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from omegaconf import OmegaConf
 
-from training.errors import UserError
+from training.errors import UserError, explain
 
 if TYPE_CHECKING:
     import wandb
@@ -43,6 +43,8 @@ _SETTINGS = {
     "finish_timeout_raises": True,
     # Otherwise a run left open would be returned in place of a new one.
     "reinit": "create_new",
+    # Files that are kept with the run stay in it when its directory is moved.
+    "symlink": False,
 }
 # Longest waits for the wandb thread. wandb's own limits above are shorter and let it say what went wrong; these
 # end the wait for a wandb that does not answer.
@@ -58,6 +60,19 @@ _Task = Callable[["wandb.Run"], object]
 def run_name(choices: Mapping[str, str], seed: int) -> str:
     """`model-offload-seed` from the chosen options of the config groups."""
     return f"{choices['model']}-{choices['offload']}-{seed}"
+
+
+def chosen_options(choices: Mapping[str, str | None], groups: Iterable[str]) -> dict[str, str]:
+    """The options of a run by group, without Hydra's own and groups that none was chosen of.
+
+    An option that stands inside another is under the path of its key, underscored: `offload_weights`.
+    """
+    chosen = {}
+    for group, option in choices.items():
+        base, _, package = group.partition("@")
+        if option is not None and (base in groups or base == "experiment"):
+            chosen[(package or base).replace(".", "_")] = option
+    return chosen
 
 
 def run_tags(choices: Mapping[str, str]) -> list[str]:
@@ -76,6 +91,7 @@ class Tracker:
         project, entity: None leaves the choice to wandb's own settings.
         group: None takes the sweep's, which the sweep launcher puts in OFFLOAD_SWEEP_GROUP.
         config: the whole configuration, a plain dict or an OmegaConf node; logged resolved.
+        resume_id: the `id` of the run that this one continues.
 
     Raises:
         UserError: `mode` is none of these.
@@ -92,14 +108,20 @@ class Tracker:
         group: str | None = None,
         tags: Sequence[str] = (),
         name: str | None = None,
+        resume_id: str | None = None,
     ):
         if mode not in MODES:
             raise UserError(f"tracking.mode={mode}: unknown mode; choose one of {', '.join(MODES)}")
         self._mode = mode
         self._run_dir = run_dir
+        self.id: str | None = resume_id or secrets.token_hex(4)
+        """The run's in wandb; None where it has none."""
         self._init_arguments = {
+            "id": self.id,
+            "resume": "allow" if resume_id else None,
             "project": project,
             "entity": entity,
+            "job_type": "train",
             "group": group or os.environ.get(SWEEP_GROUP_VARIABLE),
             "tags": list(tags),
             "name": name,
@@ -112,6 +134,7 @@ class Tracker:
         self._closing = threading.Lock()
         self._thread: threading.Thread | None = None
         if mode == "disabled" or (mode == "auto" and os.environ.get("WANDB_MODE") == "disabled"):
+            self.id = resume_id
             return
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
@@ -123,6 +146,38 @@ class Tracker:
         """Hand `record` to wandb as the history of optimizer step `step`; returns at once."""
         values = dict(record)
         self._submit(lambda run: run.log(values, step=step, commit=True))
+
+    def log_files(self, pictures: Mapping[str, Path], files: Sequence[Path], step: int) -> None:
+        """Hand wandb pictures, shown under their keys at optimizer step `step`, and files of the run's directory.
+
+        Returns at once; the files are to stay as they are.
+        """
+        paths = dict(pictures)
+
+        def log(run: "wandb.Run") -> None:
+            import wandb
+
+            shown = {key: wandb.Image(str(path)) for key, path in paths.items()}
+            # Not committed: the metrics of this step may follow.
+            run.log({"train/step": step, **shown}, step=step, commit=False)
+            for path in files:
+                run.save(path, base_path=self._run_dir, policy="now", glob=False)
+
+        self._submit(log)
+
+    def fail(self, error: BaseException) -> None:
+        """End the wandb run as failed, with the status and reason that summary.json gives for `error`."""
+        failure = explain(error)
+        self.finish({"status": failure.status, "reason": failure.reason}, exit_code=1)
+
+    @contextmanager
+    def failures_told(self) -> Iterator[None]:
+        """Around a part of a run: what ends it early, ends the wandb run too."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def finish(self, summary: Mapping[str, Any], exit_code: int = 0) -> None:
         """End the wandb run; `summary` replaces the last values logged under the same names.
@@ -202,13 +257,17 @@ class Tracker:
 
     def _init_online(self, wandb: ModuleType) -> tuple["wandb.Run | None", str, int]:
         """The run, or None where there is no key or no network; what to say of it, and at which level."""
-        run_id = secrets.token_hex(4)
+        # Those of a run that is continued here are kept.
+        before = set((self._run_dir / "wandb").glob("run-*"))
         try:
             if wandb.login(prompt=False, verify=False):
-                return self._init(wandb, mode="online", id=run_id), "online", logging.INFO
+                return self._init(wandb, mode="online"), "online", logging.INFO
         except wandb.Error as error:
+            # It holds the run's id still, which the offline run is to have.
+            _kill_service()
+            _tear_down(exit_code=1)
             # What the attempt left would be uploaded as an empty run.
-            for abandoned in (self._run_dir / "wandb").glob(f"run-*-{run_id}"):
+            for abandoned in set((self._run_dir / "wandb").glob(f"run-*-{self.id}")) - before:
                 shutil.rmtree(abandoned, ignore_errors=True)
             return None, f"offline, because online fails ({_one_line(error)})", logging.WARNING
         asked = self._mode == "online" or "WANDB_MODE" in os.environ

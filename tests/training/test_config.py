@@ -170,7 +170,7 @@ def test_a_sound_overlay_is_accepted(overlay):
         (["device=gpu"], "device=gpu: must be auto, cuda, cuda:N"),
         (["device=cuda:"], "device=cuda:: must be auto, cuda, cuda:N"),
         (["optimizer.lr=-0.1"], "optimizer.lr=-0.1: must be at least 0"),
-        (["optimizer.betas=[0.9,1]"], "optimizer.betas=[0.9, 1.0]: both must be"),
+        (["optimizer.betas=[0.9,1]"], "optimizer.betas=[0.9, 1.0]: must be two numbers"),
         (["offload=bounce_linear", "offload.slots=0"], "offload.slots=0: must be at least 1"),
         (["offload=bounce_linear", "offload.prefetch=4"], "offload.prefetch=4: must be below offload.slots=4"),
         (["offload=bounce_linear", "offload.resident=some"], "offload.resident=some: must be a number of units"),

@@ -2,10 +2,12 @@ import json
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from offload.bandwidth import Bandwidth
 from training import hardware
 from training.errors import UserError
 
@@ -68,8 +70,27 @@ def test_describe_on_the_cpu():
     facts = hardware.describe(CPU)
     assert facts["device"] == "cpu"
     assert facts["cpu_cores"] >= 1
+    assert facts["cpu_name"]
     assert 0.1 < facts["host_memory_gib"] < 100_000
     assert json.loads(json.dumps(facts)) == facts
+
+
+def test_the_bus_is_measured_once_for_each_device(monkeypatch):
+    measured = []
+    monkeypatch.setattr(hardware, "_bandwidths", {})
+    monkeypatch.setattr(hardware, "measure_bandwidth", lambda streams, **_: measured.append(streams.device) or 7.0)
+    cpu = SimpleNamespace(device=CPU)
+    assert hardware.measured_bandwidth(cpu) == hardware.measured_bandwidth(cpu) == 7.0
+    assert measured == [CPU]
+
+
+def test_the_record_of_a_gpu_has_its_bus(tmp_path, monkeypatch):
+    monkeypatch.setattr(hardware, "_bandwidths", {CPU: Bandwidth(50.5, 40.25, 30.0)})
+    bus = {"h2d_gb_s": 50.5, "d2h_gb_s": 40.25, "both_gb_s": 30.0}
+    facts = hardware.record_hardware(SimpleNamespace(device=CPU, asynchronous=True), tmp_path)
+    assert facts == hardware.describe(CPU) | bus
+    assert json.loads((tmp_path / "hardware.json").read_text()) == facts
+    assert hardware.record_hardware(SimpleNamespace(device=CPU, asynchronous=False), tmp_path) == hardware.describe(CPU)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Sweeps: a process a job, and what a job does to itself stays with it."""
 
+import csv
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 from hydra.core.utils import JobStatus
 from omegaconf import OmegaConf
 
+from training.comparison.figures import FIGURES
 from training.errors import UserError
 from training.launcher import Job, _job_return
 
@@ -106,6 +108,10 @@ def start(folder, *arguments, python=(), **options):
     )
 
 
+def name(path):
+    return Path(path).name
+
+
 class Sweep:
     """A finished sweep: what it printed and what its jobs saw."""
 
@@ -122,8 +128,10 @@ class Sweep:
         return json.loads((self.directory / str(number) / "summary.json").read_text())
 
     def row(self, number):
-        (line,) = [line for line in self.stdout.splitlines() if line.startswith(f"│ {number} ")]
-        return [cell.strip() for cell in line.strip("│").split("│")]
+        """Of the comparison that the sweep closes with: the row of this job."""
+        with open(self.directory / "compare.csv", newline="") as file:
+            (row,) = [row for row in csv.DictReader(file) if str(number) in map(name, row["directories"].split(";"))]
+        return row
 
 
 @pytest.fixture(scope="module")
@@ -167,25 +175,44 @@ def test_jobs_know_their_sweep(sweep):
 
 
 def test_directories_are_numbered_and_the_sweep_is_written_down(sweep):
-    assert {path.name for path in sweep.directory.iterdir()} == {*"0123456", "multirun.yaml"}
+    written = {path.name for path in sweep.directory.iterdir()}
+    assert written == {*"0123456", "multirun.yaml", "compare.csv", "compare.md", "compare.html", FIGURES[0]}
 
 
 def test_a_job_that_ends_badly_does_not_stop_the_others(sweep):
-    assert sweep.row(0)[2] == "ok"
     assert sweep.summary(5)["status"] == "ok"
 
 
-def test_the_table_says_what_became_of_each_job(sweep):
-    assert sweep.row(0) == ["0", "act=ok kind=special note='[a, b]'", "ok", "", "12.3", "1.50"]
-    assert sweep.row(1)[2:] == ["failed", "ValueError: a broken [job]", "", ""]
-    assert sweep.row(2)[2:4] == ["killed", "SIGKILL, as the kernel does when the host is out of memory"]
-    assert sweep.row(2)[4:] == ["", ""]
-    assert sweep.row(3)[2:4] == ["failed", "act=refuse: take another"]
-    assert sweep.row(4)[2:] == ["failed", "exit status 3", "12.3", "1.50"]
+def test_the_comparison_says_what_became_of_each_job(sweep):
+    columns = ("name", "status", "why", "step_ms", "vram_peak_gib")
+    rows = [tuple(sweep.row(number)[column] for column in columns) for number in (0, 1, 2, 3, 4)]
+    assert rows == [
+        ("act=ok", "ok", "", "12.345", "1.5"),
+        ("act=raise", "failed", "ValueError: a broken [job]", "", ""),
+        ("act=kill", "killed", "SIGKILL, as the kernel does when the host is out of memory", "", ""),
+        ("act=refuse", "failed", "act=refuse: take another", "", ""),
+        ("act=exit", "failed", "exit status 3", "12.345", "1.5"),
+    ]
+
+
+def test_the_terminal_says_it_too(sweep):
+    lines = [line.split() for line in sweep.stdout.splitlines()]
+    assert any(line[:2] == ["act=ok", "12.3"] for line in lines)
+    assert "act=raise: failed: ValueError: a broken [job]" in sweep.stdout.splitlines()
+
+
+def test_a_job_that_cannot_say_how_it_ended_has_it_written_down(sweep):
+    assert sweep.summary(2)["status"] == "killed"
+    assert sweep.summary(4) == {
+        "status": "failed",
+        "reason": "exit status 3",
+        "perf/step_ms": 12.345,
+        "memory/vram_peak_gib": 1.5,
+    }
 
 
 def test_the_summary_of_an_earlier_sweep_is_not_taken_for_the_jobs(sweep):
-    assert sweep.row(6)[2:] == ["failed", "exit status 4", "", ""]
+    assert (sweep.row(6)["why"], sweep.row(6)["step_ms"]) == ("exit status 4", "")
 
 
 def test_only_a_broken_program_shows_a_traceback(sweep):
@@ -202,7 +229,21 @@ def test_a_sweep_without_failures_ends_with_zero(tmp_path):
     write_script(tmp_path)
     done = Sweep(start(tmp_path, "-m", "note=a,b", "hydra.sweep.dir=sweep"), tmp_path / "sweep")
     assert done.exit_status == 0, done.stderr
-    assert [done.row(number)[1:3] for number in (0, 1)] == [["note=a", "ok"], ["note=b", "ok"]]
+    rows = [done.row(number) for number in (0, 1)]
+    assert [(row["name"], row["status"]) for row in rows] == [("note=a", "ok"), ("note=b", "ok")]
+
+
+def test_a_comparison_that_fails_does_not_hide_what_became_of_the_jobs(tmp_path):
+    write_script(tmp_path)
+    # Where the table should go there is a folder.
+    (tmp_path / "sweep" / "compare.csv").mkdir(parents=True)
+    done = Sweep(start(tmp_path, "-m", "act=ok,refuse", "hydra.sweep.dir=sweep"), tmp_path / "sweep")
+    assert done.exit_status == 1
+    assert {"job 0: ok", "job 1: failed: act=refuse: take another"} <= {*done.stdout.splitlines()}
+    (warning,) = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+    assert warning.startswith("warning: the comparison failed (")
+    assert warning.endswith("; try again: python scripts/compare.py sweep")
+    assert done.stderr.splitlines()[-1] == "error: job 1 failed: act=refuse: take another"
 
 
 def test_a_sweep_that_does_not_compose_starts_no_job(tmp_path):
@@ -222,7 +263,8 @@ def test_an_interrupted_sweep_takes_its_job_with_it(tmp_path, number):
     done = Sweep(process, tmp_path / "sweep")
     assert done.exit_status == 130
     assert done.summary(0) == {"status": "interrupted", "reason": "interrupted"}
-    assert [done.row(number)[2] for number in (0, 1)] == ["interrupted", "not run"]
+    assert done.row(0)["status"] == "interrupted"
+    assert "not run, because the sweep was interrupted: 1" in done.stdout.splitlines()
     assert "Traceback" not in done.stderr
     assert not runs(seen["pid"])
     assert not runs(seen["started"])

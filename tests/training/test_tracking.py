@@ -1,4 +1,3 @@
-import json
 import logging
 import os
 import pty
@@ -16,10 +15,11 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
+from tests.training.wandb_files import records_of, summary_of, wandb_runs, without_internals
 from training import tracking
 from training.errors import UserError
 from training.metrics import METRIC_KEYS, MetricsWriter, read_metrics
-from training.tracking import Tracker, plain, run_name, run_tags
+from training.tracking import Tracker, chosen_options, plain, run_name, run_tags
 
 FAKE_KEY = "0123456789" * 4
 
@@ -58,28 +58,6 @@ def tracking_lines(caplog, level):
 
 def warnings(caplog):
     return tracking_lines(caplog, logging.WARNING)
-
-
-def wandb_runs(run_dir):
-    return sorted((run_dir / "wandb").glob("*run-*"))
-
-
-def leet_inspect(wandb_run, *flags):
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", *flags, str(wandb_run)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-
-
-def summary_of(wandb_run):
-    return json.loads(leet_inspect(wandb_run, "--summary"))
-
-
-def records_of(wandb_run, kind):
-    lines = [json.loads(line) for line in leet_inspect(wandb_run).splitlines()]
-    return [line[kind] for line in lines if line["type"] == kind]
-
-
-def without_internals(values):
-    return {key: value for key, value in values.items() if not key.startswith("_")}
 
 
 def service():
@@ -357,6 +335,16 @@ def test_config_becomes_plain_and_resolved(tmp_path):
         "4": "Precision.BF16",
     }
     assert type(config["job"]["nested"]) is dict
+
+
+def test_choices_are_those_of_the_run_and_have_plain_names():
+    choices = {
+        "offload": "tensor_swap", "offload@offload.weights": "bounce_linear", "model": "tiny", "experiment": None,
+        "hydra/launcher": "process", "hydra": "default",
+    }  # fmt: skip
+    expected = {"offload": "tensor_swap", "offload_weights": "bounce_linear", "model": "tiny"}
+    assert chosen_options(choices, ["offload", "model", "seed"]) == expected
+    assert chosen_options(choices | {"experiment": "mine"}, ["offload"])["experiment"] == "mine"
 
 
 def test_name_and_tags_come_from_the_chosen_options():

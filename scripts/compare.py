@@ -1,0 +1,36 @@
+"""Compares runs: what each offload mode costs in time and memory, and whether it computes the same.
+
+    python scripts/compare.py multirun/2031-01-02/03-04-05          # a sweep
+    python scripts/compare.py outputs multirun --out comparison     # all there is
+
+Reads the directories that train.py writes, at any depth, and prints a table. Writes to --out (the first DIR):
+compare.csv, compare.md, figures as PNG files, and compare.html, one page with all of it that needs no network. Runs
+that differ only in their seed make one row. A sweep is compared by itself when it ends.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from training.comparison.report import compare
+from training.errors import UserError
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="of runs or sweeps, at any depth")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the files go (the first DIR)")
+    options = parser.parse_args()
+    out = options.out or options.directories[0]
+    try:
+        compare(options.directories, out)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(f"error: {error.filename or out}: {error.strerror}; choose another place with --out DIR")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Measures this machine once, for every later plan: bus, blocks, updates on the host, memory.
+
+    python scripts/probe.py
+    python scripts/probe.py --device cpu --dry-run
+
+Prints the figures and keeps them in ~/.cache/offload-training, one file for each device's name, where `hardware=auto`
+and `hardware=measured` find them. On an idle machine: what else runs is measured too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto", help="auto, cuda, cuda:N or cpu (default: %(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="print the figures and keep nothing")
+    options = parser.parse_args()
+    # After parsing, because they import torch.
+    from training.errors import UserError
+    from training.hardware import resolve_device
+    from training.probe import keep, probe
+
+    try:
+        device = resolve_device(options.device)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    figures = probe(device)
+    for key, value in figures.items():
+        print(f"{key:18} {value if isinstance(value, str) else format(value, 'g')}")
+    if not options.dry_run:
+        print(f"kept in {keep(device, figures)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

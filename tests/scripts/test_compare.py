@@ -1,0 +1,91 @@
+"""scripts/compare.py from the command line, over a sweep of train.py and over mistakes."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = {"compare.csv", "compare.md", "compare.html", "compare_memory.png", "compare_time.png", "compare_loss.png"}
+SMALL = (
+    "model.hidden_size=32",
+    "model.intermediate_size=64",
+    "model.num_hidden_layers=2",
+    "batch_size=4",
+    "seq_len=32",
+    "steps=3",
+    "warmup_steps=1",
+    "device=cpu",
+    "dataset.max_tokens=20000",
+    "tracking=disabled",
+)
+
+
+def python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=200
+    )
+
+
+def table(folder: Path) -> dict[str, dict[str, str]]:
+    with open(folder / "compare.csv", newline="") as file:
+        return {row["name"]: row for row in csv.DictReader(file)}
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    folder = tmp_path_factory.mktemp("sweep")
+    narrowed = ("offload=none,layer_stream", "recompute=none", "seed=0", "microbatches=1,9")
+    return folder, python(
+        "train.py", "-m", "experiment=offload_ablation", *narrowed, *SMALL, f"hydra.sweep.dir={folder}"
+    )
+
+
+def test_a_sweep_with_failures_ends_with_every_artefact(sweep):
+    folder, process = sweep
+    assert process.returncode == 1
+    assert {path.name for path in folder.iterdir() if path.name.startswith("compare")} == FILES
+    rows = table(folder)
+    assert [row["status"] for row in rows.values()] == ["ok", "failed", "ok", "failed"]
+    stream = rows["layer_stream microbatches=1"]
+    assert (stream["curve"], stream["compared_with"]) == ("equal", "none microbatches=1")
+    assert float(stream["ratio_to_none"]) > 0
+    assert float(stream["h2d_gib"]) > 0
+    assert "microbatches=9: must be between 1 and batch_size=4" in rows["none microbatches=9"]["why"]
+    assert "none microbatches=9: failed: microbatches=9: must be" in process.stdout
+    assert process.stdout.count(str(folder / "compare.html")) == 1
+
+
+def test_directories_are_compared_again_into_another_place(sweep, tmp_path: Path):
+    folder, _ = sweep
+    process = python("scripts/compare.py", folder / "0", folder / "2", "--out", tmp_path / "new" / "place")
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""
+    assert {path.name for path in (tmp_path / "new" / "place").iterdir()} == FILES
+    assert list(table(tmp_path / "new" / "place")) == ["none", "layer_stream"]
+
+
+def test_no_run_is_one_line(tmp_path: Path):
+    process = python("scripts/compare.py", tmp_path)
+    assert (process.returncode, process.stdout) == (1, "")
+    assert process.stderr.startswith(f"error: {tmp_path}: no run in here")
+    assert process.stderr.count("\n") == 1
+
+
+def test_a_place_that_cannot_be_written_is_one_line(sweep, tmp_path: Path):
+    (tmp_path / "file").touch()
+    process = python("scripts/compare.py", sweep[0], "--out", tmp_path / "file")
+    assert process.returncode == 1
+    assert process.stderr == f"error: {tmp_path}/file: File exists; choose another place with --out DIR\n"
+
+
+def test_reading_the_usage_imports_nothing_heavy():
+    process = python("-X", "importtime", "scripts/compare.py", "--help")
+    assert process.returncode == 0
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in process.stderr.splitlines()}
+    assert not imported & {"torch", "wandb", "matplotlib", "numpy", "hydra", "pandas"}

@@ -1,0 +1,309 @@
+"""What goes wrong in the middle of a run: its user reads one line that helps, and its directory says what happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import open_dict
+
+from models.llama import Llama
+from offload import registry
+from offload.host_optimizer import HostAdamW
+from offload.memory import HostArena
+from training import data, launcher, metrics, schema
+from training.build import build
+from training.checks import check
+from training.errors import failures_recorded
+from training.loop import train
+from training.metrics import read_metrics, read_summary
+
+ROOT = Path(__file__).parent.parent
+SMALL = (
+    "model.hidden_size=32",
+    "model.intermediate_size=64",
+    "model.num_hidden_layers=2",
+    "batch_size=4",
+    "seq_len=32",
+    "steps=6",
+    "log_every=1",
+    "device=cpu",
+    "dataset.max_tokens=50000",
+    "tracking=disabled",
+)
+MODES = {
+    "none": (),
+    "bounce_linear": ("offload=bounce_linear", "optimizer=host_adamw", "optimizer.compile='off'"),
+    "shard_offload": ("offload=shard_offload", "offload.shards=2", "microbatches=2"),
+    "layer_stream_swap": ("offload=layer_stream_swap", "offload.min_bytes=1KiB"),
+}
+every_mode = pytest.mark.parametrize("mode", MODES)
+HOST_ADAMW = ("offload=layer_stream", "optimizer=host_adamw", "optimizer.compile='off'", "clip_norm=null")
+
+schema.register()
+launcher.register()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
+    """What train.py does, in this process: trains in `tmp_path`, and returns the exit status."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run(*overrides: str) -> int:
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            config = compose("config", [*SMALL, *overrides], return_hydra_config=True)
+        monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+        HydraConfig.instance().set_config(config)
+        with open_dict(config):
+            del config["hydra"]
+        try:
+            with failures_recorded(tmp_path):
+                check(config)
+                with build(config, tmp_path) as job:
+                    train(job)
+        except SystemExit as ended:
+            return ended.code
+        return 0
+
+    yield run
+    signal.signal(signal.SIGTERM, before)
+    assert registry.holders("cpu") == 0
+    ours = ("host optimizer", "lockstep")
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(ours)]
+
+
+def at_forward(monkeypatch: pytest.MonkeyPatch, number: int, happens: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """In the model's forward number `number`, from 1, `happens` is called on the loss."""
+    forward, count = Llama.forward, []
+
+    def forward_with_fault(self, *arguments: object) -> torch.Tensor:
+        loss = forward(self, *arguments)
+        if loss.is_meta:
+            return loss
+        count.append(None)
+        return happens(loss) if len(count) == number else loss
+
+    monkeypatch.setattr(Llama, "forward", forward_with_fault)
+
+
+def raising(error: BaseException) -> Callable:
+    def happens(*_: object) -> None:
+        raise error
+
+    return happens
+
+
+@every_mode
+def test_a_loss_that_is_nan_stops_the_run(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, mode: str):
+    at_forward(monkeypatch, 4 if "microbatches=2" not in MODES[mode] else 8, lambda loss: loss * float("nan"))
+    assert run(*MODES[mode]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: step 4: the gradient norm is nan, and on_nonfinite=stop: take a lower optimizer.lr")
+    assert error.count("\n") == 1
+    assert [record["train/step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
+    assert read_summary(tmp_path)["status"] == "failed"
+
+
+@every_mode
+def test_a_loss_that_is_nan_is_skipped(run, tmp_path: Path, monkeypatch, mode: str):
+    at_forward(monkeypatch, 4 if "microbatches=2" not in MODES[mode] else 8, lambda loss: loss * float("nan"))
+    assert run(*MODES[mode], "on_nonfinite=skip") == 0
+    records = read_metrics(tmp_path)
+    assert [record["train/skipped_steps"] for record in records] == [0, 0, 0, 1, 1, 1]
+    losses = torch.tensor([record["train/loss"] for record in records])
+    assert losses.isnan().tolist() == [False, False, False, True, False, False]
+    assert read_summary(tmp_path)["train/skipped_steps"] == 1
+
+
+@every_mode
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_gpu_out_of_memory_in_mid_step(run, tmp_path: Path, monkeypatch, capsys, mode: str, at: int):
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of")
+    at_forward(monkeypatch, at, raising(error))
+    assert run(*MODES[mode]) == 1
+    line = capsys.readouterr().err
+    assert line.startswith("error: the GPU is out of memory (2.50 GiB more wanted): planned were ")
+    assert line.count("\n") == 1
+    # Numbers of the plan, as they are in its file too, and three things to change.
+    planned = json.loads((tmp_path / "plan.json").read_text())["device_bytes"]
+    assert f"planned were {planned['total'] / 2**20:.2f} MiB (" in line
+    assert f"activations {planned['activations'] / 2**20:.2f} MiB" in line
+    assert f"slots {planned['slots'] / 2**20:.2f} MiB" in line or not planned["slots"]
+    first, second, third = line.rpartition(": take ")[2].replace(" or ", ", ").strip().split(", ")
+    assert len({first, second, third}) == 3
+    assert read_summary(tmp_path) == {"status": "out_of_memory", "reason": line.removeprefix("error: ").strip()}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "advice"),
+    [
+        (("seq_len=256", "microbatches=3"), "microbatches=4, recompute=block or batch_size=2"),
+        (("seq_len=256", "batch_size=1"), "recompute=block, a seq_len below 256 or a smaller model"),
+        (("model.intermediate_size=2048", "batch_size=1"), "offload=layer_stream, precision=bf16 or recompute=block"),
+        (
+            (
+                "model.intermediate_size=2048",
+                "batch_size=1",
+                "offload=bounce_linear_swap",
+                "offload.weights.resident=50%",
+            ),
+            "offload.weights.resident=0, offload.weights.slots=3 or recompute=block",
+        ),
+        (
+            ("model.intermediate_size=2048", "batch_size=1", "offload=tensor_swap"),
+            "offload=layer_stream_swap, precision=bf16 or recompute=block",
+        ),
+    ],
+)
+def test_what_to_change_depends_on_what_takes_the_memory(run, monkeypatch, capsys, overrides, advice: str):
+    at_forward(monkeypatch, 1, raising(torch.OutOfMemoryError("CUDA out of memory.")))
+    assert run(*overrides) == 1
+    assert capsys.readouterr().err.strip().endswith(f": take {advice}")
+
+
+def test_what_it_advises_can_be_taken(run, monkeypatch, capsys):
+    at_forward(monkeypatch, 1, raising(torch.OutOfMemoryError("CUDA out of memory.")))
+    assert run("precision=fp32") == 1
+    advice = capsys.readouterr().err.rpartition(": take ")[2].replace(" or ", ", ").strip().split(", ")
+    assert run(*(override for override in advice if "=" in override)) == 0
+
+
+def test_a_full_disk_under_the_metrics(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    appended = []
+
+    def opened(path: Path, mode: str = "r", **options: object):
+        if mode == "ab":
+            appended.append(path)
+        # The device that is always full; from the third record on.
+        return open("/dev/full" if len(appended) > 2 and mode == "ab" else path, mode, **options)
+
+    monkeypatch.setattr(metrics, "open", opened, raising=False)
+    assert run() == 1
+    line = capsys.readouterr().err
+    assert line.startswith(f"error: {tmp_path}: the disk of the run's directory is full; free some space")
+    assert line.count("\n") == 1
+    assert [record["train/step"] for record in read_metrics(tmp_path)] == [1, 2]
+    assert read_summary(tmp_path)["status"] == "failed"
+
+
+def test_a_data_file_that_vanishes_before_it_is_read(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("once upon a time " * 1000)
+    find = data.find_files
+
+    def found_and_gone(files):
+        found = find(files)
+        text.unlink()
+        return found
+
+    monkeypatch.setattr(data, "find_files", found_and_gone)
+    assert run("dataset=text", f"dataset.files={text}") == 1
+    line = capsys.readouterr().err
+    assert line.startswith("error: ")
+    assert str(text) in line
+    assert line.count("\n") == 1
+
+
+def test_a_data_file_that_vanishes_later_is_not_missed(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = tmp_path / "text.txt"
+    text.write_text("once upon a time " * 1000)
+    at_forward(monkeypatch, 3, lambda loss: (text.unlink(), loss)[1])
+    assert run("dataset=text", f"dataset.files={text}") == 0
+    assert not text.exists()
+    assert len(read_metrics(tmp_path)) == 6
+
+
+class NoPageLocks:
+    """The CUDA runtime of a machine that locks no page."""
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        return 2
+
+
+@pytest.mark.parametrize("mode", ["bounce_linear", "shard_offload", "layer_stream_swap"])
+def test_memory_that_cannot_be_page_locked_is_used_as_it_is(run, tmp_path: Path, monkeypatch, mode: str):
+    initialise = HostArena.__init__
+
+    def pinning(self, *arguments: object) -> None:
+        initialise(self, *arguments)
+        self._pin = not self._imaginary
+
+    monkeypatch.setattr(HostArena, "__init__", pinning)
+    monkeypatch.setattr(torch.cuda, "cudart", NoPageLocks)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert run(*MODES[mode]) == 0
+    said = [str(warning.message) for warning in caught if "page-locking" in str(warning.message)]
+    # One for each arena, not for each block.
+    assert 1 <= len(said) <= 2
+    assert "copies fall back to pageable memory, several times slower. Raise `ulimit -l`" in said[0]
+    assert {record["memory/host_pinned_gib"] for record in read_metrics(tmp_path)} == {0}
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "status"),
+    [
+        (ArithmeticError("of the update"), "ArithmeticError: of the update", "failed"),
+        (MemoryError(), "the host is out of memory: take a smaller model", "out_of_memory"),
+    ],
+)
+def test_a_worker_that_dies_ends_the_run(run, tmp_path: Path, monkeypatch, capsys, error, reason: str, status: str):
+    apply, updates = HostAdamW.apply, []
+
+    def failing(self, claims, scale=1.0) -> None:
+        if threading.current_thread().name == "host optimizer":
+            updates.append(None)
+            if len(updates) == 5:
+                raise error
+        apply(self, claims, scale)
+
+    monkeypatch.setattr(HostAdamW, "apply", failing)
+    assert run(*HOST_ADAMW) == 1
+    assert f"error: {reason}" in capsys.readouterr().err
+    summary = read_summary(tmp_path)
+    assert summary["status"] == status
+    assert summary["reason"].startswith(reason)
+    assert len(read_metrics(tmp_path)) < 6
+
+
+DRIVER = """
+import runpy, sys, torch
+from models.llama import Llama
+forward = Llama.forward
+
+def out_of_memory(self, *arguments):
+    if forward(self, *arguments).is_meta:
+        return forward(self, *arguments)
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+
+Llama.forward = out_of_memory
+sys.argv = ["train.py", *sys.argv[1:]]
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def test_a_process_that_runs_out_of_memory_ends_cleanly(tmp_path: Path):
+    process = subprocess.run(
+        [sys.executable, "-c", DRIVER, *SMALL, *HOST_ADAMW, f"hydra.run.dir={tmp_path}"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == 1
+    assert process.stderr.startswith("error: the GPU is out of memory (2.50 GiB more wanted): planned were ")
+    assert process.stderr.count("\n") == 1
+    assert read_summary(tmp_path)["status"] == "out_of_memory"
+    assert "Traceback" in (tmp_path / "train.log").read_text()

@@ -1,0 +1,121 @@
+"""Runs of a tiny model within this process, with checkpoints."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import open_dict
+
+from training import launcher, schema
+from training.build import build
+from training.checks import check
+from training.loop import train
+
+ROOT = Path(__file__).parents[3]
+TINY = (
+    "model.hidden_size=16",
+    "model.intermediate_size=32",
+    "model.num_hidden_layers=2",
+    "batch_size=4",
+    "seq_len=32",
+    "steps=6",
+    "log_every=2",
+    "warmup_steps=1",
+    "device=cpu",
+    "dataset.max_tokens=20000",
+    "checkpoint.every=3",
+    "tracking=disabled",
+)
+
+schema.register()
+launcher.register()
+
+
+@pytest.fixture(scope="session")
+def tiny() -> tuple[str, ...]:
+    """The overrides that make a run of seconds."""
+    return TINY
+
+
+@pytest.fixture(scope="session")
+def run_here() -> Callable[..., dict]:
+    """`python train.py` of a tiny model with more overrides, in this process; errors are raised as they are."""
+
+    def run_here(folder: Path, *overrides: str) -> dict:
+        folder.mkdir(parents=True, exist_ok=True)
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            config = compose("config", [*TINY, *overrides], return_hydra_config=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HydraConfig.instance(), "cfg", None)
+            HydraConfig.instance().set_config(config)
+            with open_dict(config):
+                del config["hydra"]
+            check(config)
+            with build(config, folder) as job:
+                return train(job)
+
+    return run_here
+
+
+@pytest.fixture(scope="session")
+def finished_once(tmp_path_factory: pytest.TempPathFactory, run_here) -> Path:
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    run_here(run_dir)
+    return run_dir
+
+
+@pytest.fixture
+def finished(tmp_path: Path, finished_once: Path) -> Path:
+    """The directory of a run of six steps, saved after the third and the last."""
+    return shutil.copytree(finished_once, tmp_path / "run")
+
+
+@pytest.fixture(scope="session")
+def at() -> Callable[[Path, int], Path]:
+    """The checkpoint of a run after a step."""
+    return lambda run_dir, step: run_dir / "checkpoints" / f"step-{step:08d}"
+
+
+@pytest.fixture(scope="session")
+def content() -> Callable[[Path], dict[str, str]]:
+    """The checksums of a checkpoint's files, but for the configuration: equal ones are the same state, bit for bit."""
+
+    def content(checkpoint: Path) -> dict[str, str]:
+        files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+        return {name: record["sha256"] for name, record in files.items() if name != "config.yaml"}
+
+    return content
+
+
+@pytest.fixture(scope="session")
+def curve() -> Callable[[Path], list[dict]]:
+    """The records of a run without what is measured."""
+    measured = re.compile(r"(perf|memory|transfer|optimizer|checkpoint)/")
+
+    def curve(run_dir: Path) -> list[dict]:
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        return [{k: v for k, v in json.loads(line).items() if not measured.match(k)} for line in lines]
+
+    return curve
+
+
+@pytest.fixture
+def killed_after(finished: Path, tmp_path: Path) -> Callable[[int], Path]:
+    """What the run would have left, had it been killed some time after a step's checkpoint and record."""
+
+    def killed_after(step: int) -> Path:
+        folder = tmp_path / f"killed-{step}"
+        shutil.copytree(finished, folder)
+        for checkpoint in (folder / "checkpoints").iterdir():
+            if int(checkpoint.name[5:]) > step:
+                shutil.rmtree(checkpoint)
+        return folder
+
+    return killed_after

@@ -1,0 +1,219 @@
+"""What is damaged, forged or of another model: refused in one line that names the file, before anything is touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from training.checkpoints.durable import write_folder
+from training.errors import UserError
+
+
+def flip(file: str, where: float) -> Callable[[Path], None]:
+    """Flips one bit, at a share of the file's length."""
+
+    def damage(folder: Path) -> None:
+        content = bytearray((folder / file).read_bytes())
+        content[int(where * (len(content) - 1))] ^= 4
+        (folder / file).write_bytes(content)
+
+    return damage
+
+
+def cut(file: str, nbytes: int) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / file, (folder / file).stat().st_size - nbytes)
+
+
+def rewrite(file: str, content: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / file).write_bytes(content)
+
+
+def listed(name: str) -> Callable[[Path], None]:
+    """The manifest names another file."""
+
+    def damage(folder: Path) -> None:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest["files"][name] = manifest["files"].pop("state.json")
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+
+    return damage
+
+
+DAMAGE = {
+    "weights cut short": (cut("model.safetensors", 1), "model.safetensors has .* bytes where"),
+    "states cut to nothing": (lambda f: os.truncate(f / "optimizer.safetensors", 0), "optimizer.safetensors has 0"),
+    "first bit of weights": (flip("model.safetensors", 0), "model.safetensors is not what was written"),
+    "middle bit of weights": (flip("model.safetensors", 0.5), "model.safetensors is not what was written"),
+    "last bit of states": (flip("optimizer.safetensors", 1), "optimizer.safetensors is not what was written"),
+    "bit of the position": (flip("state.json", 0.4), "state.json is not what was written"),
+    "bit of the random states": (flip("random.safetensors", 0.9), "random.safetensors is not what was written"),
+    "bit of the configuration": (flip("config.yaml", 0.3), "config.yaml is not what was written"),
+    "bit of a checksum": (flip("manifest.json", 0.5), r"(manifest.json|\.safetensors)"),
+    "weights gone": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
+    "manifest gone": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
+    "manifest of nothing": (rewrite("manifest.json", b'{"format": 1, "files": {}}'), "manifest.json lists no files"),
+    "manifest of another format": (rewrite("manifest.json", b'{"format": 9}'), "format 9, and only 1 is known"),
+    "manifest that is a list": (rewrite("manifest.json", b"[]"), "manifest.json is no JSON object"),
+    "manifest that is deep": (rewrite("manifest.json", b"[" * 10**6), "manifest.json is no JSON"),
+    "manifest that is huge": (lambda f: os.truncate(f / "manifest.json", 2**30), "manifest.json has .* too many"),
+    "manifest of text files": (rewrite("manifest.json", b'{"format": 1, "files": {"a": 3}}'), "lacks the size"),
+    "a name above": (listed("../state.json"), r"names '\.\./state\.json', which is no file of a checkpoint"),
+    "an absolute name": (listed("/etc/passwd"), "names '/etc/passwd', which is no file"),
+    "a hidden name": (listed(".."), "names '..', which is no file"),
+    "a pipe": (
+        lambda f: ((f / "state.json").unlink(), os.mkfifo(f / "state.json")),
+        "state.json is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_is_refused_naming_the_file_and_the_one_before(finished: Path, run_here, at, case: str):
+    damage, reason = DAMAGE[case]
+    damage(at(finished, 6))
+    records = (finished / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError) as refusal:
+        run_here(finished, f"resume={finished}")
+    message = str(refusal.value)
+    assert re.search(reason, message), message
+    assert f"the one before it is whole, resume={at(finished, 3)}" in message
+    assert "\n" not in message
+    assert (finished / "metrics.jsonl").read_bytes() == records
+
+
+def test_auto_takes_the_one_before_and_keeps_the_damaged_one(
+    tmp_path: Path, finished: Path, run_here, at, content, caplog: pytest.LogCaptureFixture
+):
+    end = content(at(finished, 6))
+    flip("model.safetensors", 0.5)(at(finished, 6))
+    run_here(finished, "resume=auto")
+    assert "model.safetensors is not what was written" in caplog.text
+    assert content(at(finished, 6)) == end
+    assert at(finished, 6).with_name("step-00000006.aside").is_dir()
+    flip("model.safetensors", 0.5)(at(finished, 3))
+    flip("model.safetensors", 0.5)(at(finished, 6))
+    with pytest.raises(UserError, match=r"resume=auto: no checkpoint of .* can be used .*remove them to begin anew"):
+        run_here(finished, "resume=auto")
+
+
+def test_none_before_is_said_so(finished: Path, run_here, at):
+    flip("model.safetensors", 0.5)(at(finished, 3))
+    with pytest.raises(UserError, match="there is none before it that is whole"):
+        run_here(finished, f"resume={at(finished, 3)}")
+
+
+def forged(source: Path, target: Path, **changed: bytes) -> Path:
+    """A checkpoint whose manifest fits, made by somebody who can compute one: other contents by file stem."""
+    stems = {path.stem: path for path in source.iterdir() if path.name != "manifest.json" and path.suffix != ".json"}
+    stems |= {"state": source / "state.json"}
+    contents = {path.name: changed.get(stem, path.read_bytes()) for stem, path in stems.items()}
+    write_folder(target, {name: lambda write, data=data: write(data) for name, data in contents.items()})
+    return target
+
+
+def safetensors_of(tensors: dict[str, torch.Tensor], tmp_path: Path) -> bytes:
+    save_file(tensors, tmp_path / "forged.safetensors")
+    return (tmp_path / "forged.safetensors").read_bytes()
+
+
+def header(length: int, text: bytes, data: bytes = b"") -> bytes:
+    return length.to_bytes(8, "little") + text + data
+
+
+OVERLAP = json.dumps(
+    {f"w{i}": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for i in range(2)}, separators=(",", ":")
+).encode()
+FORGERIES = {
+    "a header of 2^63 bytes": ("model", header(2**63, b"{}"), "model.safetensors cannot be read as safetensors"),
+    "a header of 1 GiB": ("optimizer", header(2**30, b"{}"), "optimizer.safetensors cannot be read as safetensors"),
+    "tensors that overlap": (
+        "model",
+        header(len(OVERLAP), OVERLAP, bytes(8)),
+        "model.safetensors cannot be read as safetensors",
+    ),
+    "a pickle": ("model", b"\x80\x04cos\nsystem\n(S'touch pwned'\ntR.", "model.safetensors cannot be read as"),
+    "no random states": ("random", header(2, b"{}"), "random.safetensors does not hold the states"),
+    "a position that is none": ("state", b'{"step": -1}', "state.json has no step that a run could have: -1"),
+    "a name that leads elsewhere": (
+        "state",
+        b'{"step": 6, "skipped_steps": 0, "batch_sha256": "", "tracking_id": "../../x"}',
+        "state.json has no tracking_id that a run could have",
+    ),
+    "yaml that calls": (
+        "config",
+        b"a: !!python/object/apply:os.system ['touch pwned']",
+        "config.yaml is no plain YAML",
+    ),
+    "yaml that grows": ("config", b"a: &a [1]\nb: [*a, *a]", "config.yaml has YAML aliases"),
+    "yaml of another object": (
+        "config",
+        b"optimizer: {_target_: os.system, command: touch pwned}",
+        "optimizer._target_: was os.system, is training.optimizer.AdamW",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FORGERIES)
+def test_a_forged_checkpoint_does_nothing(
+    tmp_path: Path, finished: Path, run_here, at, case: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    stem, content, reason = FORGERIES[case]
+    folder = forged(at(finished, 6), tmp_path / "step-00000006", **{stem: content})
+    with pytest.raises(UserError) as refusal:
+        run_here(tmp_path / "new", f"resume={folder}")
+    assert re.search(reason, str(refusal.value)), refusal.value
+    assert "\n" not in str(refusal.value)
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize("stem", ["model", "optimizer"])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda tensors, name: tensors.pop(name), r"lacks tensor {name}"),
+        (lambda tensors, name: tensors.update(extra=torch.ones(1)), r"has tensor extra, which this run lacks"),
+        (
+            lambda tensors, name: tensors.update({name: tensors[name][:1]}),
+            r"{name} is F32 \[1, 16\], this run's",
+        ),
+        (
+            lambda tensors, name: tensors.update({name: tensors[name].double()}),
+            r"{name} is F64 .*this run's is F32",
+        ),
+    ],
+    ids=["missing", "unknown", "shape", "dtype"],
+)
+def test_tensors_of_another_model_are_refused_before_the_model_is_touched(
+    tmp_path: Path, finished: Path, run_here, at, stem: str, change: Callable, reason: str, monkeypatch
+):
+    name = "model.layers.1.mlp.up_proj.weight" + (".exp_avg" if stem == "optimizer" else "")
+    tensors = load_file(at(finished, 6) / f"{stem}.safetensors")
+    change(tensors, name)
+    folder = forged(at(finished, 6), tmp_path / "step-00000006", **{stem: safetensors_of(tensors, tmp_path)})
+    written = []
+    monkeypatch.setattr("models.weights.read_into", lambda *arguments: written.append(arguments))
+    monkeypatch.setattr("training.checkpoints.tensors.read_into", lambda *arguments: written.append(arguments))
+    with pytest.raises(UserError, match=reason.format(name=re.escape(name))):
+        run_here(tmp_path / "new", f"resume={folder}")
+    assert not written
+
+
+def test_an_index_may_not_name_other_files(tmp_path: Path, finished: Path, run_here, at):
+    source = at(finished, 6)
+    index = json.dumps({"weight_map": {"lm_head.weight": "../outside.safetensors"}}).encode()
+    contents = {path.name: path.read_bytes() for path in source.iterdir() if path.name != "manifest.json"}
+    contents["model.safetensors.index.json"] = index
+    folder = tmp_path / "step-00000006"
+    write_folder(folder, {name: lambda write, data=data: write(data) for name, data in contents.items()})
+    shutil.copy(source / "model.safetensors", tmp_path / "outside.safetensors")
+    with pytest.raises(UserError, match=r"names '\.\./outside\.safetensors', which is no \.safetensors file beside it"):
+        run_here(tmp_path / "new", f"resume={folder}")

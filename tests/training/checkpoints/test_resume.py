@@ -1,0 +1,102 @@
+"""A run that goes on from a checkpoint is the run that never stopped, bit for bit, in every mode and from any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from offload.modes import shard_offload, tensor_swap
+
+ROOT = Path(__file__).parents[3]
+MODES = {path.stem: () for path in sorted((ROOT / "conf" / "offload").glob("*.yaml"))}
+MODES |= dict.fromkeys(("tensor_swap", "layer_stream_swap", "bounce_linear_swap"), ("offload.min_bytes=1KiB",))
+MODES["shard_offload"] = ("offload.shards=2",)
+RECIPES = {
+    # What is not float32 has masters; a cosine has a rate of its own at each step; updates begin inside backward.
+    "bf16": ("precision=bf16", "optimizer=host_adamw", "schedule=cosine", "clip_norm=null", "microbatches=2"),
+    "fp32": ("model.tie_word_embeddings=true", "recompute=block"),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_mode_goes_on_alike_and_saves_the_same_state(
+    tmp_path: Path, run_here, at, content, curve, monkeypatch: pytest.MonkeyPatch, recipe: str
+):
+    monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1024)
+    for mode in (shard_offload, tensor_swap):
+        monkeypatch.setattr(mode, "IN_FLIGHT_BYTES", 1024)
+    every_step = (*RECIPES[recipe], "steps=4", "log_every=1", "checkpoint.every=1", "checkpoint.keep=4")
+    run_here(tmp_path / "whole", *every_step)
+    whole = [content(at(tmp_path / "whole", step)) for step in (2, 3, 4)]
+    assert all(whole[0][name] != whole[1][name] for name in whole[0] if name != "config.json")
+    # As what every mode writes is the same, going on from one is going on from any.
+    for offload, knobs in MODES.items():
+        rest = tmp_path / offload
+        run_here(rest, *every_step, f"offload={offload}", *knobs, f"resume={at(tmp_path / 'whole', 2)}")
+        assert [content(at(rest, step)) for step in (3, 4)] == whole[1:], offload
+        assert curve(rest) == curve(tmp_path / "whole")[2:], offload
+
+
+def test_saving_leaves_a_run_as_it_was(tmp_path: Path, run_here, finished: Path, curve):
+    run_here(tmp_path / "unsaved", "checkpoint.every=null")
+    assert curve(tmp_path / "unsaved") == curve(finished)
+    assert not (tmp_path / "unsaved" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("where", ["device_share=1GiB", "visiting_share=1"])
+def test_where_states_are_updated_leaves_no_trace(tmp_path: Path, run_here, finished: Path, at, content, where: str):
+    """In float32, where only states on the device have masters."""
+    updates = ("offload=layer_stream", "optimizer=host_adamw", f"optimizer.{where}")
+    run_here(tmp_path / "there", *updates)
+    assert content(at(tmp_path / "there", 3)) == content(at(finished, 3))
+    run_here(tmp_path / "to", *updates, f"resume={at(finished, 3)}")
+    run_here(tmp_path / "from", f"resume={at(tmp_path / 'there', 3)}")
+    assert content(at(tmp_path / "to", 6)) == content(at(tmp_path / "from", 6)) == content(at(finished, 6))
+
+
+def test_a_killed_run_goes_on_in_its_directory_without_a_lost_or_repeated_step(
+    finished: Path, killed_after, run_here, at, content, curve
+):
+    # Its record of step 4 was written after the checkpoint of step 3, that of step 6 in part.
+    killed = killed_after(3)
+    lines = (killed / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (killed / "metrics.jsonl").write_bytes(b"".join(lines[:2]) + lines[2][:20])
+    summary = run_here(killed, "resume=auto")
+    assert curve(killed) == curve(finished)
+    assert content(at(killed, 6)) == content(at(finished, 6))
+    assert (summary["status"], summary["steps"]) == ("ok", 6)
+    assert summary["train/first_loss"] == curve(finished)[0]["train/loss"]
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(finished: Path, killed_after, run_here, curve):
+    killed = killed_after(0)
+    run_here(killed, "resume=auto")
+    assert curve(killed) == curve(finished)
+
+
+def test_a_finished_run_has_nothing_left_to_do(finished: Path, run_here, curve, at, content):
+    before, state = curve(finished), content(at(finished, 6))
+    summary = run_here(finished, "resume=auto")
+    assert (curve(finished), content(at(finished, 6))) == (before, state)
+    assert (summary["status"], summary["steps"], summary["train/final_loss"]) == ("ok", 6, before[-1]["train/loss"])
+
+
+def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path, finished: Path, run_here, at, content):
+    run_here(finished, "resume=auto", "steps=9")
+    run_here(tmp_path / "whole", "steps=9")
+    assert content(at(finished, 9)) == content(at(tmp_path / "whole", 9))
+
+
+def test_skipped_steps_are_counted_through(tmp_path: Path, run_here, at, curve, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("training.loop.gradient_norm", lambda model, known: float("nan"))
+    run_here(tmp_path / "run", "on_nonfinite=skip")
+    run_here(tmp_path / "rest", "on_nonfinite=skip", f"resume={at(tmp_path / 'run', 3)}")
+    assert [record["train/skipped_steps"] for record in curve(tmp_path / "rest")] == [4, 6]
+
+
+def test_the_weights_begin_a_new_run(tmp_path: Path, finished: Path, run_here, at, curve):
+    """As `model.weights`, with nothing of the old run but its weights."""
+    run_here(tmp_path / "new", f"model.weights={at(finished, 6)}", "steps=1", "optimizer.lr=0", "log_every=1")
+    run_here(tmp_path / "first", "steps=1", "log_every=1")
+    assert curve(tmp_path / "new")[0]["train/loss"] < curve(tmp_path / "first")[0]["train/loss"]

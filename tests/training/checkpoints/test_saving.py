@@ -1,0 +1,242 @@
+"""Checkpoints on disk: whatever moment a process or the disk fails at, the ones before are whole."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+from torch import nn
+
+from models import safetensors_files
+from offload import registry
+from offload.host_optimizer import HostAdamW
+from training.checkpoints import durable, layout, manifest, saving
+from training.checkpoints.saving import Checkpoints
+from training.checkpoints.state import RunState
+from training.errors import UserError
+
+
+class CrashError(BaseException):
+    """As a process that ends at once: nothing cleans up behind it."""
+
+
+class Trap:
+    """Fails the `at`-th time that anything is done to the disk, a write after half of its bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, error: Callable[[], BaseException]):
+        self.count = 0
+        self._at, self._error, self._lock = at, error, threading.Lock()
+        monkeypatch.setattr(durable, "open", self._open, raising=False)
+        for owner, name in ((os, "fsync"), (Path, "rename"), (Path, "mkdir"), (shutil, "rmtree")):
+            monkeypatch.setattr(owner, name, self._failing(getattr(owner, name)))
+
+    def springs(self) -> bool:
+        with self._lock:
+            self.count += 1
+            return self.count == self._at
+
+    def error(self) -> BaseException:
+        return self._error()
+
+    def _failing(self, function: Callable) -> Callable:
+        def failing(*arguments: Any, **options: Any) -> Any:
+            if self.springs():
+                raise self.error()
+            return function(*arguments, **options)
+
+        return failing
+
+    def _open(self, path: Path, mode: str) -> TrappedFile:
+        return TrappedFile(open(path, mode), self)
+
+
+class TrappedFile:
+    def __init__(self, file: Any, trap: Trap):
+        self._file, self._trap = file, trap
+
+    def __enter__(self) -> TrappedFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, data: bytes | memoryview) -> None:
+        if self._trap.springs():
+            self._file.write(memoryview(data)[: len(data) // 2])
+            raise self._trap.error()
+        self._file.write(data)
+
+
+def full() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Iterator[Checkpoints]:
+    """Of a run whose model is a layer, in `tmp_path`, with the default of two kept."""
+    model = nn.Linear(3, 2, dtype=torch.bfloat16)
+    optimizer = HostAdamW(model.parameters(), compile="off")
+    optimizer.allocate()
+    config = OmegaConf.create({"steps": 9, "checkpoint": {"every": 4, "keep": 2, "on_signal": None}})
+    streams = registry.acquire("cpu")
+    yield Checkpoints(config, tmp_path, model, optimizer, streams)
+    registry.release(streams)
+
+
+def whole(run_dir: Path) -> list[int]:
+    """The steps of the checkpoints, the newest first; all of them are whole."""
+    found = layout.checkpoints_in(run_dir / "checkpoints")
+    for folder in found:
+        manifest.verify(folder, manifest.read_manifest(folder))
+    return [layout.step_of(folder) for folder in found]
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def test_the_newest_are_kept(tmp_path: Path, checkpoints: Checkpoints):
+    for step in (1, 2, 3, 12):
+        assert checkpoints.save(RunState(step)) > 0
+    assert names(tmp_path) == ["step-00000003", "step-00000012"]
+    assert whole(tmp_path) == [12, 3]
+    assert checkpoints.latest().name == "step-00000012"
+
+
+def test_due_every_so_many_steps_and_after_the_last(checkpoints: Checkpoints):
+    assert [step for step in range(1, 10) if checkpoints.due(step)] == [4, 8, 9]
+
+
+def test_a_crash_at_any_moment_leaves_what_was_there_whole(
+    tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+):
+    checkpoints.save(RunState(1))
+    checkpoints.save(RunState(2))
+    saved_anyway = 0
+    for at in range(1, 1000):
+        with monkeypatch.context() as patch:
+            trap = Trap(patch, at, CrashError)
+            try:
+                checkpoints.save(RunState(3))
+            except CrashError:
+                pass
+            else:
+                break
+        assert trap.count >= at
+        steps = whole(tmp_path)
+        assert steps in ([2, 1], [3, 2, 1], [3, 2])
+        saved_anyway += steps[0] == 3
+        # The next save takes away what this one has left.
+        shutil.rmtree(tmp_path / "checkpoints" / "step-00000003", ignore_errors=True)
+        checkpoints.save(RunState(1))
+        checkpoints.save(RunState(2))
+        assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    # Each of the six files is opened, written and made durable, and two folders are.
+    assert at > 20
+    assert saved_anyway >= 2
+    assert whole(tmp_path) == [3, 2]
+
+
+def test_a_full_disk_at_any_moment_costs_one_checkpoint(
+    tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    checkpoints.save(RunState(1))
+    monkeypatch.setattr(saving.Checkpoints, "_remove_old", lambda self, step: None)
+    for at in range(1, 1000):
+        caplog.clear()
+        with monkeypatch.context() as patch:
+            Trap(patch, at, full)
+            if checkpoints.save(RunState(2)) is not None:
+                break
+        (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+        assert re.search(r"step-00000002 could not be saved \(No space left.*the run goes on", warning.getMessage())
+        if whole(tmp_path) == [1]:
+            assert names(tmp_path) == ["step-00000001"]
+        shutil.rmtree(tmp_path / "checkpoints" / "step-00000002", ignore_errors=True)
+    assert at > 20
+
+
+def test_a_full_disk_where_the_checkpoint_is_required_is_one_line(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+):
+    Trap(monkeypatch, 9, full)
+    with pytest.raises(UserError, match=r"could not be saved .*free some space"):
+        checkpoints.save(RunState(2), required=True)
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch):
+    Trap(monkeypatch, 9, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save(RunState(2))
+    assert names(tmp_path) == []
+
+
+def test_what_cannot_be_removed_is_a_warning(
+    tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    checkpoints.save(RunState(1))
+    checkpoints.save(RunState(2))
+    monkeypatch.setattr(saving, "remove_folder", lambda folder: (_ for _ in ()).throw(full()))
+    assert checkpoints.save(RunState(3)) is not None
+    assert whole(tmp_path) == [3, 2, 1]
+    assert "step-00000001 could not be removed" in caplog.text
+
+
+def test_files_are_made_without_a_second_copy_of_the_tensors(monkeypatch: pytest.MonkeyPatch):
+    """What is handed over are views of the tensors themselves, in pieces."""
+    monkeypatch.setattr(safetensors_files, "PIECE_BYTES", 1000)
+    tensor = torch.arange(1200, dtype=torch.float32)
+    parts: list[memoryview | bytes] = []
+    safetensors_files.write_tensors(parts.append, {"a": tensor})
+    pieces = [torch.frombuffer(part, dtype=torch.uint8) for part in parts if isinstance(part, memoryview)]
+    assert [piece.numel() for piece in pieces] == [1000] * 4 + [800]
+    assert [piece.data_ptr() - tensor.data_ptr() for piece in pieces] == [0, 1000, 2000, 3000, 4000]
+
+
+def test_written_tensors_are_read_back_by_the_library(tmp_path: Path):
+    tensors = {
+        "odd": torch.tensor([1, 2, 3], dtype=torch.uint8),
+        "strided": torch.randn(4, 6)[:, ::2],
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "half": torch.randn(5).bfloat16(),
+        "double": torch.randn(3, dtype=torch.float64),
+        "flags": torch.tensor([True, False]),
+    }
+    with open(tmp_path / "x.safetensors", "wb") as file:
+        safetensors_files.write_tensors(file.write, tensors)
+    found = load_file(tmp_path / "x.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def test_large_models_are_sharded_as_hugging_face_does(
+    tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(saving, "MAX_SHARD_BYTES", 14)
+    checkpoints.save(RunState(1))
+    folder = tmp_path / "checkpoints" / "step-00000001"
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index == {
+        "metadata": {"total_size": 16},
+        "weight_map": {"weight": "model-00001-of-00002.safetensors", "bias": "model-00002-of-00002.safetensors"},
+    }
+    assert len(list(folder.glob("optimizer-*-of-*.safetensors"))) > 1
+    assert whole(tmp_path) == [1]

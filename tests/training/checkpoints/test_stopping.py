@@ -1,0 +1,154 @@
+"""Runs that are told to stop, two runs in one directory, and what a continued run is in wandb."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from training import run_lock
+from training.errors import UserError
+from training.run_lock import locked
+from training.stopping import StopRequest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def signalled(monkeypatch: pytest.MonkeyPatch):
+    """Has a signal come in the middle of a step."""
+    from training import loop
+
+    def signalled(at: int) -> None:
+        compute = loop.forward_backward
+
+        def interrupted(*arguments):
+            if arguments[-1] == at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return compute(*arguments)
+
+        monkeypatch.setattr(loop, "forward_backward", interrupted)
+
+    return signalled
+
+
+def test_a_signal_saves_the_run_after_its_step(tmp_path: Path, finished: Path, run_here, signalled, at, content, curve):
+    signalled(at=4)
+    stopped = run_here(tmp_path / "stopped")
+    assert (stopped["status"], stopped["steps"]) == ("stopped", 4)
+    assert stopped["reason"] == f"SIGTERM: go on with resume={at(tmp_path / 'stopped', 4)}"
+    assert json.loads((tmp_path / "stopped" / "summary.json").read_text())["status"] == "stopped"
+    run_here(tmp_path / "stopped", "resume=auto")
+    assert content(at(tmp_path / "stopped", 6)) == content(at(finished, 6))
+    assert curve(tmp_path / "stopped") == curve(finished)
+
+
+def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path, finished: Path, run_here, signalled, at, content):
+    signalled(at=6)
+    assert run_here(tmp_path / "new")["status"] == "ok"
+    assert content(at(tmp_path / "new", 6)) == content(at(finished, 6))
+
+
+def test_a_run_may_save_itself_on_signals_alone(tmp_path: Path, run_here, signalled):
+    signalled(at=2)
+    assert run_here(tmp_path, "checkpoint.every=null", "checkpoint.on_signal=true")["status"] == "stopped"
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_a_stop_that_cannot_be_saved_is_an_error(tmp_path: Path, run_here, signalled, monkeypatch: pytest.MonkeyPatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("training.checkpoints.saving.write_folder", full)
+    signalled(at=5)
+    with pytest.raises(UserError, match=r"step-00000005 could not be saved \(No space left"):
+        run_here(tmp_path)
+
+
+def test_the_second_signal_ends_at_once():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest(enabled=True) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_where_nothing_is_saved_signals_are_left_alone():
+    before = signal.getsignal(signal.SIGINT)
+    with StopRequest(enabled=False):
+        assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_as_a_user_does_it(tmp_path: Path, run_here, at, content):
+    """A second run in the directory is refused; SIGTERM ends the first with status 0; another goes on from there."""
+    overrides = ["model.hidden_size=16", "model.intermediate_size=32", "model.num_hidden_layers=2", "batch_size=4"]
+    overrides += ["seq_len=32", "device=cpu", "dataset.max_tokens=20000", "tracking=disabled", "warmup_steps=1"]
+    overrides += ["checkpoint.on_signal=true", "log_every=1", "steps=100000", f"hydra.run.dir={tmp_path / 'run'}"]
+    command = [sys.executable, "train.py", *overrides]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with open(tmp_path / "output", "w") as output:
+        first = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert second.returncode == 1
+        assert f"another run writes to this directory (process {first.pid})" in second.stderr
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(120) == 0, (tmp_path / "output").read_text()
+    finally:
+        first.kill()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "stopped"
+    assert "the run ends when this step is done and saved" in (tmp_path / "output").read_text()
+    step = summary["steps"]
+    steps = (f"steps={step + 1}", "checkpoint.every=1", "log_every=1")
+    run_here(tmp_path / "run", "resume=auto", *steps)
+    run_here(tmp_path / "whole", *steps, "checkpoint.every=1000")
+    assert content(at(tmp_path / "run", step + 1)) == content(at(tmp_path / "whole", step + 1))
+    records = [json.loads(line)["train/step"] for line in metrics.read_text().splitlines()]
+    assert records == list(range(1, step + 2))
+
+
+def test_the_lock_goes_with_its_process(tmp_path: Path):
+    with (
+        locked(tmp_path),
+        pytest.raises(UserError, match=rf"another run writes to .*process {os.getpid()}"),
+        locked(tmp_path),
+    ):
+        pass
+    script = (
+        "import os, signal, sys; from pathlib import Path; from training.run_lock import locked\n"
+        "with locked(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", script, tmp_path], cwd=ROOT).returncode == -signal.SIGKILL
+    with locked(tmp_path):
+        pass
+
+
+def test_where_locks_are_unknown_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
+    def unknown(*arguments):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", unknown)
+    with locked(tmp_path):
+        assert "cannot be locked" in caplog.text
+
+
+def test_wandb_continues_the_same_run(tmp_path: Path, run_here, at):
+    run_here(tmp_path / "run", "tracking=offline")
+    tracked = json.loads((at(tmp_path / "run", 3) / "state.json").read_text())["tracking_id"]
+    run_here(tmp_path / "rest", "tracking=offline", f"resume={at(tmp_path / 'run', 3)}")
+    for run_dir in (tmp_path / "run", tmp_path / "rest"):
+        (folder,) = (run_dir / "wandb").glob("offline-run-*")
+        assert folder.name.endswith(f"-{tracked}")

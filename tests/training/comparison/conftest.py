@@ -1,0 +1,95 @@
+"""Run directories as train.py leaves them, without training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+TARGETS = {
+    "none": "offload.modes.none.Resident",
+    "layer_stream": "offload.modes.layer_stream.LayerStream",
+    "shard_offload": "offload.modes.shard_offload.ShardOffload",
+    "tensor_swap": "offload.modes.tensor_swap.TensorSwap",
+}
+OPTIMIZERS = {"adamw": "training.optimizer.AdamW", "host_adamw": "offload.host_optimizer.HostAdamW"}
+
+
+class RunWriter:
+    """Writes run after run, each in the next numbered directory of `folder`."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.count = 0
+
+    def __call__(
+        self,
+        offload: str = "none",
+        *,
+        seed: int = 0,
+        recompute: str = "none",
+        optimizer: str = "adamw",
+        knobs: dict[str, Any] | None = None,
+        losses: tuple[float, ...] | None = (4.0, 3.0, 2.5),
+        status: str | None = "ok",
+        reason: str | None = None,
+        hardware: dict[str, Any] | None = None,
+        top: dict[str, Any] | None = None,
+        step_ms: float | None = 100.0,
+        **figures: float,
+    ) -> Path:
+        directory = self.folder / str(self.count)
+        self.count += 1
+        (directory / ".hydra").mkdir(parents=True)
+        config = {
+            "offload": {"_target_": TARGETS[offload], "_convert_": "all", **(knobs or {})},
+            "model": {"_target_": "models.llama.Llama", "hidden_size": 64},
+            "optimizer": {"_target_": OPTIMIZERS[optimizer], "lr": 0.002},
+            "recompute": {"blocks": None} if recompute == "block" else {},
+            "tracking": {"mode": "disabled", "group": f"g{self.count}"},
+            "seed": seed,
+            "batch_size": 8,
+            "log_every": 1,
+            "warmup_steps": 1,
+            **(top or {}),
+        }
+        if offload == "shard_offload":
+            config["offload"] = {"checkpoint": True, **config["offload"]}
+        if optimizer == "host_adamw":
+            config["optimizer"] |= {"state_dtype": "fp32", "threads": None}
+        choices = {
+            "offload": offload,
+            "model": "tiny",
+            "optimizer": optimizer,
+            "recompute": recompute,
+            "tracking": "disabled",
+            "experiment": None,
+            "hydra/launcher": "process",
+        }
+        (directory / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+        (directory / ".hydra" / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+        (directory / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump({"hydra": {"runtime": {"choices": choices}}}))
+        if hardware is not None:
+            (directory / "hardware.json").write_text(json.dumps(hardware))
+        figures = {key.replace("__", "/"): value for key, value in figures.items()}
+        if step_ms is not None:
+            figures["perf/step_ms"] = step_ms
+        if losses is not None:
+            records = [{"train/step": i, "train/loss": loss, **figures} for i, loss in enumerate(losses, 1)]
+            (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        if status == "ok":
+            summary = {"status": "ok", "reason": None, **figures}
+            if losses:
+                summary |= {"steps": len(losses), "train/final_loss": losses[-1]}
+            (directory / "summary.json").write_text(json.dumps(summary))
+        elif status is not None:
+            (directory / "summary.json").write_text(json.dumps({"status": status, "reason": reason}))
+        return directory
+
+
+@pytest.fixture
+def write_run(tmp_path: Path) -> RunWriter:
+    return RunWriter(tmp_path / "runs")

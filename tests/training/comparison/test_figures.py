@@ -1,0 +1,100 @@
+"""Figures: that they are drawn of what there is, and that no label lies over another."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from training.comparison.figures import FIGURES, draw
+from training.comparison.labels import Box, place
+from training.comparison.loss_figure import alike, spread
+from training.comparison.rows import build_rows
+from training.comparison.runs import find_runs
+from training.comparison.time_figure import split
+
+PNG = b"\x89PNG"
+
+
+def rows(write_run):
+    return build_rows(find_runs([write_run.folder]))
+
+
+def files(pictures) -> list[str]:
+    assert all(picture.png.startswith(PNG) for picture in pictures)
+    return [picture.file for picture in pictures]
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_every_figure_is_drawn(write_run, count: int):
+    for i in range(count):
+        write_run("layer_stream", knobs={"slots": i}, step_ms=10.0 * 2**i, memory__vram_peak_gib=20.0 - i,
+                  transfer__stall_ms=3.0, losses=(4.0, 3.0 + i))  # fmt: skip
+    assert files(draw(rows(write_run))) == list(FIGURES)
+
+
+def test_without_a_gpu_the_memory_is_that_of_the_process(write_run):
+    write_run(memory__vram_peak_gib=0.0, memory__rss_gib=0.5, losses=(math.nan, math.inf), step_ms=5.0)
+    assert files(draw(rows(write_run))) == ["compare_memory.png", "compare_loss.png"]
+
+
+def test_a_sweep_of_failures_has_the_losses_that_there_are(write_run):
+    write_run(status="failed", reason="lr")
+    assert files(draw(rows(write_run))) == ["compare_loss.png"]
+
+
+def test_a_sweep_without_any_figure_has_no_pictures(write_run):
+    write_run(status="failed", reason="lr", losses=None)
+    assert draw(rows(write_run)) == []
+
+
+def test_the_parts_of_a_step_add_up(write_run):
+    write_run(step_ms=100.0, transfer__stall_ms=30.0, optimizer__wait_ms=20.0)
+    write_run("layer_stream", step_ms=100.0, transfer__stall_ms=90.0, optimizer__wait_ms=20.0)
+    assert [split(row) for row in rows(write_run)] == [(50.0, 30.0, 20.0), (0.0, 90.0, 10.0)]
+
+
+def test_equal_curves_share_a_line(write_run):
+    write_run("none", losses=(4.0, 3.0))
+    write_run("layer_stream", losses=(4.0, 3.0))
+    write_run("tensor_swap", losses=(4.0, math.nextafter(3.0, 4.0)))
+    assert [curve.label.replace("\n", " ") for curve in alike(rows(write_run))] == [
+        "none, layer_stream: equal in every bit",
+        "tensor_swap",
+    ]
+
+
+def test_a_curve_is_the_mean_of_its_seeds_in_their_range(write_run):
+    write_run(seed=0, losses=(4.0, 2.0, 1.0))
+    write_run(seed=1, losses=(6.0, 3.0))
+    (curve,) = alike(rows(write_run))
+    assert (curve.steps, curve.mean, curve.low, curve.high) == ([1, 2], [5.0, 2.5], [4.0, 2.0], [6.0, 3.0])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_labels_cover_neither_points_nor_each_other(seed: int):
+    draw_from = random.Random(seed)
+    frame = Box(0, 0, 800, 500)
+    points = [(draw_from.uniform(50, 750), draw_from.uniform(50, 450)) for _ in range(12)]
+    boxes = place(points, [(90, 24)] * 12, frame, marker=5)
+    assert all(box.overlap(frame) == pytest.approx(box.area) for box in boxes)
+    assert all(one.overlap(other) == 0 for one, other in itertools.combinations(boxes, 2))
+    assert all(box.overlap(Box(x - 5, y - 5, x + 5, y + 5)) == 0 for box in boxes for x, y in points)
+
+
+def test_labels_avoid_lines():
+    line = ((0.0, 100.0), (400.0, 100.0))
+    (box,) = place([(200.0, 100.0)], [(90, 24)], Box(0, 0, 400, 200), marker=5, lines=[line])
+    assert not box.bottom < 100 < box.top
+
+
+@pytest.mark.parametrize("wanted", [[5.0, 5.0, 5.0], [95.0, 95.0, 10.0], [50.0, 40.0, 45.0]])
+def test_labels_at_the_ends_of_lines_are_spread(wanted: list[float]):
+    centres = spread(wanted, [20.0] * 3, 0.0, 100.0)
+    ordered = sorted(centres)
+    assert ordered[0] >= 10
+    assert ordered[-1] <= 90
+    assert all(after - before >= 20 - 1e-9 for before, after in itertools.pairwise(ordered))
+    assert [centres[i] for i in sorted(range(3), key=lambda i: wanted[i])] == ordered

@@ -1,0 +1,191 @@
+"""Rows: what repeats what, what is compared with what, and the arithmetic of the figures."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from training.comparison.rows import Row, build_rows, curve_difference, pareto_front
+from training.comparison.runs import find_runs
+
+NAN = float("nan")
+H200 = {"gpu_name": "NVIDIA H200", "h2d_gb_s": 50.0, "d2h_gb_s": 25.0}
+
+
+def rows(write_run) -> dict[str, Row]:
+    return {row.name: row for row in build_rows(find_runs([write_run.folder]))}
+
+
+def test_seeds_are_averaged_and_their_spread_is_the_standard_deviation(write_run):
+    for seed, step_ms in ((0, 90.0), (1, 100.0), (2, 110.0)):
+        write_run(seed=seed, step_ms=step_ms)
+    (row,) = rows(write_run).values()
+    figure = row.figures["perf/step_ms"]
+    assert (figure.mean, figure.spread, row.seeds, row.status) == (100.0, 10.0, "0, 1, 2", "ok")
+
+
+def test_one_run_has_no_spread(write_run):
+    write_run()
+    assert rows(write_run)["none"].figures["perf/step_ms"].spread is None
+
+
+def test_failed_seeds_are_counted_but_not_averaged(write_run):
+    write_run(seed=0, step_ms=100.0)
+    write_run(seed=1, step_ms=900.0, status="failed", reason="the disk is full")
+    (row,) = rows(write_run).values()
+    assert (row.mean("perf/step_ms"), row.status, row.reasons) == (100.0, "1 ok, 1 failed", ["the disk is full"])
+
+
+def test_names_are_what_distinguishes_the_runs(write_run):
+    write_run("none")
+    write_run("none", recompute="block")
+    write_run("layer_stream", knobs={"slots": 2, "include": []})
+    write_run("layer_stream", knobs={"slots": 3, "include": []})
+    write_run("tensor_swap", knobs={"budget": 0})
+    write_run("layer_stream", knobs={"slots": 3, "include": ["a", "b"]}, top={"batch_size": 4})
+    assert list(rows(write_run)) == [
+        "none batch_size=8",
+        "none recompute=block batch_size=8",
+        "layer_stream slots=2 include=[] batch_size=8",
+        "layer_stream slots=3 include=[] batch_size=8",
+        "tensor_swap batch_size=8",
+        "layer_stream slots=3 include=[a,b] batch_size=4",
+    ]
+
+
+def test_runs_without_settings_or_of_another_version_lengthen_no_names(write_run):
+    write_run("none", top={"new_key": 3})
+    write_run("layer_stream")
+    lost = write_run("none", status="failed", reason="exit status 4", losses=None)
+    for path in (lost / ".hydra").iterdir():
+        path.unlink()
+    (lost / "config.yaml").unlink()
+    assert list(rows(write_run)) == ["none", "layer_stream", "2"]
+
+
+def test_names_need_no_choices(write_run):
+    for directory in (write_run("none"), write_run("layer_stream", recompute="block")):
+        (directory / ".hydra" / "hydra.yaml").unlink()
+    assert list(rows(write_run)) == ["none", "layer_stream recompute=block"]
+
+
+def test_the_reference_has_the_same_settings_but_for_the_mode(write_run):
+    write_run("none", step_ms=100.0)
+    write_run("none", step_ms=150.0, recompute="block")
+    write_run("none", step_ms=400.0, top={"batch_size": 32})
+    write_run("layer_stream", step_ms=300.0, recompute="block", top={"log_every": 5}, knobs={"slots": 4})
+    write_run("layer_stream", step_ms=300.0, top={"batch_size": 64})
+    *_, with_recompute, alone = rows(write_run).values()
+    assert with_recompute.ratio == 2.0
+    assert (alone.ratio, alone.floor_ratio, alone.curve) == (None, None, None)
+
+
+@pytest.mark.parametrize(("recompute", "ratio"), [(("none", "block"), 2.0), (("none",), 3.0)])
+@pytest.mark.parametrize("asked", ["none", "block"])
+def test_a_mode_that_recomputes_by_itself_has_a_reference_that_does_so_if_there_is_one(
+    write_run, recompute: tuple[str, ...], ratio: float, asked: str
+):
+    for choice in recompute:
+        write_run("none", recompute=choice, step_ms=100.0 if choice == "none" else 150.0)
+    write_run("shard_offload", step_ms=300.0, recompute=asked)
+    assert rows(write_run)["shard_offload"].ratio == ratio
+
+
+def test_a_mode_that_recomputes_by_itself_is_one_row_with_and_without_recompute(write_run):
+    write_run("shard_offload", recompute="none")
+    write_run("shard_offload", recompute="block")
+    assert len(rows(write_run)["shard_offload"].runs) == 2
+
+
+def test_the_optimizer_on_the_device_is_the_reference_where_no_resident_run_has_it_on_the_host(write_run):
+    write_run("none", step_ms=100.0)
+    write_run("layer_stream", optimizer="host_adamw", step_ms=200.0)
+    assert rows(write_run)["layer_stream optimizer=host_adamw"].ratio == 2.0
+    write_run("none", optimizer="host_adamw", step_ms=400.0)
+    assert rows(write_run)["layer_stream optimizer=host_adamw"].ratio == 0.5
+
+
+def test_a_resident_run_that_failed_is_no_reference(write_run):
+    write_run("none", status="out_of_memory", reason="the GPU is full")
+    write_run("layer_stream")
+    assert rows(write_run)["layer_stream"].ratio is None
+
+
+def test_runs_on_other_gpus_are_neither_repetitions_nor_references(write_run):
+    write_run("none", hardware=H200)
+    write_run("none", hardware={"gpu_name": "RTX 4090"}, step_ms=300.0)
+    write_run("layer_stream", hardware={"gpu_name": "RTX 4090"}, step_ms=330.0)
+    found = rows(write_run)
+    assert list(found) == ["none gpu=NVIDIA H200", "none gpu=RTX 4090", "layer_stream gpu=RTX 4090"]
+    assert found["layer_stream gpu=RTX 4090"].ratio == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize(
+    ("in_gib", "out_gib", "floor_ms"),
+    [(0.0, 0.0, 100.0), (50.0, 0.0, 2**30 / 1e6), (0.0, 50.0, 2**31 / 1e6), (1.0, 1.0, 100.0)],
+)
+def test_the_floor_is_the_resident_step_or_the_slowest_way(write_run, in_gib, out_gib, floor_ms):
+    write_run("none", step_ms=100.0, hardware=H200)
+    write_run("layer_stream", step_ms=5e3, hardware=H200, transfer__h2d_gib=in_gib, transfer__d2h_gib=out_gib)
+    assert rows(write_run)["layer_stream"].floor_ratio == pytest.approx(5e3 / floor_ms)
+
+
+def test_bytes_over_a_bus_that_was_not_measured_or_is_none_make_no_floor(write_run):
+    write_run("none", step_ms=100.0)
+    write_run("layer_stream", step_ms=300.0, transfer__h2d_gib=1e6, hardware={"h2d_gb_s": 10.0})
+    assert rows(write_run)["layer_stream"].floor_ratio == 3.0
+
+
+def test_without_a_resident_run_the_floor_is_the_predicted_one(write_run):
+    write_run("layer_stream", step_ms=300.0, perf__floor_ms=200.0)
+    row = rows(write_run)["layer_stream"]
+    assert (row.ratio, row.floor_ratio) == (None, 1.5)
+
+
+def test_curves_are_compared_seed_by_seed(write_run):
+    write_run("none", seed=0, losses=(4.0, 3.0))
+    write_run("none", seed=1, losses=(5.0, 4.0))
+    write_run("layer_stream", seed=1, losses=(5.0, 4.0))
+    write_run("layer_stream", seed=0, losses=(4.0, 3.0))
+    write_run("tensor_swap", seed=0, losses=(4.0, 3.0))
+    write_run("tensor_swap", seed=1, losses=(5.0, math.nextafter(4.0, 5.0)))
+    found = rows(write_run)
+    assert (found["none"].curve, found["layer_stream"].curve) == ("reference", "equal")
+    assert found["tensor_swap"].curve == "2.2e-16"
+
+
+def test_curves_of_other_seeds_are_not_comparable(write_run):
+    write_run("none", seed=0)
+    write_run("layer_stream", seed=7)
+    assert rows(write_run)["layer_stream"].curve is None
+
+
+@pytest.mark.parametrize(
+    ("losses", "reference", "expected"),
+    [
+        ({1: 4.0, 2: 3.0}, {1: 4.0, 2: 3.0}, 0.0),
+        ({2: 3.0, 4: 9.0}, {1: 8.0, 2: 3.0}, 0.0),
+        ({1: 4.0}, {2: 4.0}, None),
+        ({1: 3.0}, {1: 4.0}, 0.25),
+        ({1: NAN, 2: math.inf}, {1: NAN, 2: math.inf}, 0.0),
+        ({1: NAN}, {1: 4.0}, math.inf),
+    ],
+)
+def test_the_difference_of_curves(losses: dict, reference: dict, expected: float | None):
+    records = [[{"train/step": s, "train/loss": v} for s, v in curve.items()] for curve in (losses, reference)]
+    assert curve_difference(*records) == expected
+
+
+@pytest.mark.parametrize(
+    ("points", "front"),
+    [
+        ([(1.0, 1.0)], [0]),
+        ([(3.0, 1.0), (1.0, 3.0), (2.0, 2.0)], [1, 2, 0]),
+        ([(1.0, 3.0), (2.0, 3.0), (2.0, 1.0), (3.0, 2.0)], [0, 2]),
+        ([(1.0, 2.0), (1.0, 1.0)], [1]),
+        ([(1.0, 1.0), (1.0, 1.0)], [0, 1]),
+    ],
+)
+def test_the_pareto_front(points: list[tuple[float, float]], front: list[int]):
+    assert pareto_front(points) == front

@@ -1,0 +1,85 @@
+"""What directories say of their runs: finished, failed, killed, running, damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from training.comparison.runs import find_runs, read_run
+from training.errors import UserError
+from training.run_lock import locked
+
+
+def test_runs_are_found_at_any_depth_once_and_in_the_order_of_their_numbers(write_run, tmp_path: Path):
+    for seed in range(12):
+        write_run(seed=seed)
+    (write_run.folder / "0" / "wandb" / "files").mkdir(parents=True)
+    (write_run.folder / "0" / "wandb" / "files" / "config.yaml").write_text("a: 1\n")
+    (tmp_path / "empty").mkdir()
+    runs = find_runs([tmp_path, write_run.folder / "3"])
+    assert [run.config["seed"] for run in runs] == list(range(12))
+
+
+def test_the_sources_of_a_configuration_are_no_run(tmp_path: Path):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").write_text("defaults:\n  - model: tiny\nseed: 0\n")
+    with pytest.raises(UserError, match="no run in here"):
+        find_runs([tmp_path])
+
+
+def test_a_directory_that_does_not_exist_is_named(tmp_path: Path):
+    with pytest.raises(UserError, match="nothing: no such directory"):
+        find_runs([tmp_path / "nothing"])
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "word"),
+    [("ok", None, "ok"), ("out_of_memory", "the GPU is full", "out of memory"), ("failed", "lr=-1", "failed")],
+)
+def test_the_summary_says_how_a_run_ended(write_run, status: str, reason: str | None, word: str):
+    run = read_run(write_run(status=status, reason=reason))
+    assert (run.status, run.reason) == (word, reason or "")
+
+
+def test_a_run_without_a_summary_was_killed_and_its_steps_count(write_run):
+    run = read_run(write_run(status=None, losses=(4.0, 3.0, 2.0), step_ms=7.0))
+    assert run.status == "killed"
+    assert (run.summary["steps"], run.summary["perf/step_ms"], run.summary["train/final_loss"]) == (3, 7.0, 2.0)
+
+
+def test_a_run_that_holds_its_directory_is_running(write_run):
+    directory = write_run(status=None)
+    with locked(directory):
+        assert read_run(directory).status == "running"
+    assert read_run(directory).status == "killed"
+
+
+def test_a_run_that_failed_while_composing_has_the_settings_that_hydra_wrote(write_run):
+    directory = write_run("layer_stream", status="failed", reason="steps=0: must be at least 1", losses=None)
+    (directory / "config.yaml").unlink()
+    assert read_run(directory).config["offload"]["_target_"].endswith("LayerStream")
+
+
+@pytest.mark.parametrize("file", ["summary.json", "metrics.jsonl"])
+def test_a_damaged_file_is_the_outcome_not_an_error(write_run, file: str):
+    directory = write_run()
+    (directory / file).write_text("{broken\n{}\n")
+    run = read_run(directory)
+    assert run.status == "failed"
+    assert file in run.reason
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "hardware.json", ".hydra/hydra.yaml", ".hydra/config.yaml"])
+def test_a_damaged_description_leaves_the_figures(write_run, file: str):
+    directory = write_run(hardware={"gpu_name": "H200"})
+    (directory / file).write_bytes(b"\xff\x00: [")
+    assert read_run(directory).summary["perf/step_ms"] == 100.0
+
+
+def test_infinite_losses_are_read_back(write_run):
+    directory = write_run(losses=None)
+    record = {"train/step": 1, "train/loss": None, "nonfinite": {"train/loss": "inf"}}
+    (directory / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    assert read_run(directory).records == [{"train/step": 1, "train/loss": float("inf")}]

@@ -1,0 +1,78 @@
+"""The comparison as text: what the terminal, the CSV file and the Markdown file say."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import pytest
+
+from training.comparison.columns import COLUMNS
+from training.comparison.rows import Row, build_rows
+from training.comparison.runs import find_runs
+from training.comparison.table import print_tables, to_csv, to_markdown
+
+
+@pytest.fixture
+def rows(write_run) -> list[Row]:
+    figures = {
+        "perf__tokens_per_s": 12345.6,
+        "perf__mfu": 0.4567,
+        "memory__vram_peak_gib": 20.25,
+        "transfer__h2d_gib": 24.5,
+        "transfer__stall_ms": 180.0,
+    }
+    write_run("none", seed=0, step_ms=99.0)
+    write_run("none", seed=1, step_ms=101.0)
+    write_run("layer_stream", seed=0, step_ms=150.0, knobs={"include": ["a|b", "<i>"]}, **figures)
+    write_run("layer_stream", seed=0, knobs={"include": []}, status="failed", reason="a [broken] | line", losses=None)
+    return build_rows(find_runs([write_run.folder]))
+
+
+def markdown_rows(text: str) -> list[dict[str, str]]:
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    split = [[cell.strip() for cell in line.replace("\\|", "\0").strip("|").split("|")] for line in lines]
+    return [dict(zip(split[0], cells, strict=True)) for cells in split[2:]]
+
+
+def test_csv_reads_back_with_plain_numbers(rows: list[Row]):
+    resident, stream, failed = csv.DictReader(io.StringIO(to_csv(rows)))
+    assert (float(resident["step_ms"]), float(resident["step_ms_std"])) == (100.0, pytest.approx(2**0.5))
+    assert (resident["seeds"], resident["curve"], resident["compared_with"]) == ("0, 1", "reference", "none")
+    expected = {"step_ms": 150.0, "ratio_to_none": 1.5, "mfu": 0.4567, "tokens_per_s": 12345.6, "h2d_gib": 24.5}
+    assert {key: float(stream[key]) for key in expected} == expected
+    assert (stream["curve"], stream["compared_with"], stream["step_ms_std"]) == ("equal", "none", "")
+    assert (failed["status"], failed["why"], failed["step_ms"]) == ("failed", "a [broken] | line", "")
+    assert {column.name for column in COLUMNS} <= resident.keys()
+
+
+def test_markdown_reads_back(rows: list[Row]):
+    text = to_markdown(rows, "a sweep", "model=tiny")
+    resident, stream, failed = markdown_rows(text)
+    assert (resident["run"], resident["step ms"], resident["to none"]) == ("none", "100.0 ± 1.4", "1.00")
+    assert (stream["tokens/s"], stream["MFU %"], stream["stall ms"]) == ("12,346", "45.7", "180.0")
+    assert "<i>" not in stream["run"]
+    assert "a\0b" in stream["run"]
+    assert (failed["status"], failed["step ms"]) == ("failed", "\N{EN DASH}")
+    assert "- layer_stream include=[]: failed: a [broken] \\| line" in text
+    assert "model=tiny" in text
+
+
+@pytest.mark.parametrize("width", [60, 100, 240])
+def test_the_terminal_shows_every_figure_whole_at_any_width(rows: list[Row], width: int):
+    stream = io.StringIO()
+    print_tables(rows, "a sweep", stream=stream, width=width)
+    lines = stream.getvalue().splitlines()
+    explained = [line for line in lines if "a [broken] | line" in line]
+    assert len(explained) == 1
+    assert max(len(line) for line in lines if line not in explained) <= width
+    of_resident = " ".join(line for line in lines if line.startswith("none"))
+    for figure in ("100.0 ± 1.4", "1.00", "2.5000", "reference", "0, 1", "ok"):
+        assert figure in of_resident
+
+
+def test_a_spread_that_rounds_to_nothing_is_left_out(write_run):
+    write_run(seed=0, step_ms=100.0)
+    write_run(seed=1, step_ms=100.01)
+    (row,) = build_rows(find_runs([write_run.folder]))
+    assert COLUMNS[0].text(row) == "100.0"

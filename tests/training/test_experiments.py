@@ -1,0 +1,91 @@
+"""The overlays in conf/experiment/: they compose, say what they promise, and train when they are made small."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, open_dict
+
+from training import launcher, schema
+from training.build import build
+from training.checks import check
+from training.loop import train
+
+ROOT = Path(__file__).parents[2]
+EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
+SMALL = (
+    "model=tiny",
+    "model.hidden_size=32",
+    "model.intermediate_size=64",
+    "batch_size=2",
+    "steps=3",
+    "warmup_steps=1",
+    "device=cpu",
+    "tracking=disabled",
+    "dataset.max_tokens=50000",
+)
+
+schema.register()
+launcher.register()
+
+
+def composed(*overrides: str) -> DictConfig:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("config", list(overrides), return_hydra_config=True)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_composes_and_is_consistent(experiment: str):
+    config = composed(f"experiment={experiment}")
+    with open_dict(config):
+        del config["hydra"]
+    check(config)
+
+
+def jobs(*arguments: str) -> list[list[str]]:
+    params = composed("experiment=offload_ablation").hydra.sweeper.params
+    overrides = [*(f"{key}={value}" for key, value in params.items()), *arguments]
+    (batch,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(overrides), None)
+    return batch
+
+
+def test_the_ablation_sweeps_every_mode_with_and_without_recompute_in_two_seeds():
+    modes = {path.stem for path in (ROOT / "conf" / "offload").glob("*.yaml")}
+    found = {tuple(job) for job in jobs()}
+    assert found == {
+        (f"offload={mode}", f"recompute={recompute}", f"seed={seed}")
+        for mode in modes
+        for recompute in ("none", "block")
+        for seed in (0, 1)
+    }
+
+
+def test_the_ablation_is_narrowed_on_the_command_line():
+    assert jobs("offload=layer_stream", "recompute=block", "seed=3", "offload.slots=2,4") == [
+        ["offload=layer_stream", "recompute=block", "seed=3", f"offload.slots={slots}"] for slots in (2, 4)
+    ]
+
+
+@pytest.mark.parametrize(
+    "overrides", [("fit_7b_24gib", "seq_len=64", "schedule.warmup=1"), ("long_context", "seq_len=2048")]
+)
+def test_a_large_experiment_trains_when_it_is_made_small(tmp_path: Path, monkeypatch, overrides: tuple[str, ...]):
+    experiment, *shrunk = overrides
+    config = composed(f"experiment={experiment}", *SMALL, *shrunk)
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+    HydraConfig.instance().set_config(config)
+    with open_dict(config):
+        del config["hydra"]
+    check(config)
+    with build(config, tmp_path) as job:
+        train(job)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("ok", 3)
+    assert summary["transfer/h2d_gib"] > 0
+    assert summary["transfer/d2h_gib"] > 0

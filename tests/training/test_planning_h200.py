@@ -1,0 +1,96 @@
+"""Plans against what one H200 measured (docs/log.md): bytes within 10%, times within 15%, with no GPU.
+
+The blocks alone of a 7B model in bf16, sequences of 2048 tokens, as scripts/bench.py runs them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from models.llama import Llama
+from offload.blocks import find_blocks
+from offload.forecast import Update, forecast, hidden_share
+from offload.rehearsal import Rehearsal, rehearse
+from scripts.bench import Blocks, build_mode
+from training.figures import Figures
+
+ROOT = Path(__file__).parents[2]
+GIB, GB = 2**30, 1e9
+
+# Mode, sequences, recompute: ms, peak GiB, GB in, GB out.
+STEPS = [
+    ("none", 2, False, 293, 31.2, 0, 0),
+    ("bounce_linear", 2, False, 494.1, 19.5, 25.60, 12.95),
+    ("layer_stream", 2, False, 494.0, 20.3, 24.69, 12.95),
+    ("layer_stream:resident=60%", 2, False, 301.1, 27.4, 9.31, 5.26),
+    ("none", 8, True, 1480, 27.0, 0, 0),
+    ("bounce_linear", 8, True, 1502.2, 7.5, 29.04, 12.95),
+    ("layer_stream", 8, True, 1501.6, 8.7, 24.69, 12.95),
+    ("shard_offload", 8, True, 1498.1, 5.3, 25.1 + 3.9, 12.95 + 4.2),
+    ("tensor_swap", 2, False, 720.1, 24.7, 19.6, 20.2),
+    ("save_on_cpu", 2, False, 1780.6, 24.5, 0, 0),
+]
+# When updates begin: ms of a full step of 16 blocks with layer_stream, recompute, 16k tokens.
+FULL_STEPS = [("inside", 807.2), ("at the end", 1231.1)]
+
+
+@pytest.fixture(scope="module")
+def h200() -> Figures:
+    values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "hardware" / "h200.yaml"))
+    return Figures(**{key: value for key, value in values.items() if key != "defaults"})
+
+
+def rehearsed(spec: str, sequences: int, recomputes: bool, blocks: int = 32) -> tuple[int, Rehearsal]:
+    """Bytes of the weights that stay on the device, and the rehearsal."""
+    with torch.device("meta"):
+        model = Blocks(Llama(1, 4096, 11008, blocks, 32, 32).model.layers, 128).bfloat16()
+        batch = torch.empty(sequences, 2049, dtype=torch.int64)
+    _, mode = build_mode(spec)
+    resident_bytes = mode.plan(model).resident_bytes
+    recomputed = [block for _, block in find_blocks(model)] if recomputes and not mode.recomputes else []
+    loss = partial(model, batch[:, :-1], batch[:, 1:])
+    return resident_bytes, rehearse(mode, model, [loss], recomputed=recomputed)
+
+
+@pytest.mark.parametrize(
+    ("spec", "sequences", "recomputes", "ms", "peak_gib", "gb_in", "gb_out"),
+    STEPS,
+    ids=[f"{spec}-{2 * sequences}k" for spec, sequences, *_ in STEPS],
+)
+def test_forward_and_backward(h200: Figures, spec, sequences, recomputes, ms, peak_gib, gb_in, gb_out):
+    resident_bytes, found = rehearsed(spec, sequences, recomputes)
+    assert (resident_bytes + found.peak_bytes) / GIB == pytest.approx(peak_gib, rel=0.1)
+    assert found.total("h2d_bytes") / GB == pytest.approx(gb_in, rel=0.1)
+    assert found.total("d2h_bytes") / GB == pytest.approx(gb_out, rel=0.1)
+    predicted = forecast(found.phases, h200.bandwidth, h200.flops_per_s(torch.bfloat16), Update())
+    assert predicted.step_ms == pytest.approx(ms, rel=0.15)
+
+
+def test_full_steps(h200: Figures):
+    _, found = rehearsed("layer_stream", 8, True, blocks=16)
+    host_ms = 3.24e9 / (h200.update_gparams_s * 1e9) * 1e3
+    for begins, ms in FULL_STEPS:
+        update = Update(host_ms=host_ms, begins=begins)
+        predicted = forecast(found.phases, h200.bandwidth, h200.flops_per_s(torch.bfloat16), update)
+        assert predicted.step_ms == pytest.approx(ms, rel=0.15), begins
+
+
+def test_a_budget_that_finds_itself(h200: Figures):
+    resident_bytes, found = rehearsed("tensor_swap:budget=auto", 8, False)
+    flops_per_s = h200.flops_per_s(torch.bfloat16)
+    found = found.swapping(hidden_share(found.phases, h200.bandwidth, flops_per_s))
+    assert found.total("activation_d2h_bytes") / GB == pytest.approx(20.9, rel=0.1)
+    assert (resident_bytes + found.peak_bytes) / GIB == pytest.approx(72.7, rel=0.1)
+    assert forecast(found.phases, h200.bandwidth, flops_per_s, Update()).step_ms == pytest.approx(1187, rel=0.15)
+
+
+def test_forward_only_is_at_the_bus(h200: Figures):
+    _, found = rehearsed("layer_stream", 2, False)
+    forward = forecast(found.phases[:1], h200.bandwidth, h200.flops_per_s(torch.bfloat16), Update())
+    assert forward.bound == "copies in"
+    assert forward.step_ms == pytest.approx(237.2, rel=0.15)

@@ -1,0 +1,106 @@
+"""The manifest of a checkpoint: the size and SHA-256 of each of its files, and whether the files are still these."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from training.checkpoints.layout import MANIFEST_FILE
+
+FORMAT = 1
+# Hashing lets go of Python's lock: as many files at a time as disks like to read.
+THREADS = 4
+PIECE_BYTES = 2**24
+# Far more than any manifest or state has; what is larger was made by somebody else.
+MAX_JSON_BYTES = 2**24
+
+
+class DamagedError(Exception):
+    """A checkpoint that cannot be used: one line that names the file and the reason."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file as it was written."""
+
+    nbytes: int
+    sha256: str
+
+
+def manifest_text(files: Mapping[str, FileRecord]) -> str:
+    """The content of a manifest of `files` by name."""
+    return json.dumps({"format": FORMAT, "files": {name: asdict(record) for name, record in files.items()}}, indent=2)
+
+
+def read_manifest(folder: Path) -> dict[str, FileRecord]:
+    """The files that the checkpoint in `folder` should have, by name; nothing of them is read yet.
+
+    Raises DamagedError where the manifest is missing or is none, or names what is no file of this folder.
+    """
+    path = folder / MANIFEST_FILE
+    manifest = read_json(path)
+    if manifest.get("format") != FORMAT:
+        raise DamagedError(f"{path} has format {manifest.get('format')!r}, and only {FORMAT} is known here")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not files:
+        raise DamagedError(f"{path} lists no files")
+    return {name: _record(path, name, entry) for name, entry in files.items()}
+
+
+def verify(folder: Path, files: Mapping[str, FileRecord]) -> None:
+    """Reads all files. Raises DamagedError naming the first that is missing, of another size or of other content."""
+    for name, record in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise DamagedError(f"{path} is missing")
+        if path.stat().st_size != record.nbytes:
+            raise DamagedError(f"{path} has {path.stat().st_size} bytes where {record.nbytes} were written")
+    with ThreadPoolExecutor(THREADS) as pool:
+        digests = pool.map(_digest, [folder / name for name in files])
+        for (name, record), digest in zip(files.items(), digests, strict=True):
+            if digest != record.sha256:
+                raise DamagedError(f"{folder / name} is not what was written: its SHA-256 differs")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that holds one JSON object. Raises DamagedError where it does not."""
+    try:
+        if not path.is_file():
+            raise DamagedError(f"{path} is missing: the checkpoint is not complete, or there is none")
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise DamagedError(f"{path} has {path.stat().st_size} bytes, too many for what it should hold")
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError):
+        raise DamagedError(f"{path} is no JSON file") from None
+    if not isinstance(values, dict):
+        raise DamagedError(f"{path} is no JSON object")
+    return values
+
+
+def _record(path: Path, name: str, entry: Any) -> FileRecord:
+    # A checkpoint may come from anywhere: no name may lead out of its folder.
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or name == MANIFEST_FILE:
+        raise DamagedError(f"{path} names {name!r}, which is no file of a checkpoint")
+    values = entry if isinstance(entry, dict) else {}
+    nbytes, digest = values.get("nbytes"), values.get("sha256")
+    if type(nbytes) is not int or not isinstance(digest, str):
+        raise DamagedError(f"{path} lacks the size or the SHA-256 of {name}")
+    return FileRecord(nbytes, digest)
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    piece = memoryview(bytearray(PIECE_BYTES))
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(piece):
+                digest.update(piece[:count])
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
+    return digest.hexdigest()

@@ -1,0 +1,80 @@
+"""The tensors of a run by name: weights as Hugging Face calls them, optimizer states by parameter.
+
+Names and layout are those of the model alone: an offload mode, or a share of the states on a GPU, leaves no trace.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from models.safetensors_files import DTYPE_NAMES, StoredTensor, read_headers, read_into
+from models.weights import INDEX_FILE, SINGLE_FILE, load_weights
+from training.checkpoints.layout import OPTIMIZER_STEM
+from training.checkpoints.manifest import DamagedError
+
+MASTER = "master"
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's states as PARAMETER.STATE, in the model's order.
+
+    A float32 parameter has no other master than itself, wherever its states live.
+    """
+    return {
+        f"{name}.{key}": tensor
+        for name, parameter in model.named_parameters()
+        for key, tensor in sorted(optimizer.state.get(parameter, {}).items())
+        if not (key == MASTER and parameter.dtype == torch.float32)
+    }
+
+
+def load_tensors(folder: Path, names: Iterable[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Fills the model and the states of its optimizer, which exist already, wherever they live.
+
+    `names` are the files of the checkpoint in `folder`. Raises DamagedError naming the tensor that does not fit, before
+    anything is written.
+    """
+    names = [name for name in names if name.endswith(".safetensors") or name == INDEX_FILE]
+    states = optimizer_tensors(model, optimizer)
+    try:
+        stored = read_headers(folder / name for name in names if _has_stem(name, OPTIMIZER_STEM))
+        _check(states, stored, folder)
+        weights = read_headers(folder / name for name in names if _has_stem(name, "model") and name != INDEX_FILE)
+        _check({name: tensor for name, tensor in model.state_dict().items() if name in weights}, weights, folder)
+        load_weights(model, folder / (INDEX_FILE if INDEX_FILE in names else SINGLE_FILE))
+    except (ValueError, FileNotFoundError) as error:
+        raise DamagedError(str(error)) from None
+    read_into(states, stored)
+    _renew_masters(model, optimizer)
+
+
+def _has_stem(name: str, stem: str) -> bool:
+    return name.startswith((f"{stem}.", f"{stem}-"))
+
+
+def _check(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], folder: Path) -> None:
+    """Raises ValueError unless the same names are stored with the same shapes and dtypes."""
+    if absent := [name for name in tensors if name not in stored]:
+        raise ValueError(f"{folder} lacks tensor {absent[0]}, which this run has")
+    for name, entry in stored.items():
+        if name not in tensors:
+            raise ValueError(f"{entry.file} has tensor {name}, which this run lacks")
+        tensor = tensors[name]
+        found, wanted = (entry.dtype, entry.shape), (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+        if found != wanted:
+            raise ValueError(f"{entry.file}: tensor {name} is {_shown(*found)}, this run's is {_shown(*wanted)}")
+
+
+def _shown(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {list(shape)}"
+
+
+@torch.no_grad()
+def _renew_masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Where states live on the device, a float32 parameter has a master there, made before its value was known."""
+    for parameter in model.parameters():
+        master = optimizer.state.get(parameter, {}).get(MASTER)
+        if master is not None and parameter.dtype == torch.float32:
+            master.copy_(parameter)

@@ -1,0 +1,82 @@
+"""What all pictures share: size, style and colours.
+
+Pictures are 800 pixels wide where they are seen, drawn at twice that. Colours are of the set of Okabe and Ito, which
+the colour-blind tell apart.
+"""
+
+import io
+import textwrap
+from collections.abc import Sequence
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+BLUE, ORANGE, GREEN, GREY, INK = "#0072B2", "#E69F00", "#009E73", "#8C8C8C", "#262626"
+LINES = (BLUE, "#D55E00", GREEN, "#CC79A7", ORANGE, "#56B4E9", GREY)
+WIDTH_IN, DPI = 8.0, 200
+# From so wide a range on, points would lie on each other were it not drawn by its logarithm.
+LOGARITHMIC_FROM = 4.0
+LABEL_SIZE = 8.5
+STYLE = {
+    "font.size": 9.5,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.7,
+    # A name with two dollar signs is no formula.
+    "text.parse_math": False,
+}
+
+
+def style():
+    """A context in which pictures have the style of this file, whatever the user's own."""
+    return matplotlib.rc_context(matplotlib.rcParamsDefault | STYLE)
+
+
+def canvas(height_in: float) -> tuple[Figure, Axes]:
+    """An empty picture, made without pyplot: nothing is left open, and no window system is asked for."""
+    figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+def png(figure: Figure) -> bytes:
+    """The picture as the bytes of a PNG file."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png", metadata={"Software": None})
+    return content.getvalue()
+
+
+def in_lines(text: str, characters: int = 26) -> str:
+    """A name in lines of so many characters; it breaks between its words alone."""
+    return "\n".join(textwrap.wrap(text, characters, break_on_hyphens=False, break_long_words=False))
+
+
+def settle(figure: Figure) -> None:
+    """Lays the picture out for good, so that places in pixels hold from now on."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+
+
+def scale_for_range(axes: Axes, values: Sequence[float]) -> None:
+    """Makes the y axis logarithmic, with numbers that people read, where `values` are far apart."""
+    if max(values) <= LOGARITHMIC_FROM * min(values):
+        axes.set_ylim(bottom=0 if min(values) < 0.5 * max(values) else None)
+        return
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axes.yaxis.set_minor_locator(NullLocator())

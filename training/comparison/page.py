@@ -1,0 +1,88 @@
+"""The comparison as one HTML file that needs nothing else: no network, no script, no other file."""
+
+import base64
+from collections.abc import Sequence
+from html import escape
+
+from training.comparison.columns import COLUMNS, NOTE
+from training.comparison.figures import Picture
+from training.comparison.rows import Row
+from training.comparison.table import cells, explanations
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1f2328; --paper: #ffffff; --soft: #59636e; --line: #d1d9e0; --band: #f6f8fa; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6edf3; --paper: #0d1117; --soft: #9198a1; --line: #3d444d; --band: #151b23; }
+}
+body { margin: 2rem auto; max-width: 1400px; padding: 0 1rem; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.4rem; overflow-wrap: anywhere; }
+p, figcaption { color: var(--soft); max-width: 100ch; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; white-space: nowrap; }
+th, td { padding: 0.3rem 0.6rem; border-bottom: 1px solid var(--line); text-align: right; }
+th { border-bottom: 2px solid var(--line); }
+th:first-child, td:first-child, .word { text-align: left; }
+td:first-child, th:first-child { position: sticky; left: 0; background: var(--paper); }
+tbody tr:nth-child(even) td { background: var(--band); }
+figure { margin: 2rem 0; }
+figure img { display: block; width: 100%; max-width: 800px; height: auto; border-radius: 6px; background: #fff; }
+code { font-size: 13px; overflow-wrap: anywhere; }
+"""
+WORDS = ("curve", "seeds", "status")
+
+
+def page(rows: Sequence[Row], pictures: Sequence[Picture], title: str, common: str) -> str:
+    """The whole file: table, reasons why runs did not finish, pictures, where the runs are."""
+    reasons = "".join(f"<li>{escape(line)}</li>" for line in explanations(rows))
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<h1>{escape(title)}</h1>
+{f"<p>In all: {escape(common)}</p>" if common else ""}
+<div class="wide">
+{_table(rows)}
+</div>
+{f"<ul>{reasons}</ul>" if reasons else ""}
+<p>{escape(NOTE)}</p>
+{"".join(_figure(picture) for picture in pictures)}
+<h2>Runs</h2>
+<ul>{"".join(_directories(row) for row in rows)}</ul>
+</body>
+</html>
+"""
+
+
+def _table(rows: Sequence[Row]) -> str:
+    meanings = {column.title: column.meaning for column in COLUMNS}
+    texts = [cells(row) for row in rows]
+    head = "".join(_cell("th", title, title, meanings.get(title, "")) for title in texts[0])
+    lines = [
+        f"<tr><td>{escape(row.name)}</td>{''.join(_cell('td', title, text) for title, text in own.items())}</tr>"
+        for row, own in zip(rows, texts, strict=True)
+    ]
+    return f"<table>\n<thead><tr><th>run</th>{head}</tr></thead>\n<tbody>\n{chr(10).join(lines)}\n</tbody>\n</table>"
+
+
+def _cell(tag: str, title: str, text: str, meaning: str = "") -> str:
+    kind = ' class="word"' if title in WORDS else ""
+    hint = f' title="{escape(meaning)}"' if meaning else ""
+    return f"<{tag}{kind}{hint}>{escape(text)}</{tag}>"
+
+
+def _figure(picture: Picture) -> str:
+    data = base64.b64encode(picture.png).decode()
+    caption = escape(picture.caption)
+    image = f'<img src="data:image/png;base64,{data}" alt="{caption}">'
+    return f"<figure>{image}<figcaption>{caption}</figcaption></figure>\n"
+
+
+def _directories(row: Row) -> str:
+    places = ", ".join(f"<code>{escape(str(run.directory))}</code>" for run in row.runs)
+    return f"<li>{escape(row.name)}: {places}</li>"

@@ -1,0 +1,175 @@
+"""Runs as they lie on disk: what their directories say of their settings, their outcome and their figures."""
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from training.errors import UserError
+from training.metrics import METRICS_FILE, PLANNED, SUMMARY_FILE, read_metrics, read_summary, summarise
+from training.run_lock import LOCK_FILE
+
+CONFIG_FILE = "config.yaml"
+HARDWARE_FILE = "hardware.json"
+HYDRA_DIR = ".hydra"
+
+STATUS_WORDS = {"out_of_memory": "out of memory"}
+# Runs that did what they were asked to, whose figures stand for their settings.
+FINISHED = ("ok", "stopped", "planned")
+
+# Hydra's own files hold long texts, which the parser in C reads ten times as fast.
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of `train.py`, or of any program that writes the same files."""
+
+    directory: Path
+    config: dict[str, Any]
+    """the configuration, nested; empty where the run ended before it wrote one"""
+    choices: dict[str, str]
+    """the option chosen of each group, where Hydra wrote them down"""
+    status: str
+    """ok, stopped, planned, out of memory, failed, interrupted, killed or running"""
+    reason: str
+    """one line, empty where there is nothing to say"""
+    summary: dict[str, Any]
+    """figures under the names of `training.metrics`; of a run that did not end, those of the steps it made"""
+    records: list[dict[str, Any]]
+    """the logged steps"""
+    hardware: dict[str, Any]
+
+    @property
+    def finished(self) -> bool:
+        return self.status in FINISHED
+
+
+def find_runs(directories: Sequence[Path]) -> list[Run]:
+    """The runs in and below `directories`, each once, in the order of their numbered or dated names.
+
+    Raises:
+        UserError: a directory does not exist, or there is no run in any of them.
+    """
+    found: dict[Path, Run] = {}
+    for directory in directories:
+        if not directory.is_dir():
+            raise UserError(f"{directory}: no such directory; name the directory of a run or of a sweep")
+        for path in _run_directories(directory):
+            if path.resolve() not in found:
+                found[path.resolve()] = read_run(path)
+    if not found:
+        names = ", ".join(map(str, directories))
+        raise UserError(f"{names}: no run in here; name directories that train.py wrote, as outputs or multirun")
+    return list(found.values())
+
+
+def read_run(directory: Path) -> Run:
+    """What `directory` says of its run; a file that is missing or damaged is part of the answer, never an error."""
+    config = _read_yaml(directory / CONFIG_FILE) or _read_yaml(directory / HYDRA_DIR / CONFIG_FILE)
+    choices = _read_yaml(directory / HYDRA_DIR / "hydra.yaml")
+    for key in ("hydra", "runtime", "choices"):
+        choices = choices[key] if isinstance(choices.get(key), dict) else {}
+    records, damage = _records(directory)
+    status, reason, figures = _outcome(directory)
+    if damage:
+        status, reason = "failed", damage
+    if steps := [record for record in records if "train/step" in record]:
+        warmup_steps = config.get("warmup_steps")
+        warmup_steps = warmup_steps if isinstance(warmup_steps, int) else 0
+        figures = summarise(steps, warmup_steps=warmup_steps, total_steps=steps[-1]["train/step"]) | figures
+    return Run(
+        directory=directory,
+        config=config,
+        choices={group: option for group, option in choices.items() if isinstance(option, str)},
+        status=STATUS_WORDS.get(status, status),
+        reason=reason,
+        summary=figures,
+        records=records,
+        hardware=_read_json(directory / HARDWARE_FILE),
+    )
+
+
+def _run_directories(directory: Path) -> Iterator[Path]:
+    if _is_run(directory):
+        yield directory
+        return
+    inside = [path for path in directory.iterdir() if path.is_dir() and not path.is_symlink()]
+    for path in sorted(inside, key=_natural):
+        if not path.name.startswith("."):
+            yield from _run_directories(path)
+
+
+def _is_run(directory: Path) -> bool:
+    traces = (directory / SUMMARY_FILE, directory / METRICS_FILE, directory / HYDRA_DIR / CONFIG_FILE)
+    if any(path.is_file() for path in traces):
+        return True
+    # The sources of a configuration have a config.yaml too, with a list of defaults, which no run's has.
+    config = _read_yaml(directory / CONFIG_FILE)
+    return bool(config) and "defaults" not in config
+
+
+def _natural(path: Path) -> list[tuple[int, int, str]]:
+    """Sorts job 10 after job 9."""
+    parts = re.split(r"(\d+)", path.name)
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts if part]
+
+
+def _outcome(directory: Path) -> tuple[str, str, dict[str, Any]]:
+    """Status, reason and figures; what has no summary goes on, or was killed."""
+    if not (directory / SUMMARY_FILE).exists():
+        if _is_locked(directory / LOCK_FILE):
+            return "running", "", {}
+        return "killed", "it left no summary.json", {}
+    try:
+        summary = read_summary(directory)
+    except UserError as error:
+        return "failed", str(error), {}
+    figures = {key: value for key, value in summary.items() if key not in ("status", "reason")}
+    if summary.get("status") == "planned":
+        figures = {key.removeprefix(PLANNED): value for key, value in figures.items()}
+    return str(summary.get("status", "ok")), str(summary.get("reason") or ""), figures
+
+
+def _records(directory: Path) -> tuple[list[dict[str, Any]], str]:
+    """The logged steps, and what is wrong with their file."""
+    if not (directory / METRICS_FILE).exists():
+        return [], ""
+    try:
+        return read_metrics(directory), ""
+    except UserError as error:
+        return [], str(error)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether another process holds a lock on the file, which ends with the process however that ends."""
+    with suppress(FileNotFoundError, PermissionError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+    return False
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    with suppress(OSError, yaml.YAMLError, UnicodeDecodeError):
+        content = yaml.load(path.read_text(), Loader=_Loader)
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        content = json.loads(path.read_text())
+        return content if isinstance(content, dict) else {}
+    return {}

@@ -1,0 +1,98 @@
+"""The optimizer's part of a plan: where states live, what is updated where, and how long that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from offload.forecast import Update
+from offload.host_optimizer import STATE_DTYPES, HostAdamW
+from offload.plan import Plan
+from offload.sizes import parse_bytes
+from offload.visiting_states import PIECE, SLOTS
+from training.figures import Figures
+from training.parts import DTYPES, STATES_OF_SPARE, state_dtype, updates_early
+
+# torch's kernel, which `adamw` takes on the host, beside the one of host_adamw: 2.9 to 5.0 G parameters/s.
+TORCH_KERNEL_SHARE = 0.58
+# Bytes that an update passes through the device's memory for each parameter: as it is, and by float32 scratch.
+DEVICE_UPDATE_BYTES = {torch.float32: 28, torch.bfloat16: 50}
+
+
+@dataclass(frozen=True)
+class PlannedUpdate:
+    """Bytes of states by place, and the numbers of parameters by where they are updated.
+
+    `device_bytes` and `host_bytes` are states, `visit_bytes` device memory that visiting states pass through. Of what
+    is streamed, `placed_gradient_bytes` of gradients stay on the device with their states; new weights of as many
+    bytes go home from there. `in_bytes` and `out_bytes` are copied a step for states that visit.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    visit_bytes: int
+    placed_gradient_bytes: int
+    in_bytes: float
+    out_bytes: float
+    host_parameters: float
+    device_parameters: float
+
+    @classmethod
+    def of(cls, config: DictConfig, model: nn.Module, plan: Plan, spare_bytes: float) -> PlannedUpdate:
+        """That of a mode with `plan`. `spare_bytes` of the device are left for states, all of which
+        optimizer.device_share=auto may take."""
+        resident = set(plan.resident)
+        streamed = [p for p in model.parameters() if p.requires_grad and p not in resident]
+        moments = 2 * STATE_DTYPES[state_dtype(config)].itemsize
+        # On the device each parameter has a master.
+        states = sum(parameter.numel() for parameter in streamed) * (4 + moments)
+        resident_states = HostAdamW.planned_bytes(plan.resident, state_dtype(config))
+        placed = _placed_share(config, states, spare_bytes - resident_states)
+        visits = (1 - placed) * config.optimizer.get("visiting_share", 0.0)
+        weights = sum(parameter.nbytes for parameter in streamed)
+        narrow = weights if DTYPES[config.precision] != torch.float32 else 0
+        on_host, on_device = _count(streamed), _count(plan.resident)
+        return cls(
+            device_bytes=resident_states + int(placed * states),
+            host_bytes=int((1 - placed) * HostAdamW.planned_bytes(streamed, state_dtype(config))),
+            visit_bytes=_visit_bytes(streamed, 4 + moments) if visits else 0,
+            placed_gradient_bytes=int(placed * weights),
+            in_bytes=visits * (states + weights),
+            out_bytes=visits * (states + narrow),
+            host_parameters=(1 - placed - visits) * on_host,
+            device_parameters=on_device + placed * on_host,
+        )
+
+    def time(self, config: DictConfig, figures: Figures, has_gpu: bool, streams: bool) -> Update:
+        """How long it takes on the machine of `figures`; `streams`: the mode has units, and hides it."""
+        hides = streams and "device_share" in config.optimizer
+        rate = figures.update_gparams_s * 1e9 * (1 if "device_share" in config.optimizer else TORCH_KERNEL_SHARE)
+        if not has_gpu:
+            return Update(host_ms=(self.host_parameters + self.device_parameters) / rate * 1e3)
+        device_bytes = self.device_parameters * DEVICE_UPDATE_BYTES[DTYPES[config.precision]]
+        visits_ms = figures.bandwidth.two_way_ms(self.in_bytes, self.out_bytes)
+        return Update(
+            host_ms=max(self.host_parameters / rate * 1e3, visits_ms),
+            device_ms=device_bytes / figures.device_gb_s / 1e6,
+            begins="after" if not hides else "inside" if updates_early(config) else "at the end",
+        )
+
+
+def _placed_share(config: DictConfig, states_bytes: int, spare_bytes: float) -> float:
+    """The share of the streamed parameters whose states optimizer.device_share places on the device."""
+    wanted = config.optimizer.get("device_share", 0)
+    room = spare_bytes * STATES_OF_SPARE if wanted == "auto" else parse_bytes("optimizer.device_share", wanted)
+    return min(max(room, 0) / states_bytes, 1.0) if states_bytes else 0.0
+
+
+def _visit_bytes(parameters: Sequence[Tensor], states_bytes: int) -> int:
+    """Pieces of states, with their gradient and weight, that are on the device at a time."""
+    return max(SLOTS * min(p.numel(), PIECE) * (states_bytes + 2 * p.itemsize) for p in parameters)
+
+
+def _count(parameters: Sequence[Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)

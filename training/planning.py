@@ -1,0 +1,189 @@
+"""The plan of a run: what it will hold and move, how long a step will take and why, and whether it fits.
+
+Nothing large is allocated and no GPU is needed: the step is rehearsed on the meta device (`offload.rehearsal`), and
+times follow from the figures of a machine (`training.figures`).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from models.loss import CHUNK_LOGITS_BYTES, Head
+from offload.forecast import forecast, hidden_share
+from offload.plan import Plan
+from offload.rehearsal import Phase, Rehearsal, rehearse
+from offload.sizes import parse_bytes
+from training.errors import UserError, first_line
+from training.figures import Figures, figures_of, is_whole
+from training.hardware import resolve_device, rss_gib
+from training.metrics import write_summary
+from training.parts import DTYPES, build_mode, build_model, recomputed_blocks
+from training.planned_update import PlannedUpdate
+from training.progress import print_plan
+from training.run_plan import GIB, RunPlan
+
+# Microbatches that are rehearsed one by one; more follow from these.
+REHEARSED = 4
+
+NO_GPU = "no GPU here: the CPU is planned for; hardware=h200, a100 or rtx4090 plans for one"
+
+logger = logging.getLogger(__name__)
+
+
+def plan_only(config: DictConfig, run_dir: Path) -> dict:
+    """All that `plan=true` does: the plan on the terminal, in plan.json, and as a summary, which is returned.
+
+    Its status is "planned", its reason what does not fit. Raises UserError as a run would.
+    """
+    figures = figures_of(config, resolve_device("auto" if is_whole(config) else config.device))
+    plan = plan_run(config, figures, has_gpu=figures.vram_gib is not None)
+    if not plan.has_gpu:
+        plan = replace(plan, notes=(*plan.notes, NO_GPU))
+    choices = HydraConfig.get().runtime.choices
+    print_plan(plan.rows(), title=f"Plan: offload={choices['offload']} model={choices['model']}")
+    plan.write(run_dir)
+    summary = {"status": "planned", "reason": plan.misfit(), **plan.summary()}
+    write_summary(run_dir, summary)
+    return summary
+
+
+def plan_run(config: DictConfig, figures: Figures, has_gpu: bool) -> RunPlan:
+    """The plan of the run that `config` describes, on the machine of `figures`.
+
+    Where the model cannot be rehearsed without values, activations are not in it, and a note says why.
+    Raises UserError for a configuration that a run would refuse for its model or its mode.
+    """
+    dtype = DTYPES[config.precision]
+    model = build_model(config, dtype)
+    mode, plan = build_mode(config, model)
+    recomputed_blocks(config, model, mode)
+    notes = []
+    rehearsal = None
+    try:
+        rehearsal = rehearsed(config, plan)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a model does to values that are not there; a run has them
+        logger.debug("no rehearsal", exc_info=error)
+        notes.append(f"activations are not in the plan: this model needs values to run ({first_line(error)})")
+    if rehearsal is None:
+        rehearsal = _unrehearsed(config, plan, model)
+    if plan.activation_budget_bytes is None:
+        share = hidden_share(rehearsal.phases, figures.bandwidth, figures.flops_per_s(dtype))
+        rehearsal = rehearsal.swapping(share)
+        notes.append(f"offload.budget=auto: {share:.0%} of the activations taken to be hidden behind compute")
+    return _assembled(config, figures, has_gpu, model, plan, rehearsal, notes)
+
+
+def rehearsed(config: DictConfig, plan: Plan) -> Rehearsal:
+    """A rehearsed step of `config`."""
+    count = config.microbatches
+    if count <= REHEARSED:
+        return _rehearsed(config, count)
+    if plan.layer_major:
+        return _rehearsed(config, REHEARSED - 1).continued(_rehearsed(config, REHEARSED), count - REHEARSED)
+    return _rehearsed(config, 2).repeated(count)
+
+
+def _rehearsed(config: DictConfig, microbatches: int) -> Rehearsal:
+    """With the first of the step's microbatches, on a model of its own."""
+    model = build_model(config, DTYPES[config.precision])
+    model.train()
+    mode, _ = build_mode(config, model)
+    shape = (config.batch_size, config.seq_len + 1)
+    parts = torch.empty(shape, dtype=torch.int64, device="meta").tensor_split(config.microbatches)
+
+    def loss_of(tokens: Tensor) -> Tensor:
+        return model(tokens[:, :-1], tokens[:, 1:]) * (len(tokens) / config.batch_size)
+
+    losses = [partial(loss_of, tokens) for tokens in parts[:microbatches]]
+    return rehearse(mode, model, losses, recomputed=recomputed_blocks(config, model, mode), norms=True)
+
+
+def _unrehearsed(config: DictConfig, plan: Plan, model: nn.Module) -> Rehearsal:
+    """What the mode says by itself: bounds, without activations, as two phases."""
+    traffic = plan.for_microbatches(config.microbatches)
+    flops = model.flops_per_token(config.seq_len) * config.seq_len * config.batch_size
+    weights_in = min(plan.host_weight_bytes, traffic.h2d_bytes)
+    phases = (
+        Phase(True, flops / 3, weights_in, 0, 0, 0),
+        Phase(False, flops * 2 / 3, traffic.h2d_bytes - weights_in, traffic.d2h_bytes, 0, 0),
+    )
+    gradients = sum(tensor.nbytes for tensor in plan.resident if tensor.requires_grad)
+    host = plan.host_weight_bytes + plan.host_gradient_bytes
+    return Rehearsal(phases, plan.slot_bytes, plan.slot_bytes + gradients, gradients, 0, host)
+
+
+def _assembled(
+    config: DictConfig,
+    figures: Figures,
+    has_gpu: bool,
+    model: nn.Module,
+    plan: Plan,
+    rehearsal: Rehearsal,
+    notes: list[str],
+) -> RunPlan:
+    vram_budget = _budget("vram_budget", config.vram_budget, figures.vram_gib) if has_gpu else None
+    device = {
+        "weights": plan.resident_bytes,
+        "slots": rehearsal.slot_bytes,
+        "gradients": rehearsal.peak_gradient_bytes,
+        "activations": rehearsal.activation_bytes,
+    }
+    update = PlannedUpdate.of(config, model, plan, spare_bytes=(vram_budget or 0) - sum(device.values()))
+    device["optimizer"] = update.device_bytes + update.visit_bytes
+    device["gradients"] += update.placed_gradient_bytes
+    host = {
+        "weights": plan.host_weight_bytes,
+        "gradients": plan.host_gradient_bytes,
+        "activations": max(rehearsal.host_bytes - plan.host_weight_bytes - plan.host_gradient_bytes, 0),
+        "optimizer": update.host_bytes,
+        "process": int(rss_gib() * GIB),
+    }
+    if not has_gpu:
+        host["device"] = sum(device.values())
+    # New weights of what is updated on the device go home from there.
+    last = rehearsal.phases[-1]
+    phases = (*rehearsal.phases[:-1], replace(last, d2h_bytes=last.d2h_bytes + update.placed_gradient_bytes))
+    time = update.time(config, figures, has_gpu, streams=bool(plan.units))
+    return RunPlan(
+        device_bytes=device,
+        host_bytes=host,
+        logits_bytes=logits_bytes(model, config),
+        pinned_bytes=rehearsal.host_bytes if has_gpu and config.offload.get("pin", "auto") != "off" else 0,
+        step_bytes={
+            "in": sum(phase.h2d_bytes for phase in phases) + update.in_bytes,
+            "out": sum(phase.d2h_bytes for phase in phases) + update.out_bytes,
+            "activations in": rehearsal.total("activation_h2d_bytes"),
+            "activations out": rehearsal.total("activation_d2h_bytes"),
+        },
+        forecast=forecast(phases, figures.bandwidth, figures.flops_per_s(DTYPES[config.precision]), time),
+        budgets={
+            "vram_budget": vram_budget,
+            "host_budget": _budget("host_budget", config.host_budget, figures.host_gib),
+        },
+        figures=figures,
+        has_gpu=has_gpu,
+        notes=tuple(notes),
+    )
+
+
+def logits_bytes(model: nn.Module, config: DictConfig) -> int:
+    """The logits that exist at once, part of the activations: float32, for as many tokens as the head takes at once."""
+    heads = [module for module in model.modules() if isinstance(module, Head)]
+    tokens = -(-config.batch_size // config.microbatches) * config.seq_len
+    return max((min(CHUNK_LOGITS_BYTES, 4 * tokens * head.out_features) for head in heads), default=0)
+
+
+def _budget(key: str, value: str | int | None, all_gib: float | None) -> int | None:
+    if value is not None:
+        return parse_bytes(key, value)
+    return None if all_gib is None else int(all_gib * GIB)
