@@ -96,17 +96,17 @@ def report(summary: Mapping[str, Any], run_dir: Path, *, stream: TextIO | None =
     """
     table = _table("Summary")
     table.add_column("metric", style="cyan", no_wrap=True)
-    table.add_column("value", justify="right")
+    table.add_column("value", justify="right", no_wrap=True)
     table.add_column("unit")
-    table.add_column("over the run")
     planned = {key: summary[PLANNED + key] for key in METRIC_KEYS if PLANNED + key in summary}
     if planned:
-        table.add_column("planned", justify="right")
-        table.add_column("ratio", justify="right")
+        table.add_column("planned", justify="right", no_wrap=True)
+        table.add_column("ratio", justify="right", no_wrap=True)
     for key, metric in {**SUMMARY_KEYS, **METRIC_KEYS}.items():
         if key in summary:
             beside = _beside_plan(summary[key], planned[key]) if key in planned else ()
-            table.add_row(key, format_value(summary[key]), metric.unit, metric.summary, *beside)
+            unit = ", ".join(filter(None, (metric.unit, metric.summary)))
+            table.add_row(key, format_value(summary[key]), unit, *beside)
     console = _console(stream)
     console.print(table)
     status, reason = summary.get("status", "ok"), summary.get("reason")
@@ -149,4 +149,6 @@ def _table(title: str) -> Table:
 
 
 def _console(stream: TextIO | None) -> Console:
-    return Console(file=stream or sys.stdout)
+    stream = stream or sys.stdout
+    # A file or a pipe has no width, and what is cut off there is lost.
+    return Console(file=stream, width=None if stream.isatty() else 120)
