@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -129,7 +130,7 @@ class ActivationOffloader:
             if tensor.layout is torch.strided and tensor.device == self._streams.device:
                 storage = tensor.untyped_storage()
                 self._never[storage._cdata] = (StorageWeakRef(storage), 1)
-        self._policy.begin_step(free_device_bytes(self._streams.device))
+        self._policy.begin_step(partial(free_device_bytes, self._streams.device))
         self._stall_ms_before = self._transfer.telemetry.stall_ms
         self._began = self._timestamp()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -47,8 +47,8 @@ class SwapPolicy(Protocol):
 
     budget: int
 
-    def begin_step(self, free_bytes: int | None) -> None:
-        """A step begins on a device that has `free_bytes` to spare (None: that is not known)."""
+    def begin_step(self, free_bytes: Callable[[], int | None]) -> None:
+        """A step begins; `free_bytes()` is what the device has to spare (None: that is not known)."""
         ...
 
     def choose(self, ordinal: int, nbytes: int, room: int) -> Choice:
@@ -76,7 +76,7 @@ class FixedBudget:
         # By number, with the size by which a span is known again.
         self._freed_nothing: dict[int, int] = {}
 
-    def begin_step(self, free_bytes: int | None) -> None:
+    def begin_step(self, free_bytes: Callable[[], int | None]) -> None:
         """The budget does not depend on it."""
 
     def choose(self, ordinal: int, nbytes: int, room: int) -> Choice:
@@ -123,9 +123,9 @@ class AutomaticBudget(FixedBudget):
         self._not_hidden: float | None = None
         self._trials = 0
 
-    def begin_step(self, free_bytes: int | None) -> None:
-        if self._share is None and free_bytes is not None:
-            self._most = self.budget = int(self.KEPT_OF_FREE * free_bytes)
+    def begin_step(self, free_bytes: Callable[[], int | None]) -> None:
+        if self._share is None:
+            self._most = self.budget = int(self.KEPT_OF_FREE * (free_bytes() or 0))
 
     def choose(self, ordinal: int, nbytes: int, room: int) -> Choice:
         choice = super().choose(ordinal, nbytes, room)

@@ -112,7 +112,7 @@ def run(
     letters = "".join(chr(0x4E00 + number) for number in range(100))
     compute_ms, shares = 100 * 10 * MS_PER_BYTE, []
     for step in range(steps):
-        policy.begin_step(free)
+        policy.begin_step(lambda: free)
         candidates = record(letters + letters[::-1])
         room, swapped = policy.budget, 0
         for candidate in candidates:
@@ -182,7 +182,7 @@ def test_the_first_step_and_steps_without_activations_are_not_measured():
 def test_auto_without_a_clock_swaps_everything():
     policy = AutomaticBudget()
     for free in (None, *[1000] * 10):
-        policy.begin_step(free)
+        policy.begin_step(lambda free=free: free)
         policy.learn(record("abba"), 50.0, None)
         assert policy.budget == 0
         assert policy.choose(1, 10, policy.budget) is Choice.SWAP
