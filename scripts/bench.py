@@ -7,7 +7,7 @@ With `--optimizer` a step of every mode but `none` includes the update of its we
 `none`, forward and backward alone, is then the floor. With `--head` the embedding, the head and the loss are there
 too. Every mode runs in a process of its own. A step ends with the gradients where the mode keeps them: on the device
 for `none`, on the host for the streaming modes. Modes that swap activations take the mode of their weights as a knob:
-`tensor_swap:weights=layer_stream,budget=auto`; with `budget=auto` they want `--warmup 9`.
+`tensor_swap:weights=layer_stream,budget=auto`; with `budget=auto` they want `--warmup 10`.
 
 The floor of a step is the largest of: the resident step with the same recompute, bytes in over the bandwidth host to
 device, bytes out over the bandwidth device to host, each measured alone. The phase floor knows more: gradients leave

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,7 +51,8 @@ class Row:
 
     @property
     def seeds(self) -> str:
-        return ", ".join(str(run.config["seed"]) for run in self.runs if "seed" in run.config)
+        counts = Counter(run.config["seed"] for run in self.runs if "seed" in run.config)
+        return ", ".join(f"{seed}" if count == 1 else f"{seed} ({count} runs)" for seed, count in counts.items())
 
     @property
     def status(self) -> str:

@@ -25,6 +25,12 @@ def test_seeds_are_averaged_and_their_spread_is_the_standard_deviation(write_run
     assert (figure.mean, figure.spread, row.seeds, row.status) == (100.0, 10.0, "0, 1, 2", "ok")
 
 
+def test_a_seed_that_ran_more_than_once_is_named_once(write_run):
+    for seed in (0, 1, 0):
+        write_run(seed=seed)
+    assert rows(write_run)["none"].seeds == "0 (2 runs), 1"
+
+
 def test_one_run_has_no_spread(write_run):
     write_run()
     assert rows(write_run)["none"].figures["perf/step_ms"].spread is None
