@@ -48,11 +48,17 @@ def hidden_share(phases: Sequence[Phase], bandwidth: Bandwidth, flops_per_s: flo
     return max(share, 0.0)
 
 
-def forecast(phases: Sequence[Phase], bandwidth: Bandwidth, flops_per_s: float, update: Update) -> Forecast:
-    """The time of a step of `phases`.
+def forecast(
+    phases: Sequence[Phase],
+    bandwidth: Bandwidth,
+    flops_per_s: float,
+    update: Update,
+    rehearsed_ms: float | None = None,
+) -> Forecast:
+    """The time of a step of `phases`; `rehearsed_ms`, where it is known, is what forward and backward took in time.
 
-    Within a phase compute and copies go on side by side, from one to the next they wait for each other: gradients do
-    not leave in forward, and backward does not begin before it.
+    Else, within a phase compute and copies go on side by side, from one to the next they wait for each other: gradients
+    do not leave in forward, and backward does not begin before it.
     """
     compute_ms = [phase.flops / flops_per_s * 1e3 for phase in phases]
     waits_ms = [bandwidth.two_way_ms(phase.waited_for_bytes, 0) for phase in phases]
@@ -74,8 +80,9 @@ def forecast(phases: Sequence[Phase], bandwidth: Bandwidth, flops_per_s: float, 
         "host optimizer": not_hidden_ms,
         "device optimizer": update.device_ms,
     }
+    both_ms = sum(phases_ms) if rehearsed_ms is None else rehearsed_ms + sum(waits_ms)
     return Forecast(
-        step_ms=sum(phases_ms) + not_hidden_ms + update.device_ms,
+        step_ms=both_ms + not_hidden_ms + update.device_ms,
         floors=floors,
         bound=max(parts, key=parts.get),
         phases_ms=tuple(phases_ms),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -22,16 +22,19 @@ class Ledger:
 
     `gradient_bytes` of them are gradients that `landed`, `peak_gradient_bytes` were when the peak was reached.
 
+    `spend` is told of each operation: its FLOPs, and the bytes that it copies.
+
     It counts what runs inside `recording`, in any thread, over meta tensors. Storages that were there before, such as
     parameters, are not counted. FLOPs are those of products and convolutions.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spend: Callable[[float, int], None] = lambda flops, copied_bytes: None):
         self.live_bytes = 0
         self.peak_bytes = 0
         self.gradient_bytes = 0
         self.peak_gradient_bytes = 0
         self.flops = 0.0
+        self._spend = spend
         self._landed: set[Tensor] = set()
         self._storages: dict[int, weakref.ref] = {}
         self._thread = threading.local()
@@ -52,6 +55,11 @@ class Ledger:
     def add_flops(self, count: float) -> None:
         """For operations that are not known by themselves."""
         self.flops += count
+        self._spend(count, 0)
+
+    def add_copy(self, nbytes: int) -> None:
+        """An operation copies so many bytes."""
+        self._spend(0.0, nbytes)
 
     def start_step(self) -> None:
         """No gradient is there yet, and the peak starts again from what is alive."""
@@ -96,6 +104,8 @@ class _Recording(TorchDispatchMode):
             # A view, or what is updated in place, is no new memory.
             if _counts(leaf) and leaf.untyped_storage()._cdata not in known:
                 self._ledger.add(leaf)
+        if function._overloadpacket is torch.ops.aten.copy_:
+            self._ledger.add_copy(result.nbytes)
         count = flop_registry.get(function._overloadpacket)
         if count is not None:
             if function._overloadname.startswith("dtype"):

@@ -18,6 +18,7 @@ from offload.fused_kernels import fused_kernels
 from offload.ledger import Ledger
 from offload.ordering import CheckedStreams
 from offload.recompute import recompute
+from offload.timed_streams import TimedStreams
 
 # The first records the order of use, which the second knows, as all that follow do.
 STEPS = 2
@@ -116,16 +117,19 @@ def rehearse(
     *,
     recomputed: Iterable[nn.Module] = (),
     norms: bool = False,
+    timed: TimedStreams | None = None,
 ) -> Rehearsal:
     """Attaches `mode` to `model` (on the meta device, and afterwards good for nothing), and runs a step.
 
     `losses` compute the loss of each microbatch on meta tensors; `recomputed` are the blocks that backward computes
-    again, unless the mode does so itself. Raises whatever the model raises that cannot do without values.
+    again, unless the mode does so itself; `timed` are streams that note when they do what. Raises whatever the model
+    raises that cannot do without values.
     """
-    ledger = Ledger()
+    streams = timed or CheckedStreams(torch.device("meta"))
+    ledger = Ledger(timed.spend) if timed else Ledger()
     resident = [tensor for tensor in mode.plan(model).resident if tensor.requires_grad]
     with torch.random.fork_rng(devices=[]), fused_kernels(ledger.add_flops), ledger.recording():
-        mode.attach(model, CheckedStreams(torch.device("meta")))
+        mode.attach(model, streams)
         undo = recompute(recomputed)
         slot_bytes = ledger.live_bytes
         handles = [tensor.register_post_accumulate_grad_hook(ledger.landed) for tensor in resident]
@@ -133,6 +137,8 @@ def rehearse(
             for _ in range(STEPS):
                 model.zero_grad(set_to_none=True)
                 ledger.start_step()
+                if timed:
+                    timed.start_step()
                 log = _Log(ledger, mode)
                 with mode.step(norms):
                     mode.accumulate([log.around(loss) for loss in losses])

@@ -21,6 +21,7 @@ from offload.forecast import forecast, hidden_share
 from offload.plan import Plan
 from offload.rehearsal import Phase, Rehearsal, rehearse
 from offload.sizes import parse_bytes
+from offload.timed_streams import TimedStreams, Work
 from training.errors import UserError, first_line
 from training.figures import Figures, figures_of, is_whole
 from training.hardware import resolve_device, rss_gib
@@ -29,9 +30,12 @@ from training.parts import DTYPES, build_mode, build_model, recomputed_blocks
 from training.planned_update import PlannedUpdate
 from training.progress import print_plan
 from training.run_plan import GIB, RunPlan
+from training.timeline import Span, Timeline, draw
 
 # Microbatches that are rehearsed one by one; more follow from these.
 REHEARSED = 4
+
+TIMELINE_FILE = "plan_timeline.png"
 
 NO_GPU = "no GPU here: the CPU is planned for; hardware=h200, a100 or rtx4090 plans for one"
 
@@ -50,9 +54,18 @@ def plan_only(config: DictConfig, run_dir: Path) -> dict:
     choices = HydraConfig.get().runtime.choices
     print_plan(plan.rows(), title=f"Plan: offload={choices['offload']} model={choices['model']}")
     plan.write(run_dir)
+    if plan.timeline:
+        draw_timeline(plan, run_dir / TIMELINE_FILE, f"planned: {choices['offload']}, {choices['model']}")
     summary = {"status": "planned", "reason": plan.misfit(), **plan.summary()}
     write_summary(run_dir, summary)
     return summary
+
+
+def draw_timeline(plan: RunPlan, path: Path, title: str) -> None:
+    """The rehearsed step as a picture: forward and backward, of the first microbatches where there are many."""
+    spans = (Span(work.lane, work.start_ms * 1e3, work.end_ms * 1e3) for work in plan.timeline)
+    ordered = tuple(sorted(spans, key=lambda span: span.start_us))
+    draw(Timeline(ordered, overlaps=True), path, f"{title} on {plan.figures.name}")
 
 
 def plan_run(config: DictConfig, figures: Figures, has_gpu: bool) -> RunPlan:
@@ -67,8 +80,9 @@ def plan_run(config: DictConfig, figures: Figures, has_gpu: bool) -> RunPlan:
     recomputed_blocks(config, model, mode)
     notes = []
     rehearsal = None
+    timed = TimedStreams(torch.device("meta"), figures.bandwidth, figures.flops_per_s(dtype)) if has_gpu else None
     try:
-        rehearsal = rehearsed(config, plan)
+        rehearsal = rehearsed(config, plan, timed)
     except UserError:
         raise
     except Exception as error:  # whatever a model does to values that are not there; a run has them
@@ -80,20 +94,23 @@ def plan_run(config: DictConfig, figures: Figures, has_gpu: bool) -> RunPlan:
         share = hidden_share(rehearsal.phases, figures.bandwidth, figures.flops_per_s(dtype))
         rehearsal = rehearsal.swapping(share)
         notes.append(f"offload.budget=auto: {share:.0%} of the activations taken to be hidden behind compute")
-    return _assembled(config, figures, has_gpu, model, plan, rehearsal, notes)
+        # It swaps everything, as the rehearsal did.
+        timed = None
+    timeline = tuple(timed.work) if timed else ()
+    return replace(_assembled(config, figures, has_gpu, model, plan, rehearsal, timeline), notes=tuple(notes))
 
 
-def rehearsed(config: DictConfig, plan: Plan) -> Rehearsal:
-    """A rehearsed step of `config`."""
+def rehearsed(config: DictConfig, plan: Plan, timed: TimedStreams | None = None) -> Rehearsal:
+    """A rehearsed step of `config`, as far as it is rehearsed on the streams `timed`."""
     count = config.microbatches
     if count <= REHEARSED:
-        return _rehearsed(config, count)
+        return _rehearsed(config, count, timed)
     if plan.layer_major:
-        return _rehearsed(config, REHEARSED - 1).continued(_rehearsed(config, REHEARSED), count - REHEARSED)
-    return _rehearsed(config, 2).repeated(count)
+        return _rehearsed(config, REHEARSED - 1).continued(_rehearsed(config, REHEARSED, timed), count - REHEARSED)
+    return _rehearsed(config, 2, timed).repeated(count)
 
 
-def _rehearsed(config: DictConfig, microbatches: int) -> Rehearsal:
+def _rehearsed(config: DictConfig, microbatches: int, timed: TimedStreams | None = None) -> Rehearsal:
     """With the first of the step's microbatches, on a model of its own."""
     model = build_model(config, DTYPES[config.precision])
     model.train()
@@ -105,7 +122,7 @@ def _rehearsed(config: DictConfig, microbatches: int) -> Rehearsal:
         return model(tokens[:, :-1], tokens[:, 1:]) * (len(tokens) / config.batch_size)
 
     losses = [partial(loss_of, tokens) for tokens in parts[:microbatches]]
-    return rehearse(mode, model, losses, recomputed=recomputed_blocks(config, model, mode), norms=True)
+    return rehearse(mode, model, losses, recomputed=recomputed_blocks(config, model, mode), norms=True, timed=timed)
 
 
 def _unrehearsed(config: DictConfig, plan: Plan, model: nn.Module) -> Rehearsal:
@@ -129,7 +146,7 @@ def _assembled(
     model: nn.Module,
     plan: Plan,
     rehearsal: Rehearsal,
-    notes: list[str],
+    timeline: tuple[Work, ...],
 ) -> RunPlan:
     vram_budget = _budget("vram_budget", config.vram_budget, figures.vram_gib) if has_gpu else None
     device = {
@@ -154,6 +171,9 @@ def _assembled(
     last = rehearsal.phases[-1]
     phases = (*rehearsal.phases[:-1], replace(last, d2h_bytes=last.d2h_bytes + update.placed_gradient_bytes))
     time = update.time(config, figures, has_gpu, streams=bool(plan.units))
+    flops_per_s = figures.flops_per_s(DTYPES[config.precision])
+    whole = timeline and config.microbatches <= REHEARSED
+    rehearsed_ms = max(work.end_ms for work in timeline) if whole else None
     return RunPlan(
         device_bytes=device,
         host_bytes=host,
@@ -165,14 +185,14 @@ def _assembled(
             "activations in": rehearsal.total("activation_h2d_bytes"),
             "activations out": rehearsal.total("activation_d2h_bytes"),
         },
-        forecast=forecast(phases, figures.bandwidth, figures.flops_per_s(DTYPES[config.precision]), time),
+        forecast=forecast(phases, figures.bandwidth, flops_per_s, time, rehearsed_ms),
         budgets={
             "vram_budget": vram_budget,
             "host_budget": _budget("host_budget", config.host_budget, figures.host_gib),
         },
         figures=figures,
         has_gpu=has_gpu,
-        notes=tuple(notes),
+        timeline=timeline,
     )
 
 

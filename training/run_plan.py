@@ -10,6 +10,7 @@ from typing import Any
 
 from offload.forecast import Forecast
 from offload.plan import size
+from offload.timed_streams import Work
 from training.figures import Figures
 from training.metrics import PLANNED
 
@@ -21,8 +22,9 @@ PLAN_FILE = "plan.json"
 class RunPlan:
     """A planned run: bytes at their peak by part, bytes of a step each way, its time, and the budgets to fit in.
 
-    `logits_bytes` are part of the activations on the device. Without a GPU what is on the device is on the host. A
-    budget is None where there is none.
+    `logits_bytes` are part of the activations on the device. `timeline` is what a GPU does when in forward and
+    backward, as far as these were rehearsed. Without a GPU what is on the device is on the host. A budget is None where
+    there is none.
     """
 
     device_bytes: Mapping[str, int]
@@ -34,6 +36,7 @@ class RunPlan:
     budgets: Mapping[str, int | None]
     figures: Figures
     has_gpu: bool
+    timeline: tuple[Work, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
