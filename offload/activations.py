@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -23,18 +22,12 @@ from offload.departures import Departing, Departures
 from offload.host_pool import HostPool
 from offload.lingering import Lingering
 from offload.memory import HostArena, free_device_bytes
-from offload.parcels import Origins, Packed, Parcel, Remains, Span, Trip, VersionHandles
+from offload.parcels import Origins, Packed, Parcel, Remains, Span, Staying, Trip, VersionHandles
 from offload.registry import Event
 from offload.saved_tensors import Kept, Passed, active_hooks, beneath_claims, claimed
 from offload.swap_policy import Candidate, Choice, Fate, FixedBudget, SwapPolicy
 from offload.transfer import Transfer
-
-
-class _Staying(NamedTuple):
-    """A tensor that could have been swapped and was not."""
-
-    kept: Kept
-    candidate: Candidate
+from offload.use_order import UseOrder
 
 
 class ActivationOffloader:
@@ -77,6 +70,7 @@ class ActivationOffloader:
         self._parcels: list[tuple[int, weakref.ref[Parcel]]] = []
         self._graves: deque[Remains] = deque()
         self._serial = 0
+        self._uses = UseOrder()
         self._ahead_bytes = 0
         self._stall_ms_before = 0.0
         self._began: Event | None = None
@@ -147,6 +141,7 @@ class ActivationOffloader:
         telemetry.collect()
         step_ms = self._began.elapsed_time(ended) if ended is not None and self._began is not None else None
         self.pool.end_step()
+        self._uses.learn(self._record)
         self._policy.learn(self._record, telemetry.stall_ms - self._stall_ms_before, step_ms)
         self._forget_step()
 
@@ -182,7 +177,7 @@ class ActivationOffloader:
         found = self._origins.find(storage, span, tensor._version)
         candidate, parcel = found or self._admit(storage, span, tensor._version)
         if parcel is None:
-            return _Staying(Kept.of(tensor), candidate)
+            return Staying(Kept.of(tensor), candidate)
         handle = self._handles.of(tensor)
         shape, strides = tensor.shape, tensor.stride()
         return Packed(parcel, tensor.dtype, tensor.storage_offset(), shape, strides, handle, tensor._version)
@@ -208,6 +203,7 @@ class ActivationOffloader:
             parcel = Parcel(self._serial, candidate, span, storage, block, self._graves)
             self._parcels.append((self._serial, weakref.ref(parcel)))
             self._serial += 1
+            self._saved_since = True
             self._send(parcel, storage)
         else:
             candidate.fate = Fate.STAYED
@@ -241,10 +237,11 @@ class ActivationOffloader:
             return self._return(saved)
         if isinstance(saved, Passed):
             return saved.unpack(saved.packed)
-        if isinstance(saved, _Staying):
+        if isinstance(saved, Staying):
             self._note_use(saved.candidate)
             # What stayed is used first, and what makes room for the rest: they come back meanwhile.
-            self._prefetch(len(self._parcels), 0, self._room - self._lingering.nbytes)
+            coming = self._coming(saved.candidate, len(self._parcels))
+            self._prefetch(coming, 0, self._room - self._lingering.nbytes)
             return saved.kept.checked()
         return saved.checked()
 
@@ -254,7 +251,7 @@ class ActivationOffloader:
         original = parcel.original()
         self._note_use(parcel.candidate, parcel)
         if original is not None:
-            self._prefetch_before(parcel)
+            self._prefetch_behind(parcel)
             packed.round = parcel.unpacked(packed.round)
             return packed.view(original, 0)
         storage = self._copy_of(parcel)
@@ -268,7 +265,7 @@ class ActivationOffloader:
                 return there
             self._fetch(parcel)
         self._expect(parcel, False)
-        self._prefetch_before(parcel)
+        self._prefetch_behind(parcel)
         self._await(parcel)
         return parcel.copy.tensor.untyped_storage()
 
@@ -276,7 +273,7 @@ class ActivationOffloader:
         if candidate.used_at is not None:
             return
         candidate.used_at = self._tick()
-        if candidate.kept and candidate in self._record[candidate.ordinal : candidate.ordinal + 1]:
+        if candidate.kept and self._is_of_this_step(candidate):
             self._kept_bytes -= candidate.nbytes
         if parcel is None:
             return
@@ -304,20 +301,26 @@ class ActivationOffloader:
         self.fetched_bytes += parcel.span.nbytes
         self._expect(parcel, True)
 
-    def _prefetch_before(self, current: Parcel) -> None:
+    def _prefetch_behind(self, current: Parcel) -> None:
         limit = self._prefetch_bytes + max(self._room - self._lingering.nbytes, 0)
-        self._prefetch(bisect_left(self._parcels, current.serial, key=lambda entry: entry[0]), current.round, limit)
+        index = bisect_left(self._parcels, current.serial, key=lambda entry: entry[0])
+        self._prefetch(self._coming(current.candidate, index), current.round, limit)
 
-    def _prefetch(self, before: int, round: int, limit: int) -> None:
-        """Fetches the first `before` parcels, the newest first, as long as at most `limit` bytes are ahead of use."""
-        for index in range(before - 1, -1, -1):
+    def _coming(self, candidate: Candidate, before: int) -> Iterator[Parcel | None]:
+        """What is used after `candidate`: by the step before, or else the first `before` parcels, the newest first."""
+        if self._saved_since:
+            self._uses.expect([parcel for parcel in self._alive() if parcel.serial >= self._first_serial])
+            self._saved_since = False
+        known = self._uses.after(candidate) if self._is_of_this_step(candidate) else None
+        return known or (self._parcels[index][1]() for index in range(before - 1, -1, -1))
+
+    def _prefetch(self, coming: Iterator[Parcel | None], round: int, limit: int) -> None:
+        """Fetches what is coming as long as at most `limit` bytes are ahead of use."""
+        for parcel in coming:
             if self._ahead_bytes >= limit:
                 return
-            parcel = self._parcels[index][1]()
-            if parcel is None or parcel.copy is not None or not parcel.origin.expired():
-                continue
-            if parcel.round > round:
-                # This backward had it already, and its graph is about to drop it, or kept for another backward.
+            # This backward had those of a later round already; its graph drops them, or keeps them for another.
+            if parcel is None or parcel.copy is not None or parcel.round > round or not parcel.origin.expired():
                 continue
             if self._ahead_bytes and self._ahead_bytes + parcel.span.nbytes > limit:
                 return
@@ -367,12 +370,17 @@ class ActivationOffloader:
             self._streams.writes(None, block, "whatever the host does next")
 
     def _forget_step(self) -> None:
+        self._first_serial = self._serial
+        self._saved_since = False
         self._origins.clear()
         self._never.clear()
         self._record = []
         self._ticks = 0
         self._kept_bytes = 0
         self._unpacked_bytes = 0
+
+    def _is_of_this_step(self, candidate: Candidate) -> bool:
+        return candidate in self._record[candidate.ordinal : candidate.ordinal + 1]
 
     def _tick(self) -> int:
         self._ticks += 1

@@ -18,7 +18,7 @@ from offload.departures import Departing
 from offload.host_pool import PooledBlock
 from offload.memory import ALIGNMENT_BYTES
 from offload.registry import Stream
-from offload.saved_tensors import check_version
+from offload.saved_tensors import Kept, check_version
 from offload.swap_policy import Candidate
 
 
@@ -166,6 +166,13 @@ class Packed:
         """The tensor over `storage`, whose first byte is byte `start` of the storage that it was saved from."""
         offset = self.offset - start // self.dtype.itemsize
         return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, offset, self.shape, self.strides)
+
+
+class Staying(NamedTuple):
+    """A tensor that could have been swapped and was not."""
+
+    kept: Kept
+    candidate: Candidate
 
 
 class Trip(NamedTuple):

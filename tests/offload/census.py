@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -61,6 +62,21 @@ class Census:
             assert getattr(self, name) == getattr(before, name), (name, self, before)
         assert self.objects - before.objects < objects, (self, before)
         assert self.resident_bytes - before.resident_bytes < resident_bytes, (self, before)
+
+
+def assert_leaves_nothing(run: Callable[[], None], objects: int, resident_bytes: int) -> None:
+    """`run` leaves fewer than so many objects and bytes, and nothing else.
+
+    What it leaves once may be a cache of somebody else that filled; a leak leaves as much again.
+    """
+    before = Census.take()
+    run()
+    first = Census.take()
+    try:
+        first.assert_no_more_than(before, objects, resident_bytes)
+    except AssertionError:
+        run()
+        Census.take().assert_no_more_than(first, objects, resident_bytes)
 
 
 def hooks_of(model: nn.Module) -> int:

@@ -245,6 +245,32 @@ def test_without_prefetch_a_copy_is_made_when_it_is_asked_for(
     assert log == [[], *([1000 + number] for number in range(6, -1, -1))]
 
 
+def test_what_comes_in_ahead_is_what_the_step_before_used_next(
+    streams: registry.Streams, monkeypatch: pytest.MonkeyPatch
+):
+    """Backward in the order of saving; then a step that saves otherwise, which falls back on the newest first."""
+    swap, order, used = Swap(streams, prefetch_bytes=2500), [], []
+    original = Transfer.copy_in
+    monkeypatch.setattr(
+        Transfer, "copy_in", lambda *call, **options: (order.append(call[2].numel()), original(*call, **options))
+    )
+
+    def fetched_until_each_use(sizes: list[int]) -> list[list[int]]:
+        with swap.step():
+            losses = [save(swap, torch.zeros(size, dtype=torch.uint8), flush=False)[0] for size in sizes]
+            used.clear()
+            for loss in losses:
+                order.clear()
+                loss.backward()
+                used.append(list(order))
+        return list(used)
+
+    sizes = [1000 + number for number in range(6)]
+    assert fetched_until_each_use(sizes) == [[1000 + number] for number in range(6)]
+    assert fetched_until_each_use(sizes) == [[1000, 1001, 1002], [1003], [1004], [1005], [], []]
+    assert fetched_until_each_use([*sizes[:3], 2000, *sizes[3:]])[:2] == [[1000], [1001]]
+
+
 def test_the_device_holds_no_more_ahead_than_it_may(streams: registry.Streams, monkeypatch: pytest.MonkeyPatch):
     """After a prefetch that nobody used, prefetching goes on with its full width."""
     swap = Swap(streams, prefetch_bytes=2500)
