@@ -14,9 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import open_dict
+from in_process import composed
 
 from models.llama import Llama
 from offload import registry
@@ -61,14 +59,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     before = signal.getsignal(signal.SIGTERM)
 
     def run(*overrides: str) -> int:
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            config = compose("config", [*SMALL, *overrides], return_hydra_config=True)
-        monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
-        HydraConfig.instance().set_config(config)
-        with open_dict(config):
-            del config["hydra"]
         try:
-            with failures_recorded(tmp_path):
+            with composed(*SMALL, *overrides) as config, failures_recorded(tmp_path):
                 check(config)
                 with build(config, tmp_path) as job:
                     train(job)

@@ -7,25 +7,18 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
-from omegaconf import open_dict
+from in_process import run_here
 
 from models.initialise import initialise
 from models.llama import Llama
 from models.weights import save_weights
 from offload.modes import shard_offload, tensor_swap
-from training import launcher, schema
-from training.build import build
-from training.checks import check
 from training.errors import UserError, explain
-from training.loop import train
 
 ROOT = Path(__file__).parent.parent
 SMALL = (
@@ -40,6 +33,8 @@ SMALL = (
     "device=cpu",
     "dataset.max_tokens=100000",
 )
+# For runs in this process.
+QUIET = (*SMALL, "tracking=disabled")
 # Every mode there is, with what makes it move something of a model as small as this.
 MODES = {path.stem: () for path in sorted((ROOT / "conf" / "offload").glob("*.yaml"))}
 SWAPPING = ("tensor_swap", "layer_stream_swap", "bounce_linear_swap")
@@ -47,9 +42,6 @@ MODES |= dict.fromkeys(SWAPPING, ("offload.min_bytes=1KiB",))
 MODES["shard_offload"] = ("offload.shards=2",)
 UNCOUNTED = ("none", "save_on_cpu")
 TRANSFERS = ("transfer/", "perf/", "memory/", "optimizer/")
-
-schema.register()
-launcher.register()
 
 
 def run(folder: Path, *overrides: str, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -88,35 +80,16 @@ def test_the_default_job_learns(tmp_path: Path):
     assert summary(tmp_path)["status"] == "ok"
 
 
-@pytest.fixture
-def run_here(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """As `run`, in this process, which has imported everything: a tenth of the time. Errors are raised as they are."""
-
-    def run_here(folder: Path, *overrides: str) -> None:
-        folder.mkdir(parents=True)
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            config = compose("config", [*overrides, "tracking=disabled"], return_hydra_config=True)
-        monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
-        HydraConfig.instance().set_config(config)
-        with open_dict(config):
-            del config["hydra"]
-        check(config)
-        with build(config, folder) as job:
-            train(job)
-
-    return run_here
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("options", [(), ("recompute=block", "microbatches=3", "clip_norm=null")])
-def test_every_mode_trains_alike(tmp_path: Path, run_here, monkeypatch, precision: str, options: tuple[str, ...]):
+def test_every_mode_trains_alike(tmp_path: Path, monkeypatch, precision: str, options: tuple[str, ...]):
     # So small a model's activations would not leave, or be wanted back before their copies are let go.
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1024)
     for mode in (shard_offload, tensor_swap):
         monkeypatch.setattr(mode, "IN_FLIGHT_BYTES", 1024)
     for offload, knobs in MODES.items():
         folder = tmp_path / offload
-        run_here(folder, *SMALL, f"precision={precision}", f"offload={offload}", *knobs, *options)
+        run_here(folder, *QUIET, f"precision={precision}", f"offload={offload}", *knobs, *options)
         moved = summary(folder)
         assert (moved["transfer/h2d_gib"] > 0) == (offload not in UNCOUNTED)
         swaps = offload in SWAPPING or offload == "shard_offload"
@@ -125,12 +98,12 @@ def test_every_mode_trains_alike(tmp_path: Path, run_here, monkeypatch, precisio
 
 
 @pytest.mark.parametrize("clip_norm", ["null", "1.0"])
-def test_updates_behind_the_step_train_alike(tmp_path: Path, run_here, clip_norm: str):
+def test_updates_behind_the_step_train_alike(tmp_path: Path, clip_norm: str):
     # A rate that changes with each step, so that an update that is made late is still the one of its own step.
     schedule = ("schedule=linear", "schedule.warmup=2", "log_every=1")
     for offload, knobs in MODES.items():
         updates = ("optimizer=host_adamw", f"clip_norm={clip_norm}", "precision=bf16", "microbatches=2", *schedule)
-        run_here(tmp_path / offload, *SMALL, f"offload={offload}", *knobs, *updates)
+        run_here(tmp_path / offload, *QUIET, f"offload={offload}", *knobs, *updates)
         resident = offload in ("none", "save_on_cpu", "tensor_swap")
         # In all, because an update may be made in the step after its own.
         assert (sum(record["optimizer/host_ms"] for record in metrics(tmp_path / offload)) > 0) == (not resident)
@@ -140,21 +113,21 @@ def test_updates_behind_the_step_train_alike(tmp_path: Path, run_here, clip_norm
     assert rates == pytest.approx([1 / 3, 2 / 3, 1, 3 / 4, 2 / 4, 1 / 4])
 
 
-def test_states_that_fill_the_spare_device_memory_train_alike(tmp_path: Path, run_here):
+def test_states_that_fill_the_spare_device_memory_train_alike(tmp_path: Path):
     """vram_budget: nothing, a third of the states, all; a CPU uses no VRAM, so all of it is spare."""
     shares = {}
     for budget in ("0", "150KiB", "1GiB"):
         updates = ("optimizer=host_adamw", "optimizer.device_share=auto", f"vram_budget={budget}", "clip_norm=null")
-        run_here(tmp_path / budget, *SMALL, "offload=layer_stream", "precision=bf16", *updates)
+        run_here(tmp_path / budget, *QUIET, "offload=layer_stream", "precision=bf16", *updates)
         shares[budget] = sum(record["optimizer/host_ms"] > 0 for record in metrics(tmp_path / budget)[1:])
     assert curve(tmp_path / "0") == curve(tmp_path / "150KiB") == curve(tmp_path / "1GiB")
     assert shares["0"] == shares["150KiB"] > shares["1GiB"] == 0
 
 
-def test_a_run_is_a_function_of_its_seed(tmp_path: Path, run_here):
+def test_a_run_is_a_function_of_its_seed(tmp_path: Path):
     run(tmp_path / "elsewhere", *SMALL, "seed=3", PYTHONHASHSEED="9")
-    run_here(tmp_path / "here", *SMALL, "seed=3")
-    run_here(tmp_path / "other", *SMALL, "seed=4")
+    run_here(tmp_path / "here", *QUIET, "seed=3")
+    run_here(tmp_path / "other", *QUIET, "seed=4")
     assert curve(tmp_path / "elsewhere") == curve(tmp_path / "here") != curve(tmp_path / "other")
 
 
@@ -182,7 +155,7 @@ def test_wandb_has_what_the_files_have(tmp_path: Path):
     assert read["config"]["choices"]["offload"] == "bounce_linear"
 
 
-def test_weights_saved_by_name_load_into_any_mode(tmp_path: Path, run_here):
+def test_weights_saved_by_name_load_into_any_mode(tmp_path: Path):
     model = Llama(320, 32, 64, 2, 4, 2)
     initialise(model, seed=5)
     with torch.no_grad():
@@ -191,7 +164,7 @@ def test_weights_saved_by_name_load_into_any_mode(tmp_path: Path, run_here):
     for offload in MODES:
         folder = tmp_path / offload
         run_here(
-            folder, *SMALL, f"offload={offload}", f"model.weights={tmp_path / 'weights'}", "steps=1", "log_every=1"
+            folder, *QUIET, f"offload={offload}", f"model.weights={tmp_path / 'weights'}", "steps=1", "log_every=1"
         )
         # A head of zeros gives every token the same chance.
         assert metrics(folder)[0]["train/loss"] == pytest.approx(torch.tensor(320.0).log().item())
@@ -217,11 +190,9 @@ def test_weights_saved_by_name_load_into_any_mode(tmp_path: Path, run_here):
         ),
     ],
 )
-def test_a_mistake_is_one_line_that_the_user_can_mend(
-    tmp_path: Path, run_here, overrides: tuple[str, ...], message: str
-):
+def test_a_mistake_is_one_line_that_the_user_can_mend(tmp_path: Path, overrides: tuple[str, ...], message: str):
     with pytest.raises((UserError, InstantiationException)) as raised:
-        run_here(tmp_path / "run", *SMALL, *overrides)
+        run_here(tmp_path / "run", *QUIET, *overrides)
     status, reason, mendable = explain(raised.value)
     assert re.search(message, reason), reason
     assert "\n" not in reason

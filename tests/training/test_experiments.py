@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from in_process import run_here
 from omegaconf import DictConfig, open_dict
 
 from training import launcher, schema
-from training.build import build
 from training.checks import check
-from training.loop import train
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -75,16 +73,9 @@ def test_the_ablation_is_narrowed_on_the_command_line():
 @pytest.mark.parametrize(
     "overrides", [("fit_7b_24gib", "seq_len=64", "schedule.warmup=1"), ("long_context", "seq_len=2048")]
 )
-def test_a_large_experiment_trains_when_it_is_made_small(tmp_path: Path, monkeypatch, overrides: tuple[str, ...]):
+def test_a_large_experiment_trains_when_it_is_made_small(tmp_path: Path, overrides: tuple[str, ...]):
     experiment, *shrunk = overrides
-    config = composed(f"experiment={experiment}", *SMALL, *shrunk)
-    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
-    HydraConfig.instance().set_config(config)
-    with open_dict(config):
-        del config["hydra"]
-    check(config)
-    with build(config, tmp_path) as job:
-        train(job)
+    run_here(tmp_path, f"experiment={experiment}", *SMALL, *shrunk)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("ok", 3)
     assert summary["transfer/h2d_gib"] > 0

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import open_dict
+from in_process import composed
 
 from models.llama import Llama
 from training import launcher, schema
@@ -41,18 +39,13 @@ def run(folder: Path, *overrides: str, status: int = 0) -> str:
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunPlan]:
+def planned() -> Callable[..., RunPlan]:
     """A plan made in this process."""
 
     def planned(*overrides: str, has_gpu: bool = True) -> RunPlan:
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            config = compose("config", ["hardware=h200", "seq_len=64", *overrides], return_hydra_config=True)
-        monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
-        HydraConfig.instance().set_config(config)
-        with open_dict(config):
-            del config["hydra"]
-        check(config)
-        return plan_run(config, figures_of(config, torch.device("cpu")), has_gpu)
+        with composed("hardware=h200", "seq_len=64", *overrides) as config:
+            check(config)
+            return plan_run(config, figures_of(config, torch.device("cpu")), has_gpu)
 
     return planned
 

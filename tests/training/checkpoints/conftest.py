@@ -9,14 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import open_dict
-
-from training import launcher, schema
-from training.build import build
-from training.checks import check
-from training.loop import train
+from in_process import run_here
 
 ROOT = Path(__file__).parents[3]
 TINY = (
@@ -34,9 +27,6 @@ TINY = (
     "tracking=disabled",
 )
 
-schema.register()
-launcher.register()
-
 
 @pytest.fixture(scope="session")
 def tiny() -> tuple[str, ...]:
@@ -44,24 +34,14 @@ def tiny() -> tuple[str, ...]:
     return TINY
 
 
-@pytest.fixture(scope="session")
-def run_here() -> Callable[..., dict]:
+@pytest.fixture(scope="session", name="run_here")
+def run_tiny() -> Callable[..., dict]:
     """`python train.py` of a tiny model with more overrides, in this process; errors are raised as they are."""
 
-    def run_here(folder: Path, *overrides: str) -> dict:
-        folder.mkdir(parents=True, exist_ok=True)
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            config = compose("config", [*TINY, *overrides], return_hydra_config=True)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(HydraConfig.instance(), "cfg", None)
-            HydraConfig.instance().set_config(config)
-            with open_dict(config):
-                del config["hydra"]
-            check(config)
-            with build(config, folder) as job:
-                return train(job)
+    def run_tiny(folder: Path, *overrides: str) -> dict:
+        return run_here(folder, *TINY, *overrides)
 
-    return run_here
+    return run_tiny
 
 
 @pytest.fixture(scope="session")
