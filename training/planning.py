@@ -39,6 +39,8 @@ TIMELINE_FILE = "plan_timeline.png"
 
 NO_GPU = "no GPU here: the CPU is planned for; hardware=h200, a100 or rtx4090 plans for one"
 
+WAITS_FOR_UPDATES = "optimizer=host_adamw hides updates on the host behind the step, most of all with clip_norm=null"
+
 logger = logging.getLogger(__name__)
 
 
@@ -97,7 +99,10 @@ def plan_run(config: DictConfig, figures: Figures, has_gpu: bool) -> RunPlan:
         # It swaps everything, as the rehearsal did.
         timed = None
     timeline = tuple(timed.work) if timed else ()
-    return replace(_assembled(config, figures, has_gpu, model, plan, rehearsal, timeline), notes=tuple(notes))
+    found = _assembled(config, figures, has_gpu, model, plan, rehearsal, timeline)
+    if has_gpu and plan.units and found.forecast.bound == "host optimizer" and "device_share" not in config.optimizer:
+        notes.append(WAITS_FOR_UPDATES)
+    return replace(found, notes=tuple(notes))
 
 
 def rehearsed(config: DictConfig, plan: Plan, timed: TimedStreams | None = None) -> Rehearsal:

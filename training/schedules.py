@@ -8,6 +8,7 @@ updates made before it, so a run's first step is 0.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 
 from hydra.utils import instantiate
@@ -21,6 +22,8 @@ def build_schedule(config: DictConfig, optimizer: Optimizer) -> LambdaLR:
 
     Its `step()` is due after each step of the optimizer.
     """
+    # A first step that is left out (on_nonfinite=skip) is no call in the wrong order.
+    warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)`", UserWarning)
     return instantiate(config.schedule, optimizer=optimizer, steps=config.steps)
 
 

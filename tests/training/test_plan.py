@@ -149,6 +149,14 @@ def test_states_on_the_device_take_work_from_the_host(planned):
     assert all_that_fit.host_bytes["optimizer"] == 0
 
 
+def test_updates_that_the_step_waits_for_are_noted(planned):
+    sizes = ("model.hidden_size=2048", "model.intermediate_size=8192", "precision=bf16", "offload=layer_stream")
+    (note,) = planned(*sizes).notes
+    assert note.startswith("optimizer=host_adamw hides updates")
+    assert planned(*sizes, "optimizer=host_adamw", "clip_norm=null").notes == ()
+    assert planned(*sizes[:-1]).notes == ()
+
+
 def test_states_that_visit_take_the_bus_instead(planned):
     job = ("offload=layer_stream", "optimizer=host_adamw", "precision=bf16")
     none, some, every = (planned(*job, f"optimizer.visiting_share={share}") for share in (0, 0.25, 1))
