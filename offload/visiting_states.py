@@ -2,7 +2,7 @@
 
 Where all gradients must be known before the first update, the bus is idle while the host updates, and the device waits.
 States that travel through it are updated as fast as it copies them, which is about as fast as the host updates the
-rest. The idea is that of Deep Optimizer States (Maurya et al. 2024), here without a step of delay.
+rest. The idea of sharing updates so is that of Deep Optimizer States (Maurya et al. 2024).
 """
 
 from __future__ import annotations
