@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from in_process import composed
+from in_process import SMALL_MODEL, composed
 
 from models.llama import Llama
 from offload import registry
@@ -29,14 +29,10 @@ from training.metrics import read_metrics, read_summary
 
 ROOT = Path(__file__).parent.parent
 SMALL = (
-    "model.hidden_size=32",
-    "model.intermediate_size=64",
-    "model.num_hidden_layers=2",
-    "batch_size=4",
+    *SMALL_MODEL,
     "seq_len=32",
     "steps=6",
     "log_every=1",
-    "device=cpu",
     "dataset.max_tokens=50000",
     "tracking=disabled",
 )

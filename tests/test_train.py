@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from hydra.errors import InstantiationException
-from in_process import run_here
+from in_process import SMALL_MODEL, run_here
 
 from models.initialise import initialise
 from models.llama import Llama
@@ -22,15 +22,11 @@ from training.errors import UserError, explain
 
 ROOT = Path(__file__).parent.parent
 SMALL = (
-    "model.hidden_size=32",
-    "model.intermediate_size=64",
-    "model.num_hidden_layers=2",
-    "batch_size=4",
+    *SMALL_MODEL,
     "seq_len=64",
     "steps=6",
     "log_every=2",
     "warmup_steps=1",
-    "device=cpu",
     "dataset.max_tokens=100000",
 )
 # For runs in this process.

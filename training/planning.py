@@ -21,7 +21,7 @@ from offload.forecast import forecast, hidden_share
 from offload.plan import Plan
 from offload.rehearsal import Phase, Rehearsal, rehearse
 from offload.sizes import parse_bytes
-from offload.timed_streams import TimedStreams, Work
+from offload.timed_streams import TimedStreams
 from training.errors import UserError, first_line
 from training.figures import Figures, figures_of, is_whole
 from training.hardware import resolve_device, rss_gib
@@ -91,15 +91,15 @@ def plan_run(config: DictConfig, figures: Figures, has_gpu: bool) -> RunPlan:
         logger.debug("no rehearsal", exc_info=error)
         notes.append(f"activations are not in the plan: this model needs values to run ({first_line(error)})")
     if rehearsal is None:
-        rehearsal = _unrehearsed(config, plan, model)
+        # What was timed ends where the rehearsal did.
+        rehearsal, timed = _unrehearsed(config, plan, model), None
     if plan.activation_budget_bytes is None:
         share = hidden_share(rehearsal.phases, figures.bandwidth, figures.flops_per_s(dtype))
         rehearsal = rehearsal.swapping(share)
         notes.append(f"offload.budget=auto: {share:.0%} of the activations taken to be hidden behind compute")
         # It swaps everything, as the rehearsal did.
         timed = None
-    timeline = tuple(timed.work) if timed else ()
-    found = _assembled(config, figures, has_gpu, model, plan, rehearsal, timeline)
+    found = _assembled(config, figures, has_gpu, model, plan, rehearsal, timed)
     if has_gpu and plan.units and found.forecast.bound == "host optimizer" and "device_share" not in config.optimizer:
         notes.append(WAITS_FOR_UPDATES)
     return replace(found, notes=tuple(notes))
@@ -151,7 +151,7 @@ def _assembled(
     model: nn.Module,
     plan: Plan,
     rehearsal: Rehearsal,
-    timeline: tuple[Work, ...],
+    timed: TimedStreams | None,
 ) -> RunPlan:
     vram_budget = _budget("vram_budget", config.vram_budget, figures.vram_gib) if has_gpu else None
     device = {
@@ -177,8 +177,7 @@ def _assembled(
     phases = (*rehearsal.phases[:-1], replace(last, d2h_bytes=last.d2h_bytes + update.placed_gradient_bytes))
     time = update.time(config, figures, has_gpu, streams=bool(plan.units))
     flops_per_s = figures.flops_per_s(DTYPES[config.precision])
-    whole = timeline and config.microbatches <= REHEARSED
-    rehearsed_ms = max(work.end_ms for work in timeline) if whole else None
+    rehearsed_ms = timed.step_ms if timed and config.microbatches <= REHEARSED else None
     return RunPlan(
         device_bytes=device,
         host_bytes=host,
@@ -197,7 +196,7 @@ def _assembled(
         },
         figures=figures,
         has_gpu=has_gpu,
-        timeline=timeline,
+        timeline=tuple(timed.work) if timed else (),
     )
 
 

@@ -9,18 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from in_process import SMALL_MODEL
 
 ROOT = Path(__file__).parents[2]
 FILES = {"compare.csv", "compare.md", "compare.html", "compare_memory.png", "compare_time.png", "compare_loss.png"}
 SMALL = (
-    "model.hidden_size=32",
-    "model.intermediate_size=64",
-    "model.num_hidden_layers=2",
-    "batch_size=4",
+    *SMALL_MODEL,
     "seq_len=32",
     "steps=3",
     "warmup_steps=1",
-    "device=cpu",
     "dataset.max_tokens=20000",
     "tracking=disabled",
 )

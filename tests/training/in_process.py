@@ -16,6 +16,14 @@ from training.build import build
 from training.checks import check
 from training.loop import train
 
+# A model and a batch that take a fraction of a second a step.
+SMALL_MODEL = (
+    "model.hidden_size=32",
+    "model.intermediate_size=64",
+    "model.num_hidden_layers=2",
+    "batch_size=4",
+    "device=cpu",
+)
 CONF = Path(__file__).parents[2] / "conf"
 
 schema.register()

@@ -196,6 +196,14 @@ def test_a_model_that_cannot_be_rehearsed_is_planned_by_bounds(planned, monkeypa
     assert min(plan.step_bytes["out"], plan.forecast.step_ms) > 0
 
 
+def test_a_rehearsal_that_ends_early_gives_neither_a_timeline_nor_a_time(planned, monkeypatch: pytest.MonkeyPatch):
+    forward = Llama.forward
+    monkeypatch.setattr(Llama, "forward", lambda self, ids, labels: forward(self, ids, labels).item())
+    plan = planned("offload=layer_stream")
+    assert plan.timeline == ()
+    assert plan.forecast.step_ms >= sum(plan.forecast.phases_ms)
+
+
 def test_figures_given_by_hand_go_before_a_preset(planned):
     plan = planned("hardware.host_gib=1", "hardware.name=mine")
     assert (plan.figures.name, plan.budgets["host_budget"]) == ("mine", GIB)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.core.hydra_config import HydraConfig
+from in_process import composed
 from omegaconf import DictConfig
 
-from training import schema
 from training.figures import Figures, figures_of
 from training.probe import keep, kept, kept_path, probe
 
@@ -28,13 +27,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def planning_config(monkeypatch: pytest.MonkeyPatch) -> DictConfig:
-    schema.register()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("config", ["hydra/launcher=basic"], return_hydra_config=True)
-    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
-    HydraConfig.instance().set_config(config)
-    return config
+def planning_config() -> Iterator[DictConfig]:
+    with composed() as config:
+        yield config
 
 
 def test_a_cpu_is_measured_in_seconds():
