@@ -140,9 +140,9 @@ class ActivationOffloader:
         telemetry = self._transfer.telemetry
         telemetry.collect()
         step_ms = self._began.elapsed_time(ended) if ended is not None and self._began is not None else None
-        self.pool.end_step()
         self._uses.learn(self._record)
-        self._policy.learn(self._record, telemetry.stall_ms - self._stall_ms_before, step_ms)
+        self._policy.learn(self._record, telemetry.stall_ms - self._stall_ms_before, step_ms, self.pool.grew)
+        self.pool.end_step()
         self._forget_step()
 
     def close(self) -> None:

@@ -3,11 +3,15 @@
    The order of operations and the two fused multiply-adds are those of torch's fused CPU kernel as its builds have it,
    so that its results are met bit for bit; the compiler must contract no other. Work is dealt out in blocks, because
    a core that another thread needs for a while would hold up a loop cut into equal shares. What a core reads next is
-   prefetched tile by tile: five streams at once are more than its own prefetchers keep filled. */
+   prefetched tile by tile: four streams at once are more than its own prefetchers keep filled. A bf16 weight is only
+   written: stored past the caches, whole lines at a time, it need not be read first. */
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #define BLOCK 65536
 #define TILE 32
@@ -40,13 +44,29 @@ static inline bf16 store_bf16(float value) {
   return value != value ? 0x7fc0 : (bf16)rounded;
 }
 
+/* One tile of bf16 weights, which is one line of the cache, past the caches. */
+static inline void store_past_caches(void *line, const void *from) {
+#ifdef __SSE2__
+  for (int part = 0; part < 4; part++) _mm_stream_si128((__m128i *)line + part, _mm_load_si128((__m128i *)from + part));
+#else
+  memcpy(line, from, CACHE_LINE);
+#endif
+}
+
+/* Before other threads, or a device, read what was stored past the caches. */
+static inline void finish_stores(void) {
+#ifdef __SSE2__
+  _mm_sfence();
+#endif
+}
+
 #define float_load load_fp32
 #define float_store store_fp32
 #define bf16_load load_bf16
 #define bf16_store store_bf16
 
 /* `lerp` is 1 - beta1; from 0.5 up torch interpolates from the gradient's end, `towards` being `lerp` - 1. */
-#define ELEMENTS(WEIGHT, GRADIENT, MOMENT, FROM, TO)                                                                  \
+#define ELEMENTS(WEIGHT, GRADIENT, MOMENT, WEIGHTS, FROM, TO)                                                         \
   _Pragma("omp simd") for (int64_t i = FROM; i < TO; i++) {                                                           \
     float g = GRADIENT##_load(gradient[i]) * scale;                                                                   \
     float m = MOMENT##_load(exp_avg[i]);                                                                              \
@@ -57,7 +77,7 @@ static inline bf16 store_bf16(float value) {
     exp_avg[i] = MOMENT##_store(m);                                                                                   \
     exp_avg_sq[i] = MOMENT##_store(v);                                                                                \
     master[i] = value;                                                                                                \
-    weight[i] = WEIGHT##_store(value);                                                                                \
+    (WEIGHTS)[i - (FROM)] = WEIGHT##_store(value);                                                                    \
   }
 
 /* A float32 weight is its own master: both point to the same memory. */
@@ -76,15 +96,18 @@ static inline bf16 store_bf16(float value) {
       float *master = masters + start;                                                                                \
       MOMENT *exp_avg = (MOMENT *)exp_avgs + start;                                                                   \
       MOMENT *exp_avg_sq = (MOMENT *)exp_avg_sqs + start;                                                             \
+      int past_caches = sizeof *weight == sizeof(bf16) && (uintptr_t)weight % CACHE_LINE == 0;                        \
       for (int64_t tile = 0; tile < whole; tile += TILE) {                                                            \
         PREFETCH(gradient + tile);                                                                                    \
         PREFETCH(master + tile);                                                                                      \
         PREFETCH(exp_avg + tile);                                                                                     \
         PREFETCH(exp_avg_sq + tile);                                                                                  \
-        PREFETCH(weight + tile);                                                                                      \
-        ELEMENTS(WEIGHT, GRADIENT, MOMENT, tile, tile + TILE)                                                         \
+        WEIGHT line[TILE] __attribute__((aligned(CACHE_LINE)));                                                       \
+        ELEMENTS(WEIGHT, GRADIENT, MOMENT, past_caches ? line : weight + tile, tile, tile + TILE)                     \
+        if (past_caches) store_past_caches(weight + tile, line);                                                      \
       }                                                                                                               \
-      ELEMENTS(WEIGHT, GRADIENT, MOMENT, whole, length)                                                               \
+      ELEMENTS(WEIGHT, GRADIENT, MOMENT, weight + whole, whole, length)                                               \
+      finish_stores();                                                                                                \
     }                                                                                                                 \
   }
 

@@ -33,11 +33,13 @@ class PooledBlock:
 class HostPool:
     """Blocks of the arena, lent by exact size (whole pages) and at most `budget` bytes of them (None: what is free).
 
+    `grew`: new memory was page-locked in this step, which takes longer than many a step.
     Who takes a block and queues a copy into it orders that copy behind `used`, and moves `used` on.
     """
 
     def __init__(self, arena: HostArena, streams: Streams, budget: int | None = None):
         self.held_bytes = 0
+        self.grew = False
         self._arena = arena
         self._streams = streams
         self._budget = budget
@@ -75,6 +77,7 @@ class HostPool:
     def end_step(self) -> None:
         """Gives back what no step has needed lately: shapes have changed, or less is swapped than before."""
         self._step += 1
+        self.grew = False
         for size in list(self._idle):
             while self._idle.get(size) and self._idle[size][0].step < self._step - IDLE_STEPS:
                 self._release_one(size)
@@ -109,6 +112,7 @@ class HostPool:
                 self._release_one(next(iter(self._idle)))
                 continue
             self.held_bytes += size
+            self.grew = True
             return block
 
     def _release_one(self, size: int) -> None:

@@ -55,10 +55,12 @@ class SwapPolicy(Protocol):
         """The choice for span number `ordinal` of the step; `room` is what the budget has left."""
         ...
 
-    def learn(self, record: Sequence[Candidate], stall_ms: float, step_ms: float | None) -> None:
+    def learn(
+        self, record: Sequence[Candidate], stall_ms: float, step_ms: float | None, host_grew: bool = False
+    ) -> None:
         """A step is over: its candidates in order, the time that compute stood still for them and its length.
 
-        `step_ms` is None on a device without a clock.
+        `step_ms` is None on a device without a clock. `host_grew`: new host memory was page-locked in the step.
         """
         ...
 
@@ -84,7 +86,9 @@ class FixedBudget:
             return Choice.LEAVE
         return Choice.KEEP if ordinal in self._kept and nbytes <= room else Choice.SWAP
 
-    def learn(self, record: Sequence[Candidate], stall_ms: float, step_ms: float | None) -> None:
+    def learn(
+        self, record: Sequence[Candidate], stall_ms: float, step_ms: float | None, host_grew: bool = False
+    ) -> None:
         self._freed_nothing = {
             candidate.ordinal: candidate.nbytes
             for candidate in record
@@ -100,16 +104,18 @@ class AutomaticBudget(FixedBudget):
     """Swaps only as much as the copies can hide behind compute, found by measuring.
 
     The first step keeps what there is room for, `KEPT_OF_FREE` of the device's free memory, and is not measured: it
-    shows how much could be swapped. Each of the next `TRIALS` steps swaps a share of these bytes, from `FIRST` (or
-    what has no room) on. A share is hidden where compute stood still for at most `TOLERANCE` of the step. Shares
-    double until one is not hidden, then go half the way between the greatest that was and the least that was not. The
-    greatest that was hidden is kept for good, as a budget in bytes. So a slow moment costs memory, never time; and
-    never much more is page-locked than will be used, which takes half a second a GB. Without a clock, and where free
-    memory is not known, everything is swapped.
+    shows how much could be swapped. Then shares of these bytes are tried, at most `TRIALS`, from `FIRST` (or what has
+    no room) on. A share is hidden where compute stood still for at most `TOLERANCE` of the step. A step that
+    page-locks memory says nothing, as the host holds it up and copies have all the time they want: the same share is
+    tried again. Shares grow by `GROWTH` until one is not hidden, then go half the way between the greatest that was
+    and the least that was not. The greatest that was hidden is kept for good, as a budget in bytes. So a slow moment
+    costs memory, never time; and never much more is page-locked than will be used, which takes half a second a GB.
+    Without a clock, and where free memory is not known, everything is swapped.
     """
 
-    FIRST = 1 / 16
-    TRIALS = 8
+    FIRST = 1 / 8
+    GROWTH = 1.5
+    TRIALS = 10
     TOLERANCE = 0.01
     KEPT_OF_FREE = 0.6
     CLOSE_ENOUGH = 0.05
@@ -132,7 +138,9 @@ class AutomaticBudget(FixedBudget):
         unknown = self._share is None and choice is Choice.SWAP
         return Choice.KEEP if unknown and nbytes <= room else choice
 
-    def learn(self, record: Sequence[Candidate], stall_ms: float, step_ms: float | None) -> None:
+    def learn(
+        self, record: Sequence[Candidate], stall_ms: float, step_ms: float | None, host_grew: bool = False
+    ) -> None:
         if step_ms is None:
             self.budget = 0
         elif record and not self.settled:
@@ -141,7 +149,7 @@ class AutomaticBudget(FixedBudget):
                 # What has no room is swapped, hidden or not.
                 self._hidden = max(0.0, 1 - self._most / whole) if whole else 0.0
                 self._share = min(self._hidden + self.FIRST, 1.0)
-            else:
+            elif not host_grew:
                 self._judge(stall_ms <= self.TOLERANCE * step_ms)
             self.budget = math.ceil((1 - self._share) * whole)
         super().learn(record, stall_ms, step_ms)
@@ -156,7 +164,7 @@ class AutomaticBudget(FixedBudget):
         if self._hidden == 1.0 or narrow or self._trials == self.TRIALS:
             self._share, self.settled = self._hidden, True
         elif self._not_hidden is None:
-            self._share = min(2 * self._share, 1.0)
+            self._share = min(self.GROWTH * self._share, 1.0)
         else:
             self._share = (self._hidden + self._not_hidden) / 2
 

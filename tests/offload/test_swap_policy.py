@@ -107,10 +107,11 @@ def run(
 ) -> list[float]:
     """The share swapped in each step on a machine that hides copies of that share of a step's bytes.
 
-    A step saves 1,000 bytes; `free` are those of the device.
+    A step saves 1,000 bytes; `free` are those of the device. One that page-locks memory takes so long that it hides
+    everything.
     """
     letters = "".join(chr(0x4E00 + number) for number in range(100))
-    compute_ms, shares = 100 * 10 * MS_PER_BYTE, []
+    compute_ms, shares, locked = 100 * 10 * MS_PER_BYTE, [], 0
     for step in range(steps):
         policy.begin_step(lambda: free)
         candidates = record(letters + letters[::-1])
@@ -122,25 +123,29 @@ def run(
         shares.append(swapped / 100)
         stall_ms = max(0.0, shares[-1] / hideable - 1) * compute_ms
         stall_ms += (noise[step] if step < len(noise) else 0.0) * compute_ms
-        policy.learn(candidates, stall_ms, compute_ms + stall_ms)
+        grew, locked = swapped > locked, max(swapped, locked)
+        if grew:
+            policy.learn(candidates, 0.0, 40 * compute_ms, grew)
+        else:
+            policy.learn(candidates, stall_ms, compute_ms + stall_ms)
     return shares
 
 
 @pytest.mark.parametrize("hideable", [0.1, 0.28, 0.5, 0.9])
 def test_auto_settles_in_a_few_steps_on_most_of_what_can_be_hidden(hideable: float):
     policy = AutomaticBudget()
-    shares = run(policy, hideable, 12)
+    shares = run(policy, hideable, 20)
     assert shares[0] == 0.0
     assert policy.settled
-    assert len(set(shares[9:])) == 1
+    assert len(set(shares[17:])) == 1
     assert hideable - 0.06 <= shares[-1] <= 1.02 * hideable
     # What is tried is page-locked: not much more than is used in the end.
-    assert max(shares) <= max(2.1 * hideable, 0.2)
+    assert max(shares) <= max(1.6 * hideable, 0.2)
 
 
 def test_auto_swaps_everything_where_that_costs_no_time():
     policy = AutomaticBudget()
-    assert run(policy, 2.0, 8)[-1] == 1.0
+    assert run(policy, 2.0, 16)[-1] == 1.0
     assert policy.settled
 
 
@@ -163,18 +168,18 @@ def test_auto_swaps_what_the_device_has_no_room_for_though_it_cannot_be_hidden()
 def test_noise_costs_memory_and_not_time():
     for seed in range(50):
         generator = random.Random(seed)
-        noise = [generator.choice([0, 0, 0, 0.05, 0.5]) for _ in range(10)]
+        noise = [generator.choice([0, 0, 0, 0.05, 0.5]) for _ in range(20)]
         policy = AutomaticBudget()
-        shares = run(policy, 0.3, 14, noise)
+        shares = run(policy, 0.3, 24, noise)
         assert policy.settled
         assert shares[-1] <= 1.02 * 0.3
-        assert len(set(shares[9:])) == 1
+        assert len(set(shares[20:])) == 1
 
 
 def test_the_first_step_and_steps_without_activations_are_not_measured():
     policy = AutomaticBudget()
     policy.learn([], 50.0, 100.0)
-    shares = run(policy, 2.0, 8, noise=[3.0])
+    shares = run(policy, 2.0, 16, noise=[3.0])
     assert shares[0] == 0.0
     assert shares[-1] == 1.0
 
