@@ -58,18 +58,21 @@ class DeviceShare:
         self._gradients.clear()
         self._departures.let_go()
 
-    def offer(self, unit: OffloadUnit, scale: float = 1.0, after: Sequence[Event] = ()) -> None:
-        """Queues the update of what has a gradient in this step, behind `after`; `unit.updated` ends it."""
+    def offer(
+        self, unit: OffloadUnit, tensors: Iterable[UnitTensor], scale: float = 1.0, after: Sequence[Event] = ()
+    ) -> None:
+        """Queues the update of those of `tensors` that have a gradient in this step, behind `after`; `unit.updated`
+        ends it."""
         streams, d2h = self._streams, self._streams.d2h
-        tensors = {tensor.host: tensor for tensor in unit.tensors if tensor in self._gradients}
-        claims = self._optimizer.claim(tensors)
+        by_parameter = {tensor.host: tensor for tensor in tensors if tensor in self._gradients}
+        claims = self._optimizer.claim(by_parameter)
         if not claims:
             return
         for event in after:
             d2h.wait_event(event)
         unit.updated = streams.event()
         for claim in claims:
-            tensor = tensors[claim.parameter]
+            tensor = by_parameter[claim.parameter]
             gradient = self._gradients.pop(tensor)
             streams.reads(d2h, gradient, "update")
             with streams.on(d2h):

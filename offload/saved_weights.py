@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from offload.memory import DeviceSlots
 from offload.onloading import Onloader
 from offload.saved_tensors import Kept, Passed, active_hooks
-from offload.unit import OffloadUnit
+from offload.unit import OffloadUnit, UnitTensor
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class _Weight:
     offset: int
     shape: torch.Size
     strides: tuple[int, ...]
-    versions: tuple[int, ...]
+    tensor: UnitTensor
+    version: int
 
 
 class SavedWeights:
@@ -58,7 +59,9 @@ class SavedWeights:
         return saved_tensors_hooks(pack, self._unpack)
 
     def _name(self, tensor: torch.Tensor, unit: OffloadUnit) -> _Weight:
-        return _Weight(unit, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), unit.versions())
+        offset = tensor.storage_offset()
+        whole = unit.tensor_at(offset * tensor.itemsize)
+        return _Weight(unit, tensor.dtype, offset, tensor.shape, tensor.stride(), whole, whole.version)
 
     def _unpack(self, saved: object) -> torch.Tensor:
         if isinstance(saved, _Weight):
@@ -70,9 +73,9 @@ class SavedWeights:
         return saved.checked()
 
     def _fetch(self, saved: _Weight) -> torch.Tensor:
-        if saved.versions != saved.unit.versions():
+        if saved.version != saved.tensor.version:
             raise RuntimeError(
-                f"weights of {saved.unit} needed for gradient computation have been modified since forward:"
+                f"{saved.tensor.name}, needed for gradient computation, has been modified since forward:"
                 " run backward before the optimizer's step"
             )
         slot = self._onloader.visit(saved.unit)

@@ -73,7 +73,7 @@ class WeightStreaming:
         self._optimizer: HostAdamW | None = None
         self._update_early = False
         self._last_microbatch = False
-        self._final: Counter[OffloadUnit] = Counter()
+        self._final: Counter[UnitTensor] = Counter()
         self._lands_once: set[OffloadUnit] = set()
         self._hooks: list[RemovableHandle] = []
         self._in_step = False
@@ -137,11 +137,13 @@ class WeightStreaming:
     def offer_all(self, scale: float) -> None:
         """Starts the update of every unit that has gradients and was not updated in this step."""
         for unit in sorted(self._cut.units, key=self._onloader.first_use):
-            self._update(unit, scale)
+            self._update(unit, [tensor for tensor in unit.tensors if tensor.trains], scale)
 
-    def _update(self, unit: OffloadUnit, scale: float = 1.0, after: Sequence[Event] = ()) -> None:
+    def _update(
+        self, unit: OffloadUnit, tensors: Sequence[UnitTensor], scale: float = 1.0, after: Sequence[Event] = ()
+    ) -> None:
         on_device = (updates for updates in (self._share, self._visits) if unit in updates.units)
-        next(on_device, self.updates).offer(unit, scale, after)
+        next(on_device, self.updates).offer(unit, tensors, scale, after)
 
     def finish(self) -> None:
         """Waits for the updates that are under way; afterwards the weights at home are final."""
@@ -163,7 +165,10 @@ class WeightStreaming:
 
     def _begin_step(self, norms: bool) -> None:
         # Under reentrant checkpoints what is used twice gets its gradient in pieces, none of them known to be the last.
-        self._lands_once = {unit for unit, count in self._final.items() if count == len(unit.tensors)}
+        # What does not train may be needed in backward after the last gradient of what does: such a unit is left out.
+        self._lands_once = {
+            unit for unit in self._cut.units if all(self._final[tensor] == 1 for tensor in unit.tensors)
+        }
         self._final.clear()
         self._gradients.takes_norms = norms
         if self._share is not None:
@@ -282,8 +287,8 @@ class WeightStreaming:
 
     def _land(self, unit: OffloadUnit, tensor: UnitTensor, leaf: nn.Parameter) -> None:
         if self._update_early and self._last_microbatch:
-            self._final[unit] += 1
-            if unit in self._lands_once and self._final[unit] > len(unit.tensors):
+            self._final[tensor] += 1
+            if unit in self._lands_once and self._final[tensor] > 1:
                 raise RuntimeError(
                     f"a gradient of {tensor.name} came after the last that was expected: its update may have begun."
                     " Reentrant checkpoints around layers that are used twice need use_reentrant=False"
@@ -295,10 +300,9 @@ class WeightStreaming:
             self._settle()
         for hook in hooks:
             hook(tensor.host)
-        # What does not train may be needed in backward after the last gradient of what does.
-        if unit in self._lands_once and self._final[unit] == len(unit.tensors):
+        if unit in self._lands_once and self._final[tensor] == 1:
             # Fetched ahead for a use that did not come, it is still being read.
-            self._update(unit, after=self._onloader.unread(unit))
+            self._update(unit, [tensor], after=self._onloader.unread(unit))
 
     def _settle(self) -> None:
         self._gradients.let_go()

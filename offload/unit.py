@@ -8,6 +8,7 @@ windows of the second open that unit too, so that it is copied in once and its g
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -73,6 +74,11 @@ class UnitTensor:
         return self.host.requires_grad
 
     @property
+    def version(self) -> int:
+        """Autograd's version counter of a parameter at home; an in-place change shows here. 0 for a buffer."""
+        return 0 if self.is_buffer else self.host._version
+
+    @property
     def nbytes(self) -> int:
         return self.host.nbytes
 
@@ -114,9 +120,9 @@ class OffloadUnit:
     def gradient_bytes(self) -> int:
         return sum(aligned(tensor.nbytes) for tensor in self.tensors if tensor.trains)
 
-    def versions(self) -> tuple[int, ...]:
-        """Autograd's version counters of the parameters at home; an in-place change of one shows here."""
-        return tuple(tensor.host._version for tensor in self.tensors if not tensor.is_buffer)
+    def tensor_at(self, offset: int) -> UnitTensor:
+        """The tensor to which byte `offset` of the flat buffer belongs."""
+        return self.tensors[bisect_right(self.tensors, offset, key=lambda tensor: tensor.offset) - 1]
 
     def check_home(self) -> None:
         """Raises RuntimeError if a parameter no longer lives at home, as after `model.to(...)`."""
@@ -162,6 +168,8 @@ def move_into(memory: torch.Tensor, tensor: torch.Tensor, places: Iterable[Place
         memory.copy_(tensor.data)
         tensor.data = memory
         return tensor
+    # `.data` has a version counter of its own: all tensors of a unit are views of the same memory.
+    memory = memory.data
     real = nn.Parameter(memory, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory
     for place in places:
         place.put(real)

@@ -1,13 +1,14 @@
 """Updates of units on the host, beside the device: begun as gradients land, waited for where a unit is next used.
 
-A worker thread takes, of the units whose gradients have landed, the one that the next forward needs first. So the
+A worker thread takes, of the gradients that have landed, those of the unit that the next forward needs first. So the
 update of a step is hidden behind its own backward and the next forward, and is exact: no unit is used before its
-update is done, and for nothing else is waited.
+updates are done, and for nothing else is waited.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,14 +17,16 @@ from time import perf_counter
 from offload.host_optimizer import Claim, HostAdamW
 from offload.registry import Event, Signal, Streams
 from offload.transfer import profiled
-from offload.unit import OffloadUnit
+from offload.unit import OffloadUnit, UnitTensor
 
 
 @dataclass(eq=False)
 class _Job:
-    """One unit's update: what to do, when its gradients are there and it may be written, and when it is done."""
+    """An update of some of a unit's tensors: what to do, when their gradients are there and they may be written, and
+    when it is done."""
 
     unit: OffloadUnit
+    tensors: list[UnitTensor]
     claims: list[Claim]
     scale: float
     first_use: float
@@ -53,32 +56,34 @@ class UnitUpdates:
         self._optimizer = optimizer
         self._streams = streams
         self._first_use = first_use
-        self._jobs: dict[OffloadUnit, _Job] = {}
+        self._jobs: dict[OffloadUnit, list[_Job]] = {}
         self._queue: list[_Job] = []
         self._changed = threading.Condition()
         self._closed = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def offer(self, unit: OffloadUnit, scale: float = 1.0, after: Iterable[Event] = ()) -> None:
-        """The unit's gradients are on their way to the host and final: it is updated once they have landed.
+    def offer(
+        self, unit: OffloadUnit, tensors: Iterable[UnitTensor], scale: float = 1.0, after: Iterable[Event] = ()
+    ) -> None:
+        """The gradients of these `tensors` of the unit are on their way to the host and final: once they have landed,
+        they are updated.
 
         `after` ends what else must be over first. Gradients count `scale` times. What has no gradient, or was offered
         in this step, is left out.
         """
-        trained = [tensor for tensor in unit.tensors if tensor.trains]
-        claims = self._optimizer.claim(tensor.host for tensor in trained)
+        tensors = list(tensors)
+        claims = self._optimizer.claim(tensor.host for tensor in tensors)
         if not claims:
             return
-        self.wait(unit)
-        landed = [tensor.landed for tensor in trained if tensor.landed is not None]
+        landed = [tensor.landed for tensor in tensors if tensor.landed is not None]
         landed += after
         signals = self._streams.signal(), self._streams.signal()
-        job = _Job(unit, claims, scale, self._first_use(unit), landed, *signals)
+        job = _Job(unit, tensors, claims, scale, self._first_use(unit), landed, *signals)
         job.offered.set()
         with self._changed:
             self._raise_error()
-            self._jobs[unit] = job
+            self._jobs.setdefault(unit, []).append(job)
             self._queue.append(job)
             self._changed.notify_all()
         if self._thread is None:
@@ -88,19 +93,18 @@ class UnitUpdates:
             atexit.register(self.close)
 
     def is_pending(self, unit: OffloadUnit) -> bool:
-        """Whether the unit's update is still to be waited for."""
-        job = self._jobs.get(unit)
-        if job is not None and job.done.is_set():
+        """Whether updates of the unit are still to be waited for."""
+        jobs = self._jobs.get(unit)
+        if jobs and all(job.done.is_set() for job in jobs):
             self.wait(unit)
         return unit in self._jobs
 
     def wait(self, unit: OffloadUnit) -> None:
-        """Blocks the host until the unit's update is done. Raises what the worker raised."""
-        job = self._jobs.pop(unit, None)
-        if job is not None:
-            start = perf_counter()
+        """Blocks the host until the unit's updates are done. Raises what the worker raised."""
+        start = perf_counter()
+        for job in self._jobs.pop(unit, ()):
             job.done.wait()
-            self.wait_ms += (perf_counter() - start) * 1e3
+        self.wait_ms += (perf_counter() - start) * 1e3
         self._raise_error()
 
     def finish(self, units: Iterable[OffloadUnit] | None = None) -> None:
@@ -124,7 +128,7 @@ class UnitUpdates:
             self._thread.join()
             self._thread = None
             atexit.unregister(self.close)
-        for job in self._jobs.values():
+        for job in itertools.chain.from_iterable(self._jobs.values()):
             job.done.wait()
         self._jobs.clear()
         self._optimizer.defer_to(None)
@@ -161,9 +165,8 @@ class UnitUpdates:
         job.offered.wait()
         for event in job.landed:
             event.synchronize()
-        for tensor in job.unit.tensors:
-            if tensor.trains:
-                streams.reads(None, tensor, "update")
+        for tensor in job.tensors:
+            streams.reads(None, tensor, "update")
         streams.writes(None, job.unit.weights, "update")
         start = perf_counter()
         with profiled(f"update {job.unit.name}"):

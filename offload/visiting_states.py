@@ -63,16 +63,19 @@ class VisitingStates:
         # Kernels already queued may use this memory still; they are over before the first update, as steps end so.
         self._slots = [DeviceSlot(index, self._slot_bytes(), self._streams) for index in range(count)]
 
-    def offer(self, unit: OffloadUnit, scale: float = 1.0, after: Sequence[Event] = ()) -> None:
-        """Queues the update of what has a gradient in this step, behind `after`; `unit.updated` ends it."""
-        tensors = {tensor.host: tensor for tensor in unit.tensors if tensor.trains}
-        claims = self._optimizer.claim(tensors)
+    def offer(
+        self, unit: OffloadUnit, tensors: Iterable[UnitTensor], scale: float = 1.0, after: Sequence[Event] = ()
+    ) -> None:
+        """Queues the update of those of `tensors` that have a gradient in this step, behind `after`; `unit.updated`
+        ends it."""
+        by_parameter = {tensor.host: tensor for tensor in tensors}
+        claims = self._optimizer.claim(by_parameter)
         if not claims:
             return
         for event in after:
             self._streams.d2h.wait_event(event)
         for claim in claims:
-            tensor = tensors[claim.parameter]
+            tensor = by_parameter[claim.parameter]
             if tensor.landed is not None:
                 self._streams.visits.wait_event(tensor.landed)
             self._update(unit, tensor, claim, scale)

@@ -229,7 +229,7 @@ def measure(spec: str, options: argparse.Namespace) -> dict:
         return {
             "mode": spec,
             "step_ms": statistics.median(times_ms),
-            "step_ms_min": min(times_ms),
+            "step_ms_each": times_ms,
             "attach_s": workload.attach_ms / 1e3,
             "forward_bytes": workload.plan.host_weight_bytes * passes,
             "vram_peak_gib": vram_peak_gib(device),

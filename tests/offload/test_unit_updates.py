@@ -187,6 +187,29 @@ def test_a_hook_on_a_gradient_comes_before_its_update(monkeypatch: pytest.Monkey
     assert_same(run(BounceLinear(slots=2), ours), run(Resident(), theirs))
 
 
+@pytest.mark.parametrize("mode", ["layer_stream", "shard_offload"])
+def test_a_weight_is_updated_while_backward_is_still_in_its_unit(mode: str, monkeypatch: pytest.MonkeyPatch):
+    eager(monkeypatch)
+    model, mode, updates_of_down = made(Stack), MODES[mode](), []
+    block = model.blocks[1]
+
+    def watch(module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda _: updates_of_down.append(int(optimizer.state[block.down.weight]["step"])))
+
+    with attached(mode, model):
+        optimizer = host_adamw(model)
+        mode.overlap(optimizer, early=True)
+        optimizer.allocate()
+        block.up.register_forward_hook(watch)
+        for step in range(3):
+            one_step(model, mode, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    # The first step learns where gradients land. A shard is recomputed: forward's own output has no gradient.
+    assert updates_of_down == [0, 2, 3]
+
+
 def test_a_skipped_step_changes_no_weight_and_no_state():
     def run(mode, model: nn.Module) -> list[torch.Tensor]:
         with attached(mode, model):

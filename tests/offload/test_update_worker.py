@@ -199,7 +199,8 @@ def test_an_error_at_the_end_of_a_step_does_not_keep_detach_from_its_work(monkey
         with mode.step():
             mode.accumulate([lambda: model(stack_inputs(0, 0)).sum()])
             gate.set()
-            while not no_worker_lives():
+            deadline = time.monotonic() + 20
+            while not no_worker_lives() and time.monotonic() < deadline:
                 time.sleep(0.001)
 
     with attached(mode, model):
