@@ -209,11 +209,11 @@ def test_a_wait_for_gradients_that_is_missing_would_show(monkeypatch: pytest.Mon
     make_late(monkeypatch, "d2h")
     offer = UnitUpdates.offer
 
-    def offered_as_landed(self, unit, scale=1.0, after=()):
+    def offered_as_landed(self, unit, tensors, scale=1.0, after=()):
         events = [tensor.landed for tensor in unit.tensors]
         for tensor in unit.tensors:
             tensor.landed = None
-        offer(self, unit, scale, after)
+        offer(self, unit, tensors, scale, after)
         for tensor, event in zip(unit.tensors, events, strict=True):
             tensor.landed = event
 
