@@ -75,8 +75,9 @@ class ActivationMode(ABC):
 
     @contextmanager
     def step(self, norms: bool = False) -> Iterator[None]:
-        """Around forward and backward of one step; afterwards gradients are readable and nothing is in flight.
+        """Around forward and backward of one step; afterwards gradients are readable where `weights` has them.
 
+        What of the activations is in flight still, the device's next computation is queued behind.
         `norms`: those of the gradients are wanted (`gradient_norms`).
         Raises RuntimeError when a step is open already.
         """

@@ -109,7 +109,8 @@ class ActivationOffloader:
     def step(self, kept: Iterable[torch.Tensor] = ()) -> Iterator[None]:
         """Around forward and backward of one step; what shares memory with `kept` is not swapped in it.
 
-        Afterwards no copy is in flight and no device memory is held, after an exception too.
+        Afterwards no device memory is held but by copies that whoever computes next is queued behind; after an
+        exception too.
         """
         self.begin_step(kept)
         try:
@@ -126,20 +127,22 @@ class ActivationOffloader:
                 self._never[storage._cdata] = (StorageWeakRef(storage), 1)
         self._policy.begin_step(partial(free_device_bytes, self._streams.device))
         self._stall_ms_before = self._transfer.telemetry.stall_ms
-        self._began = self._timestamp()
+        self._began = self._transfer.telemetry.timestamp() if self._policy.measures else None
 
     def end_step(self) -> None:
-        """Waits for every copy, drops what is left on the device and tells the policy how the step went."""
+        """Drops what is left on the device and tells the policy how the step went.
+
+        Only for a policy that measures, the host waits for the end of the step: elsewhere it may go on to queue the
+        next, so that the device does not stand still meanwhile.
+        """
         self._bury()
         for parcel in self._alive():
             if parcel.copy is not None:
                 self._abandon(parcel)
         self._lingering.let_go()
-        ended = self._timestamp()
-        self._settle()
+        step_ms = self._measured_ms() if self._policy.measures else None
         telemetry = self._transfer.telemetry
         telemetry.collect()
-        step_ms = self._began.elapsed_time(ended) if ended is not None and self._began is not None else None
         self._uses.learn(self._record)
         self._policy.learn(self._record, telemetry.stall_ms - self._stall_ms_before, step_ms, self.pool.grew)
         self.pool.end_step()
@@ -386,9 +389,8 @@ class ActivationOffloader:
         self._ticks += 1
         return self._ticks
 
-    def _timestamp(self):
-        if not self._streams.asynchronous:
-            return None
-        event = self._streams.event(timing=True)
-        event.record(self._streams.compute)
-        return event
+    def _measured_ms(self) -> float | None:
+        """The length of the step, which is over then; None without a clock."""
+        ended = self._transfer.telemetry.timestamp()
+        self._settle()
+        return None if ended is None or self._began is None else self._began.elapsed_time(ended)

@@ -43,9 +43,13 @@ class Choice(Enum):
 
 
 class SwapPolicy(Protocol):
-    """Chooses by the number of a span in the order of saving. `budget` is how many bytes may stay on the device."""
+    """Chooses by the number of a span in the order of saving. `budget` is how many bytes may stay on the device.
+
+    `measures`: `learn` is to be told times, which are only known when a step is over.
+    """
 
     budget: int
+    measures: bool
 
     def begin_step(self, free_bytes: Callable[[], int | None]) -> None:
         """A step begins; `free_bytes()` is what the device has to spare (None: that is not known)."""
@@ -60,7 +64,8 @@ class SwapPolicy(Protocol):
     ) -> None:
         """A step is over: its candidates in order, the time that compute stood still for them and its length.
 
-        `step_ms` is None on a device without a clock. `host_grew`: new host memory was page-locked in the step.
+        `step_ms` is None on a device without a clock and where nobody measures, where `stall_ms` is that of some step
+        before. `host_grew`: new host memory was page-locked in the step.
         """
         ...
 
@@ -71,6 +76,8 @@ class FixedBudget:
     The order of a step is known after it, so the first swaps everything. What somebody else kept alive last time is
     not swapped again: rope tables, a tensor that the caller holds.
     """
+
+    measures = False
 
     def __init__(self, budget: int = 0):
         self.budget = budget
@@ -129,6 +136,10 @@ class AutomaticBudget(FixedBudget):
         self._not_hidden: float | None = None
         self._trials = 0
 
+    @property
+    def measures(self) -> bool:
+        return not self.settled
+
     def begin_step(self, free_bytes: Callable[[], int | None]) -> None:
         if self._share is None:
             self._most = self.budget = int(self.KEPT_OF_FREE * (free_bytes() or 0))
@@ -141,9 +152,9 @@ class AutomaticBudget(FixedBudget):
     def learn(
         self, record: Sequence[Candidate], stall_ms: float, step_ms: float | None, host_grew: bool = False
     ) -> None:
-        if step_ms is None:
+        if self.measures and step_ms is None:
             self.budget = 0
-        elif record and not self.settled:
+        elif self.measures and record:
             whole = peak_bytes(self._worth_it(record))
             if self._share is None:
                 # What has no room is swapped, hidden or not.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from offload.registry import Stream, Streams
+from offload.registry import Event, Stream, Streams
 
 # Two events with nothing to wait for between them are microseconds apart, and a step has a thousand such pairs.
 RESOLUTION_MS = 0.01
@@ -19,7 +20,7 @@ class Telemetry:
         self.d2h_bytes = 0
         self.stall_ms = 0.0
         self._streams = streams
-        self._pending: list[tuple] = []
+        self._pending: deque[tuple] = deque()
 
     @contextmanager
     def stall(self, stream: Stream) -> Iterator[None]:
@@ -33,8 +34,18 @@ class Telemetry:
         after.record(stream)
         self._pending.append((before, after))
 
+    def timestamp(self) -> Event | None:
+        """An event that will know when compute came here; None on a device without a clock."""
+        if not self._streams.asynchronous:
+            return None
+        event = self._streams.event(timing=True)
+        event.record(self._streams.compute)
+        return event
+
     def collect(self) -> None:
-        """Reads the timings queued so far; the host must have synchronised with their streams."""
-        waits_ms = (before.elapsed_time(after) for before, after in self._pending)
-        self.stall_ms += sum(wait_ms for wait_ms in waits_ms if wait_ms > RESOLUTION_MS)
-        self._pending.clear()
+        """Reads the timings that are over; a later call reads the others."""
+        while self._pending and self._pending[0][1].query():
+            before, after = self._pending.popleft()
+            wait_ms = before.elapsed_time(after)
+            if wait_ms > RESOLUTION_MS:
+                self.stall_ms += wait_ms

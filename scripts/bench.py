@@ -217,6 +217,7 @@ def measure(spec: str, options: argparse.Namespace) -> dict:
         reset_peaks(device)
         for _ in range(options.warmup):
             workload.step()
+        workload.streams.synchronize()
         before, highest = workload.mode.counters(), vram_peak_gib(device)
         reset_peaks(device)
         for _ in range(options.steps):

@@ -112,6 +112,7 @@ class TensorSwap(ActivationMode):
     def counters(self) -> dict[str, float]:
         """Those of the weights and of the activations in one; `swapped_bytes` went to the host, and of these the
         memory of `released_bytes` was free until they were wanted back."""
+        self._telemetry.collect()
         counters = super().counters()
         counters["h2d_bytes"] += self._telemetry.h2d_bytes
         counters["d2h_bytes"] += self._telemetry.d2h_bytes

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offload import registry
 from offload.host_pool import IDLE_STEPS
+from offload.swap_policy import AutomaticBudget, FixedBudget
 from offload.transfer import Transfer
 
 
@@ -98,6 +99,24 @@ class Fails(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(("policy", "waits"), [(FixedBudget(1000), 0), (AutomaticBudget(), 1)])
+def test_the_host_waits_for_the_end_of_a_step_only_to_measure(policy, waits: int, streams, monkeypatch):
+    swap, model, count = Swap(streams, policy=policy), network(), 0
+    synchronize = streams.synchronize
+
+    def counted() -> None:
+        nonlocal count
+        count += 1
+        synchronize()
+
+    for _ in range(3):
+        with swap.step():
+            loss_of(model, swap, inputs()).backward()
+            monkeypatch.setattr(streams, "synchronize", counted)
+            count = 0
+        assert count == waits
 
 
 def test_aborted_passes_leave_nothing_alive(swap: Swap):

@@ -200,11 +200,29 @@ def test_copies_hide_behind_compute_with_an_automatic_budget():
     mode = TensorSwap(Resident(), budget="auto")
     with attached(mode, model, "cuda"):
         batch = torch.randn(16384, 8, device="cuda", dtype=torch.bfloat16)
-        for _ in range(10):
+        for _ in range(24):
             model.zero_grad()
             with mode.step():
                 model(batch).square().mean().backward()
         assert mode._activations._policy.settled
+
+
+def test_the_host_goes_on_while_the_device_is_in_the_step():
+    model = Stack(width=256).bfloat16()
+    mode = TensorSwap(Resident(), min_bytes=1)
+    with attached(mode, model, "cuda"):
+        batch = torch.randn(64, 8, device="cuda", dtype=torch.bfloat16)
+        for _ in range(4):
+            model.zero_grad()
+            end = torch.cuda.Event()
+            with mode.step():
+                # About a third of a second.
+                torch.cuda._sleep(500_000_000)
+                model(batch).square().mean().backward()
+                end.record()
+        assert not end.query()
+        torch.cuda.synchronize()
+        assert mode.counters()["stall_ms"] >= 0
 
 
 @pytest.mark.usefixtures("delayed")
