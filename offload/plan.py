@@ -15,7 +15,8 @@ class Plan:
 
     What depends on the order of use and on activations, a rehearsal tells (`offload.rehearsal`). `layer_major`: all
     microbatches of a step share its traffic. `activation_budget_bytes` of swapped activations stay on the device
-    (None: as many as copies would not hide). `resident` are the tensors that stay on the device.
+    (None: as many as copies would not hide). `resident` are the tensors that stay on the device, `trained` the
+    parameters that train of each unit.
     """
 
     units: int
@@ -29,6 +30,7 @@ class Plan:
     layer_major: bool = False
     activation_budget_bytes: int | None = 0
     resident: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
+    trained: tuple[tuple[Tensor, ...], ...] = field(default=(), compare=False, repr=False)
 
     @classmethod
     def of(cls, model: CutModel, slots: int, recompute: bool) -> Plan:
@@ -48,6 +50,7 @@ class Plan:
             h2d_bytes=model.unit_bytes * (3 if recompute else 2),
             d2h_bytes=model.gradient_bytes,
             resident=tuple(tensor for tensor, _ in model.resident),
+            trained=tuple(tuple(tensor.host for tensor in unit.tensors if tensor.trains) for unit in model.units),
         )
 
     def for_microbatches(self, count: int) -> Plan:

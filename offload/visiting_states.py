@@ -50,7 +50,9 @@ class VisitingStates:
         arena: HostArena,
         share: float,
     ):
-        self.units = set(evenly(units, share))
+        units = list(units)
+        sizes = [sum(tensor.host.numel() for tensor in unit.tensors if tensor.trains) for unit in units]
+        self.units = {units[index] for index in evenly(sizes, share)}
         self._optimizer = optimizer
         self._transfer = transfer
         self._streams = transfer.streams
@@ -143,14 +145,13 @@ class VisitingStates:
         return largest
 
 
-def evenly(units: Iterable[OffloadUnit], share: float) -> list[OffloadUnit]:
-    """Units with at most `share` of the parameters that train, spread over all; the first only if all are."""
+def evenly(sizes: Sequence[int], share: float) -> list[int]:
+    """The indices of units that have at most `share` of all parameters, spread over all; the first only if all are."""
     chosen, taken, seen = [], 0, 0
-    for unit in units:
-        size = sum(tensor.host.numel() for tensor in unit.tensors if tensor.trains)
+    for index, size in enumerate(sizes):
         seen += size
         if size and taken + size <= share * seen:
-            chosen.append(unit)
+            chosen.append(index)
             taken += size
     return chosen
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from omegaconf import DictConfig
-from torch import Tensor, nn
+from torch import Tensor
 
 from offload.forecast import Update
 from offload.host_optimizer import STATE_DTYPES, HostAdamW
 from offload.plan import Plan
 from offload.sizes import parse_bytes
-from offload.visiting_states import PIECE, SLOTS
+from offload.visiting_states import PIECE, SLOTS, evenly
 from training.figures import Figures
 from training.parts import DTYPES, STATES_OF_SPARE, state_dtype, updates_early
 
@@ -36,35 +37,37 @@ class PlannedUpdate:
     host_bytes: int
     visit_bytes: int
     placed_gradient_bytes: int
-    in_bytes: float
-    out_bytes: float
-    host_parameters: float
-    device_parameters: float
+    in_bytes: int
+    out_bytes: int
+    host_parameters: int
+    device_parameters: int
 
     @classmethod
-    def of(cls, config: DictConfig, model: nn.Module, plan: Plan, spare_bytes: float) -> PlannedUpdate:
+    def of(cls, config: DictConfig, plan: Plan, spare_bytes: float) -> PlannedUpdate:
         """That of a mode with `plan`. `spare_bytes` of the device are left for states, all of which
         optimizer.device_share=auto may take."""
-        resident = set(plan.resident)
-        streamed = [p for p in model.parameters() if p.requires_grad and p not in resident]
-        moments = 2 * STATE_DTYPES[state_dtype(config)].itemsize
         # On the device each parameter has a master.
-        states = sum(parameter.numel() for parameter in streamed) * (4 + moments)
+        states = 4 + 2 * STATE_DTYPES[state_dtype(config)].itemsize
         resident_states = HostAdamW.planned_bytes(plan.resident, state_dtype(config))
-        placed = _placed_share(config, states, spare_bytes - resident_states)
-        visits = (1 - placed) * config.optimizer.get("visiting_share", 0.0)
-        weights = sum(parameter.nbytes for parameter in streamed)
-        narrow = weights if DTYPES[config.precision] != torch.float32 else 0
-        on_host, on_device = _count(streamed), _count(plan.resident)
+        wanted = config.optimizer.get("device_share", 0)
+        room = (spare_bytes - resident_states) * STATES_OF_SPARE
+        room = room if wanted == "auto" else parse_bytes("optimizer.device_share", wanted)
+        sizes = [_count(unit) for unit in plan.trained]
+        placed = sum(total * states <= room for total in itertools.accumulate(sizes))
+        left = plan.trained[placed:]
+        visiting = [left[index] for index in evenly(sizes[placed:], config.optimizer.get("visiting_share", 0.0))]
+        on_device, on_visit = sum(sizes[:placed]), sum(map(_count, visiting))
+        weight = DTYPES[config.precision].itemsize
         return cls(
-            device_bytes=resident_states + int(placed * states),
-            host_bytes=int((1 - placed) * HostAdamW.planned_bytes(streamed, state_dtype(config))),
-            visit_bytes=_visit_bytes(streamed, 4 + moments) if visits else 0,
-            placed_gradient_bytes=int(placed * weights),
-            in_bytes=visits * (states + weights),
-            out_bytes=visits * (states + narrow),
-            host_parameters=(1 - placed - visits) * on_host,
-            device_parameters=on_device + placed * on_host,
+            device_bytes=resident_states + on_device * states,
+            host_bytes=sum(HostAdamW.planned_bytes(unit, state_dtype(config)) for unit in left),
+            visit_bytes=_visit_bytes(itertools.chain(*visiting), states) if visiting else 0,
+            placed_gradient_bytes=on_device * weight,
+            in_bytes=on_visit * (states + weight),
+            # A float32 weight is its own master.
+            out_bytes=on_visit * (states + (weight if weight < 4 else 0)),
+            host_parameters=sum(sizes) - on_device - on_visit,
+            device_parameters=on_device + _count(plan.resident),
         )
 
     def time(self, config: DictConfig, figures: Figures, has_gpu: bool, streams: bool) -> Update:
@@ -82,14 +85,7 @@ class PlannedUpdate:
         )
 
 
-def _placed_share(config: DictConfig, states_bytes: int, spare_bytes: float) -> float:
-    """The share of the streamed parameters whose states optimizer.device_share places on the device."""
-    wanted = config.optimizer.get("device_share", 0)
-    room = spare_bytes * STATES_OF_SPARE if wanted == "auto" else parse_bytes("optimizer.device_share", wanted)
-    return min(max(room, 0) / states_bytes, 1.0) if states_bytes else 0.0
-
-
-def _visit_bytes(parameters: Sequence[Tensor], states_bytes: int) -> int:
+def _visit_bytes(parameters: Iterable[Tensor], states_bytes: int) -> int:
     """Pieces of states, with their gradient and weight, that are on the device at a time."""
     return max(SLOTS * min(p.numel(), PIECE) * (states_bytes + 2 * p.itemsize) for p in parameters)
 

@@ -26,7 +26,7 @@ from training.errors import UserError, first_line
 from training.figures import Figures, figures_of, is_whole
 from training.hardware import resolve_device, rss_gib
 from training.metrics import write_summary
-from training.parts import DTYPES, build_mode, build_model, recomputed_blocks
+from training.parts import DTYPES, build_mode, build_model, recomputed_blocks, updates_early
 from training.planned_update import PlannedUpdate
 from training.progress import print_plan
 from training.run_plan import GIB, RunPlan
@@ -160,9 +160,11 @@ def _assembled(
         "gradients": rehearsal.peak_gradient_bytes,
         "activations": rehearsal.activation_bytes,
     }
-    update = PlannedUpdate.of(config, model, plan, spare_bytes=(vram_budget or 0) - sum(device.values()))
+    update = PlannedUpdate.of(config, plan, spare_bytes=(vram_budget or 0) - sum(device.values()))
     device["optimizer"] = update.device_bytes + update.visit_bytes
-    device["gradients"] += update.placed_gradient_bytes
+    if not updates_early(config):
+        # Else they go as soon as they are used, while backward still frees what forward saved.
+        device["gradients"] += update.placed_gradient_bytes
     host = {
         "weights": plan.host_weight_bytes,
         "gradients": plan.host_gradient_bytes,

@@ -138,11 +138,12 @@ def test_without_a_gpu_the_device_is_the_host(planned):
 
 def test_states_on_the_device_take_work_from_the_host(planned):
     job = ("offload=layer_stream", "optimizer=host_adamw", "precision=bf16")
-    none, some, all_that_fit = (planned(*job, f"optimizer.device_share={share}") for share in ("0", "2MiB", "auto"))
+    none, some, all_that_fit = (planned(*job, f"optimizer.device_share={share}") for share in ("0", "5MiB", "auto"))
     moved = [plan.device_bytes["optimizer"] - none.device_bytes["optimizer"] for plan in (some, all_that_fit)]
-    assert moved[0] == pytest.approx(2 * 2**20, abs=1)
-    assert none.host_bytes["optimizer"] - some.host_bytes["optimizer"] == pytest.approx(2 * 2**20, rel=1e-3)
     assert moved[1] == pytest.approx(none.host_bytes["optimizer"], rel=1e-3)
+    # Whole blocks, of which there are four.
+    assert moved[0] == moved[1] // 2 < 5 * 2**20
+    assert none.host_bytes["optimizer"] - some.host_bytes["optimizer"] == pytest.approx(moved[0], rel=1e-3)
     assert some.step_bytes["out"] > none.step_bytes["out"]
     floors = [plan.forecast.floors["host optimizer"] for plan in (none, some, all_that_fit)]
     assert floors[0] > floors[1] > floors[2] == 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_process import composed
 from omegaconf import OmegaConf
 
 from models.llama import Llama
@@ -19,7 +20,8 @@ from offload.forecast import Update, forecast, hidden_share
 from offload.rehearsal import Rehearsal, rehearse
 from offload.timed_streams import TimedStreams
 from scripts.bench import Blocks, build_mode
-from training.figures import Figures
+from training.figures import Figures, figures_of
+from training.planning import plan_run
 
 ROOT = Path(__file__).parents[2]
 GIB, GB = 2**30, 1e9
@@ -101,6 +103,27 @@ def test_a_budget_that_finds_itself(h200: Figures):
     assert found.total("activation_d2h_bytes") / GB == pytest.approx(20.9, rel=0.1)
     assert (resident_bytes + found.peak_bytes) / GIB == pytest.approx(72.7, rel=0.1)
     assert forecast(found.phases, h200.bandwidth, flops_per_s, Update()).step_ms == pytest.approx(1187, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ms", "vram_gib", "rss_gib", "gib_in", "gib_out"),
+    [
+        ((), 1637, 19.16, 91.2, 23.0, 13.19),
+        (
+            ("model=llama13b", "model.num_hidden_layers=34", "optimizer.state_dtype=bf16", "host_budget=119GiB"),
+            *(2482, 19.89, 117.2, 38.4, 20.97),
+        ),
+    ],
+    ids=["7 B, exact states", "11 B, bf16 moments"],
+)
+def test_whole_runs_within_24_gib(overrides, ms, vram_gib, rss_gib, gib_in, gib_out):
+    with composed("experiment=fit_7b_24gib", "dataset=synthetic", "hardware=h200", *overrides) as config:
+        plan = plan_run(config, figures_of(config, torch.device("cpu")), has_gpu=True)
+    assert plan.forecast.step_ms == pytest.approx(ms, rel=0.15)
+    assert plan.totals["vram_budget"] / GIB == pytest.approx(vram_gib, rel=0.1)
+    assert plan.totals["host_budget"] / GIB == pytest.approx(rss_gib, rel=0.03)
+    assert plan.step_bytes["in"] / GIB == pytest.approx(gib_in, rel=0.1)
+    assert plan.step_bytes["out"] / GIB == pytest.approx(gib_out, rel=0.1)
 
 
 def test_forward_only_is_at_the_bus(h200: Figures):
