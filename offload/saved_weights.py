@@ -8,6 +8,7 @@ on the same hooks, sees in its recompute exactly the tensors that it saw in forw
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -36,9 +37,11 @@ class _Weight:
 class SavedWeights:
     """The pack and unpack hooks of one attached model."""
 
-    def __init__(self, slots: DeviceSlots, onloader: Onloader):
+    def __init__(self, slots: DeviceSlots, onloader: Onloader, note: Callable[[OffloadUnit, UnitTensor], None]):
+        """`note` is told of every weight that backward asks for."""
         self._slots = slots
         self._onloader = onloader
+        self._note = note
 
     def hooks(self) -> AbstractContextManager:
         """A context in which weights are saved by name; nested in itself it does nothing."""
@@ -73,6 +76,7 @@ class SavedWeights:
         return saved.checked()
 
     def _fetch(self, saved: _Weight) -> torch.Tensor:
+        self._note(saved.unit, saved.tensor)
         if saved.version != saved.tensor.version:
             raise RuntimeError(
                 f"{saved.tensor.name}, needed for gradient computation, has been modified since forward:"

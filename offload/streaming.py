@@ -9,7 +9,6 @@ module holds its host parameters, so optimizers, checkpoints and `state_dict` ne
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from offload.device_share import DeviceShare
+from offload.final_gradients import FinalGradients
 from offload.gradients import GradientOffloader
 from offload.host_optimizer import HostAdamW
 from offload.memory import DeviceSlot, DeviceSlots, HostArena
@@ -66,15 +66,13 @@ class WeightStreaming:
         self.transfer = Transfer(streams, self.telemetry)
         self._onloader = Onloader(cut.units, self._slots, self.transfer, prefetch, poison=not streams.asynchronous)
         self._gradients = GradientOffloader(self.transfer, GRADIENT_SLOTS * cut.largest_unit_bytes)
-        self._saved = SavedWeights(self._slots, self._onloader)
+        self._final = FinalGradients()
+        self._saved = SavedWeights(self._slots, self._onloader, self._final.use)
         self.updates: UnitUpdates | None = None
         self._share: DeviceShare | None = None
         self._visits: VisitingStates | None = None
         self._optimizer: HostAdamW | None = None
         self._update_early = False
-        self._last_microbatch = False
-        self._final: Counter[UnitTensor] = Counter()
-        self._lands_once: set[OffloadUnit] = set()
         self._hooks: list[RemovableHandle] = []
         self._in_step = False
         self._windowed = [
@@ -98,7 +96,8 @@ class WeightStreaming:
             self._begin_step(norms)
             yield
         finally:
-            self._in_step = self._last_microbatch = False
+            self._in_step = False
+            self._final.end_step()
             for unit in self._cut.units:
                 unit.drop_stand_ins()
             self._onloader.end_step()
@@ -161,15 +160,10 @@ class WeightStreaming:
 
     def last_microbatch(self) -> None:
         """The gradients that land from now on in this step are final."""
-        self._last_microbatch = True
+        self._final.counting = self._update_early
 
     def _begin_step(self, norms: bool) -> None:
-        # Under reentrant checkpoints what is used twice gets its gradient in pieces, none of them known to be the last.
-        # What does not train may be needed in backward after the last gradient of what does: such a unit is left out.
-        self._lands_once = {
-            unit for unit in self._cut.units if all(self._final[tensor] == 1 for tensor in unit.tensors)
-        }
-        self._final.clear()
+        self._final.begin_step(self._cut.units)
         self._gradients.takes_norms = norms
         if self._share is not None:
             self._share.drop()
@@ -229,6 +223,8 @@ class WeightStreaming:
                 if unit.open_windows == 1:
                     for tensor in unit.tensors:
                         tensor.install(self._stand_in(unit, tensor, slot))
+            for unit, tensor in window.read:
+                self._final.use(unit, tensor)
             with self._saved.hooks():
                 yield
         finally:
@@ -286,13 +282,7 @@ class WeightStreaming:
             self._onloader.write_home(unit, updated)
 
     def _land(self, unit: OffloadUnit, tensor: UnitTensor, leaf: nn.Parameter) -> None:
-        if self._update_early and self._last_microbatch:
-            self._final[tensor] += 1
-            if unit in self._lands_once and self._final[tensor] > 1:
-                raise RuntimeError(
-                    f"a gradient of {tensor.name} came after the last that was expected: its update may have begun."
-                    " Reentrant checkpoints around layers that are used twice need use_reentrant=False"
-                )
+        is_final = self._final.land(unit, tensor)
         held = self._share is not None and unit in self._share.units
         self._gradients.land(tensor, leaf, self._share.hold if held else None)
         hooks = (tensor.host._post_accumulate_grad_hooks or {}).values()
@@ -300,7 +290,7 @@ class WeightStreaming:
             self._settle()
         for hook in hooks:
             hook(tensor.host)
-        if unit in self._lands_once and self._final[tensor] == 1:
+        if is_final:
             # Fetched ahead for a use that did not come, it is still being read.
             self._update(unit, [tensor], after=self._onloader.unread(unit))
 

@@ -178,10 +178,11 @@ def move_into(memory: torch.Tensor, tensor: torch.Tensor, places: Iterable[Place
 
 @dataclass(frozen=True)
 class Window:
-    """A module and the units that must be on the device while its forward runs."""
+    """A module, the units that must be on the device while its forward runs, and of these the tensors that it reads."""
 
     module: nn.Module
     units: tuple[OffloadUnit, ...]
+    read: tuple[tuple[OffloadUnit, UnitTensor], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -258,7 +259,7 @@ def cut(model: nn.Module, roots: Sequence[Root]) -> CutModel:
                     names.setdefault(tensor, f"{prefix}.{attribute}".lstrip("."))
 
     units: dict[str, OffloadUnit] = {}
-    unit_of: dict[torch.Tensor, OffloadUnit] = {}
+    unit_of: dict[torch.Tensor, tuple[OffloadUnit, UnitTensor]] = {}
     resident = []
     for tensor, where in places.items():
         owners = [root_of.get(place.module) for place in where]
@@ -268,7 +269,7 @@ def cut(model: nn.Module, roots: Sequence[Root]) -> CutModel:
         name = owners[0].name
         unit = units.setdefault(name, OffloadUnit(name, len(units)))
         unit.tensors.append(UnitTensor(names[tensor], tensor, where, unit.nbytes))
-        unit_of[tensor] = unit
+        unit_of[tensor] = unit, unit.tensors[-1]
     return CutModel(list(units.values()), _windows(roots, unit_of), resident)
 
 
@@ -283,7 +284,8 @@ def keep_on_device(model: CutModel, amount: str | int) -> CutModel:
     for window in model.windows:
         units = tuple(unit for unit in window.units if unit.index not in kept)
         if units:
-            windows.append(Window(window.module, units))
+            read = tuple((unit, tensor) for unit, tensor in window.read if unit.index not in kept)
+            windows.append(Window(window.module, units, read))
     for index, unit in enumerate(streamed):
         unit.index = index
     return CutModel(streamed, windows, resident)
@@ -298,14 +300,14 @@ def _roots_by_module(roots: Sequence[Root]) -> dict[nn.Module, Root]:
     return root_of
 
 
-def _windows(roots: Sequence[Root], unit_of: dict[torch.Tensor, OffloadUnit]) -> list[Window]:
+def _windows(roots: Sequence[Root], unit_of: dict[torch.Tensor, tuple[OffloadUnit, UnitTensor]]) -> list[Window]:
     windows = []
     for root in roots:
         for module in root.modules():
             # A root's forward may read any tensor below it. Modules inside get windows of their own as well:
             # activation checkpointing applied before attaching recomputes a root's forward without its window.
             used = root.tensors() if module is root.module else Root(root.name, module, deep=False).tensors()
-            units = {unit_of[tensor]: None for tensor in used if tensor in unit_of}
-            if units:
-                windows.append(Window(module, tuple(units)))
+            read = tuple(dict.fromkeys(unit_of[tensor] for tensor in used if tensor in unit_of))
+            if read:
+                windows.append(Window(module, tuple(dict.fromkeys(unit for unit, _ in read)), read))
     return windows

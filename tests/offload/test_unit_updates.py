@@ -7,8 +7,9 @@ import functools
 import pytest
 import torch
 from optimizer_support import SETTINGS, near, needs_compiler
-from support import Shared, Stack, assert_same, attached, tokens, twin
+from support import Shared, Stack, assert_same, attached, stack_inputs, tokens, twin
 from torch import nn
+from torch.nn import functional as F
 from updates_support import (
     DTYPES,
     EARLY,
@@ -131,6 +132,45 @@ def test_gradients_that_land_in_pieces(kind: str, microbatches: int, early: bool
     assert_same(train(ours, mode, early, **options), train(theirs, Resident(), **options))
 
 
+class Detached(nn.Module):
+    """Uses its weight detached, then as it is: backward needs it after its gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + F.linear(torch.tanh(F.linear(hidden, self.weight.detach())), self.weight)
+
+
+@pytest.mark.parametrize("pace", [sleepy, eager])
+@pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("mode", ["bounce_linear", "layer_stream", "shard_offload"])
+def test_a_weight_that_backward_needs_after_its_gradient(mode: str, recompute: str | None, pace, monkeypatch):
+    pace(monkeypatch)
+
+    def model() -> nn.Module:
+        made = Stack(recompute=recompute)
+        made.blocks = nn.ModuleList(Detached() for _ in range(4))
+        return made
+
+    ours, theirs = twin(made(model))
+    assert_same(train(ours, MODES[mode](), early=True), train(theirs, Resident(), overlaps=False))
+
+
+def test_evaluation_between_steps_needs_weights_after_their_gradients():
+    model, mode = made(Stack), LayerStream(slots=2)
+    with attached(mode, model):
+        optimizer = host_adamw(model)
+        mode.overlap(optimizer, early=True)
+        for step in range(3):
+            one_step(model, mode, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(stack_inputs(step, 0))
+
+
 def test_a_gradient_after_the_last_is_refused(monkeypatch: pytest.MonkeyPatch):
     """In the second step a block is used twice, under a reentrant checkpoint: its gradient comes in two pieces."""
     model, mode = made(functools.partial(Stack, recompute="reentrant")), LayerStream(slots=2)
@@ -146,7 +186,7 @@ def test_a_gradient_after_the_last_is_refused(monkeypatch: pytest.MonkeyPatch):
         optimizer.zero_grad()
         blocks = model.blocks
         model.blocks = nn.ModuleList([*blocks, blocks[3]])
-        with pytest.raises(RuntimeError, match=r"gradient of blocks.3.\S+ came after .* use_reentrant=False"):
+        with pytest.raises(RuntimeError, match=r"blocks.3.\S+ is needed after its gradient.* use_reentrant=False"):
             one_step(model, mode)
         gate.set()
     assert no_worker_lives()
