@@ -78,6 +78,17 @@ class Attention(nn.Module):
         return hidden + self.output(mixed.transpose(1, 2).flatten(2))
 
 
+class Detached(nn.Module):
+    """A weight that is used detached, then as it is: backward needs it after its gradient."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + F.linear(torch.tanh(F.linear(hidden, self.weight.detach())), self.weight)
+
+
 class Positions(nn.Module):
     """An embedding inside a block, of indices that are a buffer."""
 
@@ -97,6 +108,7 @@ KINDS: dict[str, Callable[[int, float], nn.Module]] = {
     "convolution 1d": lambda width, dropout: Convolved(width, 1),
     "convolution 2d": lambda width, dropout: Convolved(width, 2),
     "attention": Attention,
+    "detached": lambda width, dropout: Detached(width),
     "positions": lambda width, dropout: Positions(width),
 }
 FROZEN = ("blocks.0.", "bias", "norm", "embed", ".weight", "down")
