@@ -51,9 +51,8 @@ def alike(rows: Sequence[Row]) -> list[Curve]:
     names: dict[str, list[str]] = {}
     members: dict[str, Row] = {}
     for row in rows:
-        by_seed = sorted((str(run.config.get("seed")), losses(run.records)) for run in row.measured)
-        # As text, in which one NaN equals another and no two other numbers do.
-        key = repr(by_seed)
+        # As text, in which one NaN equals another and no two other numbers do; runs that repeat each other count once.
+        key = repr(sorted({(str(run.config.get("seed")), repr(losses(run.records))) for run in row.measured}))
         names.setdefault(key, []).append(row.name)
         members[key] = row
     return [_curve(_label(names[key]), row) for key, row in members.items()]

@@ -66,6 +66,14 @@ def test_equal_curves_share_a_line(write_run):
     ]
 
 
+def test_runs_that_repeat_each_other_make_no_curve_of_their_own(write_run):
+    write_run("none", losses=(4.0, 3.0))
+    write_run("shard_offload", recompute="none", losses=(4.0, 3.0))
+    write_run("shard_offload", recompute="block", losses=(4.0, 3.0))
+    (curve,) = alike(rows(write_run))
+    assert curve.label.replace("\n", " ") == "none, shard_offload: equal in every bit"
+
+
 def test_a_curve_is_the_mean_of_its_seeds_in_their_range(write_run):
     write_run(seed=0, losses=(4.0, 2.0, 1.0))
     write_run(seed=1, losses=(6.0, 3.0))
