@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -72,7 +73,8 @@ def test_the_default_job_learns(tmp_path: Path):
     run(tmp_path, "steps=60", "batch_size=4", "device=cpu")
     records = metrics(tmp_path)
     assert [record["train/step"] for record in records] == [10, 20, 30, 40, 50, 60]
-    assert records[-1]["train/loss"] < records[0]["train/loss"] - 0.3
+    # Far from a guess among all bytes, whatever the standard library's files are.
+    assert records[-1]["train/loss"] < math.log(256) - 1.5
     assert summary(tmp_path)["status"] == "ok"
 
 
