@@ -150,7 +150,8 @@ def _run(job: Job, command: list[str], environment: dict[str, str]) -> None:
         process.wait()
     except KeyboardInterrupt:
         with suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
-            process.send_signal(signal.SIGINT)
+            # Not SIGINT, which a job of a sweep in the background ignores, as the sweep does.
+            process.send_signal(signal.SIGTERM)
             process.wait(INTERRUPT_GRACE_S)
         raise
     finally:

@@ -1,6 +1,7 @@
 """Sweeps: a process a job, and what a job does to itself stays with it."""
 
 import csv
+import functools
 import json
 import os
 import signal
@@ -268,6 +269,18 @@ def test_an_interrupted_sweep_takes_its_job_with_it(tmp_path, number):
     assert "Traceback" not in done.stderr
     assert not runs(seen["pid"])
     assert not runs(seen["started"])
+
+
+def test_a_sweep_in_the_background_that_ignores_ctrl_c_can_be_ended(tmp_path):
+    write_script(tmp_path)
+    in_background = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    process = start(tmp_path, "-m", "act=sleep,ok", "hydra.sweep.dir=sweep", preexec_fn=in_background)
+    seen = wait_for(tmp_path / "sweep" / "0" / "seen.json")
+    process.send_signal(signal.SIGTERM)
+    done = Sweep(process, tmp_path / "sweep")
+    assert done.exit_status == 130
+    assert done.summary(0) == {"status": "interrupted", "reason": "interrupted"}
+    assert not runs(seen["pid"])
 
 
 def runs(pid):
