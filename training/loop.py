@@ -149,6 +149,8 @@ class Recorder:
             "memory/host_pinned_gib": counters["host_pinned_bytes"] / GIB,
             "memory/rss_gib": rss_gib(),
         }
+        # A mode that learns may take less from here on, which a peak of the whole run would hide.
+        reset_peaks(self._job.device)
         if times_ms:
             steps = step - self._last_step - self._steps_left_out
             moved = {key: (counters[key] - self._counters[key]) / steps for key in counters}

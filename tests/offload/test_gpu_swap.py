@@ -221,8 +221,6 @@ def test_the_host_goes_on_while_the_device_is_in_the_step():
                 model(batch).square().mean().backward()
                 end.record()
         assert not end.query()
-        torch.cuda.synchronize()
-        assert mode.counters()["stall_ms"] >= 0
 
 
 @pytest.mark.usefixtures("delayed")
