@@ -11,6 +11,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -178,11 +179,14 @@ def move_into(memory: torch.Tensor, tensor: torch.Tensor, places: Iterable[Place
 
 @dataclass(frozen=True)
 class Window:
-    """A module, the units that must be on the device while its forward runs, and of these the tensors that it reads."""
+    """A module and the tensors that its forward may read, each with its unit, which must be on the device meanwhile."""
 
     module: nn.Module
-    units: tuple[OffloadUnit, ...]
-    read: tuple[tuple[OffloadUnit, UnitTensor], ...] = ()
+    read: tuple[tuple[OffloadUnit, UnitTensor], ...]
+
+    @cached_property
+    def units(self) -> tuple[OffloadUnit, ...]:
+        return tuple(dict.fromkeys(unit for unit, _ in self.read))
 
 
 @dataclass(frozen=True)
@@ -282,10 +286,9 @@ def keep_on_device(model: CutModel, amount: str | int) -> CutModel:
         resident += [(tensor.host, tensor.places) for tensor in model.units[index].tensors]
     windows = []
     for window in model.windows:
-        units = tuple(unit for unit in window.units if unit.index not in kept)
-        if units:
-            read = tuple((unit, tensor) for unit, tensor in window.read if unit.index not in kept)
-            windows.append(Window(window.module, units, read))
+        read = tuple((unit, tensor) for unit, tensor in window.read if unit.index not in kept)
+        if read:
+            windows.append(Window(window.module, read))
     for index, unit in enumerate(streamed):
         unit.index = index
     return CutModel(streamed, windows, resident)
@@ -309,5 +312,5 @@ def _windows(roots: Sequence[Root], unit_of: dict[torch.Tensor, tuple[OffloadUni
             used = root.tensors() if module is root.module else Root(root.name, module, deep=False).tensors()
             read = tuple(dict.fromkeys(unit_of[tensor] for tensor in used if tensor in unit_of))
             if read:
-                windows.append(Window(module, tuple(dict.fromkeys(unit for unit, _ in read)), read))
+                windows.append(Window(module, read))
     return windows
