@@ -38,7 +38,7 @@ class DeviceShare:
         self._gradients: dict[UnitTensor, Departing] = {}
         left = budget
         for unit in units:
-            parameters = [tensor.host for tensor in unit.tensors if tensor.trains]
+            parameters = [tensor.host for tensor in unit.trained]
             left -= optimizer.placed_bytes(parameters)
             if left < 0:
                 break

@@ -50,7 +50,7 @@ class Plan:
             h2d_bytes=model.unit_bytes * (3 if recompute else 2),
             d2h_bytes=model.gradient_bytes,
             resident=tuple(tensor for tensor, _ in model.resident),
-            trained=tuple(tuple(tensor.host for tensor in unit.tensors if tensor.trains) for unit in model.units),
+            trained=tuple(tuple(tensor.host for tensor in unit.trained) for unit in model.units),
         )
 
     def for_microbatches(self, count: int) -> Plan:

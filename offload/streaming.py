@@ -136,7 +136,7 @@ class WeightStreaming:
     def offer_all(self, scale: float) -> None:
         """Starts the update of every unit that has gradients and was not updated in this step."""
         for unit in sorted(self._cut.units, key=self._onloader.first_use):
-            self._update(unit, [tensor for tensor in unit.tensors if tensor.trains], scale)
+            self._update(unit, unit.trained, scale)
 
     def _update(
         self, unit: OffloadUnit, tensors: Sequence[UnitTensor], scale: float = 1.0, after: Sequence[Event] = ()
@@ -245,7 +245,7 @@ class WeightStreaming:
 
     @staticmethod
     def _trains(window: Window) -> bool:
-        return any(tensor.trains for unit in window.units for tensor in unit.tensors)
+        return any(unit.trained for unit in window.units)
 
     def _stand_in(self, unit: OffloadUnit, tensor: UnitTensor, slot: DeviceSlot) -> torch.Tensor:
         with torch.inference_mode(False):
@@ -300,6 +300,5 @@ class WeightStreaming:
         self._streams.synchronize()
         for unit in self._cut.units:
             unit.updated = None
-            for tensor in unit.tensors:
-                if tensor.trains:
-                    self._streams.reads(None, tensor, "the optimizer's update")
+            for tensor in unit.trained:
+                self._streams.reads(None, tensor, "the optimizer's update")

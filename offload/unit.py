@@ -118,8 +118,13 @@ class OffloadUnit:
         return sum(aligned(tensor.nbytes) for tensor in self.tensors)
 
     @property
+    def trained(self) -> list[UnitTensor]:
+        """The tensors that train, in their order."""
+        return [tensor for tensor in self.tensors if tensor.trains]
+
+    @property
     def gradient_bytes(self) -> int:
-        return sum(aligned(tensor.nbytes) for tensor in self.tensors if tensor.trains)
+        return sum(aligned(tensor.nbytes) for tensor in self.trained)
 
     def tensor_at(self, offset: int) -> UnitTensor:
         """The tensor to which byte `offset` of the flat buffer belongs."""

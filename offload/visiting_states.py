@@ -51,7 +51,7 @@ class VisitingStates:
         share: float,
     ):
         units = list(units)
-        sizes = [sum(tensor.host.numel() for tensor in unit.tensors if tensor.trains) for unit in units]
+        sizes = [sum(tensor.host.numel() for tensor in unit.trained) for unit in units]
         self.units = {units[index] for index in evenly(sizes, share)}
         self._optimizer = optimizer
         self._transfer = transfer
@@ -131,14 +131,14 @@ class VisitingStates:
 
     def _layout(self, unit: OffloadUnit) -> list[tuple[torch.Tensor, str, torch.dtype]]:
         """Parameter, name and dtype of every state of the unit."""
-        parameters = [tensor.host for tensor in unit.tensors if tensor.trains]
+        parameters = [tensor.host for tensor in unit.trained]
         return [(p, name, dtype) for p in parameters for name, dtype in self._optimizer.state_dtypes(p).items()]
 
     def _slot_bytes(self) -> int:
         """What the largest piece of any parameter takes: its states, gradient and weight."""
         largest = 0
         for unit in self.units:
-            for parameter in (tensor.host for tensor in unit.tensors if tensor.trains):
+            for parameter in (tensor.host for tensor in unit.trained):
                 dtypes = [*self._optimizer.state_dtypes(parameter).values(), parameter.dtype, parameter.dtype]
                 count = min(parameter.numel(), PIECE)
                 largest = max(largest, sum(aligned(count * dtype.itemsize) for dtype in dtypes))
