@@ -41,9 +41,15 @@ class Mode(Protocol):
 
 
 class ActivationMode(ABC):
-    """A mode over the mode `weights`: everything about weights is that one's, and the two are one to their user."""
+    """A mode over the mode `weights`: everything about weights is that one's, and the two are one to their user.
+
+    Raises ValueError where `weights` moves activations, too.
+    """
 
     def __init__(self, weights: Mode):
+        if isinstance(weights, ActivationMode):
+            name = type(weights).__module__.rpartition(".")[2]
+            raise ValueError(f"offload.weights={name}: moves activations itself; choose none, or a mode of weights")
         self._weights = weights
         self._regions: Regions | None = None
         self._in_step = False

@@ -16,9 +16,9 @@ from functools import partial
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.departures import Departing, Departures
+from offload.exclusions import Exclusions
 from offload.host_pool import HostPool
 from offload.lingering import Lingering
 from offload.memory import HostArena, free_device_bytes
@@ -36,7 +36,8 @@ class ActivationOffloader:
     Swapped are plain dense tensors on the device of at least `min_bytes` that are neither parameters nor views of
     such, that `predicate` accepts, and that `policy` chooses. `in_flight_bytes` may be kept for copies out that are
     under way, `prefetch_bytes` may be back ahead of use; what the policy's budget leaves free is added to either.
-    `host_budget` bounds the host memory (None: what is free); beyond it tensors stay on the device.
+    `host_budget` bounds the host memory (None: what is free); beyond it tensors stay on the device. A write through
+    `.data`, of which autograd does not know, is not seen: backward may find what was saved before it.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class ActivationOffloader:
         self._departures = Departures(transfer, in_flight_bytes)
         self._lingering = Lingering(self._departures)
         self._handles = VersionHandles(self._streams.device)
-        self._never: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._excluded = Exclusions()
         self._origins = Origins()
         self._parcels: list[tuple[int, weakref.ref[Parcel]]] = []
         self._graves: deque[Remains] = deque()
@@ -88,22 +89,9 @@ class ActivationOffloader:
         """A context in which saved tensors stay on the device, though `hooks` be open around it."""
         return self._open(Kept.of, within_own=True)
 
-    @contextmanager
-    def excluding(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-        """For the length of the block, what shares memory with `tensors` is not swapped: the caller keeps it."""
-        storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
-        for storage in storages:
-            reference, count = self._never.get(storage._cdata, (None, 0))
-            self._never[storage._cdata] = (reference or StorageWeakRef(storage), count + 1)
-        try:
-            yield
-        finally:
-            for storage in storages:
-                reference, count = self._never.get(storage._cdata, (None, 0))
-                if count > 1:
-                    self._never[storage._cdata] = (reference, count - 1)
-                else:
-                    self._never.pop(storage._cdata, None)
+    def excluding(self, tensors: Iterable[torch.Tensor]) -> AbstractContextManager:
+        """A context in which what shares memory with `tensors` is not swapped: the caller keeps it."""
+        return self._excluded.during(tensors)
 
     @contextmanager
     def step(self, kept: Iterable[torch.Tensor] = ()) -> Iterator[None]:
@@ -122,9 +110,8 @@ class ActivationOffloader:
         """A step begins in which what shares memory with `kept` is not swapped: parameters, buffers."""
         self._forget_step()
         for tensor in kept:
-            if tensor.layout is torch.strided and tensor.device == self._streams.device:
-                storage = tensor.untyped_storage()
-                self._never[storage._cdata] = (StorageWeakRef(storage), 1)
+            if tensor.device == self._streams.device:
+                self._excluded.add(tensor)
         self._policy.begin_step(partial(free_device_bytes, self._streams.device))
         self._stall_ms_before = self._transfer.telemetry.stall_ms
         self._began = self._transfer.telemetry.timestamp() if self._policy.measures else None
@@ -175,13 +162,16 @@ class ActivationOffloader:
         if not self._eligible(tensor):
             return Kept.of(tensor)
         storage, span = tensor.untyped_storage(), Span.of(tensor)
-        if span.nbytes < self._min_bytes or (self._predicate is not None and not self._predicate(tensor)):
+        # What is too small to travel would keep all of a storage that does: it goes along.
+        found = self._origins.find(storage, span, tensor)
+        if found is None and (tensor.nbytes < self._min_bytes or span.nbytes < self._min_bytes):
             return Kept.of(tensor)
-        found = self._origins.find(storage, span, tensor._version)
-        candidate, parcel = found or self._admit(storage, span, tensor._version)
+        if self._predicate is not None and not self._predicate(tensor):
+            return Kept.of(tensor)
+        handle = self._handles.of(tensor)
+        candidate, parcel = found or self._admit(storage, span, handle)
         if parcel is None:
             return Staying(Kept.of(tensor), candidate)
-        handle = self._handles.of(tensor)
         shape, strides = tensor.shape, tensor.stride()
         return Packed(parcel, tensor.dtype, tensor.storage_offset(), shape, strides, handle, tensor._version)
 
@@ -191,12 +181,13 @@ class ActivationOffloader:
             and tensor.device == self._streams.device
             and tensor.layout is torch.strided
             and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_inference())
-            and not isinstance(tensor._base, nn.Parameter)
-            and tensor.nbytes >= self._min_bytes
-            and tensor.untyped_storage()._cdata not in self._never
+            and not (tensor._is_zerotensor() or isinstance(tensor._base, nn.Parameter))
+            and tensor.untyped_storage() not in self._excluded
         )
 
-    def _admit(self, storage: torch.UntypedStorage, span: Span, version: int) -> tuple[Candidate, Parcel | None]:
+    def _admit(
+        self, storage: torch.UntypedStorage, span: Span, handle: torch.Tensor
+    ) -> tuple[Candidate, Parcel | None]:
         candidate = Candidate(len(self._record), span.nbytes, saved_at=self._tick())
         self._record.append(candidate)
         choice = self._policy.choose(candidate.ordinal, span.nbytes, self._room)
@@ -213,14 +204,14 @@ class ActivationOffloader:
             candidate.kept = choice is Choice.KEEP
             self._kept_bytes += span.nbytes if candidate.kept else 0
         self._lingering.fit_into(self._room)
-        self._origins.add(storage, Trip(span, version, candidate, parcel and weakref.ref(parcel)))
+        self._origins.add(storage, Trip(span, handle, handle._version, candidate, parcel and weakref.ref(parcel)))
         return candidate, parcel
 
     def _send(self, parcel: Parcel, storage: torch.UntypedStorage) -> None:
         streams, block, name = self._streams, parcel.block, f"activation {parcel.candidate.ordinal}"
         flat = torch.empty(0, dtype=torch.uint8, device=streams.device)
         flat.set_(storage, parcel.span.start, (parcel.span.nbytes,), (1,))
-        leaving = Departing(flat, streams.event(), name)
+        leaving = Departing(flat, streams.event(), name, streams.compute)
         streams.writes(streams.compute, leaving, "forward")
         self._transfer.after_compute(streams.d2h)
         if block.used is not None:
@@ -262,6 +253,9 @@ class ActivationOffloader:
         return packed.view(storage, parcel.span.start)
 
     def _copy_of(self, parcel: Parcel) -> torch.UntypedStorage:
+        if parcel.copy is not None and parcel.copy.owner != self._streams.compute:
+            # Memory that another stream was given would be handed out again in that stream's order.
+            self._abandon(parcel)
         if parcel.copy is None:
             there = parcel.dropped(self._streams.compute)
             if there is not None:
@@ -293,7 +287,7 @@ class ActivationOffloader:
     def _fetch(self, parcel: Parcel) -> None:
         streams, name = self._streams, f"activation {parcel.candidate.ordinal}"
         memory = torch.empty(parcel.span.nbytes, dtype=torch.uint8, device=streams.device)
-        parcel.copy, parcel.readers = Departing(memory, streams.event(), name), []
+        parcel.copy, parcel.readers = Departing(memory, streams.event(), name, streams.compute), []
         streams.writes(streams.compute, parcel.copy, "what this memory was used for before")
         # This also puts it behind the copy out, for which compute had to wait before the memory was let go.
         self._transfer.after_compute(streams.h2d)
@@ -376,7 +370,7 @@ class ActivationOffloader:
         self._first_serial = self._serial
         self._saved_since = False
         self._origins.clear()
-        self._never.clear()
+        self._excluded.forget()
         self._record = []
         self._ticks = 0
         self._kept_bytes = 0

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.registry import Event
+from offload.registry import Event, Stream
 from offload.transfer import Transfer
 
 
 @dataclass(eq=False)
 class Departing:
-    """Device memory that a side stream still uses; it may go once `done` is past on the stream that owns it."""
+    """Device memory that a side stream still uses; it may go once `done` is past on `owner`, which computed it."""
 
     tensor: torch.Tensor
     done: Event
     name: str
+    owner: Stream
 
     def __str__(self) -> str:
         return self.name
@@ -26,8 +27,8 @@ class Departing:
 class Departures:
     """A queue of departing device memory of at most `limit_bytes`, beyond which compute waits for the oldest.
 
-    The allocator hands memory out again in the order of the compute stream, as soon as the host drops it. So compute
-    is put behind the copy first; doing that late, for what was queued long ago, is what makes the wait short.
+    The allocator hands memory out again in the order of the stream that it was for, as soon as the host drops it. So
+    that stream is put behind the copy first; doing that late, for what was queued long ago, makes the wait short.
     """
 
     def __init__(self, transfer: Transfer, limit_bytes: int):
@@ -50,6 +51,5 @@ class Departures:
     def _let_oldest_go(self) -> None:
         oldest = self._queue.popleft()
         self._bytes -= oldest.tensor.nbytes
-        compute = self._transfer.streams.compute
-        self._transfer.await_on(compute, oldest.done)
-        self._transfer.streams.writes(compute, oldest, "reuse")
+        self._transfer.await_on(oldest.owner, oldest.done)
+        self._transfer.streams.writes(oldest.owner, oldest, "reuse")

@@ -35,7 +35,7 @@ class GradientOffloader:
         """
         gradient, leaf.grad = leaf.grad, None
         streams = self._streams
-        leaving = Departing(gradient, streams.event(), f"device gradient of {tensor.name}")
+        leaving = Departing(gradient, streams.event(), f"device gradient of {tensor.name}", streams.compute)
         streams.writes(streams.compute, leaving, "backward")
         earlier = tensor.host.grad
         if earlier is None:
@@ -67,7 +67,7 @@ class GradientOffloader:
         streams = self._streams
         h2d, d2h = streams.h2d, streams.d2h
         name = f"earlier gradient of {tensor.name}"
-        fetched = Departing(torch.empty_like(leaving.tensor), streams.event(), name)
+        fetched = Departing(torch.empty_like(leaving.tensor), streams.event(), name, streams.compute)
         streams.writes(streams.compute, fetched, "what this memory was used for before")
         self._transfer.after_compute(h2d, d2h)
         if tensor.landed is not None:

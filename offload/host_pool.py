@@ -10,6 +10,8 @@ from offload.registry import Event, Streams
 PAGE_BYTES = 4096
 # Left to the rest of the process and of the machine when nobody gives a budget.
 RESERVE_BYTES = 2**28
+# A block may be larger than what it is lent for by this factor: the lengths of sequences vary from step to step.
+SLACK = 2
 # A block that was not lent for so many steps is given back.
 IDLE_STEPS = 8
 
@@ -31,7 +33,9 @@ class PooledBlock:
 
 
 class HostPool:
-    """Blocks of the arena, lent by exact size (whole pages) and at most `budget` bytes of them (None: what is free).
+    """Blocks of the arena, made in exact size (whole pages) and at most `budget` bytes of them (None: what is free).
+
+    An idle block is lent again for what it fits, the smallest first.
 
     `grew`: new memory was page-locked in this step, which takes longer than many a step.
     Who takes a block and queues a copy into it orders that copy behind `used`, and moves `used` on.
@@ -88,13 +92,14 @@ class HostPool:
             self._release_one(next(iter(self._idle)))
 
     def _idle_block(self, size: int) -> PooledBlock | None:
-        blocks = self._idle.get(size)
-        if not blocks:
+        fitting = min((held for held in self._idle if size <= held <= SLACK * size), default=None)
+        if fitting is None:
             return None
+        blocks = self._idle[fitting]
         # The one given back last is the likeliest to be in the processor's caches; the oldest can be given up.
         block = blocks.pop()
         if not blocks:
-            del self._idle[size]
+            del self._idle[fitting]
         return block
 
     def _new_block(self, size: int, name: str) -> PooledBlock | None:

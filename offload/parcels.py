@@ -30,13 +30,15 @@ class Span(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Span:
-        """The bytes that travel for `tensor`: its own if it has no holes, else all of its storage.
+        """The bytes that travel for `tensor`: its own if it has no holes and the storage has much else, else all of it.
 
+        Where a slice has half of the storage, the rest of it is likely to be saved with the next, which overlaps.
         The start is rounded down, so that tensors come back as aligned as they were: kernels choose by alignment.
         """
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        if extent != tensor.numel():
-            return cls(0, tensor.untyped_storage().nbytes())
+        whole = cls(0, tensor.untyped_storage().nbytes())
+        if extent != tensor.numel() or 2 * tensor.nbytes >= whole.nbytes:
+            return whole
         start = tensor.storage_offset() * tensor.itemsize
         return cls(start // ALIGNMENT_BYTES * ALIGNMENT_BYTES, start + tensor.nbytes)
 
@@ -176,9 +178,13 @@ class Staying(NamedTuple):
 
 
 class Trip(NamedTuple):
-    """A span of a live storage that was saved at some version; `parcel` is None where it stayed on the device."""
+    """A span of a live storage, as it was at `version` of the counter that `handle` shares.
+
+    `parcel` is None where it stayed on the device.
+    """
 
     span: Span
+    handle: torch.Tensor
     version: int
     candidate: Candidate
     parcel: weakref.ref[Parcel] | None
@@ -193,12 +199,24 @@ class Origins:
     def __init__(self) -> None:
         self._trips: dict[int, tuple[StorageWeakRef, list[Trip]]] = {}
 
-    def find(self, storage: torch.UntypedStorage, span: Span, version: int) -> tuple[Candidate, Parcel | None] | None:
-        """The candidate and the parcel that have the bytes of `span` as they are now."""
+    def find(
+        self, storage: torch.UntypedStorage, span: Span, tensor: torch.Tensor
+    ) -> tuple[Candidate, Parcel | None] | None:
+        """The candidate and the parcel that have the bytes `span` of `tensor` as they are now.
+
+        Tensors of one storage may have counters of their own (those of `unsafe_chunk`, of which recurrent cells are
+        made): then equal versions say nothing.
+        """
         _, trips = self._trips.get(storage._cdata, (None, ()))
         for trip in trips:
             parcel = trip.parcel and trip.parcel()
-            if trip.version == version and trip.span.holds(span) and (parcel is not None or trip.parcel is None):
+            here = parcel is not None or trip.parcel is None
+            if (
+                here
+                and trip.span.holds(span)
+                and trip.version == tensor._version
+                and share_version(trip.handle, tensor)
+            ):
                 return trip.candidate, parcel
         return None
 
@@ -209,6 +227,17 @@ class Origins:
 
     def clear(self) -> None:
         self._trips.clear()
+
+
+def share_version(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have one version counter: a write to either is seen at both."""
+    set_version = torch._C._autograd._unsafe_set_version_counter
+    version = one._version
+    before = other._version
+    set_version((one,), (version + 1,))
+    shared = other._version != before
+    set_version((one,), (version,))
+    return shared
 
 
 class VersionHandles:

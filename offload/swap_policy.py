@@ -74,9 +74,11 @@ class FixedBudget:
     """Keeps `budget` bytes: of what backward is about to use, that which it uses first.
 
     The order of a step is known after it, so the first swaps everything. What somebody else kept alive last time is
-    not swapped again: rope tables, a tensor that the caller holds.
+    not swapped again: rope tables, a tensor that the caller holds. Whether it is still kept shows only a copy, so that
+    is forgotten every `RETRY_STEPS` steps, and at once where a step saved other sizes than the one before.
     """
 
+    RETRY_STEPS = 16
     measures = False
 
     def __init__(self, budget: int = 0):
@@ -84,6 +86,8 @@ class FixedBudget:
         self._kept: set[int] = set()
         # By number, with the size by which a span is known again.
         self._freed_nothing: dict[int, int] = {}
+        self._sizes: list[int] = []
+        self._steps = 0
 
     def begin_step(self, free_bytes: Callable[[], int | None]) -> None:
         """The budget does not depend on it."""
@@ -96,12 +100,15 @@ class FixedBudget:
     def learn(
         self, record: Sequence[Candidate], stall_ms: float, step_ms: float | None, host_grew: bool = False
     ) -> None:
-        self._freed_nothing = {
-            candidate.ordinal: candidate.nbytes
-            for candidate in record
-            if candidate.fate is Fate.HELD or self._freed_nothing.get(candidate.ordinal) == candidate.nbytes
-        }
-        self._kept = used_first(self._worth_it(record), self.budget)
+        self._steps += 1
+        before, self._sizes = self._sizes, [candidate.nbytes for candidate in record]
+        # Those about to be tried again are not kept within the budget either, or they never would be.
+        worth_it = self._worth_it(record)
+        if self._sizes != before or self._steps % self.RETRY_STEPS == 0:
+            self._freed_nothing = {}
+        held = [candidate for candidate in record if candidate.fate is Fate.HELD]
+        self._freed_nothing |= {candidate.ordinal: candidate.nbytes for candidate in held}
+        self._kept = used_first([candidate for candidate in worth_it if candidate not in held], self.budget)
 
     def _worth_it(self, record: Sequence[Candidate]) -> list[Candidate]:
         return [candidate for candidate in record if candidate.ordinal not in self._freed_nothing]
@@ -114,15 +121,17 @@ class AutomaticBudget(FixedBudget):
     shows how much could be swapped. Then shares of these bytes are tried, at most `TRIALS`, from `FIRST` (or what has
     no room) on. A share is hidden where compute stood still for at most `TOLERANCE` of the step. A step that
     page-locks memory says nothing, as the host holds it up and copies have all the time they want: the same share is
-    tried again. Shares grow by `GROWTH` until one is not hidden, then go half the way between the greatest that was
-    and the least that was not. The greatest that was hidden is kept for good, as a budget in bytes. So a slow moment
-    costs memory, never time; and never much more is page-locked than will be used, which takes half a second a GB.
-    Without a clock, and where free memory is not known, everything is swapped.
+    tried again, unless `PATIENCE` steps have done so in a row, which then counts as not hidden. Shares grow by
+    `GROWTH` until one is not hidden, then go half the way between the greatest that was and the least that was not.
+    The greatest that was hidden is kept for good, as a budget in bytes. So a slow moment costs memory, never time; and
+    never much more is page-locked than will be used, which takes half a second a GB. Without a clock, and where free
+    memory is not known, everything is swapped.
     """
 
     FIRST = 1 / 8
     GROWTH = 1.5
     TRIALS = 10
+    PATIENCE = 4
     TOLERANCE = 0.01
     KEPT_OF_FREE = 0.6
     CLOSE_ENOUGH = 0.05
@@ -135,6 +144,7 @@ class AutomaticBudget(FixedBudget):
         self._hidden = 0.0
         self._not_hidden: float | None = None
         self._trials = 0
+        self._grown = 0
 
     @property
     def measures(self) -> bool:
@@ -160,8 +170,10 @@ class AutomaticBudget(FixedBudget):
                 # What has no room is swapped, hidden or not.
                 self._hidden = max(0.0, 1 - self._most / whole) if whole else 0.0
                 self._share = min(self._hidden + self.FIRST, 1.0)
-            elif not host_grew:
-                self._judge(stall_ms <= self.TOLERANCE * step_ms)
+            else:
+                self._grown = self._grown + 1 if host_grew else 0
+                if not host_grew or self._grown > self.PATIENCE:
+                    self._judge(not host_grew and stall_ms <= self.TOLERANCE * step_ms)
             self.budget = math.ceil((1 - self._share) * whole)
         super().learn(record, stall_ms, step_ms)
 

@@ -38,8 +38,9 @@ class TensorSwap(ActivationMode):
     (of the model's blocks, where `layers` is None) keep theirs on the device. Tensors under `min_bytes` stay. `budget`
     is how much may stay besides: bytes, or "auto", as much as copies would not hide behind compute. `prefetch` bytes
     are back ahead of use. `host_budget` bounds the host memory, None: what is free. `predicate` is the import path of
-    a function that is asked of each tensor, after all this, whether to swap it. `pin` is "auto" (page-lock host
-    memory) or "off". Raises ValueError naming the key for a value that does not fit.
+    a function that is asked of each tensor, after all this, whether to swap it: it returns True or False, and is asked
+    about tensors of the meta device where a step is planned. `pin` is "auto" (page-lock host memory) or "off".
+    Raises ValueError naming the key for a value that does not fit, also of what the predicate does.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class TensorSwap(ActivationMode):
         super().__init__(weights)
         if keep_last < 0:
             raise ValueError(f"offload.keep_last={keep_last}: must be at least 0")
+        if layers is not None and not layers:
+            raise ValueError("offload.layers=[]: names no module; give patterns, or null for the whole model")
         self._layers = None if layers is None else tuple(layers)
         self._keep_last = keep_last
         self._min_bytes = parse_bytes("offload.min_bytes", min_bytes)
@@ -80,6 +83,8 @@ class TensorSwap(ActivationMode):
 
     def plan(self, model: nn.Module, recompute: bool = False) -> Plan:
         """The plan of the weights, and how many bytes of activations stay on the device."""
+        if recompute and self._layers is not None:
+            self._refuse_recomputed(model)
         return replace(super().plan(model, recompute), activation_budget_bytes=self._budget)
 
     def attach(self, model: nn.Module, streams: Streams) -> None:
@@ -139,15 +144,24 @@ class TensorSwap(ActivationMode):
 
     def _matched(self, model: nn.Module) -> list[nn.Module]:
         names = [name for name, _ in model.named_modules() if name]
+        for pattern in self._layers:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                some = ", ".join(names[:8])
+                raise ValueError(f"offload.layers={pattern}: no module has such a name; the model has {some}")
         matched, inside = [], set()
         for name, module in model.named_modules():
             if name and module not in inside and any(fnmatchcase(name, pattern) for pattern in self._layers):
                 matched.append(module)
                 inside.update(module.modules())
-        if not matched:
-            some = ", ".join(names[:8])
-            raise ValueError(f"offload.layers={list(self._layers)}: no module has such a name; the model has {some}")
         return matched
+
+    def _refuse_recomputed(self, model: nn.Module) -> None:
+        within = {module for _, block in find_blocks(model) for module in block.modules() if module is not block}
+        if within.issuperset(self._matched(model)):
+            raise ValueError(
+                f"offload.layers={list(self._layers)}: these lie inside blocks that recompute=block computes again,"
+                " where nothing is saved: name the blocks, or take recompute=none"
+            )
 
     def _blocks(self, model: nn.Module) -> list[nn.Module]:
         if not self._keep_last:
@@ -169,23 +183,41 @@ def _budget(value: str | int) -> int:
 
 
 def _imported(path: str) -> Callable[[Tensor], bool]:
+    """The function at `path`, which says what it did wrong under that name."""
     module, _, name = path.rpartition(".")
     try:
         function = getattr(importlib.import_module(module), name)
-        if callable(function):
-            return function
-    except (ImportError, AttributeError, ValueError):
-        pass
-    raise ValueError(f"offload.predicate={path}: no such function; give an import path, package.module.function")
+    except Exception as error:  # importing runs the module's own code
+        raise ValueError(
+            f"offload.predicate={path}: cannot be imported ({type(error).__name__}: {error}); give an import path,"
+            " package.module.function"
+        ) from error
+    if not callable(function):
+        raise ValueError(f"offload.predicate={path}: is no function; give an import path, package.module.function")
+
+    def asked(tensor: Tensor) -> bool:
+        try:
+            answer = function(tensor)
+        except Exception as error:
+            raise ValueError(f"offload.predicate={path}: raised {type(error).__name__}: {error}") from error
+        if not isinstance(answer, bool):
+            raise ValueError(f"offload.predicate={path}: returned a {type(answer).__name__}; return True or False")
+        return answer
+
+    return asked
 
 
-def _tensors(value: object) -> Iterator[Tensor]:
-    """The tensors in a value, and in the sequences and mappings that it is made of."""
+def _tensors(value: object, inside: bool = False) -> Iterator[Tensor]:
+    """The tensors in a value, in the sequences and mappings that it is made of, and in an object's attributes."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from _tensors(item, inside)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from _tensors(item, inside)
+    elif not inside:
+        # Not the attributes of these in turn: they may lead anywhere.
+        for item in list(getattr(value, "__dict__", {}).values()):
+            yield from _tensors(item, True)

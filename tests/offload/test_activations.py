@@ -9,6 +9,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload import registry
+from offload.ordering import CheckedStream
 
 
 def base() -> torch.Tensor:
@@ -103,6 +104,29 @@ def test_a_slice_travels_as_a_slice_with_its_alignment(swap: Swap):
     assert found.data_ptr() % 64 == alignment
 
 
+def test_slices_that_overlap_travel_once(swap: Swap):
+    tensor = base()
+    scalar, seen = save(swap, tensor[:6], tensor[2:], tensor, flush=False)
+    del tensor
+    scalar.backward()
+    assert swap.swapped_bytes == 96 * 4
+    assert len({saved.untyped_storage().data_ptr() for saved in seen[0]}) == 1
+    assert torch.equal(seen[0][1], base()[2:])
+
+
+def test_what_is_too_small_to_travel_goes_along_with_its_storage(streams: registry.Streams):
+    swap = Swap(streams, min_bytes=100)
+    tensor = base()
+    storage = StorageWeakRef(tensor.untyped_storage())
+    scalar, seen = save(swap, tensor[:, 1:], tensor[0, :3])
+    del tensor
+    save(swap, torch.zeros(64))
+    assert storage.expired()
+    scalar.backward()
+    assert torch.equal(seen[0][1], base()[0, :3])
+    assert swap.released_bytes == 96 * 4
+
+
 def test_views_of_other_types_share_the_trip(swap: Swap):
     whole = torch.randn(512)
     halves = whole.view(torch.int16)[2:200]
@@ -175,6 +199,45 @@ def test_small_sparse_and_foreign_tensors_stay(tensor: torch.Tensor, streams: re
     scalar.backward()
     assert swap.swapped_bytes == 0
     assert seen[0][0].layout == tensor.layout
+
+
+def test_tensors_without_memory_stay(swap: Swap):
+    scalar, seen = save(swap, torch._efficientzerotensor((4, 8)), flush=False)
+    scalar.backward()
+    assert swap.swapped_bytes == 0
+    assert torch.equal(seen[0][0], torch.zeros(4, 8))
+
+
+def test_memory_goes_back_behind_its_copy_on_the_stream_that_it_was_for(streams: registry.Streams):
+    swap, one, other = Swap(streams), CheckedStream("one"), CheckedStream("other")
+    with streams.on(one):
+        tensor = torch.randn(64)
+        storage = StorageWeakRef(tensor.untyped_storage())
+        first, _ = save(swap, tensor, flush=False)
+    del tensor
+    with streams.on(other):
+        second, _ = save(swap, torch.zeros(1), flush=False)
+    assert storage.expired()
+    assert one.clock.get("d2h", 0) > 0
+    del first, second
+
+
+def test_what_comes_back_is_memory_of_the_stream_that_uses_it(streams: registry.Streams):
+    swap, other = Swap(streams), CheckedStream("other")
+    tensors = [torch.randn(64) for _ in range(3)]
+    expected = [tensor.clone() for tensor in tensors]
+    first, seen_first = save(swap, tensors.pop(0), flush=False)
+    with streams.on(other):
+        second, seen_second = save(swap, tensors.pop(0), flush=False)
+    third, seen_third = save(swap, tensors.pop(0))
+    third.backward()  # what was saved before is fetched ahead here
+    fetched = swap.fetched_bytes
+    with streams.on(other):
+        second.backward()
+    assert swap.fetched_bytes > fetched
+    first.backward()
+    for seen, tensor in zip((seen_first, seen_second, seen_third), expected, strict=True):
+        assert torch.equal(seen[0][0], tensor)
 
 
 def test_subclasses_stay(swap: Swap):

@@ -94,12 +94,60 @@ def test_what_frees_nothing_is_left_alone_for_as_long_as_it_looks_the_same():
     assert policy.choose(0, 10, 0) is Choice.SWAP
 
 
+def test_what_was_held_is_tried_again():
+    policy = FixedBudget(10)
+    held = record("abba")
+    held[0].fate = Fate.HELD
+    policy.learn(held, 0.0, None)
+    choices = []
+    for _ in range(2 * FixedBudget.RETRY_STEPS):
+        choices.append(policy.choose(0, 10, 10))
+        step = record("abba")
+        step[0].fate = {Choice.LEAVE: Fate.STAYED, Choice.KEEP: Fate.STAYED, Choice.SWAP: Fate.RELEASED}[choices[-1]]
+        policy.learn(step, 0.0, None)
+    assert choices.count(Choice.LEAVE) == FixedBudget.RETRY_STEPS - 1
+    assert set(choices[FixedBudget.RETRY_STEPS - 1 :]) == {Choice.SWAP}
+
+
+def test_what_is_still_held_is_tried_once_in_a_while():
+    policy = FixedBudget(0)
+    tried = 0
+    for _ in range(10 * FixedBudget.RETRY_STEPS):
+        step = record("abba")
+        swapped = policy.choose(0, 10, 0) is Choice.SWAP
+        step[0].fate = Fate.HELD if swapped else Fate.STAYED
+        tried += swapped
+        policy.learn(step, 0.0, None)
+    assert 10 <= tried <= 11
+
+
+def test_another_sequence_of_sizes_forgets_what_was_held():
+    policy = FixedBudget(0)
+    held = record("abba")
+    held[0].fate = Fate.HELD
+    policy.learn(held, 0.0, None)
+    policy.learn(record("abccba"), 0.0, None)
+    assert policy.choose(0, 10, 0) is Choice.SWAP
+
+
 def test_what_somebody_else_holds_takes_nothing_of_the_budget():
     policy = FixedBudget(10)
     step = record("abba")
     step[1].fate = Fate.HELD
     policy.learn(step, 0.0, None)
     assert [policy.choose(ordinal, 10, 10) for ordinal in range(2)] == [Choice.KEEP, Choice.LEAVE]
+
+
+def test_steps_that_always_lock_memory_do_not_measure_for_ever():
+    """As with sequences of another length in every step: nothing that was measured would hold."""
+    policy = AutomaticBudget()
+    policy.begin_step(lambda: 0)
+    steps = 0
+    while policy.measures:
+        policy.learn(record("abcddcba"), 0.0, 1.0, host_grew=True)
+        steps += 1
+        assert steps < 100
+    assert policy.settled
 
 
 def run(
