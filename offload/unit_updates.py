@@ -81,16 +81,12 @@ class UnitUpdates:
         signals = self._streams.signal(), self._streams.signal()
         job = _Job(unit, tensors, claims, scale, self._first_use(unit), landed, *signals)
         job.offered.set()
+        self._start()
         with self._changed:
             self._raise_error()
             self._jobs.setdefault(unit, []).append(job)
             self._queue.append(job)
             self._changed.notify_all()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="host optimizer", daemon=True)
-            self._thread.start()
-            # A process that ends without `close` would end the thread inside an update, and abort.
-            atexit.register(self.close)
 
     def is_pending(self, unit: OffloadUnit) -> bool:
         """Whether updates of the unit are still to be waited for."""
@@ -133,20 +129,27 @@ class UnitUpdates:
         self._jobs.clear()
         self._optimizer.defer_to(None)
 
+    def _start(self) -> None:
+        if self._thread is not None:
+            return
+        thread = threading.Thread(target=self._work, name="host optimizer", daemon=True)
+        thread.start()
+        self._thread = thread
+        # A process that ends without `close` would end the thread inside an update, and abort.
+        atexit.register(self.close)
+
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
 
     def _work(self) -> None:
         with self._streams.beside("worker"):
-            while (job := self._next()) is not None:
-                try:
+            try:
+                while (job := self._next()) is not None:
                     self._update(job)
-                except BaseException as error:
-                    self._fail(error)
-                    return
-                finally:
-                    job.done.set()
+                    self._end(job)
+            except BaseException as error:
+                self._fail(error)
 
     def _next(self) -> _Job | None:
         """The next job, None when there will be none: of those that have landed, the one needed first."""
@@ -156,9 +159,7 @@ class UnitUpdates:
                     return None
                 self._changed.wait()
             landed = [job for job in self._queue if job.has_landed()]
-            job = min(landed, key=lambda job: job.first_use) if landed else self._queue[0]
-            self._queue.remove(job)
-            return job
+            return min(landed, key=lambda job: job.first_use) if landed else self._queue[0]
 
     def _update(self, job: _Job) -> None:
         streams = self._streams
@@ -174,7 +175,13 @@ class UnitUpdates:
         self.host_ms += (perf_counter() - start) * 1e3
         self.parameters += job.parameters
 
+    def _end(self, job: _Job) -> None:
+        with self._changed:
+            self._queue.remove(job)
+        job.done.set()
+
     def _fail(self, error: BaseException) -> None:
+        # The error first: who is woken looks for it.
         with self._changed:
             self._error = error
             for job in self._queue:

@@ -173,6 +173,26 @@ def test_an_error_of_the_worker_is_raised_by_the_next_wait(at: int, wait: str, m
     model(stack_inputs(0, 0)).sum().backward()
 
 
+@pytest.mark.parametrize("call", ["query", "synchronize"])
+def test_an_error_of_the_worker_between_updates_is_raised_too(call: str, monkeypatch: pytest.MonkeyPatch):
+    """As where the device has failed: its events raise, while the worker chooses a job or waits for its gradients."""
+    ask = getattr(CheckedEvent, call)
+
+    def broken(event: CheckedEvent):
+        if threading.current_thread().name == WORKER:
+            raise WorkerError("an illegal memory access was encountered")
+        return ask(event)
+
+    monkeypatch.setattr(CheckedEvent, call, broken)
+    model, mode = made(Stack), LayerStream(slots=2)
+    with attached(mode, model):
+        optimizer = host_adamw(model)
+        mode.overlap(optimizer, early=False)
+        with pytest.raises(WorkerError, match="illegal memory access"):
+            steps_until(WAITS["finish"], model, mode, optimizer)
+    assert no_worker_lives()
+
+
 def test_an_error_in_backward_ends_the_step(monkeypatch: pytest.MonkeyPatch):
     failing(monkeypatch, at=6)
     eager(monkeypatch)
