@@ -11,9 +11,10 @@ from torch import Tensor
 
 from offload.adamw_update import FusedUpdate, Operands, Settings, Update, fastest_update, torch_threads, usable_cores
 from offload.memory import free_host_bytes
+from offload.optimizer_state import MOMENTS, is_own_master, states_as_torchs, states_to_load
+from offload.parameter_groups import check_group, check_settings, decay_groups, settings_of
 from offload.sizes import parse_bytes
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -112,7 +113,13 @@ class HostAdamW(torch.optim.AdamW):
         return fastest_update(self.threads, self._compile)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As for any torch optimizer. Raises ValueError, adding nothing, for what `check_group` refuses."""
         super().add_param_group(param_group)
+        try:
+            check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
         # By position, because loading replaces the groups.
         self._group_of = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}
 
@@ -151,7 +158,7 @@ class HostAdamW(torch.optim.AdamW):
     def state_dict(self) -> dict[str, Any]:
         """The state in the layout of torch.optim.AdamW, after the updates that are under way."""
         self.finish()
-        return super().state_dict()
+        return states_as_torchs(super().state_dict(), self._parameters)
 
     def skip(self) -> None:
         """Ends the step without an update of what is not claimed yet."""
@@ -166,7 +173,7 @@ class HostAdamW(torch.optim.AdamW):
 
         Raises ValueError for a parameter that is in no group, and for a sparse gradient.
         """
-        settings = [_settings(group) for group in self.param_groups]
+        settings = [settings_of(group) for group in self.param_groups]
         claims = []
         for parameter in parameters:
             if parameter not in self._group_of:
@@ -319,78 +326,38 @@ class HostAdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict()` returned, tensors moved to the parameters' devices, and otherwise shared with it.
 
-        State of torch's own AdamW loads too; a master that it lacks is made at the next update from the parameter,
-        so load the weights first or after, but before that. Ours loads there as well, but for the masters.
+        State of torch's own AdamW loads too, and ours loads there. A master that the state lacks, or that torch has
+        carried along, is made at the next update from the parameter: so load the weights first or after, but before
+        that.
 
-        Raises ValueError for state of another model, and for settings that are not supported here.
+        Raises ValueError for state of another model, and for settings that are not supported here; nothing is loaded
+        then.
         """
         self.finish()
         for group in state_dict["param_groups"]:
-            for name in ("amsgrad", "maximize"):
-                if group.get(name):
-                    raise ValueError(f"the optimizer state to load was made with {name}=True, which is not supported")
+            check_settings(group, "the optimizer state to load")
+        loaded = states_to_load(state_dict, self._parameters)
         # torch would round float32 state of a bf16 parameter to bf16, so it gets the settings alone.
         super().load_state_dict({**state_dict, "state": {}})
         self._claimed.clear()
-        saved_ids = [index for group in state_dict["param_groups"] for index in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for index, parameter in zip(saved_ids, parameters, strict=True):
-            if index in state_dict["state"]:
-                self.state[parameter] = self._loaded(state_dict["state"][index], parameter)
+        for parameter, states in loaded.items():
+            self.state[parameter] = {name: self._moved(parameter, name, states[name]) for name in states}
 
-    def _loaded(self, saved: dict[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-        state = {}
-        for name in ("step", *MOMENTS, "master"):
-            needless = name == "master" and is_own_master(parameter) and parameter not in self._placed
-            if name in saved and not needless:
-                dtype = self._state_dtype if name in MOMENTS else torch.float32
-                device = self._placed.get(parameter, parameter.device)
-                state[name] = torch.as_tensor(saved[name]).to(device, dtype).contiguous()
-                if name in self._homes.get(parameter, {}):
-                    state[name] = self._homes[parameter][name].copy_(state[name])
-        return state
+    def _moved(self, parameter: Tensor, name: str, loaded: Tensor) -> Tensor:
+        dtype = self._state_dtype if name in MOMENTS else torch.float32
+        loaded = loaded.to(self._placed.get(parameter, parameter.device), dtype).contiguous()
+        home = self._homes.get(parameter, {}).get(name)
+        return loaded if home is None else home.copy_(loaded)
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("threads", "device_share", "visiting_share", "_state_dtype", "_compile", "_claimed", "_group_of")
         # A copy makes its updates itself.
         own = {"_deferral": None, "_placed": {}, "_homes": {}}
         return super().__getstate__() | {name: getattr(self, name) for name in names} | own
-
-
-def decay_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Parameters or groups of them as groups in which what has fewer than two dimensions does not decay.
-
-    Those are biases and the weights of norms; embeddings decay. Each group with both kinds becomes two, the first with
-    its own weight decay, the second with none.
-    """
-    entries = list(params)
-    if entries and not isinstance(entries[0], dict):
-        entries = [{"params": entries}]
-    groups = []
-    for group in entries:
-        members = group["params"]
-        members = [members] if isinstance(members, Tensor) else list(members)
-        decaying = [p for p in members if _tensor(p).ndim >= 2]
-        constant = [p for p in members if _tensor(p).ndim < 2]
-        if decaying or not constant:
-            groups.append({**group, "params": decaying})
-        if constant:
-            groups.append({**group, "params": constant, "weight_decay": 0.0})
-    return groups
-
-
-def is_own_master(parameter: Tensor) -> bool:
-    """Whether a parameter is updated in place, without a float32 copy."""
-    # Kernels walk memory: on tensors of unlike strides they would pair up elements that do not belong together.
-    return parameter.dtype == torch.float32 and parameter.is_contiguous()
-
-
-def _tensor(parameter: Tensor | tuple[str, Tensor]) -> Tensor:
-    return parameter[1] if isinstance(parameter, tuple) else parameter
-
-
-def _settings(group: dict[str, Any]) -> Settings:
-    return Settings(float(group["lr"]), *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"]))
 
 
 def _flat(tensor: Tensor) -> Tensor:

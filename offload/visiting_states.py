@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from offload.adamw_update import FusedUpdate, Operands
-from offload.host_optimizer import MOMENTS, Claim, HostAdamW
+from offload.host_optimizer import Claim, HostAdamW
 from offload.memory import DeviceSlot, HostArena, aligned
+from offload.optimizer_state import MOMENTS
 from offload.registry import Event
 from offload.transfer import Transfer
 from offload.unit import OffloadUnit, UnitTensor

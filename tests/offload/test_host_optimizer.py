@@ -11,7 +11,8 @@ from optimizer_support import COMPILES, OFF, SETTINGS, give_gradients, near, nee
 from torch import nn
 
 from offload import adamw_update, host_optimizer
-from offload.host_optimizer import HostAdamW, decay_groups
+from offload.host_optimizer import HostAdamW
+from offload.parameter_groups import decay_groups
 from training.optimizer import AdamW
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -182,6 +183,33 @@ def test_strangers_and_sparse_gradients_are_refused():
 def test_settings_out_of_range_are_refused(setting: dict, message: str):
     with pytest.raises(ValueError, match=message):
         HostAdamW(parameters(), **setting)
+
+
+@pytest.mark.parametrize(("key", "value"), [("maximize", True), ("amsgrad", True), ("decoupled_weight_decay", False)])
+def test_settings_of_a_group_that_mean_other_arithmetic_are_refused(key: str, value: bool):
+    weights = parameters()
+    message = f"a parameter group has {key}={value}, which is not supported"
+    with pytest.raises(ValueError, match=message):
+        HostAdamW([{"params": weights, key: value}], **OFF)
+    optimizer = HostAdamW(weights[1:], **OFF)
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": weights[:1], key: value})
+    assert len(optimizer.param_groups) == 1
+    give_gradients(weights, 0)
+    before = [weight.detach().clone() for weight in weights]
+    optimizer.param_groups[0][key] = value
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert same(weights, before)
+
+
+def test_dtypes_without_an_update_are_refused_unless_they_are_frozen():
+    for dtype in (torch.float64, torch.complex64):
+        weight = nn.Parameter(torch.ones(4, dtype=dtype))
+        with pytest.raises(ValueError, match=f"a parameter is {dtype}: .* takes float32, bfloat16 and float16"):
+            HostAdamW([weight], **OFF)
+    frozen = nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
+    HostAdamW([*parameters(torch.float16), frozen], **OFF)
 
 
 def test_all_cores_but_one_update(monkeypatch: pytest.MonkeyPatch):

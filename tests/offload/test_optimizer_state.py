@@ -65,21 +65,52 @@ def test_state_of_torchs_adamw_loads_and_loads_back():
     near(back, ours)
 
 
-def test_state_of_bf16_weights_goes_both_ways_with_torchs_adamw():
-    ours, theirs = parameters(torch.bfloat16), parameters(torch.bfloat16)
-    train(host := HostAdamW(ours, **SETTINGS, **OFF), ours, range(2))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_training_by_torchs_adamw_in_between_is_kept(layout: torch.memory_format, dtype: torch.dtype):
+    """Ours, torch's, ours again, which does not move the weights: they stay where torch's left them."""
+    ours = [nn.Parameter(p.detach().to(memory_format=layout)) if p.ndim == 4 else p for p in parameters(dtype)]
+    train(host := HostAdamW(ours, **SETTINGS, **OFF), ours, range(3))
+    theirs = [nn.Parameter(weight.detach().clone()) for weight in ours]
     torchs = torch.optim.AdamW(theirs)
     torchs.load_state_dict(roundtrip(host.state_dict()))
-    train(torchs, theirs, range(2, 3))
-
-    weights = parameters(torch.bfloat16)
-    fresh = HostAdamW(weights, **OFF)
-    fresh.load_state_dict(roundtrip(torchs.state_dict()))
-    train(fresh, weights, range(3, 4))
-    state = fresh.state[weights[0]]
+    train(torchs, theirs, range(3, 23))
+    back = [nn.Parameter(weight.detach().clone()) for weight in theirs]
+    again = HostAdamW(back, **OFF)
+    again.load_state_dict(roundtrip(torchs.state_dict()))
+    state = again.state[back[0]]
     assert state["exp_avg"].dtype == torch.float32
-    assert state["step"] == 4
-    assert torch.equal(state["master"].bfloat16(), weights[0])
+    again.param_groups[0]["lr"] = 0.0
+    train(again, back, range(23, 24))
+    assert state["step"] == 24
+    assert same(back, theirs)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_states_go_to_torch_in_the_layout_of_their_parameter(fused: bool):
+    def convolution(like: torch.Tensor) -> nn.Parameter:
+        return nn.Parameter(like.detach().clone().to(memory_format=torch.channels_last))
+
+    torch.manual_seed(0)
+    start = torch.randn(8, 4, 3, 3)
+    gradients = [torch.randn_like(start).to(memory_format=torch.channels_last) for _ in range(8)]
+
+    def go_on(optimizer: torch.optim.Optimizer, weight: nn.Parameter, steps: range) -> None:
+        for step in steps:
+            weight.grad = gradients[step].clone()
+            optimizer.step()
+
+    ours = convolution(start)
+    go_on(host := HostAdamW([ours], **SETTINGS, **OFF), ours, range(3))
+    theirs = convolution(ours)
+    torchs = torch.optim.AdamW([theirs], fused=fused)
+    saved = roundtrip(host.state_dict())
+    assert saved["state"][0]["exp_avg"].stride() == ours.stride()
+    saved["param_groups"][0]["fused"] = fused
+    torchs.load_state_dict(saved)
+    go_on(torchs, theirs, range(3, 8))
+    go_on(host, ours, range(3, 8))
+    near([theirs], [ours])
 
 
 def test_states_have_the_layout_of_torchs_adamw():
@@ -104,6 +135,38 @@ def test_unsupported_or_foreign_state_is_refused():
         host.load_state_dict(torch.optim.AdamW(weights, amsgrad=True).state_dict())
     with pytest.raises(ValueError, match="doesn't match the size"):
         host.load_state_dict(HostAdamW(weights[:2], **OFF).state_dict())
+
+
+def state_of(*shapes: tuple[int, ...]) -> dict:
+    weights = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    train(host := HostAdamW(weights, **SETTINGS, **OFF), weights, range(1))
+    return host.state_dict()
+
+
+def test_state_of_other_shapes_is_refused_before_anything_is_loaded():
+    weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(8, 8))]
+    host = HostAdamW(weights, **SETTINGS, **OFF)
+    host.allocate()
+    kept = copy.deepcopy(host.state_dict())
+    of_another = state_of((3,), (4, 4))
+    of_another["param_groups"][0]["lr"] = 9.0
+    wrong_step = state_of((3,), (8, 8))
+    wrong_step["state"][0]["step"] = torch.zeros(3)
+    incomplete = state_of((3,), (8, 8))
+    del incomplete["state"][1]["exp_avg_sq"]
+    for state, message in (
+        (of_another, r"exp_avg of parameter 1 has shape \(4, 4\), and is to be of shape \(8, 8\)"),
+        (wrong_step, r"step of parameter 0 has shape \(3,\), and is to be one number"),
+        (incomplete, r"lacks exp_avg_sq of parameter 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            host.load_state_dict(state)
+        assert host.param_groups[0]["lr"] == SETTINGS["lr"]
+        assert all(
+            torch.equal(value, kept["state"][index][name])
+            for index, states in host.state_dict()["state"].items()
+            for name, value in states.items()
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
