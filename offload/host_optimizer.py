@@ -15,6 +15,8 @@ from offload.optimizer_state import MOMENTS, is_own_master, states_as_torchs, st
 from offload.parameter_groups import check_group, check_settings, decay_groups, settings_of
 from offload.sizes import parse_bytes
 
+# More cannot all be started: the process would end without a word.
+MAX_THREADS = 1024
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -63,7 +65,8 @@ class HostAdamW(torch.optim.AdamW):
             as many as find room there. Without such a mode it has no effect.
         visiting_share: part of the states, from 0 to 1, that such a mode sends to the device to be updated there
             while the host updates the others (see `VisitingStates`). On a GPU the two round differently.
-        threads: cores that update host parameters; None is all but one, which launches the device's work.
+        threads: cores that update host parameters. None is all but one, which launches the device's work, or all but
+            three under a mode that begins updates inside backward (see `leave_cores`).
         compile: "auto" takes the fastest kernel of the host, "off" torch's own (see `fastest_update`).
 
     Raises ValueError for a setting out of range.
@@ -88,10 +91,11 @@ class HostAdamW(torch.optim.AdamW):
             raise ValueError(f"state_dtype={state_dtype}: must be one of {', '.join(STATE_DTYPES)}")
         if compile not in ("auto", "off"):
             raise ValueError(f"compile={compile}: must be auto or off")
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads={threads}: must be at least 1, or null for all cores but one")
+        if threads is not None and threads not in range(1, MAX_THREADS + 1):
+            raise ValueError(f"threads={threads}: must be at least 1 and at most {MAX_THREADS}, or null to choose")
         groups = params if decay_norms_and_biases else decay_groups(params)
-        self.threads = max(usable_cores() - 1, 1) if threads is None else threads
+        self.threads = _all_but(1) if threads is None else threads
+        self._chooses_threads = threads is None
         self._state_dtype = STATE_DTYPES[state_dtype]
         self.device_share = device_share if device_share == "auto" else parse_bytes("device_share", device_share)
         if not 0 <= visiting_share <= 1:
@@ -143,6 +147,13 @@ class HostAdamW(torch.optim.AdamW):
     def defer_to(self, updates: Deferral | None) -> None:
         """From now on `step` offers its updates to `updates` first, which may go on after it; None: it makes all."""
         self._deferral = updates
+
+    def leave_cores(self, count: int) -> None:
+        """Has updates run on all cores but `count`, which others are busy on, unless `threads` was given."""
+        if self._chooses_threads:
+            self.threads = _all_but(count)
+            # Measured now, and not in the next step.
+            fastest_update(self.threads, self._compile)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As for any torch optimizer. Zeros are written only after the updates that still read the gradients."""
@@ -354,10 +365,15 @@ class HostAdamW(torch.optim.AdamW):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("threads", "device_share", "visiting_share", "_state_dtype", "_compile", "_claimed", "_group_of")
+        names = ["threads", "_chooses_threads", "device_share", "visiting_share"]
+        names += ["_state_dtype", "_compile", "_claimed", "_group_of"]
         # A copy makes its updates itself.
         own = {"_deferral": None, "_placed": {}, "_homes": {}}
         return super().__getstate__() | {name: getattr(self, name) for name in names} | own
+
+
+def _all_but(count: int) -> int:
+    return max(usable_cores() - count, 1)
 
 
 def _flat(tensor: Tensor) -> Tensor:

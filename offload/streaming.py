@@ -33,6 +33,10 @@ from offload.unit_updates import UnitUpdates
 from offload.visiting_states import VisitingStates
 from offload.wrapped_forward import WrappedForward
 
+# Cores that updates leave to others: backward's thread, the one that launches, and the copies', while these are busy.
+BUSY_CORES = 3
+LAUNCHING_CORES = 1
+
 # Gradients that may wait on the device for the bus, in units of the largest unit.
 GRADIENT_SLOTS = 2
 
@@ -116,6 +120,7 @@ class WeightStreaming:
         self._update_early = early
         self._onloader.updates = self.updates
         self._optimizer = optimizer
+        optimizer.leave_cores(BUSY_CORES if early else LAUNCHING_CORES)
         self.place_states(device_share)
         others = [unit for unit in self._cut.units if unit not in self._share.units]
         self._visits = VisitingStates(others, optimizer, self.transfer, self.arena, optimizer.visiting_share)

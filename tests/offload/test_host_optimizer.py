@@ -8,10 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from optimizer_support import COMPILES, OFF, SETTINGS, give_gradients, near, needs_compiler, parameters, same, train
+from support import attached
 from torch import nn
 
 from offload import adamw_update, host_optimizer
 from offload.host_optimizer import HostAdamW
+from offload.modes.bounce_linear import BounceLinear
 from offload.parameter_groups import decay_groups
 from training.optimizer import AdamW
 
@@ -178,6 +180,8 @@ def test_strangers_and_sparse_gradients_are_refused():
         ({"state_dtype": "fp16"}, "state_dtype=fp16: must be one of fp32, bf16"),
         ({"compile": "on"}, "compile=on: must be auto or off"),
         ({"threads": 0}, "threads=0: must be at least 1"),
+        ({"threads": 1.5}, "threads=1.5: must be at least 1"),
+        ({"threads": 1025}, "threads=1025: must be at least 1 and at most 1024"),
     ],
 )
 def test_settings_out_of_range_are_refused(setting: dict, message: str):
@@ -217,6 +221,20 @@ def test_all_cores_but_one_update(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(host_optimizer, "usable_cores", lambda cores=cores: cores)
         assert HostAdamW(parameters(), compile="off").threads == threads
     assert HostAdamW(parameters(), compile="off", threads=5).threads == 5
+
+
+@pytest.mark.parametrize(("cores", "at_step", "inside"), [(16, 15, 13), (2, 1, 1)])
+def test_inside_backward_cores_are_left_to_it(cores: int, at_step: int, inside: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host_optimizer, "usable_cores", lambda: cores)
+    model, mode = nn.Sequential(nn.Linear(4, 4)), BounceLinear()
+    optimizer = HostAdamW(model.parameters(), compile="off")
+    given = HostAdamW(model.parameters(), compile="off", threads=5)
+    with attached(mode, model):
+        for early, threads in ((True, inside), (False, at_step)):
+            mode.overlap(optimizer, early)
+            assert optimizer.threads == threads
+            mode.overlap(given, early)
+            assert given.threads == 5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
