@@ -19,7 +19,9 @@ class DeviceShare:
     """The first of `units` whose states by `optimizer` fit in `budget` bytes of the device.
 
     Their gradients stay on the device, besides going to the host, until they are updated: 2 bytes a parameter more
-    where they are bf16. Updates run on the d2h stream, between the copies, and send the new weights home.
+    where they are bf16. Updates run on the d2h stream, between the copies, and send the new weights home. A gradient
+    that a hook or the caller changes on the host is left to the optimizer's `step`; autograd's version counter tells,
+    so what is written through `.data` is missed.
     """
 
     def __init__(
@@ -61,10 +63,11 @@ class DeviceShare:
     def offer(
         self, unit: OffloadUnit, tensors: Iterable[UnitTensor], scale: float = 1.0, after: Sequence[Event] = ()
     ) -> None:
-        """Queues the update of those of `tensors` that have a gradient in this step, behind `after`; `unit.updated`
-        ends it."""
+        """Queues the update of those of `tensors` whose gradient of this step is as it landed, behind `after`;
+        `unit.updated` ends it."""
         streams, d2h = self._streams, self._streams.d2h
-        by_parameter = {tensor.host: tensor for tensor in tensors if tensor in self._gradients}
+        held = [tensor for tensor in tensors if tensor in self._gradients]
+        by_parameter = {tensor.host: tensor for tensor in held if tensor.has_landed_gradient}
         claims = self._optimizer.claim(by_parameter)
         if not claims:
             return

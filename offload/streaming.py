@@ -159,9 +159,12 @@ class WeightStreaming:
                 unit.updated = None
 
     def gradient_norms(self) -> dict[nn.Parameter, torch.Tensor]:
-        """L2 norms of the gradients of the last step, if they were wanted: float32 scalars on the device."""
-        tensors = (tensor for unit in self._cut.units for tensor in unit.tensors)
-        return {tensor.host: tensor.norm for tensor in tensors if tensor.norm is not None}
+        """L2 norms of the gradients of the last step, if they were wanted: float32 scalars on the device.
+
+        Those that a hook or the caller has changed since they landed are left out.
+        """
+        normed = (tensor for unit in self._cut.units for tensor in unit.tensors if tensor.norm is not None)
+        return {tensor.host: tensor.norm for tensor in normed if tensor.has_landed_gradient}
 
     def last_microbatch(self) -> None:
         """The gradients that land from now on in this step are final."""
@@ -290,6 +293,7 @@ class WeightStreaming:
         is_final = self._final.land(unit, tensor)
         held = self._share is not None and unit in self._share.units
         self._gradients.land(tensor, leaf, self._share.hold if held else None)
+        tensor.landed_version = tensor.gradient._version
         hooks = (tensor.host._post_accumulate_grad_hooks or {}).values()
         if hooks or not self._in_step:
             self._settle()

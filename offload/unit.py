@@ -53,8 +53,9 @@ class UnitTensor:
 
     `host` is what the modules hold outside a window; its data is a view of the host block once the unit is at home.
     `device` is its stand-in in a slot for the current step: for a parameter, the leaf that autograd sees. `gradient`
-    is the host memory of its gradient, `landed` the end of the last copy there, `norm` its L2 norm in this step
-    (float32 scalar on the device), where somebody wants it.
+    is the host memory of its gradient, `landed` the end of the last copy there and `landed_version` autograd's version
+    counter behind it, `norm` the L2 norm of what landed in this step (float32 scalar on the device), where somebody
+    wants it.
     """
 
     name: str
@@ -63,6 +64,7 @@ class UnitTensor:
     offset: int
     gradient: torch.Tensor | None = None
     landed: Event | None = None
+    landed_version: int = 0
     norm: torch.Tensor | None = None
     device: torch.Tensor | None = None
 
@@ -73,6 +75,11 @@ class UnitTensor:
     @property
     def trains(self) -> bool:
         return self.host.requires_grad
+
+    @property
+    def has_landed_gradient(self) -> bool:
+        """Whether the parameter's gradient is what landed: not replaced, dropped or changed in place since."""
+        return self.host.grad is self.gradient and self.gradient._version == self.landed_version
 
     @property
     def version(self) -> int:
@@ -158,7 +165,8 @@ class OffloadUnit:
             tensor.host = move_into(home, tensor.host, tensor.places)
             if tensor.trains:
                 flat = gradients.bytes[used : used + tensor.nbytes]
-                tensor.gradient = flat.view(home.dtype).view(home.shape)
+                # `.data` has a version counter of its own, which tells whether somebody changed this gradient.
+                tensor.gradient = flat.view(home.dtype).view(home.shape).data
                 used += aligned(tensor.nbytes)
 
     def __str__(self) -> str:

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from support import Stack, assert_same, attached, stack_inputs
+from torch import nn
 from updates_support import EARLY, MODES, Mixed, host_adamw, made, make_small, one_step, train
 
 from offload.modes.layer_stream import LayerStream
@@ -93,6 +94,41 @@ def test_what_is_left_out_or_left_over_does_not_reach_the_next_step():
             parameter.grad = torch.ones_like(parameter)
         plain.step()
     assert_same(seen, [p.detach() for p in expected.parameters()])
+
+
+@EARLY
+@pytest.mark.parametrize("who", ["a hook", "a hook that looks", "the caller", "the caller's own"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gradient_that_changes_after_it_landed_is_updated_as_it_is_then(mode: str, who: str, early: bool):
+    def flip(parameter: nn.Parameter) -> None:
+        parameter.grad.neg_()
+
+    def run(mode, model: nn.Module, overlaps: bool = True) -> list[torch.Tensor]:
+        # In one block only: the others are updated on the device.
+        changed = list(model.blocks[1].parameters())
+        for parameter in changed:
+            if who.startswith("a hook"):
+                hook = flip if who == "a hook" else lambda p: seen.append(p.grad.sum())
+                parameter.register_post_accumulate_grad_hook(hook)
+        with attached(mode, model):
+            optimizer = host_adamw(model)
+            if overlaps:
+                mode.overlap(optimizer, early and who.startswith("a hook"), device_share=10**9)
+            for step in range(4):
+                one_step(model, mode, step)
+                if who == "the caller":
+                    nn.utils.clip_grad_value_(changed, 1e-3)
+                elif who == "the caller's own":
+                    for parameter in changed:
+                        parameter.grad = torch.ones_like(parameter.grad)
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.finish()
+            return [p.detach().clone() for p in model.parameters()]
+
+    seen = []
+    expected = run(Resident(), made(Stack, torch.bfloat16), overlaps=False)
+    assert_same(run(MODES[mode](), made(Stack, torch.bfloat16)), expected)
 
 
 def test_state_dicts_go_from_one_place_to_the_other():

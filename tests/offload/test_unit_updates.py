@@ -292,6 +292,26 @@ def test_norms_taken_on_the_way_are_those_of_the_gradients(dtype: str, mode: str
             model.zero_grad()
 
 
+@pytest.mark.parametrize("who", ["a hook", "the caller"])
+def test_norms_are_of_gradients_as_they_are_when_asked_for(who: str):
+    def grow(parameter: nn.Parameter) -> None:
+        parameter.grad.mul_(10)
+
+    model, mode = made(Stack), LayerStream(slots=2)
+    changed = list(model.blocks[1].parameters())
+    if who == "a hook":
+        for parameter in changed:
+            parameter.register_post_accumulate_grad_hook(grow)
+    with attached(mode, model):
+        one_step(model, mode, norms=True)
+        if who == "the caller":
+            for parameter in changed:
+                grow(parameter)
+        norms = mode.gradient_norms()
+        assert norms
+        assert gradient_norm(model, norms) == pytest.approx(gradient_norm(model, {}), rel=1e-6)
+
+
 def test_norms_of_gradients_that_are_added_to_earlier_ones():
     """Accumulated over two steps: the norm is that of the sum."""
     model, mode = made(Stack), BounceLinear(slots=2)
