@@ -172,8 +172,13 @@ class HostAdamW(torch.optim.AdamW):
         return states_as_torchs(super().state_dict(), self._parameters)
 
     def skip(self) -> None:
-        """Ends the step without an update of what is not claimed yet."""
+        """Ends the step without an update of what is not claimed yet; what is claimed is updated all the same."""
         self._claimed.clear()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether something is claimed in a step that neither `step` nor `skip` has ended."""
+        return bool(self._claimed)
 
     def update(self, parameters: Iterable[Tensor], scale: float = 1.0) -> None:
         """Updates these parameters now, on the calling thread: `apply(claim(parameters), scale)`."""
@@ -182,14 +187,12 @@ class HostAdamW(torch.optim.AdamW):
     def claim(self, parameters: Iterable[Tensor]) -> list[Claim]:
         """The updates that are due: of those parameters that have a gradient and are not claimed yet in this step.
 
-        Raises ValueError for a parameter that is in no group, and for a sparse gradient.
+        What is in no group is left alone. Raises ValueError for a sparse gradient.
         """
         settings = [settings_of(group) for group in self.param_groups]
         claims = []
         for parameter in parameters:
-            if parameter not in self._group_of:
-                raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is in no group of the optimizer")
-            if parameter.grad is None or parameter in self._claimed:
+            if parameter.grad is None or parameter in self._claimed or parameter not in self._group_of:
                 continue
             if parameter.grad.layout is not torch.strided:
                 raise ValueError("AdamW takes no sparse gradients: build the embedding with sparse=False")

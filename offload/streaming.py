@@ -89,10 +89,16 @@ class WeightStreaming:
 
         `norms`: those of the gradients are wanted (`gradient_norms`).
         Afterwards gradients are readable on the host and nothing is in flight; that holds after an exception too.
-        Raises RuntimeError when a step is open already.
+        Raises RuntimeError when a step is open already, when the last one's updates have begun inside backward and
+        the optimizer has not ended it, and for a parameter that was moved, or frozen until now.
         """
         if self._in_step:
             raise RuntimeError("a step is open already: close it before the next")
+        if self._optimizer is not None and self._optimizer.has_begun:
+            raise RuntimeError(
+                "updates of the last step have begun: end it with optimizer.step() or optimizer.skip(), which leaves"
+                " out those that have not; to accumulate over steps, let updates begin after backward (early=False)"
+            )
         for unit in self._cut.units:
             unit.check_home()
         self._in_step = True
@@ -114,7 +120,9 @@ class WeightStreaming:
         `device_share` is how many bytes of states live on the device, where their units are updated. Of the others,
         `optimizer.visiting_share` visit it to be updated.
         `early`: a unit's update may begin when its gradients of the last microbatch have landed, if in the step before
-        each landed there once; else the optimizer's `step` starts it. `state_dict` of the model waits for the updates.
+        each landed there once; else the optimizer's `step` starts it. A change to settings, a learning rate set by hand
+        between backward and that `step`, then comes too late for what has begun. `state_dict` and `load_state_dict` of
+        the model wait for the updates.
         """
         self.updates = UnitUpdates(optimizer, self._streams, self._onloader.first_use)
         self._update_early = early
@@ -126,9 +134,12 @@ class WeightStreaming:
         self._visits = VisitingStates(others, optimizer, self.transfer, self.arena, optimizer.visiting_share)
         optimizer.defer_to(self)
         # A function of its own: a deepcopy of the model leaves it as it is, and would copy what a method is bound to.
-        self._hooks = [
-            window.module.register_state_dict_pre_hook(lambda *_: self.finish()) for window in self._cut.windows
-        ]
+        for window in self._cut.windows:
+            for register in (
+                window.module.register_state_dict_pre_hook,
+                window.module.register_load_state_dict_pre_hook,
+            ):
+                self._hooks.append(register(lambda *_: self.finish()))
 
     def place_states(self, nbytes: int) -> None:
         """Between steps: the states of the first units that fit into `nbytes` live on the device from now on."""

@@ -138,13 +138,18 @@ class OffloadUnit:
         return self.tensors[bisect_right(self.tensors, offset, key=lambda tensor: tensor.offset) - 1]
 
     def check_home(self) -> None:
-        """Raises RuntimeError if a parameter no longer lives at home, as after `model.to(...)`."""
+        """Raises RuntimeError if a parameter no longer lives at home, as after `model.to(...)`, or its gradient has
+        none, as that of one which was frozen when the unit was brought home."""
         for tensor in self.tensors:
             home = self.weights.bytes.data_ptr() + tensor.offset
             if not tensor.is_buffer and tensor.nbytes and tensor.host.data_ptr() != home:
                 raise RuntimeError(
                     f"{tensor.name} was moved or replaced while attached: detach the mode before model.to(), .cuda()"
                     " or .half(), and attach it again"
+                )
+            if tensor.trains and tensor.gradient is None:
+                raise RuntimeError(
+                    f"{tensor.name} was frozen when the mode was attached: detach and attach again to train it"
                 )
 
     def drop_stand_ins(self) -> None:

@@ -180,3 +180,23 @@ def test_moving_an_attached_model_is_refused():
             pass
         for parameter, data in zip(model.parameters(), moved, strict=True):
             parameter.data = data
+
+
+def test_a_parameter_that_was_frozen_when_attached_cannot_train_before_it_is_attached_again():
+    model = Stack()
+    frozen = model.blocks[1].up.weight.requires_grad_(False)
+    mode = LayerStream()
+    with attached(mode, model):
+        frozen.requires_grad_(True)
+        with (
+            pytest.raises(RuntimeError, match=r"blocks.1.up.weight was frozen .*: detach and attach again"),
+            mode.step(),
+        ):
+            pass
+        frozen.requires_grad_(False)
+        with mode.step():
+            model(stack_inputs(0, 0)).sum().backward()
+        frozen.requires_grad_(True)
+    with attached(mode := LayerStream(), model), mode.step():
+        model(stack_inputs(0, 0)).sum().backward()
+    assert frozen.grad is not None

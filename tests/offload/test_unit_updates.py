@@ -6,10 +6,11 @@ import functools
 
 import pytest
 import torch
-from optimizer_support import SETTINGS, near, needs_compiler
+from optimizer_support import OFF, SETTINGS, near, needs_compiler
 from support import Shared, Stack, assert_same, attached, stack_inputs, tokens, twin
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
 from updates_support import (
     DTYPES,
     EARLY,
@@ -26,11 +27,12 @@ from updates_support import (
     train,
 )
 
+from offload.host_optimizer import HostAdamW
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
-from training.step import gradient_norm
+from training.step import clip_scale, gradient_norm
 
 
 @pytest.fixture(autouse=True)
@@ -96,23 +98,33 @@ def test_one_layer_used_three_times_and_a_tied_head(early: bool):
     )
 
 
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
 @pytest.mark.parametrize("mode", MODES)
-def test_equals_torchs_adamw_on_the_same_gradients(mode: str):
+def test_equals_torchs_adamw_on_the_same_gradients(mode: str, clip_norm: float | None):
+    """With a schedule, and clipped by torch where ours counts gradients by a factor."""
     model = made(Mixed)
     masters = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in model.parameters()]
     theirs = torch.optim.AdamW(masters, **SETTINGS)
-    mode = MODES[mode]()
+    mode, clipped = MODES[mode](), 0
     with attached(mode, model):
         ours = host_adamw(model, decay_norms_and_biases=True)
-        mode.overlap(ours, early=True)
+        mode.overlap(ours, early=clip_norm is None)
+        schedules = [LambdaLR(one, lambda step: min((step + 1) / 5, 5 / (step + 1))) for one in (ours, theirs)]
         for step in range(20):
-            one_step(model, mode, step)
+            one_step(model, mode, step, norms=clip_norm is not None)
             for master, parameter in zip(masters, model.parameters(), strict=True):
                 master.grad = None if parameter.grad is None else parameter.grad.clone()
-            ours.step()
+            scale = clip_scale(gradient_norm(model, mode.gradient_norms()), clip_norm)
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(masters, clip_norm)
+            ours.step(scale=scale)
             theirs.step()
             ours.zero_grad()
+            clipped += scale < 1
+            for schedule in schedules:
+                schedule.step()
         ours.finish()
+        assert bool(clipped) == (clip_norm is not None)
         near(model.parameters(), masters)
 
 
@@ -169,6 +181,49 @@ def test_evaluation_between_steps_needs_weights_after_their_gradients():
             optimizer.zero_grad()
             with torch.no_grad():
                 model(stack_inputs(step, 0))
+
+
+def test_a_step_before_the_last_one_has_ended_is_refused_where_its_updates_have_begun():
+    """Their gradients are taken, so what a second step added to them would be lost without a word."""
+
+    model, mode = made(Stack), LayerStream(slots=2)
+    with attached(mode, model):
+        optimizer = host_adamw(model)
+        mode.overlap(optimizer, early=True)
+        for step in range(2):
+            one_step(model, mode, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        one_step(model, mode, step=2)
+        for end in (optimizer.step, optimizer.skip):
+            with pytest.raises(RuntimeError, match=r"updates of the last step have begun: .*optimizer.skip\(\)"):
+                one_step(model, mode, step=3)
+            end()
+            optimizer.zero_grad()
+            one_step(model, mode, step=4)
+
+
+@EARLY
+@pytest.mark.parametrize("where", [{}, {"device_share": 10**9}, {"visiting_share": 1.0}], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_parameter_of_no_group_is_left_alone(mode: str, where: dict, early: bool):
+    def run(mode, model: nn.Module) -> list[torch.Tensor]:
+        strangers = [p for name, p in model.named_parameters() if "norm" in name]
+        others = [p for name, p in model.named_parameters() if "norm" not in name]
+        before = [p.detach().clone() for p in strangers]
+        with attached(mode, model):
+            optimizer = HostAdamW(others, **OFF, **SETTINGS, visiting_share=where.get("visiting_share", 0.0))
+            mode.overlap(optimizer, early, where.get("device_share", 0))
+            for step in range(3):
+                one_step(model, mode, step)
+                optimizer.step()
+                model.zero_grad()
+            optimizer.finish()
+            assert_same(before, [p.detach() for p in strangers])
+            return [p.detach().clone() for p in others]
+
+    ours, theirs = twin(made(Stack, torch.bfloat16))
+    assert_same(run(MODES[mode](), ours), run(Resident(), theirs))
 
 
 def test_a_gradient_after_the_last_is_refused(monkeypatch: pytest.MonkeyPatch):

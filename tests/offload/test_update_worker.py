@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -76,6 +77,40 @@ def test_readers_see_finished_weights(reader: str, mode: str, early: bool, monke
 
     assert_same(run(ours, MODES[mode]()), run(theirs, Resident()))
     assert WORKER in threads
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_that_the_model_loads_are_written_after_updates_under_way(mode: str, monkeypatch: pytest.MonkeyPatch):
+    sleepy(monkeypatch, 0.003)
+    start = copy.deepcopy(made(Stack).state_dict())
+
+    def run(mode) -> list[torch.Tensor]:
+        model = made(Stack)
+
+        def load(optimizer: HostAdamW) -> list[torch.Tensor]:
+            model.load_state_dict(start)
+            return []
+
+        return train(model, mode, steps=2, after_step=load)
+
+    assert_same(run(MODES[mode]()), run(Resident()))
+
+
+@EARLY
+@pytest.mark.parametrize("mode", MODES)
+def test_an_irregular_worker_changes_no_number(mode: str, early: bool, monkeypatch: pytest.MonkeyPatch):
+    """Now at once, now late, with clipping where updates begin at the step."""
+    apply, pauses = HostAdamW.apply, random.Random(0)
+
+    def irregular(self, claims, scale=1.0):
+        if threading.current_thread().name == WORKER:
+            time.sleep(pauses.choice([0, 0, 0.001, 0.004]))
+        apply(self, claims, scale)
+
+    monkeypatch.setattr(HostAdamW, "apply", irregular)
+    ours, theirs = twin(made(Stack))
+    options = {"steps": 8, "microbatches": 2, "clip_norm": None if early else 0.05}
+    assert_same(train(ours, MODES[mode](), early, **options), train(theirs, Resident(), **options))
 
 
 @pytest.mark.parametrize("mode", MODES)
