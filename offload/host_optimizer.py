@@ -53,8 +53,9 @@ class HostAdamW(torch.optim.AdamW):
     still where an update is below its resolution; contiguous float32 parameters are updated in place. State of a
     parameter, on its device: `step` (float32 scalar), `exp_avg` and `exp_avg_sq` (the parameter's shape, contiguous)
     and, unless the parameter can be its own, `master` (float32, likewise). It is made by `allocate`, or at the first
-    update, from the parameter's value then: weights of lower precision that are written later, other than by
-    `load_state_dict`, are overwritten by the master. Without a gradient a parameter is left alone.
+    update, from the parameter's value then. A float32 parameter that is written later has its master made anew; weights
+    of lower precision that are written later, other than by `load_state_dict`, are overwritten by the master. Without a
+    gradient a parameter is left alone.
 
     Args:
         params: parameters or groups of them, as for any torch optimizer.
@@ -106,6 +107,8 @@ class HostAdamW(torch.optim.AdamW):
         self._deferral: Deferral | None = None
         self._placed: dict[Tensor, torch.device] = {}
         self._homes: dict[Tensor, dict[str, Tensor]] = {}
+        # Autograd's version counter of parameters when their masters were last equal to them.
+        self._versions: dict[Tensor, int] = {}
         super().__init__(groups, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
         if any(parameter.device.type == "cpu" for parameter in self._group_of):
             # Compiled and measured now, and not in the first step.
@@ -215,14 +218,14 @@ class HostAdamW(torch.optim.AdamW):
         parameter = claim.parameter
         if parameter in self._placed:
             gradient = claim.gradient.to(self._placed[parameter])
-            parameter.copy_(self.apply_on_device(claim, gradient, scale))
+            parameter.data.copy_(self.apply_on_device(claim, gradient, scale))
             return
         self.begin_update(claim)
         operands = self.operands(claim)
         kernel = self.kernel if parameter.device.type == "cpu" else FusedUpdate()
         kernel(operands, self.state[parameter]["step"], claim.settings, scale)
         if not parameter.is_contiguous():
-            parameter.copy_(self.state[parameter]["master"])
+            parameter.data.copy_(self.state[parameter]["master"])
 
     def begin_update(self, claim: Claim) -> dict[str, Tensor]:
         """Counts the update of a claim that the caller is about to make; returns the parameter's state."""
@@ -230,6 +233,7 @@ class HostAdamW(torch.optim.AdamW):
         state["step"] += 1
         # No kernel does, where it writes the weight itself.
         torch.autograd.graph.increment_version(claim.parameter)
+        self._versions[claim.parameter] = claim.parameter._version
         return state
 
     def operands(self, claim: Claim) -> Operands:
@@ -290,9 +294,15 @@ class HostAdamW(torch.optim.AdamW):
             for name in MOMENTS:
                 # Written, not merely promised as by torch.zeros, so that memory that is missing is missed now.
                 state[name] = self._memory(parameter, name, self._state_dtype).zero_()
-        if "master" not in state and (parameter in self._placed or not is_own_master(parameter)):
-            state["master"] = self._memory(parameter, "master", torch.float32).copy_(parameter.detach())
+        if (parameter in self._placed or not is_own_master(parameter)) and self._needs_master(parameter):
+            master = state["master"] if "master" in state else self._memory(parameter, "master", torch.float32)
+            state["master"] = master.copy_(parameter.detach())
+            self._versions[parameter] = parameter._version
         return state
+
+    def _needs_master(self, parameter: Tensor) -> bool:
+        written = parameter.dtype == torch.float32 and self._versions.get(parameter) != parameter._version
+        return written or "master" not in self.state[parameter]
 
     def _memory(self, parameter: Tensor, name: str, dtype: torch.dtype) -> Tensor:
         home = self._homes.get(parameter, {}).get(name)
@@ -371,7 +381,7 @@ class HostAdamW(torch.optim.AdamW):
         names = ["threads", "_chooses_threads", "device_share", "visiting_share"]
         names += ["_state_dtype", "_compile", "_claimed", "_group_of"]
         # A copy makes its updates itself.
-        own = {"_deferral": None, "_placed": {}, "_homes": {}}
+        own = {"_deferral": None, "_placed": {}, "_homes": {}, "_versions": {}}
         return super().__getstate__() | {name: getattr(self, name) for name in names} | own
 
 

@@ -151,6 +151,33 @@ def test_state_dicts_go_from_one_place_to_the_other():
         assert_same([p.detach() for p in share.parameters()], [p.detach() for p in host.parameters()])
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_float32_weights_that_are_written_between_steps_are_the_truth(mode: str):
+    """Loaded into the model, or written in place: their masters on the device follow."""
+    start = copy.deepcopy(made(Stack).state_dict())
+
+    def run(mode, overlaps: bool = True) -> list[torch.Tensor]:
+        model = made(Stack)
+        with attached(mode, model):
+            optimizer = host_adamw(model)
+            if overlaps:
+                mode.overlap(optimizer, early=False, device_share=10**9)
+            optimizer.allocate()
+            for step in range(4):
+                if step == 1:
+                    model.load_state_dict(start)
+                if step == 2:
+                    with torch.no_grad():
+                        model.blocks[0].up.weight.mul_(0.5)
+                one_step(model, mode, step)
+                optimizer.step()
+                optimizer.finish()
+                optimizer.zero_grad()
+            return [p.detach().clone() for p in model.parameters()]
+
+    assert_same(run(MODES[mode]()), run(Resident(), overlaps=False))
+
+
 def test_states_that_there_are_move_between_steps():
     def run(moves: bool) -> list[torch.Tensor]:
         model, mode = made(Stack), LayerStream()

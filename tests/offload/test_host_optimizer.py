@@ -246,6 +246,18 @@ def test_any_layout_meets_its_own_elements(dtype: torch.dtype, compile: str):
     assert torch.equal(crossed, straight)
 
 
+def test_a_float32_weight_that_is_written_between_steps_is_the_truth():
+    """In a layout that has a master too."""
+    base = torch.randn(16, 16)
+    crossed, straight = nn.Parameter(base.clone().t()), nn.Parameter(base.t().contiguous())
+    for weight in (crossed, straight):
+        train(optimizer := HostAdamW([weight], **SETTINGS, **OFF), [weight], range(2))
+        with torch.no_grad():
+            weight.mul_(0.5)
+        train(optimizer, [weight], range(2, 4))
+    assert torch.equal(crossed, straight)
+
+
 def test_groups_without_decay_are_those_of_norms_and_biases():
     model = nn.Sequential(nn.Embedding(4, 8), nn.LayerNorm(8), nn.Linear(8, 4), nn.Conv2d(1, 1, 3))
     decaying, constant = decay_groups(model.parameters())
