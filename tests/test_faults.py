@@ -21,11 +21,12 @@ from offload import registry
 from offload.host_optimizer import HostAdamW
 from offload.memory import HostArena
 from training import data, launcher, metrics, schema
-from training.build import build
+from training.build import build, build_optimizer
 from training.checks import check
-from training.errors import failures_recorded
+from training.errors import UserError, failures_recorded
 from training.loop import train
 from training.metrics import read_metrics, read_summary
+from training.parts import build_mode, build_model
 
 ROOT = Path(__file__).parent.parent
 SMALL = (
@@ -263,6 +264,19 @@ def test_a_worker_that_dies_ends_the_run(run, tmp_path: Path, monkeypatch, capsy
     assert summary["status"] == status
     assert summary["reason"].startswith(reason)
     assert len(read_metrics(tmp_path)) < 6
+
+
+def test_a_host_without_room_for_states_that_visit_is_said_with_both_sizes(monkeypatch: pytest.MonkeyPatch):
+    streams = registry.acquire("cpu")
+    with composed(*SMALL, *HOST_ADAMW, "optimizer.visiting_share=1") as config:
+        model = build_model(config, torch.float32)
+        mode, _ = build_mode(config, model)
+        mode.attach(model, streams)
+        monkeypatch.setattr("offload.memory.free_host_bytes", lambda: 1000)
+        with pytest.raises(UserError, match=r"optimizer=host_adamw: 0.00 GiB of host memory are needed, 0.00 GiB are"):
+            build_optimizer(config, model, mode)
+        mode.detach()
+    registry.release(streams)
 
 
 DRIVER = """

@@ -158,10 +158,11 @@ def build_optimizer(config: DictConfig, model: nn.Module, mode) -> torch.optim.O
     """
     choice = HydraConfig.get().runtime.choices["optimizer"]
     optimizer = instantiate(config.optimizer, params=model.parameters())
-    if choice == "host_adamw":
-        share = 0 if optimizer.device_share == "auto" else optimizer.device_share
-        mode.overlap(optimizer, updates_early(config), share)
     try:
+        if choice == "host_adamw":
+            share = 0 if optimizer.device_share == "auto" else optimizer.device_share
+            # States that visit the device get their homes here.
+            mode.overlap(optimizer, updates_early(config), share)
         optimizer.allocate()
     except MemoryError as error:
         raise UserError(f"optimizer={choice}: {error}: take a smaller model") from error
