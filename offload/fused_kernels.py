@@ -1,6 +1,7 @@
-"""Attention and RMS norm as a GPU's fused kernels compute them, for tensors of the meta device.
+"""Attention and RMS norm as fused kernels compute them, for tensors of the meta device.
 
 There torch takes both apart into operations that save much more for backward: attention its whole matrix of scores.
+A GPU has kernels for both. The CPU has one for attention, which saves what a GPU's saves; it takes RMS norm apart too.
 Products that add to a wider result are here too: before 2.13 torch knows them on GPUs alone.
 """
 
@@ -15,8 +16,9 @@ from torch import Tensor
 
 
 @contextmanager
-def fused_kernels(add_flops: Callable[[float], None]) -> Iterator[None]:
-    """Inside, attention and RMS norm of meta tensors save what fused kernels save; other tensors notice nothing.
+def fused_kernels(add_flops: Callable[[float], None], on_gpu: bool = True) -> Iterator[None]:
+    """Inside, attention of meta tensors, and `on_gpu` RMS norm, save what fused kernels save; other tensors notice
+    nothing.
 
     `add_flops` is told the FLOPs of attention: two products in forward and, as it is usually counted, four in
     backward; half of them under a causal mask.
@@ -30,7 +32,7 @@ def fused_kernels(add_flops: Callable[[float], None]) -> Iterator[None]:
         return _Attention.apply(query, key, value, products, add_flops)
 
     def meta_rms_norm(x, normalized_shape, weight=None, eps=None):
-        if not x.is_meta:
+        if not x.is_meta or not on_gpu:
             return rms_norm(x, normalized_shape, weight, eps)
         return _RMSNorm.apply(x, weight, len(normalized_shape))
 

@@ -89,13 +89,18 @@ class Rehearsal:
             host_bytes=self.host_bytes - stay_bytes,
         )
 
-    def repeated(self, count: int) -> Rehearsal:
-        """That of a step with `count` microbatches one after another, of which the last one here stands for more."""
-        more = max(count - len(self.phases) // 2, 0)
-        return replace(self, phases=self.phases + self.phases[-2:] * more)
+    def repeated(self, times: Sequence[int]) -> Rehearsal:
+        """That of a step with more microbatches one after another: each of those here as often as `times` says."""
+        pairs = zip(self.phases[::2], self.phases[1::2], strict=True)
+        return replace(
+            self, phases=tuple(phase for pair, count in zip(pairs, times, strict=True) for phase in pair * count)
+        )
 
-    def continued(self, after: Rehearsal, more: int) -> Rehearsal:
-        """That of a step with `more` microbatches side by side than `after`, which has one more than this."""
+    def continued(self, after: Rehearsal, more: float) -> Rehearsal:
+        """That of a step with `more` microbatches side by side than `after`, which has one more than this.
+
+        They are as large as that one; a smaller one counts by its share.
+        """
 
         def line(first: float, second: float) -> float:
             return second + more * (second - first)
@@ -105,7 +110,7 @@ class Rehearsal:
             for one, two in zip(self.phases, after.phases, strict=True)
         )
         numbers = {
-            field.name: line(getattr(self, field.name), getattr(after, field.name)) for field in fields(self)[1:]
+            field.name: round(line(getattr(self, field.name), getattr(after, field.name))) for field in fields(self)[1:]
         }
         return Rehearsal(phases, **numbers)
 
@@ -118,17 +123,19 @@ def rehearse(
     recomputed: Iterable[nn.Module] = (),
     norms: bool = False,
     timed: TimedStreams | None = None,
+    on_gpu: bool = True,
 ) -> Rehearsal:
     """Attaches `mode` to `model` (on the meta device, and afterwards good for nothing), and runs a step.
 
     `losses` compute the loss of each microbatch on meta tensors; `recomputed` are the blocks that backward computes
-    again, unless the mode does so itself; `timed` are streams that note when they do what. Raises whatever the model
-    raises that cannot do without values.
+    again, unless the mode does so itself; `timed` are streams that note when they do what; `on_gpu` says whether what
+    is saved for backward is that of a GPU's kernels or of the CPU's. Raises whatever the model raises that cannot do
+    without values.
     """
     streams = timed or CheckedStreams(torch.device("meta"))
     ledger = Ledger(timed.spend) if timed else Ledger()
     resident = [tensor for tensor in mode.plan(model).resident if tensor.requires_grad]
-    with torch.random.fork_rng(devices=[]), fused_kernels(ledger.add_flops), ledger.recording():
+    with torch.random.fork_rng(devices=[]), fused_kernels(ledger.add_flops, on_gpu), ledger.recording():
         mode.attach(model, streams)
         undo = recompute(recomputed)
         slot_bytes = ledger.live_bytes

@@ -7,6 +7,8 @@ times follow from the figures of a machine (`training.figures`).
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -84,7 +86,7 @@ def plan_run(config: DictConfig, figures: Figures, has_gpu: bool) -> RunPlan:
     rehearsal = None
     timed = TimedStreams(torch.device("meta"), figures.bandwidth, figures.flops_per_s(dtype)) if has_gpu else None
     try:
-        rehearsal = rehearsed(config, plan, timed)
+        rehearsal = rehearsed(config, plan, has_gpu, timed)
     except UserError:
         raise
     except Exception as error:  # whatever a model does to values that are not there; a run has them
@@ -105,29 +107,36 @@ def plan_run(config: DictConfig, figures: Figures, has_gpu: bool) -> RunPlan:
     return replace(found, notes=tuple(notes))
 
 
-def rehearsed(config: DictConfig, plan: Plan, timed: TimedStreams | None = None) -> Rehearsal:
+def rehearsed(config: DictConfig, plan: Plan, has_gpu: bool, timed: TimedStreams | None = None) -> Rehearsal:
     """A rehearsed step of `config`, as far as it is rehearsed on the streams `timed`."""
     count = config.microbatches
+    small, larger = divmod(config.batch_size, count)
+    # As tensor_split makes them.
+    sizes = [small + 1] * larger + [small] * (count - larger)
     if count <= REHEARSED:
-        return _rehearsed(config, count, timed)
+        return _rehearsed(config, sizes, has_gpu, timed)
     if plan.layer_major:
-        return _rehearsed(config, REHEARSED - 1).continued(_rehearsed(config, REHEARSED, timed), count - REHEARSED)
-    return _rehearsed(config, 2, timed).repeated(count)
+        before = _rehearsed(config, sizes[: REHEARSED - 1], has_gpu)
+        after = _rehearsed(config, sizes[:REHEARSED], has_gpu, timed)
+        return before.continued(after, sum(sizes[REHEARSED:]) / sizes[REHEARSED - 1])
+    # The first one's gradients need not come back to be added to; of the others those of a size are alike.
+    others = Counter(sizes[1:])
+    return _rehearsed(config, [sizes[0], *others], has_gpu, timed).repeated([1, *others.values()])
 
 
-def _rehearsed(config: DictConfig, microbatches: int, timed: TimedStreams | None = None) -> Rehearsal:
-    """With the first of the step's microbatches, on a model of its own."""
+def _rehearsed(config: DictConfig, sizes: Sequence[int], has_gpu: bool, timed: TimedStreams | None = None) -> Rehearsal:
+    """With microbatches of so many sequences, on a model of its own."""
     model = build_model(config, DTYPES[config.precision])
     model.train()
     mode, _ = build_mode(config, model)
-    shape = (config.batch_size, config.seq_len + 1)
-    parts = torch.empty(shape, dtype=torch.int64, device="meta").tensor_split(config.microbatches)
+    parts = [torch.empty((size, config.seq_len + 1), dtype=torch.int64, device="meta") for size in sizes]
 
     def loss_of(tokens: Tensor) -> Tensor:
         return model(tokens[:, :-1], tokens[:, 1:]) * (len(tokens) / config.batch_size)
 
-    losses = [partial(loss_of, tokens) for tokens in parts[:microbatches]]
-    return rehearse(mode, model, losses, recomputed=recomputed_blocks(config, model, mode), norms=True, timed=timed)
+    losses = [partial(loss_of, tokens) for tokens in parts]
+    blocks = recomputed_blocks(config, model, mode)
+    return rehearse(mode, model, losses, recomputed=blocks, norms=True, timed=timed, on_gpu=has_gpu)
 
 
 def _unrehearsed(config: DictConfig, plan: Plan, model: nn.Module) -> Rehearsal:

@@ -102,7 +102,7 @@ def test_later_microbatches_follow_from_the_first():
         model = Stack(width=32)
     parts = [stack_inputs(0, index) for index in range(5)]
     two, five = (rehearsed(LayerStream(slots=2), copy.deepcopy(model), parts[:count]) for count in (2, 5))
-    assert two.repeated(5).phases == five.phases
+    assert two.repeated([1, 4]).phases == five.phases
     two, three, five = (rehearsed(ShardOffload(shards=2), copy.deepcopy(model), parts[:count]) for count in (2, 3, 5))
     assert two.continued(three, 2) == five
 
