@@ -30,6 +30,15 @@ from training.metrics import SUMMARY_FILE, read_summary, write_summary
 # How long a job may take to write down how far it came once the sweep is interrupted.
 INTERRUPT_GRACE_S = 20.0
 INTERRUPTED = 130
+# What each job is told anew.
+REPLACED = (
+    "hydra.mode=",
+    "hydra.run.dir=",
+    "hydra.sweep.dir=",
+    "hydra.sweep.subdir=",
+    "hydra.job.num=",
+    "hydra.job.id=",
+)
 # Hydra makes plugins only of classes named below this package.
 PLUGIN_NAME = "hydra_plugins.process.ProcessLauncher"
 
@@ -126,11 +135,12 @@ class ProcessLauncher(Launcher):
                 flags += ["--config-path", path]
             elif source.provider == "command-line":
                 flags += ["--config-dir", path]
-        replaced = ("hydra.mode=", "hydra.run.dir=", "hydra.sweep.dir=", "hydra.job.num=", "hydra.job.id=")
+        # As they were given: what they refer to may be known in a job only.
+        given = OmegaConf.to_container(hydra.overrides.hydra, resolve=False)
         return [
             *program,
             *flags,
-            *(override for override in hydra.overrides.hydra if not override.startswith(replaced)),
+            *(override for override in given if not override.lstrip("+").startswith(REPLACED)),
             *job.overrides,
             "hydra.mode=RUN",
             f"hydra.run.dir={_quote(job.directory)}",

@@ -234,6 +234,22 @@ def test_a_sweep_without_failures_ends_with_zero(tmp_path):
     assert [(row["name"], row["status"]) for row in rows] == [("note=a", "ok"), ("note=b", "ok")]
 
 
+@pytest.mark.parametrize(
+    ("override", "directory"),
+    [
+        ("hydra.sweep.subdir=${hydra.job.override_dirname}", "act=ok,note=a"),
+        ("hydra.sweep.subdir=job_${hydra.job.num}", "job_0"),
+        ("++hydra.sweep.subdir=job_${hydra.job.num}", "job_0"),
+        ("hydra.job.name=${hydra.job.num}", "0"),
+    ],
+)
+def test_a_job_is_told_its_directory_and_resolves_what_else_refers_to_others(tmp_path, override, directory):
+    write_script(tmp_path)
+    done = Sweep(start(tmp_path, "-m", "act=ok", "note=a", override, "hydra.sweep.dir=sweep"), tmp_path / "sweep")
+    assert done.exit_status == 0, done.stderr
+    assert done.seen(directory)["note"] == "a"
+
+
 def test_a_comparison_that_fails_does_not_hide_what_became_of_the_jobs(tmp_path):
     write_script(tmp_path)
     # Where the table should go there is a folder.
