@@ -60,8 +60,11 @@ class Job:
         """After a step: with optimizer.device_share=auto, states go where that step left room under vram_budget."""
         if self.optimizer.device_share != "auto":
             return
-        budget = vram_bytes(self.device) if self.config.vram_budget is None else self.config.vram_budget
-        spare = parse_bytes("vram_budget", budget) - vram_peak_gib(self.device) * 2**30
+        there, asked = vram_bytes(self.device), self.config.vram_budget
+        budget = there if asked is None else parse_bytes("vram_budget", asked)
+        if self.device.type == "cuda":
+            budget = min(budget, there)
+        spare = budget - vram_peak_gib(self.device) * 2**30
         self.mode.place_states(max(int(spare * STATES_OF_SPARE), 0))
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:

@@ -59,17 +59,23 @@ def plan_only(config: DictConfig, run_dir: Path) -> dict:
     print_plan(plan.rows(), title=f"Plan: offload={choices['offload']} model={choices['model']}")
     plan.write(run_dir)
     if plan.timeline:
-        draw_timeline(plan, run_dir / TIMELINE_FILE, f"planned: {choices['offload']}, {choices['model']}")
+        title = f"planned: {choices['offload']}, {choices['model']} on {figures.name}"
+        draw_timeline(plan, config.microbatches, run_dir / TIMELINE_FILE, title)
     summary = {"status": "planned", "reason": plan.misfit(), **plan.summary()}
     write_summary(run_dir, summary)
     return summary
 
 
-def draw_timeline(plan: RunPlan, path: Path, title: str) -> None:
-    """The rehearsed step as a picture: forward and backward, of the first microbatches where there are many."""
+def draw_timeline(plan: RunPlan, microbatches: int, path: Path, title: str) -> None:
+    """Forward and backward as they were rehearsed, as a picture; its title says that the step is longer, and how long.
+
+    Of many `microbatches` a few are rehearsed.
+    """
     spans = (Span(work.lane, work.start_ms * 1e3, work.end_ms * 1e3) for work in plan.timeline)
     ordered = tuple(sorted(spans, key=lambda span: span.start_us))
-    draw(Timeline(ordered, overlaps=True), path, f"{title} on {plan.figures.name}")
+    some = f" of some of {microbatches} microbatches" if microbatches > REHEARSED else ""
+    part = f"step of {plan.forecast.step_ms:,.1f} ms, of it forward and backward{some}"
+    draw(Timeline(ordered, overlaps=True), path, f"{title}; {part}")
 
 
 def plan_run(config: DictConfig, figures: Figures, has_gpu: bool) -> RunPlan:
@@ -219,6 +225,7 @@ def logits_bytes(model: nn.Module, config: DictConfig) -> int:
 
 
 def _budget(key: str, value: str | int | None, all_gib: float | None) -> int | None:
-    if value is not None:
-        return parse_bytes(key, value)
-    return None if all_gib is None else int(all_gib * GIB)
+    """The bytes asked for, or all that the machine has where these are fewer; None where neither is known."""
+    asked = [] if value is None else [parse_bytes(key, value)]
+    there = [] if all_gib is None else [int(all_gib * GIB)]
+    return min(asked + there, default=None)

@@ -23,8 +23,8 @@ class RunPlan:
     """A planned run: bytes at their peak by part, bytes of a step each way, its time, and the budgets to fit in.
 
     `logits_bytes` are part of the activations on the device. `timeline` is what a GPU does when in forward and
-    backward, as far as these were rehearsed. Without a GPU what is on the device is on the host. A budget is None where
-    there is none.
+    backward, as far as these were rehearsed. Without a GPU what is on the device is on the host. A budget is what was
+    asked for or what the machine has, whichever is less, and None where there is none.
     """
 
     device_bytes: Mapping[str, int]
@@ -56,7 +56,7 @@ class RunPlan:
             "host_budget": "a smaller model, precision=bf16, optimizer.state_dtype=bf16 or more on the device",
         }
         lines = [
-            f"{key}: {size(self.totals[key])} wanted, {size(self.budgets[key])} there: {advice[key]}"
+            f"{key}: {size(self.totals[key])} wanted, {self._limit(key)} there: {advice[key]}"
             for key, fits in self.fits.items()
             if fits is False
         ]
@@ -118,10 +118,16 @@ class RunPlan:
         }
 
     def _against(self, budget: str) -> str:
-        total, limit = size(self.totals[budget]), self.budgets[budget]
-        if limit is None:
+        total = size(self.totals[budget])
+        if self.budgets[budget] is None:
             return total
-        return f"{total} of {size(limit)}: {'fits' if self.fits[budget] else 'DOES NOT FIT'}"
+        return f"{total} of {self._limit(budget)}: {'fits' if self.fits[budget] else 'DOES NOT FIT'}"
+
+    def _limit(self, budget: str) -> str:
+        """A budget that there is, and what sets it: its key, or the machine."""
+        there_gib = {"vram_budget": self.figures.vram_gib, "host_budget": self.figures.host_gib}[budget]
+        is_machines = there_gib is not None and self.budgets[budget] == int(there_gib * GIB)
+        return f"{size(self.budgets[budget])} ({self.figures.name if is_machines else budget})"
 
     def write(self, run_dir: Path) -> None:
         """Writes plan.json into the run's directory."""

@@ -15,7 +15,7 @@ import torch
 from in_process import composed
 
 from models.llama import Llama
-from training import launcher, schema
+from training import launcher, planning, schema
 from training.checks import check
 from training.errors import UserError
 from training.figures import figures_of
@@ -119,6 +119,18 @@ def test_budgets(planned, budget: str, fits: bool):
     assert (plan.misfit() is None) == fits
 
 
+def test_a_budget_beyond_the_machine_is_the_machines(planned):
+    machine = ("hardware.vram_gib=0.004", "hardware.host_gib=0.003")
+    plan = planned(*machine, "offload=layer_stream", "vram_budget=200GiB", "host_budget=1TiB")
+    assert plan.fits == {"vram_budget": False, "host_budget": False}
+    assert plan.misfit().startswith("vram_budget: ")
+    assert "host_budget: " in plan.misfit()
+    assert plan.misfit().count("3.07 MiB (H200) there") == 1
+    assert plan.rows()["host: in all"].endswith("of 3.07 MiB (H200): DOES NOT FIT")
+    smaller = planned(*machine, "offload=layer_stream", "vram_budget=1MiB").rows()["device: at its peak"]
+    assert smaller.endswith("of 1.00 MiB (vram_budget): DOES NOT FIT")
+
+
 def test_parts_add_up_to_the_model_and_its_states(planned):
     parameters = 0.8e6
     for mode in ("none", "layer_stream", "bounce_linear"):
@@ -177,6 +189,18 @@ def test_an_automatic_budget_keeps_what_copies_would_not_hide(planned):
     assert slow.step_bytes["activations out"] < 0.1 * everything.step_bytes["activations out"]
     assert slow.device_bytes["activations"] > everything.device_bytes["activations"]
     assert "hidden behind compute" in slow.notes[0]
+
+
+@pytest.mark.parametrize(("count", "some"), [(1, ""), (6, " of some of 6 microbatches")])
+def test_the_picture_of_a_plan_says_which_part_of_the_step_it_shows(
+    planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, some: str
+):
+    titles = []
+    monkeypatch.setattr(planning, "draw", lambda timeline, path, title: titles.append(title))
+    plan = planned("offload=layer_stream", f"microbatches={count}")
+    planning.draw_timeline(plan, count, tmp_path / "plan.png", "planned: layer_stream")
+    step_ms = f"{plan.forecast.step_ms:,.1f} ms"
+    assert titles == [f"planned: layer_stream; step of {step_ms}, of it forward and backward{some}"]
 
 
 @pytest.mark.parametrize("mode", ["layer_stream", "shard_offload"])
