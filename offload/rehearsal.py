@@ -30,7 +30,7 @@ MOVED = ("h2d_bytes", "d2h_bytes", "activation_h2d_bytes", "activation_d2h_bytes
 class Phase:
     """What is computed and copied from the beginning of a forward to its end, or from there to the next.
 
-    `waited_for_bytes` are copied while compute stands still, and are not among the others.
+    `waited_for_bytes` of them are copied while compute stands still.
     """
 
     forward: bool

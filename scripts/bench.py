@@ -238,7 +238,7 @@ def measure(spec: str, options: argparse.Namespace) -> dict:
             "vram_reserved_gib": vram_reserved_gib(device),
             "host_pinned_gib": after["host_pinned_bytes"] / GIB,
             "loss": loss.item(),
-            **{key: (after.get(key, 0) - before.get(key, 0)) / options.steps for key in MOVED},
+            **{key: (after.get(key, 0) - before.get(key, 0)) / options.steps for key in MOVED if key in after},
         }
 
 
@@ -272,6 +272,13 @@ def with_floor(row: dict, resident_ms: float | None, speed: dict[str, float]) ->
     }
 
 
+def _cell(value: float | str | None, scale: float) -> str:
+    """A dash where the mode does not count it."""
+    if value is None:
+        return f"{'-':>11}"
+    return f"{value / scale:11.3f}" if scale else f"{value:>11}"
+
+
 def main() -> None:
     options_parser = parser(__doc__)
     options_parser.add_argument("--modes", nargs="+", default=list(MODES), metavar="MODE[:KEY=VALUE,...]")
@@ -290,7 +297,7 @@ def main() -> None:
     )
     print(f"{'mode':36}" + "".join(f"{title:>11}" for title, _, _ in COLUMNS))
     for row in rows:
-        cells = (f"{row[key] / scale:11.3f}" if scale else f"{row[key]:>11}" for _, key, scale in COLUMNS)
+        cells = (_cell(row.get(key), scale) for _, key, scale in COLUMNS)
         print(f"{row['mode']:36}" + (f"failed: {row['failed']}" if "failed" in row else "".join(cells)))
     if options.json:
         options.json.write_text(json.dumps({"options": vars(options), "gb_per_s": speed, "rows": rows}, default=str))

@@ -213,12 +213,14 @@ def build_tracer(job: Job) -> Tracer:
 
 def _moved(moved: dict[str, float]) -> dict[str, float]:
     """The metrics of what one step moved and of the updates beside it."""
+    # A mode whose copies nobody times has no stall.
+    stall = {"transfer/stall_ms": moved["stall_ms"]} if "stall_ms" in moved else {}
     return {
         "transfer/h2d_gib": moved["h2d_bytes"] / GIB,
         "transfer/d2h_gib": moved["d2h_bytes"] / GIB,
         "transfer/activations_h2d_gib": moved.get("activation_h2d_bytes", 0) / GIB,
         "transfer/activations_d2h_gib": moved.get("activation_d2h_bytes", 0) / GIB,
-        "transfer/stall_ms": moved["stall_ms"],
+        **stall,
         "optimizer/host_ms": moved.get("update_ms", 0.0),
         "optimizer/wait_ms": moved.get("update_wait_ms", 0.0),
         "optimizer/gparams_per_s": _rate(moved),

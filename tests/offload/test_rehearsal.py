@@ -114,7 +114,8 @@ def test_save_on_cpu_copies_everything_and_waits():
         model(stack_inputs(0, 0)).float().square().mean()
     found = rehearsed(SaveOnCpu(Resident()), copy.deepcopy(model).to("meta"), [stack_inputs(0, 0)])
     # The loss saves its own input outside of the model.
-    assert found.total("waited_for_bytes") == 2 * (sum(saved) - 5 * 4 * 4)
+    assert found.total("d2h_bytes") == found.total("h2d_bytes") == sum(saved) - 5 * 4 * 4
+    assert found.total("waited_for_bytes") == found.total("d2h_bytes") + found.total("h2d_bytes")
 
 
 def test_a_model_that_needs_values_says_so():
