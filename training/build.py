@@ -173,8 +173,9 @@ def build_optimizer(config: DictConfig, model: nn.Module, mode) -> torch.optim.O
 
 
 def build_tracker(config: DictConfig, run_dir: Path, hardware: dict, resume_id: str | None = None) -> Tracker:
-    """The run in wandb: named model-offload-seed, tagged with the chosen options, with config and hardware.
+    """The run in wandb: named model-offload-seed, tagged with the chosen options.
 
+    Beside the configuration it has `choices`, the options, and `machine`, what `hardware` says was found and measured.
     `resume_id` is that of the run that this one continues.
     """
     choices = HydraConfig.get().runtime.choices
@@ -185,5 +186,5 @@ def build_tracker(config: DictConfig, run_dir: Path, hardware: dict, resume_id: 
         name=run_name(choices, config.seed),
         run_dir=run_dir,
         resume_id=resume_id,
-        config={**plain(config), "choices": chosen, "hardware": hardware},
+        config={**plain(config), "choices": chosen, "machine": hardware},
     )

@@ -44,7 +44,8 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     close = get_close_matches(name, known, n=1)
     meant = f" Did you mean {prefix}{close[0]}?" if close else ""
     where = f"{parent}, as chosen," if parent else "the top level"
-    return f"{key} is no key of the configuration.{meant} Keys that {where} has: {', '.join(known) or 'none'}"
+    there = f"Keys that {where} has: {', '.join(known)}" if known else f"{where} has no keys"
+    return f"{key} is no key of the configuration.{meant} {there}"
 
 
 def _sections(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, DictConfig]]:

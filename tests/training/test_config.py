@@ -98,7 +98,7 @@ def test_schemas_are_not_offered_as_options():
         ("stepz=3", ["stepz", "Did you mean steps?", "batch_size"]),
         ("ofload=none", ["ofload", "Did you mean offload?"]),
         ("optimizer.lrr=1", ["optimizer.lrr", "Did you mean optimizer.lr?", "weight_decay"]),
-        ("offload.slots=2", ["offload.slots", "offload, as chosen, has: none"]),
+        ("offload.slots=2", ["offload.slots", "offload, as chosen, has no keys"]),
         ("offload=bounce_liner", ["offload=bounce_liner", OFFLOADS]),
         ("optimizer=adam", ["optimizer=adam", "adamw, host_adamw"]),
         ("schedule=step", ["schedule=step", "constant, cosine, linear"]),

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from in_process import composed
 from omegaconf import OmegaConf
 
 from tests.training.wandb_files import records_of, summary_of, wandb_runs, without_internals
 from training import tracking
+from training.build import build_tracker
 from training.errors import UserError
 from training.metrics import METRIC_KEYS, MetricsWriter, read_metrics
 from training.tracking import Tracker, chosen_options, plain, run_name, run_tags
@@ -352,3 +354,14 @@ def test_name_and_tags_come_from_the_chosen_options():
     assert run_name(choices, seed=2) == "llama7b-bounce_linear-2"
     assert run_tags(choices) == ["model=llama7b", "offload=bounce_linear", "optimizer=adamw"]
     assert len(run_tags({"experiment": "x" * 100})[0]) == 64
+
+
+def test_the_config_has_every_group_and_beside_them_the_machine(tmp_path, monkeypatch):
+    given = {}
+    monkeypatch.setattr("training.build.Tracker", lambda **arguments: given.update(arguments))
+    with composed("hardware=h200", "offload=layer_stream") as config:
+        build_tracker(config, tmp_path, {"gpu": None})
+    assert set(config) < set(given["config"])
+    assert given["config"]["hardware"]["name"] == "H200"
+    assert given["config"]["machine"] == {"gpu": None}
+    assert given["config"]["choices"]["hardware"] == "h200"
