@@ -12,6 +12,8 @@ from torch.autograd.function import once_differentiable
 
 IGNORED_LABEL = -100
 CHUNK_LOGITS_BYTES = 256 * 2**20
+# Of so many tokens that there would be more, chunks are larger: else a plan of any size would take any time.
+MOST_CHUNKS = 1024
 # Devices whose products take narrow factors to a wide result; meta tensors stand for a GPU's.
 FUSED_TYPES = ("cuda", "meta")
 
@@ -43,7 +45,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_t
         hidden: [..., hidden_size], float32, bfloat16, float16 or float64.
         weight: [vocab_size, hidden_size], of the dtype of `hidden`.
         labels: int64 [...], in [0, vocab_size) or -100.
-        chunk_tokens: tokens whose logits exist at once; by default as many as make 256 MiB.
+        chunk_tokens: tokens whose logits exist at once; by default `tokens_at_once`.
 
     Returns:
         Scalar; float32, or float64 for float64 inputs.
@@ -58,8 +60,13 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_t
     if labels.device.type == "cpu":
         _check_labels(labels, vocab_size)
     if chunk_tokens is None:
-        chunk_tokens = max(1, CHUNK_LOGITS_BYTES // (4 * vocab_size))
+        chunk_tokens = tokens_at_once(len(labels), vocab_size)
     return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, torch.is_grad_enabled())
+
+
+def tokens_at_once(tokens: int, vocab_size: int) -> int:
+    """Of `tokens`, those whose logits exist at once: as many as make 256 MiB, or more, for at most 1024 chunks."""
+    return min(tokens, max(CHUNK_LOGITS_BYTES // (4 * vocab_size), -(-tokens // MOST_CHUNKS), 1))
 
 
 def _check_labels(labels: Tensor, vocab_size: int) -> None:

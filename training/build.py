@@ -14,6 +14,7 @@ from torch import nn
 from models.initialise import initialise
 from models.weights import load_weights
 from offload import registry
+from offload.adamw_update import usable_cores
 from offload.recompute import recompute
 from offload.registry import Streams
 from offload.sizes import parse_bytes
@@ -81,6 +82,7 @@ def build(config: DictConfig, run_dir: Path) -> Job:
     Raises UserError for whatever the user can mend, before anything large is allocated where it can be known then.
     """
     torch.manual_seed(config.seed)
+    check_threads(config)
     device = resolve_device(config.device)
     dtype = DTYPES[config.precision]
     checkpoint = starting_point(config, run_dir)
@@ -135,6 +137,16 @@ def build(config: DictConfig, run_dir: Path) -> Job:
         start,
         checkpoints,
     )
+
+
+def check_threads(config: DictConfig) -> None:
+    """Raises UserError where the optimizer is to have more threads than there are cores, of which a plan needs none."""
+    threads, cores = config.optimizer.get("threads"), usable_cores()
+    if threads is not None and threads > cores:
+        raise UserError(
+            f"optimizer.threads={threads}: must be at most {cores}, the cores that this process may use, or null for"
+            " all of them but one"
+        )
 
 
 def build_dataset(config: DictConfig, run_dir: Path):

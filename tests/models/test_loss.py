@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from models.loss import CHUNK_LOGITS_BYTES, Head, linear_cross_entropy
+from models.loss import CHUNK_LOGITS_BYTES, MOST_CHUNKS, Head, linear_cross_entropy, tokens_at_once
 
 TOKENS, HIDDEN, VOCAB = 37, 16, 29
 
@@ -63,6 +63,16 @@ def test_half_precision_is_at_least_as_accurate_as_plain(dtype, chunk_tokens):
         our_error = (ours.double() - true).norm() / true.norm()
         their_error = (theirs.double() - true).norm() / true.norm()
         assert our_error <= 1.05 * their_error
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocab_size", "at_once"),
+    [(100, 32000, 100), (10**6, 32000, 2097), (10**11, 256, 97_656_250), (1, 10**9, 1)],
+)
+def test_chunks_are_no_more_than_a_thousand(tokens: int, vocab_size: int, at_once: int):
+    """So that a plan takes no longer the more tokens there are."""
+    assert tokens_at_once(tokens, vocab_size) == at_once
+    assert -(-tokens // at_once) <= MOST_CHUNKS
 
 
 def test_default_chunk_bounds_the_float32_logits(monkeypatch):
