@@ -65,7 +65,7 @@ def _check_references(config: DictConfig) -> None:
 def _check_option(parent: DictConfig, name: str, key: str, options: Mapping[str, type]) -> None:
     """`parent.name`, called `key`, must hold one of the options, as the option says what it becomes.
 
-    So no configuration, whoever wrote it, can name other code to be called.
+    So nothing in a configuration names other code to be called, but for `offload.predicate`, which is there to do so.
     """
     choose = f"choose an option with {key if key == name else f'offload@{key}'}=OPTION; --help lists them"
     node = None if OmegaConf.is_missing(parent, name) else parent.get(name)
