@@ -194,6 +194,11 @@ def summarise(records: Iterable[dict[str, Any]], *, warmup_steps: int, total_ste
     return summary
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value that was read from JSON is a number, finite or not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _to_json(values: dict[str, Any], indent: int | None = None) -> str:
     nonfinite = {k: str(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
     if nonfinite:

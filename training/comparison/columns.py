@@ -59,7 +59,8 @@ COLUMNS = (
     Column(
         "to floor",
         "ratio_to_floor",
-        "step time over the largest of: the resident step, bytes in and bytes out over the measured bandwidth",
+        "step time over the largest of: the resident step, bytes in and bytes out over the measured bandwidth, the"
+        " planned update on the host; of a plan, over the planned floor",
         _derived("floor_ratio"),
         ".2f",
     ),
@@ -89,5 +90,6 @@ def curve_text(row: Row) -> str:
 NOTE = (
     "± is the standard deviation over the seeds. Ratios are to the resident run (offload=none) with the same settings;"
     " curve says whether the losses are its own bit for bit, else how far they are apart at most, relatively."
-    " The floor is the largest of the resident step and the bytes each way over the measured bandwidth."
+    " The floor is the largest of the resident step, the bytes each way over the measured bandwidth and the planned"
+    " update on the host; that of a plan, or where there is no resident run, is planned as a whole."
 )

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from training.comparison.runs import Run
+from training.comparison.runs import HOST_OPTIMIZER, Run
 from training.comparison.settings import all_settings, describe, find_reference
+from training.metrics import is_number
 
 GIB = 2**30
 EQUAL = "equal"
@@ -36,7 +37,7 @@ class Row:
     ratio: float | None = None
     """step time to that of the reference"""
     floor_ratio: float | None = None
-    """step time to the shortest that compute and bus allow"""
+    """step time to the shortest that compute, bus and the host's update allow"""
     curve: str | None = None
     """whether the losses are those of the reference: equal in every bit, or the largest relative difference"""
 
@@ -48,6 +49,10 @@ class Row:
     @property
     def finished(self) -> bool:
         return any(run.finished for run in self.runs)
+
+    @property
+    def planned(self) -> bool:
+        return all(run.planned for run in self.measured)
 
     @property
     def seeds(self) -> str:
@@ -125,7 +130,7 @@ def _figures(runs: Sequence[Run]) -> dict[str, Figure]:
     figures = {}
     for key in keys:
         values = [run.summary[key] for run in runs if key in run.summary]
-        if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        if all(map(is_number, values)):
             spread = statistics.stdev(values) if len(values) > 1 else None
             figures[key] = Figure(statistics.fmean(values), spread)
     return figures
@@ -148,13 +153,14 @@ def _compare(row: Row, reference: Row) -> None:
 
 
 def _floor_ratio(row: Row) -> float | None:
-    """Step time over its floor: the resident step, or the bytes of a direction over the bandwidth, whatever is longer.
+    """Step time over its floor: the longest of the resident step, the bytes of a direction over the bandwidth, and the
+    update on the host, which is planned, because a run's own shares the memory with its copies.
 
-    Without a resident run, the floor that the run itself predicted.
+    A plan is held to the floor that it planned, and so is a run that has no resident run.
     """
     own = row.mean("perf/step_ms")
-    resident = row.reference.mean("perf/step_ms") if row.reference else None
-    floor_ms = row.mean("perf/floor_ms") if resident is None else max([resident, *_copies_ms(row)])
+    resident = row.reference.mean("perf/step_ms") if row.reference and not row.planned else None
+    floor_ms = row.mean("perf/floor_ms") if resident is None else max([resident, *_copies_ms(row), *_update_ms(row)])
     return own / floor_ms if own is not None and floor_ms else None
 
 
@@ -167,6 +173,10 @@ def _copies_ms(row: Row) -> list[float]:
         if moved_gib is not None and gb_s:
             times_ms.append(moved_gib * GIB / (gb_s * 1e6))
     return times_ms
+
+
+def _update_ms(row: Row) -> list[float]:
+    return [run.floors_ms[HOST_OPTIMIZER] for run in row.measured if HOST_OPTIMIZER in run.floors_ms]
 
 
 def losses(records: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:

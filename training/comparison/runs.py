@@ -13,11 +13,14 @@ from typing import Any
 import yaml
 
 from training.errors import UserError
-from training.metrics import METRICS_FILE, PLANNED, SUMMARY_FILE, read_metrics, read_summary, summarise
+from training.metrics import METRICS_FILE, PLANNED, SUMMARY_FILE, is_number, read_metrics, read_summary, summarise
 from training.run_lock import LOCK_FILE
 
 CONFIG_FILE = "config.yaml"
 HARDWARE_FILE = "hardware.json"
+PLAN_FILE = "plan.json"
+# Among the floors of a plan.
+HOST_OPTIMIZER = "host optimizer"
 HYDRA_DIR = ".hydra"
 
 STATUS_WORDS = {"out_of_memory": "out of memory"}
@@ -46,10 +49,17 @@ class Run:
     records: list[dict[str, Any]]
     """the logged steps"""
     hardware: dict[str, Any]
+    floors_ms: dict[str, float]
+    """by its plan: compute, copies either way and the host's update, each alone; empty where there is no plan"""
 
     @property
     def finished(self) -> bool:
         return self.status in FINISHED
+
+    @property
+    def planned(self) -> bool:
+        """Whether its figures are those of a plan."""
+        return self.status == "planned"
 
 
 def find_runs(directories: Sequence[Path]) -> list[Run]:
@@ -94,6 +104,7 @@ def read_run(directory: Path) -> Run:
         summary=figures,
         records=records,
         hardware=_read_json(directory / HARDWARE_FILE),
+        floors_ms=_floors_ms(_read_json(directory / PLAN_FILE)),
     )
 
 
@@ -146,6 +157,11 @@ def _records(directory: Path) -> tuple[list[dict[str, Any]], str]:
         return read_metrics(directory), ""
     except UserError as error:
         return [], str(error)
+
+
+def _floors_ms(plan: dict[str, Any]) -> dict[str, float]:
+    floors_ms = plan.get("floors_ms")
+    return {name: ms for name, ms in floors_ms.items() if is_number(ms)} if isinstance(floors_ms, dict) else {}
 
 
 def _is_locked(path: Path) -> bool:

@@ -37,6 +37,7 @@ class RunWriter:
         status: str | None = "ok",
         reason: str | None = None,
         hardware: dict[str, Any] | None = None,
+        plan: dict[str, Any] | None = None,
         top: dict[str, Any] | None = None,
         step_ms: float | None = 100.0,
         **figures: float,
@@ -74,6 +75,8 @@ class RunWriter:
         (directory / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump({"hydra": {"runtime": {"choices": choices}}}))
         if hardware is not None:
             (directory / "hardware.json").write_text(json.dumps(hardware))
+        if plan is not None:
+            (directory / "plan.json").write_text(json.dumps(plan))
         figures = {key.replace("__", "/"): value for key, value in figures.items()}
         if step_ms is not None:
             figures["perf/step_ms"] = step_ms
@@ -85,6 +88,9 @@ class RunWriter:
             if losses:
                 summary |= {"steps": len(losses), "train/final_loss": losses[-1]}
             (directory / "summary.json").write_text(json.dumps(summary))
+        elif status == "planned":
+            planned = {key if key == "perf/floor_ms" else f"planned/{key}": value for key, value in figures.items()}
+            (directory / "summary.json").write_text(json.dumps({"status": status, "reason": reason, **planned}))
         elif status is not None:
             (directory / "summary.json").write_text(json.dumps({"status": status, "reason": reason}))
         return directory

@@ -6,8 +6,11 @@ import math
 
 import pytest
 
+from offload.bandwidth import Bandwidth
+from offload.forecast import Update, forecast
+from offload.rehearsal import Phase
 from training.comparison.rows import Row, build_rows, curve_difference, pareto_front
-from training.comparison.runs import find_runs
+from training.comparison.runs import HOST_OPTIMIZER, find_runs
 
 NAN = float("nan")
 H200 = {"gpu_name": "NVIDIA H200", "h2d_gb_s": 50.0, "d2h_gb_s": 25.0}
@@ -141,6 +144,26 @@ def test_bytes_over_a_bus_that_was_not_measured_or_is_none_make_no_floor(write_r
     write_run("none", step_ms=100.0)
     write_run("layer_stream", step_ms=300.0, transfer__h2d_gib=1e6, hardware={"h2d_gb_s": 10.0})
     assert rows(write_run)["layer_stream"].floor_ratio == 3.0
+
+
+@pytest.mark.parametrize(("update_ms", "floor_ms"), [(50.0, 100.0), (250.0, 250.0)])
+def test_the_floor_is_no_shorter_than_the_planned_update_on_the_host(write_run, update_ms: float, floor_ms: float):
+    write_run("none", step_ms=100.0)
+    plan = {"floors_ms": {"compute": 900.0, HOST_OPTIMIZER: update_ms}}
+    write_run("layer_stream", optimizer="host_adamw", step_ms=500.0, plan=plan, perf__floor_ms=900.0)
+    assert rows(write_run)["layer_stream optimizer=host_adamw"].floor_ratio == 500.0 / floor_ms
+
+
+def test_the_floor_of_a_plan_is_the_planned_one(write_run):
+    write_run("none", status="planned", losses=None, step_ms=1200.0, perf__floor_ms=800.0)
+    write_run("layer_stream", status="planned", losses=None, step_ms=7500.0, perf__floor_ms=6000.0)
+    found = rows(write_run)
+    assert [(row.ratio, row.floor_ratio) for row in found.values()] == [(1.0, 1.5), (6.25, 1.25)]
+
+
+def test_a_plan_names_the_update_on_the_host_as_the_comparison_reads_it():
+    phase = Phase(True, flops=1.0, h2d_bytes=0, d2h_bytes=0, activation_h2d_bytes=0, activation_d2h_bytes=0)
+    assert HOST_OPTIMIZER in forecast([phase], Bandwidth(1.0, 1.0, 1.0), 1.0, Update()).floors
 
 
 def test_without_a_resident_run_the_floor_is_the_predicted_one(write_run):
