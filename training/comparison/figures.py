@@ -24,7 +24,8 @@ class Picture:
 def draw(rows: Sequence[Row]) -> list[Picture]:
     """The pictures for which there are figures: of the rows with a run that finished, and the losses of all."""
     timed = [row for row in rows if row.finished and row.mean("perf/step_ms")]
-    placed = [row for row in timed if row.mean(memory_key(timed)) is not None]
+    # Beside runs on a GPU, one on the CPU would seem to need no memory.
+    placed = [row for row in timed if row.mean(memory_key(timed))]
     # A plan knows no waits.
     waited = [row for row in timed if "transfer/stall_ms" in row.figures]
     curved = [row for row in rows if any(losses(run.records) for run in row.measured)]

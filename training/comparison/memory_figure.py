@@ -18,7 +18,6 @@ MARKER = 6.0
 def memory_figure(rows: Sequence[Row]) -> Figure:
     """One point a row, the mean of its seeds with their spread, named where it lies; the Pareto front is drawn."""
     key = memory_key(rows)
-    rows = [row for row in rows if row.mean(key) is not None]
     points = [(row.mean(key), row.mean("perf/step_ms")) for row in rows]
     front = pareto_front(points)
     figure, axes = canvas(5.2)

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -49,12 +50,19 @@ class Run:
     records: list[dict[str, Any]]
     """the logged steps"""
     hardware: dict[str, Any]
+    """of its machine `device` and `gpu_name`, and `h2d_gb_s` and `d2h_gb_s` of the bus, as far as they are known"""
     floors_ms: dict[str, float]
     """by its plan: compute, copies either way and the host's update, each alone; empty where there is no plan"""
 
     @property
     def finished(self) -> bool:
         return self.status in FINISHED
+
+    @property
+    def device(self) -> str | None:
+        """The GPU by its name, or cpu; None where the run wrote down no hardware."""
+        kind = self.hardware.get("device", "").partition(":")[0]
+        return self.hardware.get("gpu_name") or kind or None
 
     @property
     def planned(self) -> bool:
@@ -103,7 +111,7 @@ def read_run(directory: Path) -> Run:
         reason=reason,
         summary=figures,
         records=records,
-        hardware=_read_json(directory / HARDWARE_FILE),
+        hardware=_hardware(_read_json(directory / HARDWARE_FILE)),
         floors_ms=_floors_ms(_read_json(directory / PLAN_FILE)),
     )
 
@@ -159,9 +167,18 @@ def _records(directory: Path) -> tuple[list[dict[str, Any]], str]:
         return [], str(error)
 
 
+def _hardware(facts: dict[str, Any]) -> dict[str, Any]:
+    names = {key: facts[key] for key in ("device", "gpu_name") if isinstance(facts.get(key), str)}
+    return names | {key: facts[key] for key in ("h2d_gb_s", "d2h_gb_s") if _is_quantity(facts.get(key))}
+
+
 def _floors_ms(plan: dict[str, Any]) -> dict[str, float]:
     floors_ms = plan.get("floors_ms")
-    return {name: ms for name, ms in floors_ms.items() if is_number(ms)} if isinstance(floors_ms, dict) else {}
+    return {name: ms for name, ms in floors_ms.items() if _is_quantity(ms)} if isinstance(floors_ms, dict) else {}
+
+
+def _is_quantity(value: Any) -> bool:
+    return is_number(value) and 0 <= value < math.inf
 
 
 def _is_locked(path: Path) -> bool:

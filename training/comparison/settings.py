@@ -26,13 +26,12 @@ ABSENT = object()
 def all_settings(runs: Sequence[Run]) -> list[Settings]:
     """The values of each run's configuration by dotted key, what its repetitions may differ in left out.
 
-    Where the runs used several GPUs, the GPU is among them; else nobody asks for it, and a run that ended before it
-    wrote down its hardware is as the others.
+    Where the runs used several devices, `device` is the one that a run had, whatever it asked for; else nobody wants to
+    know, and a run that ended before it wrote down its hardware is as the others.
     """
     values = [_settings(run) for run in runs]
-    gpus = [run.hardware.get("gpu_name") for run in runs]
-    if len({gpu for gpu in gpus if gpu}) > 1:
-        values = [own | {"gpu": gpu} if gpu else own for own, gpu in zip(values, gpus, strict=True)]
+    if len({run.device for run in runs if run.device}) > 1:
+        return [own | {"device": run.device} if run.device else own for own, run in zip(values, runs, strict=True)]
     return values
 
 

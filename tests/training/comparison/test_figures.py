@@ -40,6 +40,14 @@ def test_without_a_gpu_the_memory_is_that_of_the_process(write_run):
     assert files(draw(rows(write_run))) == ["compare_memory.png", "compare_loss.png"]
 
 
+def test_a_run_on_the_cpu_is_no_point_among_those_on_a_gpu(write_run):
+    write_run(memory__vram_peak_gib=0.0, memory__rss_gib=0.5, hardware={"device": "cpu"})
+    write_run(memory__vram_peak_gib=3.0, memory__rss_gib=0.5, hardware={"device": "cuda:0", "gpu_name": "H200"})
+    of_cpu, of_both = draw(rows(write_run)[:1])[0], draw(rows(write_run))[0]
+    assert of_both.png == draw(rows(write_run)[1:])[0].png
+    assert of_both.png != of_cpu.png
+
+
 def test_a_sweep_of_failures_has_the_losses_that_there_are(write_run):
     write_run(status="failed", reason="lr")
     assert files(draw(rows(write_run))) == ["compare_loss.png"]

@@ -126,8 +126,30 @@ def test_runs_on_other_gpus_are_neither_repetitions_nor_references(write_run):
     write_run("none", hardware={"gpu_name": "RTX 4090"}, step_ms=300.0)
     write_run("layer_stream", hardware={"gpu_name": "RTX 4090"}, step_ms=330.0)
     found = rows(write_run)
-    assert list(found) == ["none gpu=NVIDIA H200", "none gpu=RTX 4090", "layer_stream gpu=RTX 4090"]
-    assert found["layer_stream gpu=RTX 4090"].ratio == pytest.approx(1.1)
+    assert list(found) == ["none device=NVIDIA H200", "none device=RTX 4090", "layer_stream device=RTX 4090"]
+    assert found["layer_stream device=RTX 4090"].ratio == pytest.approx(1.1)
+
+
+def test_runs_on_the_cpu_are_neither_repetitions_nor_references_of_those_on_a_gpu(write_run):
+    asked = {"device": "auto"}
+    write_run("none", seed=0, hardware={"device": "cpu"}, step_ms=900.0, top=asked)
+    write_run("none", seed=1, hardware=H200, step_ms=10.0, top=asked)
+    write_run("layer_stream", hardware={"device": "cpu"}, step_ms=990.0, top=asked)
+    write_run("tensor_swap", hardware=H200, step_ms=15.0, top=asked)
+    found = rows(write_run)
+    assert {name: row.ratio for name, row in found.items()} == {
+        "none device=cpu": 1.0,
+        "none device=NVIDIA H200": 1.0,
+        "layer_stream device=cpu": pytest.approx(1.1),
+        "tensor_swap device=NVIDIA H200": 1.5,
+    }
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_run_without_hardware_is_as_the_others_on_one_device(write_run, device: str):
+    write_run("none", seed=0, hardware={"device": device})
+    write_run("none", seed=1, status="failed", reason="lr", losses=None)
+    assert [len(row.runs) for row in rows(write_run).values()] == [2]
 
 
 @pytest.mark.parametrize(
