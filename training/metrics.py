@@ -9,6 +9,7 @@ import errno
 import json
 import math
 import os
+import reprlib
 import statistics
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,10 @@ METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 # Before the name of a metric in a summary: what the plan of the run said of it.
 PLANNED = "planned/"
+# No time, rate, size or count is larger, whatever the machine.
+LARGEST = 1e18
+# Sums of larger losses would leave the range of floats.
+LARGEST_LOSS = 1e300
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,9 @@ SUMMARY_KEYS: dict[str, Metric] = {
     "train/first_loss": Metric("nats/token", "loss of the first logged step"),
     "train/final_loss": Metric("nats/token", "loss of the last logged step"),
 }
+
+# Whole numbers.
+COUNTS = ("train/step", "train/skipped_steps", "steps")
 
 _STATISTICS = {"median": statistics.median, "mean": statistics.fmean, "max": max}
 
@@ -116,18 +124,16 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The records of a run, in order; a last line that a killed run did not finish is ignored.
 
     Raises:
-        UserError: there is no metrics file, or it holds a line that is not a record.
+        UserError: there is no metrics file, it cannot be read, or it holds a line that is not a record.
     """
     path = run_dir / METRICS_FILE
-    if not path.exists():
-        raise UserError(f"{path}: no such file; name the directory of a run")
-    *lines, _incomplete = path.read_bytes().split(b"\n")
+    *lines, _incomplete = _content(path, "name the directory of a run").split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
         try:
             records.append(_from_json(line))
-        except ValueError:
-            raise UserError(f"{path}: line {number} is not a record; the file is damaged") from None
+        except ValueError as error:
+            raise UserError(f"{path}: line {number} is not a record: {error}; the file is damaged") from None
     return records
 
 
@@ -156,15 +162,14 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     """The summary of a run.
 
     Raises:
-        UserError: there is none (the run goes on, or was killed), or the file is damaged.
+        UserError: there is none (the run goes on, or was killed), it cannot be read, or it is damaged.
     """
     path = run_dir / SUMMARY_FILE
-    if not path.exists():
-        raise UserError(f"{path}: no such file; the run goes on or was killed, or this is no run's directory")
+    content = _content(path, "the run goes on or was killed, or this is no run's directory")
     try:
-        return _from_json(path.read_bytes())
-    except ValueError:
-        raise UserError(f"{path}: the file is damaged") from None
+        return _from_json(content)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; the file is damaged") from None
 
 
 def summarise(records: Iterable[dict[str, Any]], *, warmup_steps: int, total_steps: int) -> dict[str, Any]:
@@ -206,13 +211,47 @@ def _to_json(values: dict[str, Any], indent: int | None = None) -> str:
     return json.dumps(values, allow_nan=False, indent=indent)
 
 
+def _content(path: Path, advice: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; {advice}") from None
+    except OSError as error:
+        raise UserError(f"{path}: it cannot be read ({error.strerror}); {advice}") from None
+
+
 def _from_json(text: bytes) -> dict[str, Any]:
-    values = json.loads(text)
+    """What one object of JSON says; raises ValueError with the reason where no run writes such a thing."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError("it is no JSON") from None
     if not isinstance(values, dict):
-        raise ValueError("not a JSON object")
-    for key, value in values.pop("nonfinite", {}).items():
-        values[key] = float(value)
+        raise ValueError("it is no JSON object")
+    kinds = values.pop("nonfinite", {})
+    if not (isinstance(kinds, dict) and all(kind in ("nan", "inf", "-inf") for kind in kinds.values())):
+        raise ValueError(f"nonfinite is {reprlib.repr(kinds)}, not nan, inf or -inf by names")
+    values |= {key: float(kind) for key, kind in kinds.items()}
+    for key, value in values.items():
+        _check(key, value)
     return values
+
+
+def _check(key: str, value: Any) -> None:
+    """Raises ValueError where the metric of that name never has such a value."""
+    metric = key.removeprefix(PLANNED)
+    if metric not in METRIC_KEYS and metric not in SUMMARY_KEYS:
+        return
+    wanted, found = "a number", is_number(value)
+    if found and metric in COUNTS:
+        wanted, found = "a count", isinstance(value, int) and 0 <= value <= LARGEST
+    elif found and metric.startswith("train/"):
+        # Infinite it may be.
+        wanted, found = "a number that a loss reaches", not LARGEST_LOSS < abs(value) < math.inf
+    elif found:
+        wanted, found = "a quantity", 0 <= value <= LARGEST
+    if not found:
+        raise ValueError(f"{key} is {reprlib.repr(value)}, not {wanted}")
 
 
 def _drop_incomplete_line(path: Path) -> None:

@@ -52,7 +52,7 @@ def alike(rows: Sequence[Row]) -> list[Curve]:
     members: dict[str, Row] = {}
     for row in rows:
         # As text, in which one NaN equals another and no two other numbers do; runs that repeat each other count once.
-        key = repr(sorted({(str(run.config.get("seed")), repr(losses(run.records))) for run in row.measured}))
+        key = repr(sorted({(str(run.seed), repr(losses(run.records))) for run in row.measured}))
         names.setdefault(key, []).append(row.name)
         members[key] = row
     return [_curve(_label(names[key]), row) for key, row in members.items()]

@@ -56,8 +56,8 @@ class Row:
 
     @property
     def seeds(self) -> str:
-        counts = Counter(run.config["seed"] for run in self.runs if "seed" in run.config)
-        return ", ".join(f"{seed}" if count == 1 else f"{seed} ({count} runs)" for seed, count in counts.items())
+        counts = Counter(run.seed for run in self.runs if run.seed is not None)
+        return ", ".join(seed if count == 1 else f"{seed} ({count} runs)" for seed, count in counts.items())
 
     @property
     def status(self) -> str:
@@ -144,8 +144,8 @@ def _compare(row: Row, reference: Row) -> None:
     if row is reference:
         row.curve = REFERENCE
         return
-    by_seed = {run.config.get("seed"): run for run in reversed(reference.measured)}
-    pairs = [(run, by_seed[run.config.get("seed")]) for run in row.measured if run.config.get("seed") in by_seed]
+    by_seed = {run.seed: run for run in reversed(reference.measured)}
+    pairs = [(run, by_seed[run.seed]) for run in row.measured if run.seed in by_seed]
     differences = [curve_difference(run.records, other.records) for run, other in pairs]
     known = [difference for difference in differences if difference is not None]
     if known:

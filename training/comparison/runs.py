@@ -59,6 +59,11 @@ class Run:
         return self.status in FINISHED
 
     @property
+    def seed(self) -> str | None:
+        """As the configuration has it; None where it has none."""
+        return str(self.config["seed"]) if "seed" in self.config else None
+
+    @property
     def device(self) -> str | None:
         """The GPU by its name, or cpu; None where the run wrote down no hardware."""
         kind = self.hardware.get("device", "").partition(":")[0]
@@ -74,15 +79,19 @@ def find_runs(directories: Sequence[Path]) -> list[Run]:
     """The runs in and below `directories`, each once, in the order of their numbered or dated names.
 
     Raises:
-        UserError: a directory does not exist, or there is no run in any of them.
+        UserError: a directory does not exist or cannot be read, or there is no run in any of them.
     """
     found: dict[Path, Run] = {}
     for directory in directories:
         if not directory.is_dir():
             raise UserError(f"{directory}: no such directory; name the directory of a run or of a sweep")
-        for path in _run_directories(directory):
-            if path.resolve() not in found:
-                found[path.resolve()] = read_run(path)
+        try:
+            for path in _run_directories(directory):
+                if path.resolve() not in found:
+                    found[path.resolve()] = read_run(path)
+        except OSError as error:
+            where = error.filename or directory
+            raise UserError(f"{where}: it cannot be read ({error.strerror}); name directories of runs only") from None
     if not found:
         names = ", ".join(map(str, directories))
         raise UserError(f"{names}: no run in here; name directories that train.py wrote, as outputs or multirun")
@@ -106,7 +115,7 @@ def read_run(directory: Path) -> Run:
     return Run(
         directory=directory,
         config=config,
-        choices={group: option for group, option in choices.items() if isinstance(option, str)},
+        choices={str(group): option for group, option in choices.items() if isinstance(option, str)},
         status=STATUS_WORDS.get(status, status),
         reason=reason,
         summary=figures,
@@ -195,14 +204,15 @@ def _is_locked(path: Path) -> bool:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    with suppress(OSError, yaml.YAMLError, UnicodeDecodeError):
+    # A date that does not exist is an error of value.
+    with suppress(OSError, yaml.YAMLError, ValueError, RecursionError):
         content = yaml.load(path.read_text(), Loader=_Loader)
         return content if isinstance(content, dict) else {}
     return {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         content = json.loads(path.read_text())
         return content if isinstance(content, dict) else {}
     return {}

@@ -37,7 +37,7 @@ def all_settings(runs: Sequence[Run]) -> list[Settings]:
 
 def is_resident(values: Settings) -> bool:
     """Whether these are settings of the reference mode, under which everything stays on the device."""
-    return values.get("offload._target_", "").rpartition(".")[2] == "Resident"
+    return _target(values).rpartition(".")[2] == "Resident"
 
 
 def find_reference(values: Settings, candidates: Sequence[Settings]) -> int | None:
@@ -111,6 +111,11 @@ def _without(values: Settings, left_out: Iterable[str]) -> Settings:
     return {key: value for key, value in values.items() if key not in left_out and not key.startswith(below)}
 
 
+def _target(values: Settings) -> str:
+    """The class of the mode with its module, empty where the configuration names none."""
+    return str(values.get("offload._target_") or "")
+
+
 def _recomputes(values: Settings) -> bool:
     # An option without keys is an empty dict, which `_flat` keeps; one with keys has them below its name.
     return any(key.startswith("recompute.") for key in values)
@@ -128,8 +133,9 @@ def _options(run: Run, values: Settings) -> dict[str, str]:
         place = group.partition("@")[2] or group
         if place == "offload" or any(key == place or key.startswith(f"{place}.") for key in values):
             chosen[place] = option
-    if "offload" not in chosen and "offload._target_" in values:
-        chosen["offload"] = values["offload._target_"].split(".")[-2]
+    if "offload" not in chosen and _target(values):
+        # Its module is called as the option is.
+        chosen["offload"] = _target(values).split(".")[-2:][0]
     if "recompute" not in chosen and _without(values, ["recompute"]) != values:
         chosen["recompute"] = "block" if _recomputes(values) else "none"
     return dict(sorted(chosen.items(), key=lambda item: item[0] != "offload"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
 import pytest
 
+from training.comparison.report import compare
 from training.comparison.runs import find_runs, read_run
 from training.errors import UserError
 from training.run_lock import locked
@@ -69,6 +71,86 @@ def test_a_damaged_file_is_the_outcome_not_an_error(write_run, file: str):
     run = read_run(directory)
     assert run.status == "failed"
     assert file in run.reason
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"train/step": 13, "train/loss": null}',
+        '{"train/step": 13, "train/loss": "x"}',
+        '{"train/step": 13, "train/loss": true}',
+        '{"train/step": "13", "train/loss": 2.0}',
+        '{"train/step": null, "train/loss": 2.0}',
+        '{"train/step": 13, "train/loss": 2.0, "perf/step_ms": -1.0}',
+        '{"train/step": 13, "train/loss": null, "nonfinite": ["train/loss"]}',
+        '{"train/step": 13, "train/loss": 2.0, "nonfinite": {"train/loss": []}}',
+    ],
+)
+def test_a_record_that_no_run_writes_is_the_outcome_of_its_run(write_run, line: str):
+    write_run("none")
+    odd = write_run("layer_stream") / "metrics.jsonl"
+    odd.write_text(odd.read_text() + line + "\n")
+    resident, failed = compare([write_run.folder], write_run.folder)
+    assert (resident.status, failed.status) == ("ok", "failed")
+    assert "metrics.jsonl: line 4 is not a record: " in failed.reasons[0]
+
+
+@pytest.mark.parametrize(
+    "summary",
+    [
+        '{"status": "ok", "perf/step_ms": null, "memory/rss_gib": 1.0, "nonfinite": {"perf/step_ms": "inf"}}',
+        '{"status": "ok", "nonfinite": ["perf/step_ms"]}',
+        '{"status": "planned", "planned/perf/step_ms": "fast"}',
+        '{"status": "ok", "train/final_loss": 1' + "0" * 400 + "}",
+    ],
+)
+def test_a_summary_that_no_run_writes_is_the_outcome_of_its_run(write_run, summary: str):
+    write_run("none")
+    (write_run("layer_stream") / "summary.json").write_text(summary)
+    resident, failed = compare([write_run.folder], write_run.folder)
+    assert (resident.status, failed.status) == ("ok", "failed")
+    assert "summary.json: " in failed.reasons[0]
+
+
+@pytest.mark.parametrize("file", ["summary.json", "metrics.jsonl"])
+def test_a_folder_in_place_of_a_file_is_the_outcome_of_its_run(write_run, file: str):
+    directory = write_run()
+    (directory / file).unlink()
+    (directory / file).mkdir()
+    run = read_run(directory)
+    assert run.status == "failed"
+    assert f"{file}: it cannot be read (Is a directory)" in run.reason
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.yaml", "{offload: {_target_: a.b.Resident}, seed: [1, 2]}"),
+        ("config.yaml", "{offload: {_target_: a.b.Resident}, seed: {a: 1}}"),
+        ("config.yaml", "{offload: {_target_: null}, seed: 0}"),
+        ("config.yaml", "{offload: {_target_: 3}, seed: 0}"),
+        ("config.yaml", "{offload: {_target_: Resident}, day: 2001-99-99}"),
+        (".hydra/hydra.yaml", "hydra: {runtime: {choices: {1: none}}}"),
+        ("hardware.json", '{"gpu_name": ["x"], "device": 3, "h2d_gb_s": "fast"}'),
+        ("plan.json", '{"floors_ms": {"host optimizer": "long"}, "fits": [true]}'),
+    ],
+)
+def test_an_odd_description_leaves_the_figures(write_run, file: str, text: str):
+    write_run("none")
+    directory = write_run("layer_stream", transfer__h2d_gib=1.0)
+    (directory / ".hydra" / "hydra.yaml").unlink()
+    (directory / file).write_text(text)
+    assert [row.mean("perf/step_ms") for row in compare([write_run.folder], write_run.folder)] == [100.0, 100.0]
+
+
+def test_what_cannot_be_read_is_named(write_run, monkeypatch: pytest.MonkeyPatch):
+    def refuse(self: Path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    write_run()
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(UserError, match=r"runs: it cannot be read \(Permission denied\)"):
+        find_runs([write_run.folder])
 
 
 @pytest.mark.parametrize("file", ["config.yaml", "hardware.json", ".hydra/hydra.yaml", ".hydra/config.yaml"])
