@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from training.comparison.canvas import INK, LABEL_SIZE, LINES, canvas, in_lines, settle
-from training.comparison.rows import Row, losses
+from training.comparison.rows import Row, losses, mean, split_by_seed
 
 # Names that one label may list.
 NAMED = 3
@@ -40,7 +40,7 @@ def loss_figure(rows: Sequence[Row]) -> Figure:
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("training loss (nats per token)")
-    seeds = max(len(row.measured) for row in rows)
+    seeds = max(len(split_by_seed(row.measured)) for row in rows)
     axes.set_title("Training loss" + (", mean and range of the seeds" if seeds > 1 else ""))
     _label_ends(figure, axes, curves)
     return figure
@@ -59,11 +59,17 @@ def alike(rows: Sequence[Row]) -> list[Curve]:
 
 
 def _curve(label: str, row: Row) -> Curve:
-    runs = [dict(found) for run in row.measured if (found := losses(run.records))]
-    steps = sorted(set.intersection(*(set(run) for run in runs))) or sorted(runs[0])
-    values = [[run[step] for run in runs if step in run] for step in steps]
-    means = [sum(of_step) / len(of_step) for of_step in values]
-    return Curve(label, steps, means, [min(of_step) for of_step in values], [max(of_step) for of_step in values])
+    repeated = [[dict(found) for run in same if (found := losses(run.records))] for same in split_by_seed(row.measured)]
+    seeds = [{step: mean(found) for step, found in _by_step(same).items()} for same in repeated if same]
+    of_steps = _by_step(seeds)
+    values = list(of_steps.values())
+    return Curve(label, list(of_steps), list(map(mean, values)), list(map(min, values)), list(map(max, values)))
+
+
+def _by_step(curves: Sequence[dict[int, float]]) -> dict[int, list[float]]:
+    """The losses at the steps that all curves have; where there are none, at those of the first."""
+    steps = sorted(set.intersection(*map(set, curves))) or sorted(curves[0])
+    return {step: [curve[step] for curve in curves if step in curve] for step in steps}
 
 
 def _label(names: Sequence[str]) -> str:

@@ -18,7 +18,10 @@ REFERENCE = "reference"
 
 @dataclass(frozen=True)
 class Figure:
-    """Mean over the runs of a row, and their standard deviation; None where one run has no spread."""
+    """Mean over the seeds of a row, and their standard deviation; None where one seed has no spread.
+
+    Runs that repeat a seed count as one, which is their mean. What is not finite has no spread either.
+    """
 
     mean: float
     spread: float | None = None
@@ -111,6 +114,19 @@ def curve_difference(records: Sequence[dict[str, Any]], reference: Sequence[dict
     return max((_relative(loss, other) for loss, other in pairs), default=None)
 
 
+def split_by_seed(runs: Sequence[Run]) -> list[list[Run]]:
+    """The runs of each seed, which repeat each other."""
+    groups: dict[str | None, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.seed, []).append(run)
+    return list(groups.values())
+
+
+def mean(values: Sequence[float]) -> float:
+    """Unlike those of `statistics`, of infinite values too."""
+    return sum(values) / len(values)
+
+
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     """Which points no other beats: no other is at most as large in both coordinates and smaller in one.
 
@@ -129,10 +145,11 @@ def _figures(runs: Sequence[Run]) -> dict[str, Figure]:
     keys = dict.fromkeys(key for run in runs for key in run.summary)
     figures = {}
     for key in keys:
-        values = [run.summary[key] for run in runs if key in run.summary]
-        if all(map(is_number, values)):
-            spread = statistics.stdev(values) if len(values) > 1 else None
-            figures[key] = Figure(statistics.fmean(values), spread)
+        of_seeds = [[run.summary[key] for run in same if key in run.summary] for same in split_by_seed(runs)]
+        if all(is_number(value) for of_seed in of_seeds for value in of_seed):
+            means = [mean(of_seed) for of_seed in of_seeds if of_seed]
+            known = len(means) > 1 and all(map(math.isfinite, means))
+            figures[key] = Figure(mean(means), statistics.stdev(means) if known else None)
     return figures
 
 

@@ -89,6 +89,13 @@ def test_a_curve_is_the_mean_of_its_seeds_in_their_range(write_run):
     assert (curve.steps, curve.mean, curve.low, curve.high) == ([1, 2], [5.0, 2.5], [4.0, 2.0], [6.0, 3.0])
 
 
+def test_runs_that_repeat_a_seed_count_as_one_in_its_curve(write_run):
+    for seed, loss in ((0, 2.0), (0, 4.0), (1, 5.0)):
+        write_run(seed=seed, losses=(4.0, loss))
+    (curve,) = alike(rows(write_run))
+    assert (curve.mean, curve.low, curve.high) == ([4.0, 4.0], [4.0, 3.0], [4.0, 5.0])
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_labels_cover_neither_points_nor_each_other(seed: int):
     draw_from = random.Random(seed)

@@ -9,7 +9,7 @@ import pytest
 from offload.bandwidth import Bandwidth
 from offload.forecast import Update, forecast
 from offload.rehearsal import Phase
-from training.comparison.rows import Row, build_rows, curve_difference, pareto_front
+from training.comparison.rows import Figure, Row, build_rows, curve_difference, pareto_front
 from training.comparison.runs import HOST_OPTIMIZER, find_runs
 
 NAN = float("nan")
@@ -32,6 +32,28 @@ def test_a_seed_that_ran_more_than_once_is_named_once(write_run):
     for seed in (0, 1, 0):
         write_run(seed=seed)
     assert rows(write_run)["none"].seeds == "0 (2 runs), 1"
+
+
+def test_runs_that_repeat_a_seed_count_as_one(write_run):
+    for seed, step_ms in ((0, 90.0), (0, 92.0), (0, 88.0), (1, 110.0)):
+        write_run(seed=seed, step_ms=step_ms)
+    (row,) = rows(write_run).values()
+    assert row.figures["perf/step_ms"] == Figure(100.0, pytest.approx(200**0.5))
+
+
+def test_runs_of_one_seed_have_no_spread(write_run):
+    for step_ms in (90.0, 110.0):
+        write_run(seed=3, step_ms=step_ms)
+    (row,) = rows(write_run).values()
+    assert row.figures["perf/step_ms"] == Figure(100.0, None)
+
+
+def test_a_seed_that_diverged_leaves_the_row_without_a_spread(write_run):
+    for seed, loss in enumerate((2.0, math.inf, -math.inf)):
+        write_run(seed=seed, losses=(4.0, loss))
+    (row,) = rows(write_run).values()
+    assert math.isnan(row.mean("train/final_loss"))
+    assert row.figures["train/final_loss"].spread is None
 
 
 def test_one_run_has_no_spread(write_run):
