@@ -20,6 +20,10 @@ WIDTH_IN, DPI = 8.0, 200
 # From so wide a range on, points would lie on each other were it not drawn by its logarithm.
 LOGARITHMIC_FROM = 4.0
 LABEL_SIZE = 8.5
+# Inches from one line of a label to the next.
+LINE_IN = 0.17
+# Characters of a value, as of a path.
+LONGEST = 120
 STYLE = {
     "font.size": 9.5,
     "axes.titlesize": 11,
@@ -61,8 +65,14 @@ def png(figure: Figure) -> bytes:
 
 
 def in_lines(text: str, characters: int = 26) -> str:
-    """A name in lines of so many characters; it breaks between its words alone."""
-    return "\n".join(textwrap.wrap(text, characters, break_on_hyphens=False, break_long_words=False))
+    """A name in lines of so many characters at most; a value of more than LONGEST loses its middle."""
+    words = " ".join(_shortened(word) for word in text.split())
+    return "\n".join(textwrap.wrap(words, characters, break_on_hyphens=False))
+
+
+def _shortened(word: str) -> str:
+    half = LONGEST // 2
+    return word if len(word) <= LONGEST else f"{word[:half]}\N{HORIZONTAL ELLIPSIS}{word[-half:]}"
 
 
 def settle(figure: Figure) -> None:

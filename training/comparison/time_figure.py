@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from training.comparison.canvas import BLUE, GREEN, LABEL_SIZE, ORANGE, canvas, in_lines
+from training.comparison.canvas import BLUE, GREEN, LABEL_SIZE, LINE_IN, ORANGE, canvas, in_lines
 from training.comparison.rows import REFERENCE, Row
 
 PARTS = (("compute", BLUE), ("waiting for copies (stall)", ORANGE), ("waiting for the optimizer", GREEN))
@@ -15,7 +15,7 @@ NAME_CHARACTERS = 36
 def time_figure(rows: Sequence[Row]) -> Figure:
     """One bar a row, from top to bottom, with its length and its ratio to the resident run at its end."""
     names = [in_lines(row.name, NAME_CHARACTERS) for row in rows]
-    figure, axes = canvas(1.2 + len(rows) * (0.2 + 0.16 * max(name.count("\n") + 1 for name in names)))
+    figure, axes = canvas(1.2 + len(rows) * (0.2 + LINE_IN * max(name.count("\n") + 1 for name in names)))
     splits = [split(row) for row in rows]
     start = [0.0] * len(rows)
     for part, (name, colour) in enumerate(PARTS):

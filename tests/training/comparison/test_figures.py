@@ -10,12 +10,14 @@ import pytest
 
 from training.comparison.figures import FIGURES, draw
 from training.comparison.labels import Box, place
-from training.comparison.loss_figure import alike, spread
+from training.comparison.loss_figure import alike, loss_figure, spread
+from training.comparison.memory_figure import memory_figure
 from training.comparison.rows import build_rows
 from training.comparison.runs import find_runs
-from training.comparison.time_figure import split
+from training.comparison.time_figure import split, time_figure
 
 PNG = b"\x89PNG"
+NAN = math.nan
 
 
 def rows(write_run):
@@ -94,6 +96,46 @@ def test_runs_that_repeat_a_seed_count_as_one_in_its_curve(write_run):
         write_run(seed=seed, losses=(4.0, loss))
     (curve,) = alike(rows(write_run))
     assert (curve.mean, curve.low, curve.high) == ([4.0, 4.0], [4.0, 3.0], [4.0, 5.0])
+
+
+@pytest.mark.parametrize(
+    ("losses", "end", "note"),
+    [
+        ((4.0, 3.0, 2.0), (3, 2.0), ""),
+        ((4.0, NAN, 2.0), (3, 2.0), ""),
+        ((4.0, 3.0, NAN), (2, 3.0), ": not finite from step 3"),
+        ((4.0, math.inf, NAN), (1, 4.0), ": not finite from step 2"),
+        ((NAN, NAN, NAN), None, ": not finite from step 1"),
+    ],
+)
+def test_a_curve_that_diverged_ends_at_its_last_finite_loss_and_says_so(write_run, losses, end, note: str):
+    write_run(losses=losses)
+    (curve,) = alike(rows(write_run))
+    assert (curve.end, curve.label.replace("\n", " ")) == (end, f"none{note}")
+    assert "compare_loss.png" in files(draw(rows(write_run)))
+
+
+def test_one_loss_that_is_not_finite_is_named_without_a_line(write_run):
+    write_run(losses=(NAN,))
+    figure = loss_figure(rows(write_run))
+    assert [text.get_text().replace("\n", " ") for text in figure.axes[0].texts] == ["none: not finite from step 1"]
+
+
+@pytest.mark.parametrize("figure", [loss_figure, time_figure, memory_figure])
+@pytest.mark.parametrize("files", ["/data/texts/" + "x" * 60 + "/train-*.parquet", ",".join(["y" * 50] * 30)])
+def test_labels_stay_on_the_picture(write_run, figure, files: str):
+    for slots in range(24 if figure is not memory_figure else 6):
+        knobs, top = {"slots": slots}, {"files": files[: 400 - slots % 2]}
+        write_run("layer_stream", knobs=knobs, top=top, step_ms=100.0 + slots, losses=(4.0, 2.0 + slots),
+                  transfer__stall_ms=2.0, memory__vram_peak_gib=30.0 - slots)  # fmt: skip
+    drawn = figure(rows(write_run))
+    drawn.canvas.draw()
+    (axes,) = drawn.axes
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert all(box.x0 >= 0 and box.x1 <= drawn.bbox.x1 for box in boxes)
+    assert all(box.y0 >= 0 and box.y1 <= drawn.bbox.y1 for box in boxes)
+    assert all(label.get_window_extent().x0 >= 0 for label in axes.get_yticklabels())
+    assert axes.bbox.width > 0.3 * drawn.bbox.width
 
 
 @pytest.mark.parametrize("seed", range(5))
