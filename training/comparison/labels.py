@@ -12,8 +12,9 @@ NEAR = 20.0
 DIRECTIONS = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))
 # Lines are avoided as if they were rows of such boxes.
 GRAIN = 3.0
-# Letters on letters are worse than letters on a line.
+# Letters on letters are worse than letters on a line, and a point that is hidden is worse than both.
 LINE_WEIGHT = 0.5
+POINT_WEIGHT = 4.0
 # What is cut off cannot be read at all.
 OUTSIDE_WEIGHT = 4.0
 
@@ -60,14 +61,15 @@ def place(
     drawn = [box for start, end in lines for box in _grains(start, end, scale)]
     placed: dict[int, Box] = {}
     for i in sorted(range(len(points)), key=lambda i: _crowding(points, i)):
-        others = [*(box for j, box in enumerate(solid) if j != i), *placed.values()]
+        others = [box for j, box in enumerate(solid) if j != i]
         best, least = None, math.inf
         for box in _places(points[i], sizes[i], scale):
             tie = list(_grains(points[i], box.nearest(points[i]), scale)) if is_far(points[i], box, scale) else []
             covered = (
-                sum(box.overlap(other) for other in (*others, solid[i]))
-                + sum(grain.overlap(other) for grain in tie for other in others)
-                + sum(box.overlap(other) for other in drawn) * LINE_WEIGHT
+                sum(box.overlap(other) for other in solid) * POINT_WEIGHT
+                + sum(grain.overlap(other) for grain in tie for other in others) * POINT_WEIGHT
+                + sum(part.overlap(other) for part in (box, *tie) for other in placed.values())
+                + sum(part.overlap(other) for part in (box, *tie) for other in drawn) * LINE_WEIGHT
                 + (box.area - box.overlap(frame)) * OUTSIDE_WEIGHT
             )
             if covered < least:

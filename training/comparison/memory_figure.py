@@ -33,7 +33,8 @@ def memory_figure(rows: Sequence[Row]) -> Figure:
     axes.set_xlabel("peak GPU memory (GiB)" if gpu else "memory of the process, RSS (GiB): these runs used no GPU")
     axes.set_ylabel("step time (ms)")
     axes.set_title("Step time against memory: no run beats those on the line in both")
-    _label(figure, axes, points, [row.name for row in rows], front)
+    spreads = [row.figures["perf/step_ms"].spread or 0.0 for row in rows]
+    _label(figure, axes, points, spreads, [row.name for row in rows], front)
     return figure
 
 
@@ -44,7 +45,12 @@ def memory_key(rows: Sequence[Row]) -> str:
 
 
 def _label(
-    figure: Figure, axes: Axes, points: Sequence[tuple[float, float]], names: Sequence[str], front: Sequence[int]
+    figure: Figure,
+    axes: Axes,
+    points: Sequence[tuple[float, float]],
+    spreads: Sequence[float],
+    names: Sequence[str],
+    front: Sequence[int],
 ) -> None:
     settle(figure)
     halo = [withStroke(linewidth=2, foreground="white")]
@@ -55,12 +61,19 @@ def _label(
     extents = [text.get_window_extent(figure.canvas.get_renderer()) for text in texts]
     pixels = [tuple(pixel) for pixel in axes.transData.transform(points)]
     scale = figure.dpi / 100
+    # A bar may go below what a logarithmic axis has.
+    lowest = axes.get_ylim()[0]
+    bars = [
+        [tuple(end) for end in axes.transData.transform([(x, max(y - spread, lowest)), (x, y + spread)])]
+        for (x, y), spread in zip(points, spreads, strict=True)
+        if spread
+    ]
     boxes = place(
         pixels,
         [(extent.width, extent.height) for extent in extents],
         Box(*axes.bbox.extents),
         marker=MARKER * scale,
-        lines=list(pairwise(pixels[i] for i in front)),
+        lines=[*pairwise(pixels[i] for i in front), *bars],
         scale=scale,
     )
     to_data = axes.transData.inverted()
@@ -68,4 +81,5 @@ def _label(
         text.set(position=to_data.transform((box.left, box.bottom)), verticalalignment="bottom", zorder=4)
         if is_far(pixel, box, scale):
             line = to_data.transform([pixel, box.nearest(pixel)])
-            axes.plot(*line.T, color=GREY, linewidth=0.6, zorder=1, scalex=False, scaley=False)
+            # Above the bars, which would hide it where it leaves its point along one.
+            axes.plot(*line.T, color=INK, linewidth=0.6, zorder=2.5, scalex=False, scaley=False)

@@ -155,6 +155,21 @@ def test_labels_avoid_lines():
     assert not box.bottom < 100 < box.top
 
 
+def test_labels_of_points_avoid_the_bars_of_the_spread(write_run):
+    for slots, (gib, step_ms) in enumerate([(20.0, 300.0), (20.6, 310.0), (21.2, 290.0), (10.0, 500.0)]):
+        for seed, factor in ((0, 0.7), (1, 1.3)):
+            write_run("layer_stream", seed=seed, knobs={"slots": slots}, step_ms=step_ms * factor,
+                      memory__vram_peak_gib=gib)  # fmt: skip
+    found = rows(write_run)
+    figure = memory_figure(found)
+    (axes,) = figure.axes
+    boxes = [text.get_window_extent() for text in axes.texts]
+    for row in found:
+        gib, step = row.mean("memory/vram_peak_gib"), row.figures["perf/step_ms"]
+        (x, low), (_, high) = axes.transData.transform([(gib, step.mean - step.spread), (gib, step.mean + step.spread)])
+        assert not any(box.x0 < x < box.x1 and box.y0 < high and low < box.y1 for box in boxes)
+
+
 @pytest.mark.parametrize("wanted", [[5.0, 5.0, 5.0], [95.0, 95.0, 10.0], [50.0, 40.0, 45.0]])
 def test_labels_at_the_ends_of_lines_are_spread(wanted: list[float]):
     centres = spread(wanted, [20.0] * 3, 0.0, 100.0)
