@@ -30,7 +30,7 @@ def draw(rows: Sequence[Row]) -> list[Picture]:
     waited = [row for row in timed if "transfer/stall_ms" in row.figures]
     curved = [row for row in rows if any(losses(run.records) for run in row.measured)]
     wanted = (
-        (memory_figure, placed, "Step time against peak memory. The line joins the runs that no other beats in both."),
+        (memory_figure, placed, _memory_caption(placed)),
         (time_figure, waited, "The time of a step: computing, waiting for copies, waiting for the optimizer."),
         (loss_figure, curved, "Training loss. Runs whose losses are equal in every bit share a line."),
     )
@@ -40,3 +40,9 @@ def draw(rows: Sequence[Row]) -> list[Picture]:
             for file, (figure, shown, caption) in zip(FIGURES, wanted, strict=True)
             if shown
         ]
+
+
+def _memory_caption(rows: Sequence[Row]) -> str:
+    what = "Planned step time" if all(row.planned for row in rows) else "Step time"
+    beside = "" if all(row.fits for row in rows) else " Plans that do not fit are off it."
+    return f"{what} against peak memory. The line joins the runs that no other beats in both.{beside}"

@@ -16,12 +16,16 @@ MARKER = 6.0
 
 
 def memory_figure(rows: Sequence[Row]) -> Figure:
-    """One point a row, the mean of its seeds with their spread, named where it lies; the Pareto front is drawn."""
+    """One point a row, the mean of its seeds with their spread, named where it lies; the Pareto front is drawn.
+
+    A plan for which there is no room is on no front.
+    """
     key = memory_key(rows)
     points = [(row.mean(key), row.mean("perf/step_ms")) for row in rows]
-    front = pareto_front(points)
+    fitting = [i for i, row in enumerate(rows) if row.fits]
+    front = [fitting[i] for i in pareto_front([points[i] for i in fitting])]
     figure, axes = canvas(5.2)
-    axes.plot(*zip(*(points[i] for i in front), strict=True), color=BLUE, linewidth=1.5, zorder=2)
+    axes.plot([points[i][0] for i in front], [points[i][1] for i in front], color=BLUE, linewidth=1.5, zorder=2)
     for i, (row, (x, y)) in enumerate(zip(rows, points, strict=True)):
         colour, fill = (BLUE, BLUE) if i in front else (GREY, "white")
         axes.errorbar(x, y, yerr=row.figures["perf/step_ms"].spread, color=colour, linewidth=1, capsize=2.5, zorder=2)
@@ -30,11 +34,14 @@ def memory_figure(rows: Sequence[Row]) -> Figure:
     axes.set_xlim(left=max(axes.get_xlim()[0], 0.0))
     scale_for_range(axes, [y for _, y in points])
     gpu = key == "memory/vram_peak_gib"
-    axes.set_xlabel("peak GPU memory (GiB)" if gpu else "memory of the process, RSS (GiB): these runs used no GPU")
-    axes.set_ylabel("step time (ms)")
-    axes.set_title("Step time against memory: no run beats those on the line in both")
+    planned = "planned " if all(row.planned for row in rows) else ""
+    memory = "peak GPU memory (GiB)" if gpu else "memory of the process, RSS (GiB): these runs used no GPU"
+    axes.set_xlabel(f"{planned}{memory}")
+    axes.set_ylabel(f"{planned}step time (ms)")
+    axes.set_title(f"{planned}step time against memory: no run beats those on the line in both".capitalize())
     spreads = [row.figures["perf/step_ms"].spread or 0.0 for row in rows]
-    _label(figure, axes, points, spreads, [row.name for row in rows], front)
+    names = [row.name if row.fits else f"{row.name}: does not fit" for row in rows]
+    _label(figure, axes, points, spreads, names, front)
     return figure
 
 

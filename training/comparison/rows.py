@@ -58,6 +58,10 @@ class Row:
         return all(run.planned for run in self.measured)
 
     @property
+    def fits(self) -> bool:
+        return all(run.fits for run in self.measured)
+
+    @property
     def seeds(self) -> str:
         counts = Counter(run.seed for run in self.runs if run.seed is not None)
         return ", ".join(seed if count == 1 else f"{seed} ({count} runs)" for seed, count in counts.items())

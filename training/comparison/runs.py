@@ -26,7 +26,8 @@ HYDRA_DIR = ".hydra"
 
 STATUS_WORDS = {"out_of_memory": "out of memory"}
 # Runs that did what they were asked to, whose figures stand for their settings.
-FINISHED = ("ok", "stopped", "planned")
+FINISHED = ("ok", "stopped", "planned", "does not fit")
+PLANS = ("planned", "does not fit")
 
 # Hydra's own files hold long texts, which the parser in C reads ten times as fast.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -42,7 +43,7 @@ class Run:
     choices: dict[str, str]
     """the option chosen of each group, where Hydra wrote them down"""
     status: str
-    """ok, stopped, planned, out of memory, failed, interrupted, killed or running"""
+    """ok, stopped, planned, does not fit (a plan), out of memory, failed, interrupted, killed or running"""
     reason: str
     """one line, empty where there is nothing to say"""
     summary: dict[str, Any]
@@ -72,7 +73,12 @@ class Run:
     @property
     def planned(self) -> bool:
         """Whether its figures are those of a plan."""
-        return self.status == "planned"
+        return self.status in PLANS
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for it; of a run that was no plan, nobody doubts it."""
+        return self.status != "does not fit"
 
 
 def find_runs(directories: Sequence[Path]) -> list[Run]:
@@ -105,7 +111,10 @@ def read_run(directory: Path) -> Run:
     for key in ("hydra", "runtime", "choices"):
         choices = choices[key] if isinstance(choices.get(key), dict) else {}
     records, damage = _records(directory)
+    plan = _read_json(directory / PLAN_FILE)
     status, reason, figures = _outcome(directory)
+    if status == "planned" and _misses_a_budget(plan):
+        status = "does not fit"
     if damage:
         status, reason = "failed", damage
     if steps := [record for record in records if "train/step" in record]:
@@ -121,7 +130,7 @@ def read_run(directory: Path) -> Run:
         summary=figures,
         records=records,
         hardware=_hardware(_read_json(directory / HARDWARE_FILE)),
-        floors_ms=_floors_ms(_read_json(directory / PLAN_FILE)),
+        floors_ms=_floors_ms(plan),
     )
 
 
@@ -184,6 +193,11 @@ def _hardware(facts: dict[str, Any]) -> dict[str, Any]:
 def _floors_ms(plan: dict[str, Any]) -> dict[str, float]:
     floors_ms = plan.get("floors_ms")
     return {name: ms for name, ms in floors_ms.items() if _is_quantity(ms)} if isinstance(floors_ms, dict) else {}
+
+
+def _misses_a_budget(plan: dict[str, Any]) -> bool:
+    fits = plan.get("fits")
+    return isinstance(fits, dict) and any(within is False for within in fits.values())
 
 
 def _is_quantity(value: Any) -> bool:

@@ -170,6 +170,25 @@ def test_labels_of_points_avoid_the_bars_of_the_spread(write_run):
         assert not any(box.x0 < x < box.x1 and box.y0 < high and low < box.y1 for box in boxes)
 
 
+def test_a_plan_that_does_not_fit_is_beside_the_front(write_run):
+    for offload, step_ms, gib, fits in (("none", 100.0, 100.0, False), ("layer_stream", 200.0, 20.0, True)):
+        plan = {"fits": {"vram_budget": fits}}
+        write_run(offload, status="planned", losses=None, plan=plan, step_ms=step_ms, memory__vram_peak_gib=gib)
+    (axes,) = memory_figure(rows(write_run)).axes
+    assert axes.lines[0].get_xydata().tolist() == [[20.0, 200.0]]
+    assert [text.get_text() for text in axes.texts] == ["none: does not fit", "layer_stream"]
+    assert axes.get_title().startswith("Planned step time")
+    (picture,) = draw(rows(write_run))
+    assert "Plans that do not fit are off it." in picture.caption
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_plans_of_which_all_or_none_fit_are_drawn(write_run, fits: bool):
+    plan = {"fits": {"host_budget": fits}}
+    write_run(status="planned", losses=None, plan=plan, memory__rss_gib=3.0)
+    assert files(draw(rows(write_run))) == ["compare_memory.png"]
+
+
 @pytest.mark.parametrize("wanted", [[5.0, 5.0, 5.0], [95.0, 95.0, 10.0], [50.0, 40.0, 45.0]])
 def test_labels_at_the_ends_of_lines_are_spread(wanted: list[float]):
     centres = spread(wanted, [20.0] * 3, 0.0, 100.0)

@@ -45,6 +45,23 @@ def test_the_summary_says_how_a_run_ended(write_run, status: str, reason: str | 
     assert (run.status, run.reason) == (word, reason or "")
 
 
+@pytest.mark.parametrize(
+    ("fits", "status"),
+    [
+        ({"vram_budget": True, "host_budget": None}, "planned"),
+        ({"vram_budget": False, "host_budget": True}, "does not fit"),
+    ],
+)
+def test_a_plan_says_whether_it_fits(write_run, fits: dict, status: str):
+    run = read_run(write_run(status="planned", losses=None, plan={"fits": fits}))
+    assert (run.status, run.planned, run.finished, run.summary["perf/step_ms"]) == (status, True, True, 100.0)
+
+
+def test_a_run_that_did_what_its_plan_had_no_room_for_is_no_plan(write_run):
+    run = read_run(write_run(plan={"fits": {"vram_budget": False}}))
+    assert (run.status, run.planned, run.fits) == ("ok", False, True)
+
+
 def test_a_run_without_a_summary_was_killed_and_its_steps_count(write_run):
     run = read_run(write_run(status=None, losses=(4.0, 3.0, 2.0), step_ms=7.0))
     assert run.status == "killed"
