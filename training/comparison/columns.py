@@ -55,7 +55,7 @@ def _derived(attribute: str) -> Callable[[Row], Figure | None]:
 
 COLUMNS = (
     Column("step ms", "step_ms", "time of one step", _measured("perf/step_ms"), ",.1f"),
-    Column("to none", "ratio_to_none", "step time over that of the resident run", _derived("ratio"), ".2f"),
+    Column("to none", "ratio_to_none", "step time over that of its resident run", _derived("ratio"), ".2f"),
     Column(
         "to floor",
         "ratio_to_floor",

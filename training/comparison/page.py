@@ -7,7 +7,7 @@ from html import escape
 from training.comparison.columns import COLUMNS, NOTE
 from training.comparison.figures import Picture
 from training.comparison.rows import Row
-from training.comparison.table import cells, explanations
+from training.comparison.table import WORDS, cells, explanations
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1f2328; --paper: #ffffff; --soft: #59636e; --line: #d1d9e0; --band: #f6f8fa; }
@@ -29,7 +29,6 @@ figure { margin: 2rem 0; }
 figure img { display: block; width: 100%; max-width: 800px; height: auto; border-radius: 6px; background: #fff; }
 code { font-size: 13px; overflow-wrap: anywhere; }
 """
-WORDS = ("curve", "seeds", "status")
 
 
 def page(rows: Sequence[Row], pictures: Sequence[Picture], title: str, common: str) -> str:
@@ -61,7 +60,7 @@ def page(rows: Sequence[Row], pictures: Sequence[Picture], title: str, common: s
 
 def _table(rows: Sequence[Row]) -> str:
     meanings = {column.title: column.meaning for column in COLUMNS}
-    texts = [cells(row) for row in rows]
+    texts = cells(rows)
     head = "".join(_cell("th", title, title, meanings.get(title, "")) for title in texts[0])
     lines = [
         f"<tr><td>{escape(row.name)}</td>{''.join(_cell('td', title, text) for title, text in own.items())}</tr>"

@@ -9,16 +9,27 @@ from typing import TextIO
 from training.comparison.columns import COLUMNS, MISSING, NOTE, curve_text
 from training.comparison.rows import Row
 
+COMPARED_WITH = "compared with"
+# Columns that hold no figures.
+WORDS = ("curve", COMPARED_WITH, "seeds", "status")
 # Without a terminal nothing tells how wide lines may be.
 PLAIN_WIDTH = 160
 # Between two columns.
 PADDING = 2
 
 
-def cells(row: Row) -> dict[str, str]:
-    """The texts of a row for people, by the titles of their columns."""
-    texts = {column.title: column.text(row) for column in COLUMNS}
-    return texts | {"curve": curve_text(row), "seeds": row.seeds or MISSING, "status": row.status}
+def cells(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """The texts of each row for people, by the titles of their columns.
+
+    Which resident run a row is compared with is said where there are several.
+    """
+    several = len({id(row.reference) for row in rows if row.reference}) > 1
+    texts = []
+    for row in rows:
+        figures = {column.title: column.text(row) for column in COLUMNS} | {"curve": curve_text(row)}
+        reference = {COMPARED_WITH: row.reference.name if row.reference else MISSING} if several else {}
+        texts.append(figures | reference | {"seeds": row.seeds or MISSING, "status": row.status})
+    return texts
 
 
 def print_tables(rows: Sequence[Row], title: str, *, stream: TextIO | None = None, width: int | None = None) -> None:
@@ -35,16 +46,18 @@ def print_tables(rows: Sequence[Row], title: str, *, stream: TextIO | None = Non
     console = Console(file=stream, markup=False, emoji=False, highlight=False, width=width)
     if width is None and not stream.isatty():
         console.width = PLAIN_WIDTH
-    texts = [cells(row) for row in rows]
+    texts = cells(rows)
     widths = {column: max(_header_width(column), *(len(text[column]) for text in texts)) for column in texts[0]}
     name_width = min(max(len(row.name) for row in rows), console.width // 3)
+    if COMPARED_WITH in widths:
+        widths[COMPARED_WITH] = min(widths[COMPARED_WITH], max(name_width, _header_width(COMPARED_WITH)))
     console.print(title, style="bold", soft_wrap=True)
     for columns in _parts(widths, console.width - name_width - PADDING):
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
         table.add_column("", style="cyan", width=name_width, overflow="fold")
         for column in columns:
-            words = column in ("seeds", "status", "curve")
-            table.add_column(column, justify="left" if words else "right", width=widths[column])
+            justify = "left" if column in WORDS else "right"
+            table.add_column(column, justify=justify, width=widths[column], overflow="fold")
         for row, text in zip(rows, texts, strict=True):
             table.add_row(row.name, *(text[column] for column in columns))
         console.print(table)
@@ -88,10 +101,9 @@ def to_csv(rows: Sequence[Row]) -> str:
 
 def to_markdown(rows: Sequence[Row], title: str, common: str) -> str:
     """A table in the dialect of GitHub with a caption, and the reasons why runs did not finish."""
-    texts = [{"run": row.name, **cells(row)} for row in rows]
-    words = ("run", "curve", "seeds", "status")
+    texts = [{"run": row.name, **text} for row, text in zip(rows, cells(rows), strict=True)]
     lines = [f"**{title}**", ""]
-    lines += [_markdown_line(texts[0]), _markdown_line("---" if c in words else "--:" for c in texts[0])]
+    lines += [_markdown_line(texts[0]), _markdown_line("---" if c in ("run", *WORDS) else "--:" for c in texts[0])]
     lines += [_markdown_line(text.values()) for text in texts]
     lines += ["", *(f"- {_markdown(line)}" for line in explanations(rows))]
     lines += [""] if explanations(rows) else []

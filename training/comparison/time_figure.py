@@ -4,38 +4,38 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from training.comparison.canvas import BLUE, GREEN, LABEL_SIZE, LINE_IN, ORANGE, canvas, in_lines
-from training.comparison.rows import REFERENCE, Row
+from training.comparison.canvas import BLUE, GREEN, LABEL_SIZE, LINE_IN, ORANGE, canvas, in_lines, settle
+from training.comparison.rows import Row
 
 PARTS = (("compute", BLUE), ("waiting for copies (stall)", ORANGE), ("waiting for the optimizer", GREEN))
 # Of a line of a row's name.
 NAME_CHARACTERS = 36
+# Of a line at the end of a bar, for which there is less room.
+LENGTH_CHARACTERS = 22
 
 
 def time_figure(rows: Sequence[Row]) -> Figure:
-    """One bar a row, from top to bottom, with its length and its ratio to the resident run at its end."""
+    """One bar a row, from top to bottom, with its length and its ratio to its resident run at its end."""
     names = [in_lines(row.name, NAME_CHARACTERS) for row in rows]
-    figure, axes = canvas(1.2 + len(rows) * (0.2 + LINE_IN * max(name.count("\n") + 1 for name in names)))
+    lengths = [in_lines(_length(row), LENGTH_CHARACTERS) for row in rows]
+    figure, axes = canvas(1.2 + len(rows) * (0.2 + LINE_IN * max(text.count("\n") + 1 for text in names + lengths)))
     splits = [split(row) for row in rows]
     start = [0.0] * len(rows)
     for part, (name, colour) in enumerate(PARTS):
-        lengths = [parts[part] for parts in splits]
-        axes.barh(range(len(rows)), lengths, left=start, color=colour, height=0.66, label=name)
-        start = [before + length for before, length in zip(start, lengths, strict=True)]
+        times_ms = [parts[part] for parts in splits]
+        axes.barh(range(len(rows)), times_ms, left=start, color=colour, height=0.66, label=name)
+        start = [before + time_ms for before, time_ms in zip(start, times_ms, strict=True)]
     longest = max(start)
-    for i, (row, total) in enumerate(zip(rows, start, strict=True)):
-        ratio = (
-            f"  {row.ratio:.2f} \N{MULTIPLICATION SIGN} none"
-            if row.ratio is not None and row.curve != REFERENCE
-            else ""
-        )
-        axes.text(total + 0.01 * longest, i, f"{_short(total)} ms{ratio}", va="center", fontsize=LABEL_SIZE)
+    beside = [total + 0.01 * longest for total in start]
+    texts = [
+        axes.text(x, i, text, va="center", fontsize=LABEL_SIZE, in_layout=False)
+        for i, (x, text) in enumerate(zip(beside, lengths, strict=True))
+    ]
     axes.set_yticks(range(len(rows)), names, fontsize=LABEL_SIZE)
     axes.tick_params(axis="y", length=0)
     axes.margins(y=0.02)
     axes.invert_yaxis()
     axes.grid(False, axis="y")
-    axes.set_xlim(0, 1.36 * longest)
     axes.set_xlabel("time of one step (ms)")
     figure.legend(
         *axes.get_legend_handles_labels(),
@@ -46,6 +46,11 @@ def time_figure(rows: Sequence[Row]) -> Figure:
         ncols=len(PARTS),
         frameon=False,
     )
+    settle(figure)
+    # As far as it takes for the bars to leave room for what stands at their ends.
+    room = 0.98 * axes.bbox.width
+    widths = [text.get_window_extent(figure.canvas.get_renderer()).width for text in texts]
+    axes.set_xlim(0, max(x * room / (room - width) for x, width in zip(beside, widths, strict=True)))
     return figure
 
 
@@ -55,6 +60,13 @@ def split(row: Row) -> tuple[float, float, float]:
     stall = min(row.mean("transfer/stall_ms") or 0.0, step)
     wait = min(row.mean("optimizer/wait_ms") or 0.0, step - stall)
     return step - stall - wait, stall, wait
+
+
+def _length(row: Row) -> str:
+    step = f"{_short(row.mean('perf/step_ms'))} ms"
+    if row.ratio is None or row.reference is row:
+        return step
+    return f"{step}, {row.ratio:.2f} \N{MULTIPLICATION SIGN} {row.reference.name}"
 
 
 def _short(value: float) -> str:

@@ -98,6 +98,19 @@ def test_runs_that_repeat_a_seed_count_as_one_in_its_curve(write_run):
     assert (curve.mean, curve.low, curve.high) == ([4.0, 4.0], [4.0, 3.0], [4.0, 5.0])
 
 
+def test_the_bars_name_the_run_that_they_are_compared_with(write_run):
+    for offload, step_ms in (("none", 100.0), ("layer_stream", 150.0)):
+        for size in (8, 16):
+            write_run(offload, step_ms=step_ms * size, transfer__stall_ms=1.0, top={"batch_size": size})
+    (axes,) = time_figure(rows(write_run)).axes
+    assert [text.get_text().replace("\n", " ") for text in axes.texts] == [
+        "800 ms",
+        "1,600 ms",
+        "1,200 ms, 1.50 \N{MULTIPLICATION SIGN} none batch_size=8",
+        "2,400 ms, 1.50 \N{MULTIPLICATION SIGN} none batch_size=16",
+    ]
+
+
 @pytest.mark.parametrize(
     ("losses", "end", "note"),
     [
@@ -124,8 +137,9 @@ def test_one_loss_that_is_not_finite_is_named_without_a_line(write_run):
 @pytest.mark.parametrize("figure", [loss_figure, time_figure, memory_figure])
 @pytest.mark.parametrize("files", ["/data/texts/" + "x" * 60 + "/train-*.parquet", ",".join(["y" * 50] * 30)])
 def test_labels_stay_on_the_picture(write_run, figure, files: str):
-    for slots in range(24 if figure is not memory_figure else 6):
+    for slots in range(24 if figure is not memory_figure else 4):
         knobs, top = {"slots": slots}, {"files": files[: 400 - slots % 2]}
+        write_run("none", top=top, transfer__stall_ms=0.0, memory__vram_peak_gib=31.0)
         write_run("layer_stream", knobs=knobs, top=top, step_ms=100.0 + slots, losses=(4.0, 2.0 + slots),
                   transfer__stall_ms=2.0, memory__vram_peak_gib=30.0 - slots)  # fmt: skip
     drawn = figure(rows(write_run))

@@ -71,6 +71,19 @@ def test_the_terminal_shows_every_figure_whole_at_any_width(rows: list[Row], wid
         assert figure in of_resident
 
 
+def test_the_resident_run_is_named_where_there_are_several(write_run):
+    for batch_size in (8, 16):
+        write_run("none", top={"batch_size": batch_size})
+        write_run("layer_stream", top={"batch_size": batch_size})
+    rows = build_rows(find_runs([write_run.folder]))
+    named = [row["compared with"] for row in markdown_rows(to_markdown(rows, "a sweep", ""))]
+    assert named == ["none batch_size=8"] * 2 + ["none batch_size=16"] * 2
+    stream = io.StringIO()
+    print_tables(rows, "a sweep", stream=stream, width=60)
+    assert max(map(len, stream.getvalue().splitlines())) <= 60
+    assert "compared with" not in to_markdown(rows[:2], "a sweep", "")
+
+
 def test_a_spread_that_rounds_to_nothing_is_left_out(write_run):
     write_run(seed=0, step_ms=100.0)
     write_run(seed=1, step_ms=100.01)
