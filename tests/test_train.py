@@ -158,7 +158,8 @@ def test_a_run_writes_to_its_directory_only(tmp_path: Path):
     assert not list(home.rglob("*"))
     assert set(ROOT.iterdir()) == before
     names = {path.name for path in folder.iterdir()}
-    assert {"metrics.jsonl", "summary.json", "config.yaml", "train.log", "wandb", ".hydra"} <= names
+    assert {"metrics.jsonl", "summary.json", "config.yaml", "choices.yaml", "train.log", "wandb"} <= names
+    assert ".hydra" not in names
 
 
 def test_wandb_has_what_the_files_have(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from offload.adamw_update import usable_cores
 from offload.recompute import recompute
 from offload.registry import Streams
 from offload.sizes import parse_bytes
-from training.checkpoints.resuming import starting_point
+from training.checkpoints.resuming import AUTO, Checkpoint, starting_point
 from training.checkpoints.saving import Checkpoints
 from training.checkpoints.state import RunState
 from training.device_memory import device_memory_told
@@ -28,6 +29,7 @@ from training.hardware import record_hardware, resolve_device, vram_bytes, vram_
 from training.parts import DTYPES, STATES_OF_SPARE, build_mode, build_model, recomputed_blocks, updates_early
 from training.planning import plan_run
 from training.progress import print_plan
+from training.run_directory import refuse_records
 from training.run_plan import RunPlan
 from training.schedules import build_schedule
 from training.tracking import Tracker, chosen_options, plain, run_name, run_tags
@@ -76,8 +78,10 @@ class Job:
         registry.release(self.streams)
 
 
-def build(config: DictConfig, run_dir: Path) -> Job:
+def build(config: DictConfig, run_dir: Path, begin: Callable[[], None] = lambda: None) -> Job:
     """Builds the job that `config` describes; what it writes goes to `run_dir`.
+
+    Calls `begin` when nothing of the run is refused any more, before it writes over what an earlier run left there.
 
     Raises UserError for whatever the user can mend, before anything large is allocated where it can be known then.
     """
@@ -86,6 +90,8 @@ def build(config: DictConfig, run_dir: Path) -> Job:
     device = resolve_device(config.device)
     dtype = DTYPES[config.precision]
     checkpoint = starting_point(config, run_dir)
+    if not goes_on_here(config, checkpoint, run_dir):
+        refuse_records(run_dir)
     dataset = build_dataset(config, run_dir)
     if checkpoint is not None:
         checkpoint.check_data(dataset)
@@ -98,9 +104,10 @@ def build(config: DictConfig, run_dir: Path) -> Job:
     choices = HydraConfig.get().runtime.choices
     mode, _ = build_mode(config, model)
     blocks = recomputed_blocks(config, model, mode)
+    plan = plan_run(config, figures_of(config, device), has_gpu=device.type == "cuda")
+    begin()
     streams = registry.acquire(device)
     hardware = record_hardware(streams, run_dir)
-    plan = plan_run(config, figures_of(config, device), has_gpu=device.type == "cuda")
     plan.write(run_dir)
     print_plan(plan.rows(), title=f"Plan: offload={choices['offload']} model={choices['model']} on {device}")
     start = RunState() if checkpoint is None else checkpoint.state
@@ -144,9 +151,19 @@ def check_threads(config: DictConfig) -> None:
     threads, cores = config.optimizer.get("threads"), usable_cores()
     if threads is not None and threads > cores:
         raise UserError(
-            f"optimizer.threads={threads}: must be at most {cores}, the cores that this process may use, or null for"
-            " all of them but one"
+            f"optimizer.threads={threads}: must be at most {cores}, the cores that this process may use, or null to"
+            " choose"
         )
+
+
+def goes_on_here(config: DictConfig, checkpoint: Checkpoint | None, run_dir: Path) -> bool:
+    """Whether the run goes on with the metrics in `run_dir`: from a checkpoint there, or, with resume=auto, from none.
+
+    A job that is queued again before its first checkpoint makes its first steps once more.
+    """
+    if checkpoint is None:
+        return config.resume == AUTO
+    return checkpoint.folder.resolve().is_relative_to(run_dir.resolve())
 
 
 def build_dataset(config: DictConfig, run_dir: Path):

@@ -1,5 +1,7 @@
 """What a run that ends early tells its user: one line where he can mend the cause, a traceback where he cannot."""
 
+from __future__ import annotations
+
 import errno
 import logging
 import os
@@ -10,7 +12,10 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from training.run_directory import RunDirectory
 
 
 class UserError(Exception):
@@ -40,34 +45,44 @@ class Failure(NamedTuple):
 
 
 @contextmanager
-def failures_recorded(run_dir: Path) -> Iterator[None]:
+def failures_recorded(run_dir: Path) -> Iterator[RunDirectory]:
     """Around a run: a failure ends the process with a message, a non-zero status and a summary.json that says why.
 
-    The traceback is in train.log in every case. SIGTERM, by which schedulers take a machine back, ends a run as
-    Ctrl-C does.
+    The traceback is in train.log too. Neither is written where an earlier run's figures are and the run has not taken
+    the directory. SIGTERM, by which schedulers take a machine back, ends a run as Ctrl-C does.
     """
-    # Late, because training.metrics takes UserError from here.
+    # Late, because both take UserError from here.
     from training.metrics import SUMMARY_FILE, write_summary
+    from training.run_directory import RunDirectory
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # A log line that a full disk refuses is not worth a traceback of its own.
     logging.raiseExceptions = False
-    # What an earlier run left in this directory must not be taken for the outcome of this one.
-    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    directory = RunDirectory(run_dir)
     try:
-        yield
+        yield directory
     except (Exception, KeyboardInterrupt) as error:
         # A second Ctrl-C would cut off what is written here.
         interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         exit_status, failure = report(error), explain(error)
-        # Below the level that the console shows.
-        logging.info("error: %s", failure.reason, exc_info=error)
-        try:
-            write_summary(run_dir, {"status": failure.status, "reason": failure.reason})
-        except UserError as refused:
-            print(f"warning: no {SUMMARY_FILE}: {refused}", file=sys.stderr)
+        if directory.taken:
+            # Below the level that the console shows.
+            logging.info("error: %s", failure.reason, exc_info=error)
+            try:
+                write_summary(run_dir, {"status": failure.status, "reason": failure.reason})
+            except UserError as refused:
+                print(f"warning: no {SUMMARY_FILE}: {refused}", file=sys.stderr)
         signal.signal(signal.SIGINT, interrupt)
         sys.exit(exit_status)
+
+
+@contextmanager
+def refusals_reported() -> Iterator[None]:
+    """Around what is refused before a run may write anything: one line, and the process ends."""
+    try:
+        yield
+    except UserError as error:
+        sys.exit(report(error))
 
 
 def report(error: BaseException) -> int:

@@ -101,7 +101,7 @@ class Recorder:
         self._clock = StepClock(job.streams)
         self._job = job
         start = job.start
-        self._writer = MetricsWriter(job.run_dir, None if job.config.resume is None else start.step)
+        self._writer = MetricsWriter(job.run_dir, start.step)
         self._progress = Progress(job.config.steps, initial_step=start.step)
         self._records = list(self._writer.kept)
         self._counters = job.mode.counters()

@@ -8,10 +8,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from training.errors import UserError
+from training.run_files import LOCK_FILE, refuse_links
 
 logger = logging.getLogger(__name__)
-
-LOCK_FILE = ".lock"
 
 
 @contextmanager
@@ -19,10 +18,13 @@ def locked(run_dir: Path) -> Iterator[None]:
     """Holds the directory for this process; the system releases it however the process ends.
 
     The file stays: were it removed, two that wait for it could each hold another file of that name. Raises UserError
-    where another process holds the directory.
+    where another process holds the directory, or a file that a run writes there is a link.
     """
+    refuse_links(run_dir)
     path = run_dir / LOCK_FILE
-    with open(path, "a+b", buffering=0) as file:
+    # A link made since would have another file cut to nothing.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+    with open(descriptor, "a+b", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

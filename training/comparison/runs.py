@@ -15,21 +15,19 @@ import yaml
 
 from training.errors import UserError
 from training.metrics import METRICS_FILE, PLANNED, SUMMARY_FILE, is_number, read_metrics, read_summary, summarise
-from training.run_lock import LOCK_FILE
+from training.run_files import CHOICES_FILE, CONFIG_FILE, LOCK_FILE
 
-CONFIG_FILE = "config.yaml"
 HARDWARE_FILE = "hardware.json"
 PLAN_FILE = "plan.json"
 # Among the floors of a plan.
 HOST_OPTIMIZER = "host optimizer"
-HYDRA_DIR = ".hydra"
 
 STATUS_WORDS = {"out_of_memory": "out of memory"}
 # Runs that did what they were asked to, whose figures stand for their settings.
 FINISHED = ("ok", "stopped", "planned", "does not fit")
 PLANS = ("planned", "does not fit")
 
-# Hydra's own files hold long texts, which the parser in C reads ten times as fast.
+# The parser in C is ten times as fast.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -41,7 +39,7 @@ class Run:
     config: dict[str, Any]
     """the configuration, nested; empty where the run ended before it wrote one"""
     choices: dict[str, str]
-    """the option chosen of each group, where Hydra wrote them down"""
+    """the option chosen of each group, where they were written down"""
     status: str
     """ok, stopped, planned, does not fit (a plan), out of memory, failed, interrupted, killed or running"""
     reason: str
@@ -106,10 +104,9 @@ def find_runs(directories: Sequence[Path]) -> list[Run]:
 
 def read_run(directory: Path) -> Run:
     """What `directory` says of its run; a file that is missing or damaged is part of the answer, never an error."""
-    config = _read_yaml(directory / CONFIG_FILE) or _read_yaml(directory / HYDRA_DIR / CONFIG_FILE)
-    choices = _read_yaml(directory / HYDRA_DIR / "hydra.yaml")
-    for key in ("hydra", "runtime", "choices"):
-        choices = choices[key] if isinstance(choices.get(key), dict) else {}
+    config = _read_yaml(directory / CONFIG_FILE)
+    choices = _read_yaml(directory / CHOICES_FILE).get("choices")
+    choices = choices if isinstance(choices, dict) else {}
     records, damage = _records(directory)
     plan = _read_json(directory / PLAN_FILE)
     status, reason, figures = _outcome(directory)
@@ -145,8 +142,7 @@ def _run_directories(directory: Path) -> Iterator[Path]:
 
 
 def _is_run(directory: Path) -> bool:
-    traces = (directory / SUMMARY_FILE, directory / METRICS_FILE, directory / HYDRA_DIR / CONFIG_FILE)
-    if any(path.is_file() for path in traces):
+    if any((directory / name).is_file() for name in (SUMMARY_FILE, METRICS_FILE, CHOICES_FILE)):
         return True
     # The sources of a configuration have a config.yaml too, with a list of defaults, which no run's has.
     config = _read_yaml(directory / CONFIG_FILE)

@@ -44,7 +44,7 @@ class RunWriter:
     ) -> Path:
         directory = self.folder / str(self.count)
         self.count += 1
-        (directory / ".hydra").mkdir(parents=True)
+        directory.mkdir(parents=True)
         config = {
             "offload": {"_target_": TARGETS[offload], "_convert_": "all", **(knobs or {})},
             "model": {"_target_": "models.llama.Llama", "hidden_size": 64},
@@ -71,8 +71,7 @@ class RunWriter:
             "hydra/launcher": "process",
         }
         (directory / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-        (directory / ".hydra" / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-        (directory / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump({"hydra": {"runtime": {"choices": choices}}}))
+        (directory / "choices.yaml").write_text(yaml.safe_dump({"choices": choices, "overrides": []}))
         if hardware is not None:
             (directory / "hardware.json").write_text(json.dumps(hardware))
         if plan is not None:

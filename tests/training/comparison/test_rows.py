@@ -89,15 +89,14 @@ def test_runs_without_settings_or_of_another_version_lengthen_no_names(write_run
     write_run("none", top={"new_key": 3})
     write_run("layer_stream")
     lost = write_run("none", status="failed", reason="exit status 4", losses=None)
-    for path in (lost / ".hydra").iterdir():
-        path.unlink()
-    (lost / "config.yaml").unlink()
+    for name in ("choices.yaml", "config.yaml"):
+        (lost / name).unlink()
     assert list(rows(write_run)) == ["none", "layer_stream", "2"]
 
 
 def test_names_need_no_choices(write_run):
     for directory in (write_run("none"), write_run("layer_stream", recompute="block")):
-        (directory / ".hydra" / "hydra.yaml").unlink()
+        (directory / "choices.yaml").unlink()
     assert list(rows(write_run)) == ["none", "layer_stream recompute=block"]
 
 

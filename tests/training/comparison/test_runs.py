@@ -75,12 +75,6 @@ def test_a_run_that_holds_its_directory_is_running(write_run):
     assert read_run(directory).status == "killed"
 
 
-def test_a_run_that_failed_while_composing_has_the_settings_that_hydra_wrote(write_run):
-    directory = write_run("layer_stream", status="failed", reason="steps=0: must be at least 1", losses=None)
-    (directory / "config.yaml").unlink()
-    assert read_run(directory).config["offload"]["_target_"].endswith("LayerStream")
-
-
 @pytest.mark.parametrize("file", ["summary.json", "metrics.jsonl"])
 def test_a_damaged_file_is_the_outcome_not_an_error(write_run, file: str):
     directory = write_run()
@@ -147,7 +141,7 @@ def test_a_folder_in_place_of_a_file_is_the_outcome_of_its_run(write_run, file: 
         ("config.yaml", "{offload: {_target_: null}, seed: 0}"),
         ("config.yaml", "{offload: {_target_: 3}, seed: 0}"),
         ("config.yaml", "{offload: {_target_: Resident}, day: 2001-99-99}"),
-        (".hydra/hydra.yaml", "hydra: {runtime: {choices: {1: none}}}"),
+        ("choices.yaml", "choices: {1: none}"),
         ("hardware.json", '{"gpu_name": ["x"], "device": 3, "h2d_gb_s": "fast"}'),
         ("plan.json", '{"floors_ms": {"host optimizer": "long"}, "fits": [true]}'),
     ],
@@ -155,7 +149,6 @@ def test_a_folder_in_place_of_a_file_is_the_outcome_of_its_run(write_run, file: 
 def test_an_odd_description_leaves_the_figures(write_run, file: str, text: str):
     write_run("none")
     directory = write_run("layer_stream", transfer__h2d_gib=1.0)
-    (directory / ".hydra" / "hydra.yaml").unlink()
     (directory / file).write_text(text)
     assert [row.mean("perf/step_ms") for row in compare([write_run.folder], write_run.folder)] == [100.0, 100.0]
 
@@ -170,7 +163,7 @@ def test_what_cannot_be_read_is_named(write_run, monkeypatch: pytest.MonkeyPatch
         find_runs([write_run.folder])
 
 
-@pytest.mark.parametrize("file", ["config.yaml", "hardware.json", ".hydra/hydra.yaml", ".hydra/config.yaml"])
+@pytest.mark.parametrize("file", ["config.yaml", "hardware.json", "choices.yaml"])
 def test_a_damaged_description_leaves_the_figures(write_run, file: str):
     directory = write_run(hardware={"gpu_name": "H200"})
     (directory / file).write_bytes(b"\xff\x00: [")

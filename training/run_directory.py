@@ -1,0 +1,77 @@
+"""Whose the files in a run's directory are: what an earlier run left stays as it is until this one begins."""
+
+import logging
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from training.checkpoints.layout import CHECKPOINTS_FOLDER, checkpoints_in
+from training.errors import UserError
+from training.metrics import METRICS_FILE, SUMMARY_FILE, read_summary
+from training.run_files import CHOICES_FILE, CONFIG_FILE
+
+
+class RunDirectory:
+    """The directory of one run, which this process has locked.
+
+    Attributes:
+        taken: whether its files are this run's to write. A directory without figures is from the start, so that a run
+            which is refused says there why; else it is from when nothing of the run is refused any more.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.taken = not holds_figures(path)
+
+    def propose(self, config: DictConfig) -> None:
+        """Before anything is checked: writes down, as it is given, what is asked for, where nothing is lost by that."""
+        if self.taken:
+            (self.path / SUMMARY_FILE).unlink(missing_ok=True)
+            self.describe(config, resolve=False)
+
+    def take(self, config: DictConfig) -> None:
+        """The run begins: what an earlier one left must not be taken for the outcome of this one."""
+        self.taken = True
+        (self.path / SUMMARY_FILE).unlink(missing_ok=True)
+        self.describe(config)
+        # To the file alone.
+        logging.info("begins with %s", " ".join(HydraConfig.get().overrides.task) or "no overrides")
+
+    def describe(self, config: DictConfig, resolve: bool = True) -> None:
+        """Writes the configuration, and beside it the options and overrides that it was composed of."""
+        hydra = HydraConfig.get()
+        made_of = {"choices": hydra.runtime.choices, "overrides": hydra.overrides.task}
+        OmegaConf.save(config, self.path / CONFIG_FILE, resolve=resolve)
+        OmegaConf.save(OmegaConf.create(made_of), self.path / CHOICES_FILE)
+
+
+def holds_figures(run_dir: Path) -> bool:
+    """Whether a run or a plan left more there than why it failed."""
+    if _has_records(run_dir) or checkpoints_in(run_dir / CHECKPOINTS_FOLDER):
+        return True
+    if not (run_dir / SUMMARY_FILE).exists():
+        return False
+    try:
+        return not read_summary(run_dir).keys() <= {"status", "reason"}
+    except UserError:
+        # Damaged, so nobody can tell what it said.
+        return True
+
+
+def refuse_records(run_dir: Path) -> None:
+    """Raises UserError where another run has logged steps: those of a run that begins anew would mix with them."""
+    if _has_records(run_dir):
+        raise UserError(
+            f"{run_dir} has the {METRICS_FILE} of another run: choose another place with hydra.run.dir=PATH, or delete"
+            " that directory to begin anew in it"
+        )
+
+
+def _has_records(run_dir: Path) -> bool:
+    path = run_dir / METRICS_FILE
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        # A line that a killed run did not finish is no record.
+        return file.readline().endswith(b"\n")
