@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from training.stopping import once_a_request
+
 if TYPE_CHECKING:
     from training.run_directory import RunDirectory
 
@@ -55,15 +57,16 @@ def failures_recorded(run_dir: Path) -> Iterator[RunDirectory]:
     from training.metrics import SUMMARY_FILE, write_summary
     from training.run_directory import RunDirectory
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, once_a_request(signal.default_int_handler))
     # A log line that a full disk refuses is not worth a traceback of its own.
     logging.raiseExceptions = False
     directory = RunDirectory(run_dir)
     try:
         yield directory
     except (Exception, KeyboardInterrupt) as error:
-        # A second Ctrl-C would cut off what is written here.
+        # Another signal would cut off what is written here; SIGTERM, which repeats itself, the exit status too.
         interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         exit_status, failure = report(error), explain(error)
         if directory.taken:
             # Below the level that the console shows.

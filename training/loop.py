@@ -69,7 +69,9 @@ def train(job: Job) -> dict:
             if logged:
                 recorder.record(step, loss, norm, lr)
             if save_or_stop(job, recorder, stop, step, tokens):
+                stop.settle()
                 return recorder.finish(step, "stopped", f"{stop.signal}: go on with resume={job.checkpoints.latest()}")
+        stop.settle()
     return recorder.finish(config.steps, "ok")
 
 

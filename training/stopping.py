@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
+import time
+from collections.abc import Callable
 from types import FrameType
 
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Schedulers and `timeout` signal a process and its group, so that one request comes more than once.
+SAME_REQUEST_S = 2.0
+
+Handler = Callable[[int, FrameType | None], None]
 
 
 class StopRequest:
     """While open, Ctrl-C and SIGTERM are remembered; a second one ends the run at once, as KeyboardInterrupt.
+
+    Those within SAME_REQUEST_S of the one before that counted are the same request.
 
     Args:
         enabled: False changes nothing: the first signal ends the run, as it does outside.
@@ -26,8 +35,16 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if self._enabled:
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            handler = once_a_request(self._note)
+            self._before = {number: signal.signal(number, handler) for number in SIGNALS}
         return self
+
+    def settle(self) -> None:
+        """The run is saved or has made its last step: until the process ends, no signal makes a failure of that."""
+        if self._enabled:
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+            self._before.clear()
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         for number, handler in self._before.items():
@@ -38,3 +55,17 @@ class StopRequest:
             signal.default_int_handler(number, frame)
         self.signal = signal.Signals(number).name
         logger.warning("%s: the run ends when this step is done and saved; once more ends it at once", self.signal)
+
+
+def once_a_request(handler: Handler) -> Handler:
+    """A handler of signals that calls `handler` for the first of those that belong together."""
+    last = -math.inf
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= SAME_REQUEST_S:
+            last = now
+            handler(number, frame)
+
+    return handle

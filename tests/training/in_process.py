@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from training import launcher, schema
 from training.build import build
 from training.checks import check
 from training.loop import train
+from training.stopping import SIGNALS
 
 # A model and a batch that take a fraction of a second a step.
 SMALL_MODEL = (
@@ -43,10 +45,21 @@ def composed(*overrides: str) -> Iterator[DictConfig]:
         yield config
 
 
+@contextmanager
+def signals_as_before() -> Iterator[None]:
+    """A run that is saved ignores signals until its process ends, which is not the one of the tests."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def run_here(folder: Path, *overrides: str) -> dict:
     """`python train.py` with its files in `folder`; returns the summary, and raises errors as they are."""
     folder.mkdir(parents=True, exist_ok=True)
-    with composed(*overrides) as config:
+    with composed(*overrides) as config, signals_as_before():
         check(config)
         with build(config, folder) as job:
             return train(job)

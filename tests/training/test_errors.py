@@ -125,6 +125,18 @@ def test_an_interrupted_run_says_so(tmp_path, name):
     assert summary == {"status": "interrupted", "reason": "interrupted"}
 
 
+def test_a_signal_that_comes_again_does_not_change_how_a_run_ends(tmp_path):
+    # Once more in the middle of what is written, once when that is done.
+    action = (
+        "import atexit, training.metrics as metrics; again = lambda: os.kill(os.getpid(), signal.SIGTERM);"
+        "write = metrics.write_summary; metrics.write_summary = lambda *a: (again(), write(*a));"
+        "atexit.register(again); again(); time.sleep(60)"
+    )
+    process, summary = run(tmp_path, action)
+    assert (process.returncode, process.stderr) == (130, "error: interrupted\n")
+    assert summary == {"status": "interrupted", "reason": "interrupted"}
+
+
 def test_a_full_disk_is_one_line_and_no_summary(tmp_path):
     # A limit on the size of files makes every write fail, as a full disk does.
     action = (

@@ -12,11 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+from in_process import signals_as_before
 
-from training import run_lock
+from training import run_lock, stopping
 from training.errors import UserError
 from training.run_lock import locked
-from training.stopping import StopRequest
+from training.stopping import SAME_REQUEST_S, SIGNALS, StopRequest
 
 ROOT = Path(__file__).parents[3]
 
@@ -26,12 +27,13 @@ def signalled(monkeypatch: pytest.MonkeyPatch):
     """Has a signal come in the middle of a step."""
     from training import loop
 
-    def signalled(at: int) -> None:
+    def signalled(at: int, times: int = 1) -> None:
         compute = loop.forward_backward
 
         def interrupted(*arguments):
-            if arguments[-1] == at:
+            for _ in range(times if arguments[-1] == at else 0):
                 os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.01)
             return compute(*arguments)
 
         monkeypatch.setattr(loop, "forward_backward", interrupted)
@@ -48,6 +50,19 @@ def test_a_signal_saves_the_run_after_its_step(tmp_path: Path, finished: Path, r
     run_here(tmp_path / "stopped", "resume=auto")
     assert content(at(tmp_path / "stopped", 6)) == content(at(finished, 6))
     assert curve(tmp_path / "stopped") == curve(finished)
+
+
+def test_a_signal_that_comes_more_than_once_is_one_request(tmp_path: Path, run_here, signalled):
+    signalled(at=4, times=3)
+    assert run_here(tmp_path)["status"] == "stopped"
+
+
+def test_once_the_run_is_saved_signals_come_too_late():
+    with signals_as_before():
+        with StopRequest(enabled=True) as stop:
+            stop.settle()
+        for number in SIGNALS:
+            os.kill(os.getpid(), number)
 
 
 def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path, finished: Path, run_here, signalled, at, content):
@@ -72,11 +87,16 @@ def test_a_stop_that_cannot_be_saved_is_an_error(tmp_path: Path, run_here, signa
         run_here(tmp_path)
 
 
-def test_the_second_signal_ends_at_once():
+def test_the_second_request_ends_at_once(monkeypatch: pytest.MonkeyPatch):
     before = signal.getsignal(signal.SIGTERM)
+    now = 100.0
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
     with StopRequest(enabled=True) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.signal == "SIGTERM"
+        now += 0.9 * SAME_REQUEST_S
+        os.kill(os.getpid(), signal.SIGINT)
+        now += 0.2 * SAME_REQUEST_S
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is before
@@ -104,7 +124,12 @@ def test_as_a_user_does_it(tmp_path: Path, run_here, at, content):
         second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert second.returncode == 1
         assert f"another run writes to this directory (process {first.pid})" in second.stderr
-        first.send_signal(signal.SIGTERM)
+        # As often as it may come within one request, and then until the process has ended.
+        request = time.monotonic()
+        while first.poll() is None and time.monotonic() < deadline:
+            if time.monotonic() < request + 0.8 * SAME_REQUEST_S or (tmp_path / "run" / "summary.json").exists():
+                first.send_signal(signal.SIGTERM)
+            time.sleep(0.002)
         assert first.wait(120) == 0, (tmp_path / "output").read_text()
     finally:
         first.kill()
