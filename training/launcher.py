@@ -26,9 +26,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from training.errors import UserError, first_line
 from training.metrics import SUMMARY_FILE, read_summary, write_summary
+from training.run_directory import holds_figures
+from training.run_files import CONFIG_FILE
+from training.stopping import SIGNALS, once_a_request
 
-# How long a job may take to write down how far it came once the sweep is interrupted.
-INTERRUPT_GRACE_S = 20.0
 INTERRUPTED = 130
 # What each job is told anew.
 REPLACED = (
@@ -59,6 +60,10 @@ class Job:
     exit_status: int | None = None
     """as subprocess has it: negative is the signal that ended the process; None: not ended"""
     summary: dict[str, Any] = field(default_factory=dict)
+    sent: set[int] = field(default_factory=set)
+    """the signals that the sweep sent it while it ran"""
+    refused: bool = False
+    """whether its directory has the figures of an earlier run, which it left as they were"""
 
     @property
     def outcome(self) -> tuple[str, str]:
@@ -67,6 +72,8 @@ class Job:
             return "not run", "the sweep was interrupted"
         if self.exit_status == 0:
             return self.summary.get("status", "ok"), self.summary.get("reason") or ""
+        if -self.exit_status in self.sent:
+            return "interrupted", "ended before its step was done and saved"
         if self.exit_status < 0:
             name = signal.Signals(-self.exit_status).name
             return "killed", name + (", as the kernel does when the host is out of memory" if name == "SIGKILL" else "")
@@ -151,33 +158,55 @@ class ProcessLauncher(Launcher):
 
 
 def _run(job: Job, command: list[str], environment: dict[str, str]) -> None:
-    # What an earlier sweep left in this directory must not be taken for the outcome of this job.
-    (job.directory / SUMMARY_FILE).unlink(missing_ok=True)
+    earlier = _written(job.directory) if holds_figures(job.directory) else None
+    if earlier is None:
+        # Why an earlier job failed must not be taken for the outcome of this one.
+        (job.directory / SUMMARY_FILE).unlink(missing_ok=True)
     # A group of its own: Ctrl-C on the terminal reaches the sweep alone, which passes it on once, and whatever the job
     # started can be ended with it. Such a group cannot read from the terminal.
     process = subprocess.Popen(command, env=environment, process_group=0, stdin=subprocess.DEVNULL)
     try:
         process.wait()
     except KeyboardInterrupt:
-        with suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+        with suppress(KeyboardInterrupt):
             # Not SIGINT, which a job of a sweep in the background ignores, as the sweep does.
-            process.send_signal(signal.SIGTERM)
-            process.wait(INTERRUPT_GRACE_S)
+            _send(job, process, signal.SIGTERM)
+            # Its terminal may be what has gone.
+            with suppress(OSError):
+                print(f"waiting for job {job.number} to finish its step and save; a second signal kills it", flush=True)
+            process.wait()
         raise
     finally:
+        _send(job, process, signal.SIGKILL)
+        # Whatever it has started and left.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         job.exit_status = process.wait()
-        job.summary = _summary(job.directory)
-        _record_outcome(job)
+        job.refused = job.exit_status != 0 and earlier is not None and _written(job.directory) == earlier
+        if not job.refused:
+            job.summary = _summary(job.directory)
+            _record_outcome(job)
+
+
+def _send(job: Job, process: subprocess.Popen, number: signal.Signals) -> None:
+    if process.poll() is None:
+        job.sent.add(number)
+        process.send_signal(number)
+
+
+def _written(directory: Path) -> list[tuple[int, int] | None]:
+    """When what a run writes first and last was written, which tells whether a job has written any of it."""
+    paths = [directory / name for name in (CONFIG_FILE, SUMMARY_FILE)]
+    return [(path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None for path in paths]
 
 
 @contextmanager
 def _termination_interrupts() -> Iterator[None]:
     """SIGTERM and SIGHUP end a sweep as Ctrl-C does, so that they leave no job behind either."""
     # One that is ignored, as nohup does, stays ignored.
-    signals = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
-    before = {s: signal.signal(s, signal.default_int_handler) for s in signals}
+    signals = [s for s in (*SIGNALS, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
+    handler = once_a_request(signal.default_int_handler)
+    before = {s: signal.signal(s, handler) for s in signals}
     try:
         yield
     finally:
@@ -228,6 +257,10 @@ def _close(jobs: Sequence[Job], sweep_dir: Path) -> None:
             print(f"job {job.number}: {': '.join(filter(None, job.outcome))}")
         again = f"python scripts/compare.py {shlex.quote(str(sweep_dir))}"
         print(f"warning: the comparison failed ({first_line(error)}); try again: {again}", file=sys.stderr)
+    for job in ended:
+        if job.refused:
+            kept = f"{job.directory} has an earlier run, which is left as it was"
+            print(f"job {job.number}: {': '.join(filter(None, job.outcome))}; {kept}")
     if left := [job.number for job in jobs if job.exit_status is None]:
         print(f"not run, because the sweep was interrupted: {left[0]}{f' to {left[-1]}' if left[1:] else ''}")
     sys.stdout.flush()

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from training.comparison.figures import FIGURES
 from training.errors import UserError
 from training.launcher import Job, _job_return
+from training.stopping import SAME_REQUEST_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,10 +30,12 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
 from training import launcher, refusals
 from training.errors import UserError, failures_recorded
 from training.metrics import write_summary
+from training.stopping import StopRequest
 
 launcher.register()
 
@@ -43,6 +46,7 @@ def main(config):
     run_dir = Path(job.runtime.output_dir)
     if config.act == "early":
         os._exit(4)
+    OmegaConf.save(config, run_dir / "config.yaml")
     with failures_recorded(run_dir):
         seen = {
             "pid": os.getpid(),
@@ -66,6 +70,15 @@ def main(config):
             os.kill(os.getpid(), signal.SIGKILL)
         if config.act == "sleep":
             time.sleep(60)
+        if config.act == "save":
+            with StopRequest(enabled=True) as stop:
+                while stop.signal is None:
+                    time.sleep(0.01)
+                (run_dir / "saving").write_text("{}")
+                time.sleep(float(config.note))
+                stop.settle()
+                write_summary(run_dir, {"status": "stopped", "reason": stop.signal})
+                return
         summary = {"status": "ok", "perf/step_ms": 12.345, "memory/vram_peak_gib": 1.5}
         write_summary(run_dir, {**summary, "reason": None})
         if config.act == "exit":
@@ -83,6 +96,8 @@ defaults:
   - override hydra/launcher: process
 act: ok
 note: ""
+hydra:
+  output_subdir: null
 """
 
 
@@ -141,14 +156,15 @@ def sweep(tmp_path_factory):
     folder = tmp_path_factory.mktemp("a=b, {c}")
     write_script(folder)
     directory = folder / "multirun" / "2031-01-02, it's" / "03-04-05"
-    # What an earlier sweep left where this one's job writes nothing.
-    (directory / "6").mkdir(parents=True)
-    (directory / "6" / "summary.json").write_text('{"status": "ok", "perf/step_ms": 99.0}')
+    # What earlier sweeps left where this one's jobs write nothing: figures, and why one failed.
+    for number, summary in ((6, {"status": "ok", "perf/step_ms": 99.0}), (7, {"status": "failed", "reason": "old"})):
+        (directory / str(number)).mkdir(parents=True)
+        (directory / str(number) / "summary.json").write_text(json.dumps(summary))
     process = start(
         folder,
         "--config-dir=more",
         "-m",
-        "act=ok,raise,kill,refuse,exit,ok,early",
+        "act=ok,raise,kill,refuse,exit,ok,early,early",
         "kind=special",
         "note='[a, b]'",
         f"hydra.sweep.dir='{str(directory).replace(chr(39), chr(92) + chr(39))}'",
@@ -177,7 +193,7 @@ def test_jobs_know_their_sweep(sweep):
 
 def test_directories_are_numbered_and_the_sweep_is_written_down(sweep):
     written = {path.name for path in sweep.directory.iterdir()}
-    assert written == {*"0123456", "multirun.yaml", "compare.csv", "compare.md", "compare.html", FIGURES[0]}
+    assert written == {*"01234567", "multirun.yaml", "compare.csv", "compare.md", "compare.html", FIGURES[0]}
 
 
 def test_a_job_that_ends_badly_does_not_stop_the_others(sweep):
@@ -212,8 +228,14 @@ def test_a_job_that_cannot_say_how_it_ended_has_it_written_down(sweep):
     }
 
 
-def test_the_summary_of_an_earlier_sweep_is_not_taken_for_the_jobs(sweep):
-    assert (sweep.row(6)["why"], sweep.row(6)["step_ms"]) == ("exit status 4", "")
+def test_the_failure_of_an_earlier_sweep_is_not_taken_for_the_jobs(sweep):
+    assert (sweep.row(7)["why"], sweep.row(7)["step_ms"]) == ("exit status 4", "")
+
+
+def test_the_figures_of_an_earlier_sweep_are_left_and_the_terminal_says_so(sweep):
+    assert sweep.summary(6) == {"status": "ok", "perf/step_ms": 99.0}
+    kept = f"{sweep.directory / '6'} has an earlier run, which is left as it was"
+    assert f"job 6: failed: exit status 4; {kept}" in sweep.stdout.splitlines()
 
 
 def test_only_a_broken_program_shows_a_traceback(sweep):
@@ -296,6 +318,33 @@ def test_a_sweep_in_the_background_that_ignores_ctrl_c_can_be_ended(tmp_path):
     done = Sweep(process, tmp_path / "sweep")
     assert done.exit_status == 130
     assert done.summary(0) == {"status": "interrupted", "reason": "interrupted"}
+    assert not runs(seen["pid"])
+
+
+def test_an_interrupted_sweep_waits_until_its_job_is_saved(tmp_path):
+    write_script(tmp_path)
+    process = start(tmp_path, "-m", "act=save,ok", "note=3", "hydra.sweep.dir=sweep")
+    wait_for(tmp_path / "sweep" / "0" / "seen.json")
+    # As `timeout` does it, to the process and to its group.
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    done = Sweep(process, tmp_path / "sweep")
+    assert done.exit_status == 130
+    assert done.summary(0) == {"status": "stopped", "reason": "SIGTERM"}
+    assert "waiting for job 0 to finish its step and save; a second signal kills it" in done.stdout.splitlines()
+
+
+def test_the_second_request_kills_the_job_and_the_sweep_says_that_it_did(tmp_path):
+    write_script(tmp_path)
+    process = start(tmp_path, "-m", "act=save,ok", "note=60", "hydra.sweep.dir=sweep")
+    seen = wait_for(tmp_path / "sweep" / "0" / "seen.json")
+    process.send_signal(signal.SIGTERM)
+    wait_for(tmp_path / "sweep" / "0" / "saving")
+    time.sleep(SAME_REQUEST_S)
+    process.send_signal(signal.SIGTERM)
+    done = Sweep(process, tmp_path / "sweep")
+    assert done.exit_status == 130
+    assert done.summary(0) == {"status": "interrupted", "reason": "ended before its step was done and saved"}
     assert not runs(seen["pid"])
 
 
