@@ -21,7 +21,7 @@ from training.hardware import (
     vram_peak_gib,
     vram_reserved_gib,
 )
-from training.metrics import MetricsWriter, summarise, write_summary
+from training.metrics import MetricsWriter, RunFigures, read_metrics, write_summary
 from training.progress import Progress
 from training.schema import OnNonfinite
 from training.step import clip_scale, forward_backward, gradient_norm
@@ -105,7 +105,10 @@ class Recorder:
         start = job.start
         self._writer = MetricsWriter(job.run_dir, start.step)
         self._progress = Progress(job.config.steps, initial_step=start.step)
-        self._records = list(self._writer.kept)
+        # A run that goes on warms up again.
+        self._figures = RunFigures(start.step + job.config.warmup_steps)
+        for record in read_metrics(job.run_dir):
+            self._figures.add(record)
         self._counters = job.mode.counters()
         self._last_step = start.step
         self._tracer = build_tracer(job)
@@ -161,7 +164,7 @@ class Recorder:
         if self._save_ms:
             record["checkpoint/save_ms"] = sum(self._save_ms)
             self._save_ms.clear()
-        self._records.append(record)
+        self._figures.add(record)
         self._writer.write(record)
         self._job.tracker.log(record, step)
         self._progress.update(step, record)
@@ -194,10 +197,8 @@ class Recorder:
 
     def finish(self, steps: int, status: str, reason: str | None = None) -> dict:
         """The summary of a run that ends well after `steps` steps, written last."""
-        # A run that goes on warms up again.
-        warmup_steps = self._job.start.step + self._job.config.warmup_steps
-        summary = summarise(self._records, warmup_steps=warmup_steps, total_steps=steps)
-        summary = {"status": status, "reason": reason, **summary, **self._job.plan.summary()}
+        figures = {"steps": steps, **self._figures.summary()}
+        summary = {"status": status, "reason": reason, **figures, **self._job.plan.summary()}
         if summary.get("perf/floor_ms") and "perf/step_ms" in summary:
             summary["perf/floor_ratio"] = summary["perf/step_ms"] / summary["perf/floor_ms"]
         if self._save_ms:

@@ -11,6 +11,8 @@ import math
 import os
 import reprlib
 import statistics
+from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,7 +63,7 @@ METRIC_KEYS: dict[str, Metric] = {
     "checkpoint/save_ms": Metric("ms", "the run standing still to be saved, since the last record", "mean"),
     "optimizer/gparams_per_s": Metric("Gparam/s", "parameters updated in a second of host_ms", "mean"),
 }
-# Figures that only a summary has.
+# RunFigures that only a summary has.
 SUMMARY_KEYS: dict[str, Metric] = {
     "steps": Metric("steps", "optimizer steps done"),
     "perf/floor_ms": Metric("ms", "by the plan: compute, copies either way or the host's update alone, the longest"),
@@ -73,32 +75,26 @@ SUMMARY_KEYS: dict[str, Metric] = {
 # Whole numbers.
 COUNTS = ("train/step", "train/skipped_steps", "steps")
 
-_STATISTICS = {"median": statistics.median, "mean": statistics.fmean, "max": max}
+_STATISTICS = {"median": statistics.median, "mean": statistics.fmean}
 
 
 class MetricsWriter:
     """Appends records to `metrics.jsonl` in `run_dir`, which must exist; a resumed run goes on with its file.
 
     Args:
-        after_step: the step that the run goes on after. Records of later steps are dropped: it makes them again. None
-            keeps all that is there.
-
-    Attributes:
-        kept: with `after_step`, the records that are there, in order.
+        after_step: the step that the run goes on after. Records of later steps are dropped: it makes them again.
 
     Raises:
         UserError: the file cannot be written, as when the disk is full, or holds a line that is not a record.
     """
 
-    def __init__(self, run_dir: Path, after_step: int | None = None):
+    def __init__(self, run_dir: Path, after_step: int = 0):
         self._run_dir = run_dir
         self._path = run_dir / METRICS_FILE
-        self.kept: list[dict[str, Any]] = []
         with _disk_errors(run_dir):
             self._path.touch()
             _drop_incomplete_line(self._path)
-            if after_step is not None:
-                self.kept = _drop_after(self._path, after_step)
+            _drop_after(self._path, after_step)
 
     def sync(self) -> None:
         """Has what was written on disk, for power failures that a checkpoint is to survive."""
@@ -172,31 +168,54 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
         raise UserError(f"{path}: {error}; the file is damaged") from None
 
 
-def summarise(records: Iterable[dict[str, Any]], *, warmup_steps: int, total_steps: int) -> dict[str, Any]:
-    """The figures that stand for a run, under the names of the metrics they sum up.
+class RunFigures:
+    """The figures that stand for a run, under the names of the metrics they sum up, without its records.
 
     Medians of times and rates, means of transferred GiB: over the logged records with `train/step` >
     `warmup_steps`, or over all where there is none. Peaks of memory and the losses: over all records. A
-    metric that no record has is left out; without records only `steps` is there.
+    metric that no record has is left out; without records there are none.
 
     Args:
-        records: as written by MetricsWriter, in order.
         warmup_steps: first steps whose times do not count: they allocate, compile, record the itinerary.
-        total_steps: optimizer steps done.
     """
-    records = list(records)
-    timed = [record for record in records if record["train/step"] > warmup_steps] or records
-    summary: dict[str, Any] = {"steps": total_steps}
-    losses = [record["train/loss"] for record in records if "train/loss" in record]
-    if losses:
-        summary["train/first_loss"], summary["train/final_loss"] = losses[0], losses[-1]
-    for key, metric in METRIC_KEYS.items():
-        if metric.summary is None:
-            continue
-        values = [record[key] for record in (records if metric.summary == "max" else timed) if key in record]
-        if values:
-            summary[key] = _STATISTICS[metric.summary](values)
-    return summary
+
+    def __init__(self, warmup_steps: int):
+        self._warmup_steps = warmup_steps
+        self._warm = False
+        self._losses: dict[str, float] = {}
+        self._peaks: dict[str, float] = {}
+        # Of a number 8 bytes, in a run of any length.
+        self._values: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Takes in the next record, as MetricsWriter writes it."""
+        if "train/loss" in record:
+            self._losses.setdefault("train/first_loss", record["train/loss"])
+            self._losses["train/final_loss"] = record["train/loss"]
+        if not self._warm and record["train/step"] > self._warmup_steps:
+            self._warm = True
+            self._values.clear()
+        for key, metric in METRIC_KEYS.items():
+            if metric.summary is None or key not in record:
+                continue
+            if metric.summary == "max":
+                self._peaks[key] = max(self._peaks.get(key, record[key]), record[key])
+            else:
+                self._values[key].append(record[key])
+
+    def summary(self) -> dict[str, float]:
+        """The figures of all records so far."""
+        typical = {key: _STATISTICS[METRIC_KEYS[key].summary](values) for key, values in self._values.items()}
+        figures = self._peaks | typical
+        return self._losses | {key: figures[key] for key in METRIC_KEYS if key in figures}
+
+
+def summarise(records: Iterable[dict[str, Any]], *, warmup_steps: int, total_steps: int) -> dict[str, Any]:
+    """The `RunFigures` of `records`, which are in order, and under `steps` the optimizer steps done."""
+    figures = RunFigures(warmup_steps)
+    for record in records:
+        figures.add(record)
+    return {"steps": total_steps} | figures.summary()
 
 
 def is_number(value: Any) -> bool:
@@ -261,17 +280,14 @@ def _drop_incomplete_line(path: Path) -> None:
         os.truncate(path, content.rfind(b"\n") + 1)
 
 
-def _drop_after(path: Path, step: int) -> list[dict[str, Any]]:
-    """Cuts the file before its first record of a later step, and returns what is left."""
-    kept = []
+def _drop_after(path: Path, step: int) -> None:
+    """Cuts the file before its first record of a later step."""
     end = 0
     for record, line in zip(read_metrics(path.parent), path.read_bytes().splitlines(keepends=True), strict=True):
         if record.get("train/step", 0) > step:
             break
-        kept.append(record)
         end += len(line)
     os.truncate(path, end)
-    return kept
 
 
 @contextmanager

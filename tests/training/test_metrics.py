@@ -2,6 +2,7 @@ import errno
 import json
 import math
 import os
+import weakref
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from training.errors import UserError
 from training.metrics import (
     METRIC_KEYS,
     MetricsWriter,
+    RunFigures,
     read_metrics,
     read_summary,
     summarise,
@@ -52,7 +54,7 @@ def test_an_unfinished_last_line_is_no_record(tmp_path):
         file.write('{"train/step": 2}')  # valid JSON, but a killed run may have meant 25
     assert read_metrics(tmp_path) == [{"train/step": 1}]
 
-    MetricsWriter(tmp_path).write({"train/step": 3})  # the run resumed
+    MetricsWriter(tmp_path, after_step=1).write({"train/step": 3})  # the run resumed
     assert read_metrics(tmp_path) == [{"train/step": 1}, {"train/step": 3}]
 
 
@@ -161,6 +163,19 @@ def test_summarise_leaves_warm_up_out_of_times_but_not_of_peaks():
 def test_summarise_short_and_empty_runs():
     assert summarise([record(2, perf__step_ms=7.0)], warmup_steps=5, total_steps=2)["perf/step_ms"] == 7.0
     assert summarise([], warmup_steps=5, total_steps=0) == {"steps": 0}
+
+
+def test_figures_keep_no_record():
+    class Record(dict):
+        """A dict does not tell when it goes."""
+
+    figures = RunFigures(warmup_steps=0)
+    kept = Record(record(1, perf__step_ms=7.0, memory__rss_gib=2.0))
+    gone = weakref.ref(kept)
+    figures.add(kept)
+    del kept
+    assert gone() is None
+    assert figures.summary()["perf/step_ms"] == 7.0
 
 
 def test_every_metric_has_its_unit_in_its_name_or_is_named_in_the_table():
