@@ -5,6 +5,7 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from training.checkpoints.layout import CHECKPOINTS_FOLDER, checkpoints_in
 from training.errors import UserError
@@ -25,10 +26,10 @@ class RunDirectory:
         self.taken = not holds_figures(path)
 
     def propose(self, config: DictConfig) -> None:
-        """Before anything is checked: writes down, as it is given, what is asked for, where nothing is lost by that."""
+        """Before anything is checked: writes down what is asked for, where nothing is lost by that."""
         if self.taken:
             (self.path / SUMMARY_FILE).unlink(missing_ok=True)
-            self.describe(config, resolve=False)
+            self.describe(config)
 
     def take(self, config: DictConfig) -> None:
         """The run begins: what an earlier one left must not be taken for the outcome of this one."""
@@ -38,11 +39,15 @@ class RunDirectory:
         # To the file alone.
         logging.info("begins with %s", " ".join(HydraConfig.get().overrides.task) or "no overrides")
 
-    def describe(self, config: DictConfig, resolve: bool = True) -> None:
+    def describe(self, config: DictConfig) -> None:
         """Writes the configuration, and beside it the options and overrides that it was composed of."""
         hydra = HydraConfig.get()
         made_of = {"choices": hydra.runtime.choices, "overrides": hydra.overrides.task}
-        OmegaConf.save(config, self.path / CONFIG_FILE, resolve=resolve)
+        try:
+            OmegaConf.save(config, self.path / CONFIG_FILE, resolve=True)
+        except OmegaConfBaseException:
+            # A reference that leads nowhere, which is refused next.
+            OmegaConf.save(config, self.path / CONFIG_FILE)
         OmegaConf.save(OmegaConf.create(made_of), self.path / CHOICES_FILE)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from in_process import run_here
 
 from training.comparison.runs import read_run
 from training.errors import UserError
@@ -108,9 +109,10 @@ def test_a_run_that_is_refused_in_a_directory_of_its_own_says_why_there(tmp_path
     run = read_run(tmp_path)
     assert (run.status, run.reason) == ("failed", "steps=-1: must be at least 1")
     assert (run.config["steps"], run.choices["offload"]) == (-1, "layer_stream")
+    assert run.config["dataset"]["vocab_size"] == run.config["model"]["vocab_size"]
     # Nothing is lost when the next one takes its place.
-    train(tmp_path, "steps=0", status=1)
-    assert read_run(tmp_path).reason == "steps=0: must be at least 1"
+    line = train(tmp_path, "seed='${nowhere}'", status=1)
+    assert f"error: {read_run(tmp_path).reason}\n" == line
     train(tmp_path, "steps=2")
     assert read_run(tmp_path).status == "ok"
 
@@ -145,26 +147,26 @@ def test_a_second_run_leaves_the_files_of_the_first_alone(tmp_path: Path):
 
 
 def test_a_new_run_does_not_mix_with_the_metrics_of_another(tmp_path: Path, finished_once: Path):
-    train(tmp_path)
+    run_here(tmp_path, *TINY)
     before = content(tmp_path)
     checkpoint = f"resume={finished_once}/checkpoints/step-00000003"
     for overrides in (("seed=5",), ("checkpoint.every=3", checkpoint)):
-        line = train(tmp_path, *overrides, status=1)
-        assert line.startswith(f"error: {tmp_path} has the metrics.jsonl of another run: choose another place with")
+        with pytest.raises(UserError, match=f"{tmp_path} has the metrics.jsonl of another run: choose another place"):
+            run_here(tmp_path, *TINY, *overrides)
     assert content(tmp_path) == before
     assert steps(tmp_path) == [2, 4, 6]
 
 
 def test_a_job_that_is_queued_again_before_its_first_checkpoint_begins_anew(tmp_path: Path):
-    train(tmp_path)
-    train(tmp_path, "resume=auto", "checkpoint.every=100", "log_every=3")
+    run_here(tmp_path, *TINY)
+    run_here(tmp_path, *TINY, "resume=auto", "checkpoint.every=100", "log_every=3")
     assert steps(tmp_path) == [3, 6]
 
 
 @pytest.mark.parametrize("logged", ["", '{"train/step": 2'])
 def test_where_nothing_was_logged_a_run_begins(tmp_path: Path, logged: str):
     (tmp_path / "metrics.jsonl").write_text(logged)
-    train(tmp_path)
+    run_here(tmp_path, *TINY)
     assert steps(tmp_path) == [2, 4, 6]
 
 
@@ -207,5 +209,5 @@ def test_checkpoints_may_lie_elsewhere(tmp_path: Path):
     (tmp_path / "large").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "large")
-    train(tmp_path / "run", "checkpoint.every=3")
+    run_here(tmp_path / "run", *TINY, "checkpoint.every=3")
     assert sorted(path.name for path in (tmp_path / "large").iterdir()) == ["step-00000003", "step-00000006"]
