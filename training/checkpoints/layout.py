@@ -1,6 +1,8 @@
 """Where checkpoints lie in a run's directory, and which files each has."""
 
+import os
 import re
+from itertools import count
 from pathlib import Path
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -32,6 +34,12 @@ def checkpoints_in(folder: Path) -> list[Path]:
         return []
     found = [entry for entry in folder.iterdir() if step_of(entry) is not None and entry.is_dir()]
     return sorted(found, key=step_of, reverse=True)
+
+
+def free_aside(folder: Path) -> Path:
+    """A name beside `folder` to set it aside under, which nothing has: a run may be rewound any number of times."""
+    names = (folder.name + SET_ASIDE_SUFFIX + (f"-{number}" if number > 1 else "") for number in count(1))
+    return next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
 
 
 def partials_in(folder: Path) -> list[Path]:

@@ -17,9 +17,9 @@ from training.checkpoints.layout import (
     CONFIG_FILE,
     MANIFEST_FILE,
     RANDOM_FILE,
-    SET_ASIDE_SUFFIX,
     STATE_FILE,
     checkpoints_in,
+    free_aside,
     step_of,
 )
 from training.checkpoints.manifest import DamagedError, FileRecord, read_manifest, verify
@@ -69,8 +69,7 @@ class Checkpoint:
         """Renames what `run_dir` has of later steps: this run makes them anew, and they may be damaged."""
         for folder in checkpoints_in(run_dir / CHECKPOINTS_FOLDER):
             if step_of(folder) > self.state.step:
-                aside = folder.with_name(folder.name + SET_ASIDE_SUFFIX)
-                folder.rename(aside)
+                aside = folder.rename(free_aside(folder))
                 logger.warning("%s is not gone on from: renamed to %s, remove it if you do not want it", folder, aside)
 
 
@@ -86,7 +85,7 @@ def starting_point(config: DictConfig, run_dir: Path) -> Checkpoint | None:
     checkpoint = _newest_whole(run_dir) if config.resume == AUTO else _asked_for(Path(config.resume).expanduser())
     if checkpoint is None:
         return None
-    if not checkpoint.folder.resolve().is_relative_to(run_dir.resolve()):
+    if config.resume != AUTO and not _is_in(run_dir, checkpoint.folder):
         _refuse_foreign(run_dir)
     key = f"resume={checkpoint.folder}"
     try:
@@ -96,6 +95,12 @@ def starting_point(config: DictConfig, run_dir: Path) -> Checkpoint | None:
     if checkpoint.state.step > config.steps:
         raise UserError(f"{key}: it is at step {checkpoint.state.step}, and steps={config.steps}: give more steps")
     return checkpoint
+
+
+def _is_in(run_dir: Path, folder: Path) -> bool:
+    # The folder of the checkpoints may be a link to another disk.
+    homes = (run_dir.resolve(), (run_dir / CHECKPOINTS_FOLDER).resolve())
+    return any(folder.resolve().is_relative_to(home) for home in homes)
 
 
 def _refuse_foreign(run_dir: Path) -> None:

@@ -97,11 +97,26 @@ def test_a_new_run_does_not_mix_with_the_checkpoints_of_another(tmp_path: Path, 
         run_here(tmp_path / "other", f"resume={finished}")
 
 
-def test_going_back_sets_later_ones_aside(finished: Path, run_here, at, content, curve):
+def test_going_back_sets_later_ones_aside_as_often_as_one_goes(finished: Path, run_here, at, content, curve):
     end, records = content(at(finished, 6)), curve(finished)
-    run_here(finished, f"resume={at(finished, 3)}")
-    assert content(at(finished, 6)) == content(at(finished, 6).with_name("step-00000006.aside")) == end
-    assert curve(finished) == records
+    asides = ["step-00000006.aside", "step-00000006.aside-2", "step-00000006.aside-3"]
+    for count in (1, 2, 3):
+        run_here(finished, f"resume={at(finished, 3)}")
+        found = sorted(path.name for path in (finished / "checkpoints").iterdir())
+        assert found == ["step-00000003", "step-00000006", *asides[:count]]
+        assert curve(finished) == records
+    assert all(content(finished / "checkpoints" / name) == end for name in ["step-00000006", *asides])
+
+
+@pytest.mark.parametrize("resume", ["auto", "RUN", "RUN/checkpoints/step-00000003", "DISK/step-00000003"])
+def test_checkpoints_may_be_a_link_to_another_disk(tmp_path: Path, finished: Path, run_here, at, content, resume: str):
+    end = content(at(finished, 6))
+    disk = (finished / "checkpoints").rename(tmp_path / "disk")
+    (finished / "checkpoints").symlink_to(disk)
+    resume = resume.replace("RUN", str(finished)).replace("DISK", str(disk))
+    run_here(finished, f"resume={resume}")
+    assert content(at(finished, 6)) == end
+    assert (disk / "step-00000006.aside").exists() == ("step" in resume)
 
 
 def test_other_text_is_refused(tmp_path: Path, run_here):
