@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offload.transfer import upload
 from training.build import Job
-from training.checkpoints.state import RunState, digest_of
+from training.checkpoints.state import RunState, digest_of, digest_of_all
 from training.clock import StepClock
 from training.device_memory import device_memory_told
 from training.errors import UserError
@@ -189,7 +189,8 @@ class Recorder:
         Called when the step has been recorded, so that a run that goes on from there lacks no record.
         """
         self._writer.sync()
-        state = RunState(step, self.skipped_steps, digest_of(tokens), self._job.tracker.id)
+        digests = digest_of(tokens), digest_of_all(self._job.dataset)
+        state = RunState(step, self.skipped_steps, *digests, self._job.tracker.id)
         save_ms = self._job.checkpoints.save(state, required)
         if save_ms is not None:
             self._save_ms.append(save_ms)

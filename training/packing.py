@@ -4,8 +4,9 @@ Block k is tokens[k * seq_len : k * seq_len + seq_len + 1]: inputs and labels ar
 neighbouring blocks share one token and every token but the first is a label exactly once in an epoch.
 """
 
+import hashlib
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -47,6 +48,11 @@ class PackedTokens:
         self._seed = seed
         self._seq_len = seq_len
         self._batch_size = batch_size
+
+    @cached_property
+    def tokens_sha256(self) -> str:
+        """The SHA-256 of the whole corpus as tokens, whose bytes are in little-endian order."""
+        return hashlib.sha256(self._tokens.astype(self._tokens.dtype.newbyteorder("<"), copy=False)).hexdigest()
 
     def batch(self, index: int) -> torch.Tensor:
         """Batch `index` >= 0: int64 [batch_size, seq_len + 1] on the CPU, whatever was asked for before.

@@ -1,3 +1,5 @@
+import hashlib
+
 import numpy as np
 import pytest
 import torch
@@ -28,6 +30,16 @@ def test_a_batch_is_consecutive_tokens_in_int64() -> None:
     assert batch.shape == (3, SEQ_LEN + 1)
     assert torch.equal(batch, batch[:, :1] + torch.arange(SEQ_LEN + 1))
     assert not (batch[:, 0] % SEQ_LEN).any()
+
+
+def test_the_digest_is_that_of_all_tokens_whatever_the_machine() -> None:
+    tokens = np.arange(41)
+    digests = {
+        PackedTokens(tokens.astype(dtype), vocab_size=41, seed=seed, seq_len=SEQ_LEN, batch_size=3).tokens_sha256
+        for dtype, seed in (("<u2", 0), (">u2", 1))
+    }
+    assert digests == {hashlib.sha256(b"".join(bytes([token, 0]) for token in tokens)).hexdigest()}
+    assert packed(42).tokens_sha256 not in digests
 
 
 def test_epochs_and_seeds_differ_in_order() -> None:

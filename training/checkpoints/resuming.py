@@ -23,7 +23,7 @@ from training.checkpoints.layout import (
     step_of,
 )
 from training.checkpoints.manifest import DamagedError, FileRecord, read_manifest, verify
-from training.checkpoints.state import RunState, digest_of, read_state, restore_random_states
+from training.checkpoints.state import RunState, digest_of, digest_of_all, read_state, restore_random_states
 from training.checkpoints.tensors import load_tensors
 from training.errors import UserError
 from training.schedules import go_to
@@ -42,13 +42,20 @@ class Checkpoint:
     state: RunState
 
     def check_data(self, dataset) -> None:
-        """Raises UserError unless `dataset` gives the last step's batch as it did."""
-        if self.state.step and digest_of(dataset.batch(self.state.step - 1)) != self.state.batch_sha256:
-            raise UserError(
-                f"resume={self.folder}: the dataset does not give the batch of step {self.state.step} that it gave:"
-                " its text has changed, or was read by another release of Python; bring it back, or begin a new run"
-                f" from these weights, model.weights={self.folder}"
+        """Raises UserError unless `dataset` has the tokens that it had, or gives the last step's batch as it did."""
+        if digest_of_all(dataset) != self.state.tokens_sha256:
+            changed = (
+                "the text is not what it was: dataset.files, the file of dataset.tokenizer or the release of Python"
+                " has changed"
             )
+        elif self.state.step and digest_of(dataset.batch(self.state.step - 1)) != self.state.batch_sha256:
+            changed = f"the dataset does not give the batch of step {self.state.step} that it gave: it has changed"
+        else:
+            return
+        raise UserError(
+            f"resume={self.folder}: {changed}; bring it back, or begin a new run from these weights,"
+            f" model.weights={self.folder}"
+        )
 
     def restore(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: LambdaLR, device: torch.device

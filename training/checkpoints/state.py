@@ -27,7 +27,9 @@ class RunState:
     skipped_steps: int = 0
     """of these, left out because gradients were not finite"""
     batch_sha256: str | None = None
-    """of the last step's batch: a dataset that has changed would not give it again"""
+    """of the last step's batch: a dataset that has changed may not give it again"""
+    tokens_sha256: str | None = None
+    """of all tokens of a dataset that has them in memory: no change of its text goes unseen"""
     tracking_id: str | None = None
     """of the run in wandb"""
 
@@ -44,6 +46,7 @@ def read_state(folder: Path) -> RunState:
         "step": _is_count,
         "skipped_steps": _is_count,
         "batch_sha256": lambda value: isinstance(value, str),
+        "tokens_sha256": lambda value: value is None or isinstance(value, str),
         # It becomes part of a folder's name.
         "tracking_id": lambda value: value is None or re.fullmatch(r"[A-Za-z0-9_-]{1,64}", str(value)),
     }
@@ -56,6 +59,11 @@ def read_state(folder: Path) -> RunState:
 def digest_of(batch: Tensor) -> str:
     """The SHA-256 of a batch (int64, on any device)."""
     return hashlib.sha256(batch.cpu().contiguous().numpy()).hexdigest()
+
+
+def digest_of_all(dataset) -> str | None:
+    """The SHA-256 of all tokens of `dataset`, None where it does not have them in memory."""
+    return getattr(dataset, "tokens_sha256", None)
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:

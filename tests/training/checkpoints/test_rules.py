@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from in_process import run_here
 
 from training.errors import UserError
 
@@ -120,12 +122,30 @@ def test_checkpoints_may_be_a_link_to_another_disk(tmp_path: Path, finished: Pat
 
 
 def test_other_text_is_refused(tmp_path: Path, run_here):
+    """Also where the last batch, of 4 x 33 of the 20,000 tokens, happens not to hold what has changed."""
     text = tmp_path / "a.txt"
-    text.write_text("the same again and again " * 100)
-    run_here(tmp_path / "run", "dataset=text", f"dataset.files={text}", "dataset.max_tokens=null")
-    text.write_text("something else every time " * 100)
+    words = b"the same again and again " * 800
+    text.write_bytes(words)
+    dataset = ("dataset=text", f"dataset.files={text}", "dataset.max_tokens=null")
+    run_here(tmp_path / "run", *dataset)
+    for place in range(0, len(words), len(words) // 4):
+        text.write_bytes(words[:place] + b"T" + words[place + 1 :])
+        with pytest.raises(
+            UserError, match=r"the text is not what it was: dataset\.files, .* has changed; bring it back"
+        ):
+            run_here(tmp_path / "run", *dataset, "resume=auto")
+    text.write_bytes(words)
+    run_here(tmp_path / "run", *dataset, "resume=auto", "steps=7")
+
+
+def test_a_dataset_that_is_not_in_memory_is_known_by_its_last_batch(
+    tmp_path: Path, tiny: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+):
+    synthetic = [override for override in tiny if not override.startswith("dataset.")] + ["dataset=synthetic"]
+    run_here(tmp_path / "run", *synthetic)
+    monkeypatch.setattr("training.data.SyntheticTokens.batch", lambda self, index: torch.zeros(self._shape).long())
     with pytest.raises(UserError, match=r"the dataset does not give the batch of step 6 that it gave"):
-        run_here(tmp_path / "run", "dataset=text", f"dataset.files={text}", "dataset.max_tokens=null", "resume=auto")
+        run_here(tmp_path / "run", *synthetic, "resume=auto")
 
 
 @pytest.mark.parametrize("key", ["checkpoint.every", "checkpoint.keep"])
