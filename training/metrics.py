@@ -7,6 +7,7 @@ named, with its kind, under the extra key `nonfinite`: {"train/loss": null, "non
 
 import errno
 import json
+import logging
 import math
 import os
 import reprlib
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from training.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -281,13 +284,29 @@ def _drop_incomplete_line(path: Path) -> None:
 
 
 def _drop_after(path: Path, step: int) -> None:
-    """Cuts the file before its first record of a later step."""
-    end = 0
-    for record, line in zip(read_metrics(path.parent), path.read_bytes().splitlines(keepends=True), strict=True):
-        if record.get("train/step", 0) > step:
-            break
-        end += len(line)
-    os.truncate(path, end)
+    """Cuts the file before its first record of a later step.
+
+    A line that is no record, such as a power failure leaves, is cut with what follows it, which the run makes again.
+    Raises UserError where a record follows that the run would not make again.
+    """
+    *lines, _ = path.read_bytes().split(b"\n")
+    records = [_record_of(line) for line in lines]
+    to_keep = [record is not None and record["train/step"] <= step for record in records]
+    end = to_keep.index(False) if False in to_keep else len(to_keep)
+    if end < len(records) and records[end] is None:
+        if any(to_keep[end:]):
+            raise UserError(f"{path}: line {end + 1} is not a record; the file is damaged")
+        logger.warning("%s: line %d is not a record: it is cut off with what follows", path, end + 1)
+    os.truncate(path, sum(len(line) + 1 for line in lines[:end]))
+
+
+def _record_of(line: bytes) -> dict[str, Any] | None:
+    """The record in a line, None where there is none that has a step."""
+    try:
+        record = _from_json(line)
+    except ValueError:
+        return None
+    return record if "train/step" in record else None
 
 
 @contextmanager

@@ -65,6 +65,41 @@ def test_a_damaged_line_is_named(tmp_path, damage):
         read_metrics(tmp_path)
 
 
+BROKEN = ["\0\0\0\0", "{", "[1]", '{"train/step": "4"}', '{"nonfinite": 3}', "1" * 5000, "[" * 10**5, "\r", "\udc80"]
+
+
+def lines_of(*steps_or_lines: int | str) -> bytes:
+    lines = [line if isinstance(line, str) else json.dumps({"train/step": line}) for line in steps_or_lines]
+    return "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=[repr(line[:12]) for line in BROKEN])
+@pytest.mark.parametrize("after", [(), (6,), ("\0", 6, 8)], ids=str)
+def test_a_resumed_run_cuts_a_broken_line_and_makes_again_what_followed(tmp_path, caplog, broken, after):
+    (tmp_path / "metrics.jsonl").write_bytes(lines_of(1, 2, broken, *after))
+    writer = MetricsWriter(tmp_path, after_step=3)
+    assert writer.kept == read_metrics(tmp_path) == [{"train/step": 1}, {"train/step": 2}]
+    assert (tmp_path / "metrics.jsonl").read_bytes() == lines_of(1, 2)
+    assert "metrics.jsonl: line 3 is not a record: it is cut off" in caplog.text
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=[repr(line[:12]) for line in BROKEN])
+def test_a_broken_line_before_records_that_would_be_lost_is_refused(tmp_path, broken):
+    content = lines_of(1, broken, 6, 2, 8)
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 is not a record; the file is damaged"):
+        MetricsWriter(tmp_path, after_step=3)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == content
+
+
+@pytest.mark.parametrize(("step", "left"), [(0, 0), (2, 2), (3, 2), (8, 4)])
+def test_a_resumed_run_drops_later_records(tmp_path, caplog, step, left):
+    (tmp_path / "metrics.jsonl").write_bytes(lines_of(1, 2, 6, 8) + b'{"train')
+    assert len(MetricsWriter(tmp_path, after_step=step).kept) == left
+    assert (tmp_path / "metrics.jsonl").read_bytes() == lines_of(*(1, 2, 6, 8)[:left])
+    assert not caplog.text
+
+
 def test_missing_files_are_named(tmp_path):
     with pytest.raises(UserError, match=r"metrics\.jsonl: no such file"):
         read_metrics(tmp_path)
