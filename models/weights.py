@@ -161,7 +161,7 @@ def _first_of(names: list[str]) -> str:
 
 def _read_headers(path: Path) -> dict[str, StoredTensor]:
     """The checkpoint's tensors by name, from the headers of its files; nothing else of the files is read."""
-    files = _checkpoint_files(path)
+    files = checkpoint_files(path)
     stored = read_headers(files)
     for file, promised in files.items():
         absent = sorted(name for name in promised if name not in stored or stored[name].file != file)
@@ -170,8 +170,11 @@ def _read_headers(path: Path) -> dict[str, StoredTensor]:
     return stored
 
 
-def _checkpoint_files(path: Path) -> dict[Path, set[str]]:
-    """The checkpoint's files, each with the names of the tensors that an index promises there."""
+def checkpoint_files(path: Path) -> dict[Path, set[str]]:
+    """The files that `load_weights` reads, each with the names of the tensors that an index promises there.
+
+    Raises FileNotFoundError and ValueError as that does.
+    """
     if path.is_file():
         return _indexed_files(path) if path.name.endswith(".index.json") else {path: set()}
     if not path.is_dir():

@@ -27,6 +27,7 @@ from training.errors import UserError
 from training.figures import figures_of
 from training.hardware import record_hardware, resolve_device, vram_bytes, vram_peak_gib
 from training.parts import DTYPES, STATES_OF_SPARE, build_mode, build_model, recomputed_blocks, updates_early
+from training.paths import home_expanded
 from training.planning import plan_run
 from training.progress import print_plan
 from training.run_directory import refuse_records
@@ -178,7 +179,7 @@ def fill(model: nn.Module, config: DictConfig, device: torch.device) -> None:
         initialise(model, config.seed, device)
         return
     try:
-        load_weights(model, config.model.weights)
+        load_weights(model, home_expanded("model.weights", config.model.weights))
     except (ValueError, FileNotFoundError) as error:
         raise UserError(f"model.weights={config.model.weights}: {error}") from error
 

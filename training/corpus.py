@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from training.errors import UserError, first_line
+from training.paths import home_expanded
 
 BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 ROWS_PER_READ = 1000
@@ -77,7 +78,7 @@ def find_files(patterns: str | Sequence[str] | None) -> list[Path]:
 
 
 def _matches(pattern: str) -> list[Path]:
-    path = Path(pattern).expanduser()
+    path = home_expanded("dataset.files", pattern)
     if path.is_dir():
         raise UserError(f"dataset.files={pattern} is a folder: name the files in it, as in '{path}/**/*.txt'")
     if path.exists():

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from training.errors import UserError, first_line
+from training.paths import home_expanded
 
 # Llama 3, GPT-2 and Qwen, Llama 2 and Mistral, Gemma, DeepSeek, and two common home-made ones.
 END_OF_TEXT_NAMES = (
@@ -46,7 +47,7 @@ class FileTokenizer:
     def __init__(self, path: str | Path):
         from tokenizers import Tokenizer
 
-        path = Path(path).expanduser()
+        path = home_expanded("dataset.tokenizer", path)
         if not path.is_file():
             raise UserError(f"dataset.tokenizer={path}: no such file; give a tokenizer.json, or null for bytes")
         try:

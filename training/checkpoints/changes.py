@@ -49,13 +49,12 @@ def config_text(config: DictConfig) -> str:
     return OmegaConf.to_yaml(config, resolve=True)
 
 
-def refuse_changes(config: DictConfig, folder: Path, key: str) -> None:
-    """Compares `config` with that of the checkpoint in `folder`, as plain values: nothing in it is instantiated.
+def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key: str) -> None:
+    """Compares `config` with `saved`, which `read_config` gave of the checkpoint in `folder`.
 
-    `key` is what the user gave, to begin the message with. Raises UserError listing what has changed and may not, and
-    DamagedError where the file is no configuration.
+    `key` is what the user gave, to begin the message with. Raises UserError listing what has changed and may not.
     """
-    was, now = _flat(_read(folder / CONFIG_FILE)), _flat(yaml.safe_load(config_text(config)))
+    was, now = _flat(saved), _flat(_parsed(config_text(config)))
     changed = {
         name: (was.get(name, ABSENT), now.get(name, ABSENT))
         for name in sorted(was.keys() | now.keys())
@@ -76,7 +75,12 @@ def refuse_changes(config: DictConfig, folder: Path, key: str) -> None:
         )
 
 
-def _read(path: Path) -> Any:
+def read_config(folder: Path) -> dict[str, Any]:
+    """The configuration of the checkpoint in `folder`; nothing in it is instantiated: every value is its text.
+
+    Raises DamagedError where the file is no configuration.
+    """
+    path = folder / CONFIG_FILE
     try:
         if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:
             raise DamagedError(f"{path} is missing or too large")
@@ -84,7 +88,7 @@ def _read(path: Path) -> Any:
         # An alias that stands for many others would be a file of astronomical size.
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
             raise DamagedError(f"{path} has YAML aliases, which no configuration has")
-        values = yaml.safe_load(text)
+        values = _parsed(text)
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -92,6 +96,11 @@ def _read(path: Path) -> Any:
     if not isinstance(values, dict):
         raise DamagedError(f"{path} is no configuration")
     return values
+
+
+def _parsed(text: str) -> Any:
+    # This loader makes texts of all values, whatever tag they have, and calls nothing.
+    return yaml.load(text, yaml.BaseLoader)
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
@@ -110,5 +119,5 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _shown(value: Any) -> str:
-    text = "null" if value is None else " ".join(str(value).split())
+    text = " ".join(str(value).split())
     return text if len(text) <= 80 else text[:77] + "..."

@@ -55,10 +55,14 @@ def verify(folder: Path, files: Mapping[str, FileRecord]) -> None:
     """Reads all files. Raises DamagedError naming the first that is missing, of another size or of other content."""
     for name, record in files.items():
         path = folder / name
-        if not path.is_file():
-            raise DamagedError(f"{path} is missing")
-        if path.stat().st_size != record.nbytes:
-            raise DamagedError(f"{path} has {path.stat().st_size} bytes where {record.nbytes} were written")
+        try:
+            if not path.is_file():
+                raise DamagedError(f"{path} is missing")
+            nbytes = path.stat().st_size
+        except OSError as error:
+            raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
+        if nbytes != record.nbytes:
+            raise DamagedError(f"{path} has {nbytes} bytes where {record.nbytes} were written")
     with ThreadPoolExecutor(THREADS) as pool:
         digests = pool.map(_digest, [folder / name for name in files])
         for (name, record), digest in zip(files.items(), digests, strict=True):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from training.checkpoints.changes import refuse_changes
+from training.checkpoints.changes import read_config, refuse_changes
 from training.checkpoints.layout import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
@@ -26,6 +27,7 @@ from training.checkpoints.manifest import DamagedError, FileRecord, read_manifes
 from training.checkpoints.state import RunState, digest_of, digest_of_all, read_state, restore_random_states
 from training.checkpoints.tensors import load_tensors
 from training.errors import UserError
+from training.paths import home_expanded
 from training.schedules import go_to
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,8 @@ class Checkpoint:
     folder: Path
     files: dict[str, FileRecord]
     state: RunState
+    config: dict[str, Any]
+    """as texts"""
 
     def check_data(self, dataset) -> None:
         """Raises UserError unless `dataset` has the tokens that it had, or gives the last step's batch as it did."""
@@ -89,16 +93,13 @@ def starting_point(config: DictConfig, run_dir: Path) -> Checkpoint | None:
     if config.resume is None:
         _refuse_foreign(run_dir)
         return None
-    checkpoint = _newest_whole(run_dir) if config.resume == AUTO else _asked_for(Path(config.resume).expanduser())
+    checkpoint = _newest_whole(run_dir) if config.resume == AUTO else _asked_for(home_expanded("resume", config.resume))
     if checkpoint is None:
         return None
     if config.resume != AUTO and not _is_in(run_dir, checkpoint.folder):
         _refuse_foreign(run_dir)
     key = f"resume={checkpoint.folder}"
-    try:
-        refuse_changes(config, checkpoint.folder, key)
-    except DamagedError as error:
-        raise UserError(f"{key}: {error}") from error
+    refuse_changes(config, checkpoint.config, checkpoint.folder, key)
     if checkpoint.state.step > config.steps:
         raise UserError(f"{key}: it is at step {checkpoint.state.step}, and steps={config.steps}: give more steps")
     return checkpoint
@@ -166,4 +167,4 @@ def _opened(folder: Path) -> Checkpoint:
         if name not in files:
             raise DamagedError(f"{folder / MANIFEST_FILE} lists no {name}")
     verify(folder, files)
-    return Checkpoint(folder, files, read_state(folder))
+    return Checkpoint(folder, files, read_state(folder), read_config(folder))

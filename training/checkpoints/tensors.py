@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from models.safetensors_files import DTYPE_NAMES, StoredTensor, read_headers, read_into
-from models.weights import INDEX_FILE, SINGLE_FILE, load_weights
-from training.checkpoints.layout import OPTIMIZER_STEM
+from models.weights import INDEX_FILE, SINGLE_FILE, checkpoint_files, load_weights
+from training.checkpoints.layout import MANIFEST_FILE, OPTIMIZER_STEM
 from training.checkpoints.manifest import DamagedError
 
 MASTER = "master"
@@ -33,8 +33,8 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def load_tensors(folder: Path, names: Iterable[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Fills the model and the states of its optimizer, which exist already, wherever they live.
 
-    `names` are the files of the checkpoint in `folder`. Raises DamagedError naming the tensor that does not fit, before
-    anything is written.
+    `names` are the files of the checkpoint in `folder`; no other is read. Raises DamagedError naming the file that is
+    not among them or the tensor that does not fit, before anything is written.
     """
     names = [name for name in names if name.endswith(".safetensors") or name == INDEX_FILE]
     states = optimizer_tensors(model, optimizer)
@@ -43,7 +43,10 @@ def load_tensors(folder: Path, names: Iterable[str], model: nn.Module, optimizer
         _check(states, stored, folder)
         weights = read_headers(folder / name for name in names if _has_stem(name, "model") and name != INDEX_FILE)
         _check({name: tensor for name, tensor in model.state_dict().items() if name in weights}, weights, folder)
-        load_weights(model, folder / (INDEX_FILE if INDEX_FILE in names else SINGLE_FILE))
+        root = folder / (INDEX_FILE if INDEX_FILE in names else SINGLE_FILE)
+        if unlisted := {root, *checkpoint_files(root)} - {folder / name for name in names}:
+            raise ValueError(f"{folder / MANIFEST_FILE} lists no {min(unlisted).name}")
+        load_weights(model, root)
     except (ValueError, FileNotFoundError) as error:
         raise DamagedError(str(error)) from None
     read_into(states, stored)

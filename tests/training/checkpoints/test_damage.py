@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra.errors import InstantiationException
 from safetensors.torch import load_file, save_file
 
 from training.checkpoints.durable import write_folder
-from training.errors import UserError
+from training.errors import UserError, explain
 
 
 def flip(file: str, where: float) -> Callable[[Path], None]:
@@ -36,15 +37,22 @@ def rewrite(file: str, content: bytes) -> Callable[[Path], None]:
     return lambda folder: (folder / file).write_bytes(content)
 
 
-def listed(name: str) -> Callable[[Path], None]:
-    """The manifest names another file."""
+def listed(name: str, instead: bool = True) -> Callable[[Path], None]:
+    """The manifest names another file, or one more."""
 
     def damage(folder: Path) -> None:
         manifest = json.loads((folder / "manifest.json").read_text())
-        manifest["files"][name] = manifest["files"].pop("state.json")
+        manifest["files"][name] = manifest["files"].pop("state.json") if instead else manifest["files"]["state.json"]
         (folder / "manifest.json").write_text(json.dumps(manifest))
 
     return damage
+
+
+def forged_config(folder: Path) -> None:
+    """The manifest fits the file that is no configuration."""
+    made = forged(folder, folder.with_name("forged"), config=b"a: *b")
+    shutil.rmtree(folder)
+    made.rename(folder)
 
 
 DAMAGE = {
@@ -65,6 +73,8 @@ DAMAGE = {
     "manifest that is deep": (rewrite("manifest.json", b"[" * 10**6), "manifest.json is no JSON"),
     "manifest that is huge": (lambda f: os.truncate(f / "manifest.json", 2**30), "manifest.json has .* too many"),
     "manifest of text files": (rewrite("manifest.json", b'{"format": 2, "files": {"a": 3}}'), "lacks the size"),
+    "a name too long": (listed("a" * 300, instead=False), r"/a{300} cannot be read \(File name too long\)"),
+    "a configuration that is none": (forged_config, "config.yaml has YAML aliases"),
     "a name above": (listed("../state.json"), r"names '\.\./state\.json', which is no file of a checkpoint"),
     "an absolute name": (listed("/etc/passwd"), "names '/etc/passwd', which is no file"),
     "a hidden name": (listed(".."), "names '..', which is no file"),
@@ -150,8 +160,15 @@ FORGERIES = {
     "yaml that calls": (
         "config",
         b"a: !!python/object/apply:os.system ['touch pwned']",
-        "config.yaml is no plain YAML",
+        r"a: was \['touch pwned'\], is absent",
     ),
+    "yaml of a truth that is none": ("config", b"a: !!bool foo", "a: was foo, is absent"),
+    "yaml of an empty number": ("config", b"a: [!!int '', !!float '']", r"a: was \['', ''\], is absent"),
+    "yaml of a time that is none": ("config", b"a: !!timestamp foo", "a: was foo, is absent"),
+    "yaml of a vast number": ("config", b"a: 0x" + b"f" * 10000, r"a: was 0xf+\.\.\., is absent"),
+    "yaml whose key is a list": ("config", b"? [a]\n: b", "config.yaml is no plain YAML"),
+    "yaml that is deep": ("config", b"[" * 10**4, "config.yaml is no plain YAML"),
+    "yaml of a text": ("config", b"a", "config.yaml is no configuration"),
     "yaml that grows": ("config", b"a: &a [1]\nb: [*a, *a]", "config.yaml has YAML aliases"),
     "yaml of another object": (
         "config",
@@ -207,13 +224,52 @@ def test_tensors_of_another_model_are_refused_before_the_model_is_touched(
     assert not written
 
 
-def test_an_index_may_not_name_other_files(tmp_path: Path, finished: Path, run_here, at):
+INDICES = {
+    "no index": (None, "manifest.json lists no model.safetensors"),
+    "a file elsewhere": (
+        "../outside.safetensors",
+        r"names '\.\./outside\.safetensors', which is no \.safetensors file",
+    ),
+    "a file of its own": ("other.safetensors", r"manifest.json lists no other.safetensors"),
+    "the usual file": ("model.safetensors", r"manifest.json lists no model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("case", INDICES)
+def test_weights_are_read_from_listed_files_alone(tmp_path: Path, finished: Path, run_here, at, case: str):
+    """Those beside them were verified by nobody."""
+    named, reason = INDICES[case]
     source = at(finished, 6)
-    index = json.dumps({"weight_map": {"lm_head.weight": "../outside.safetensors"}}).encode()
     contents = {path.name: path.read_bytes() for path in source.iterdir() if path.name != "manifest.json"}
-    contents["model.safetensors.index.json"] = index
+    weights = contents.pop("model.safetensors")
+    if named is not None:
+        index = {"weight_map": dict.fromkeys(load_file(source / "model.safetensors"), named)}
+        contents["model.safetensors.index.json"] = json.dumps(index).encode()
     folder = tmp_path / "step-00000006"
     write_folder(folder, {name: lambda write, data=data: write(data) for name, data in contents.items()})
-    shutil.copy(source / "model.safetensors", tmp_path / "outside.safetensors")
-    with pytest.raises(UserError, match=r"names '\.\./outside\.safetensors', which is no \.safetensors file beside it"):
+    for place in ("model.safetensors", "other.safetensors", "../outside.safetensors"):
+        (folder / place).write_bytes(weights)
+    with pytest.raises(UserError, match=reason):
         run_here(tmp_path / "new", f"resume={folder}")
+
+
+HOMELESS = {
+    "resume": ["resume='~nosuchuser/x'"],
+    "dataset.files": ["dataset=text", "dataset.files='~nosuchuser/*.txt'"],
+    "dataset.tokenizer": ["dataset.tokenizer='~nosuchuser/tokenizer.json'"],
+    "model.weights": ["model.weights='~nosuchuser/x'"],
+}
+
+
+@pytest.mark.parametrize("key", HOMELESS)
+def test_a_home_that_is_not_there_is_one_line(tmp_path: Path, run_here, key: str):
+    with pytest.raises((UserError, InstantiationException)) as refusal:
+        run_here(tmp_path / "new", *HOMELESS[key])
+    reason = explain(refusal.value).reason
+    assert re.fullmatch(rf"{key}=~nosuchuser\S*: there is no home directory of that name: give .*", reason)
+    assert explain(refusal.value).mendable
+
+
+def test_home_is_expanded_for_weights(tmp_path: Path, finished: Path, run_here, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(finished))
+    run_here(tmp_path / "new", "model.weights='~/checkpoints/step-00000006'", "steps=1")
