@@ -1,5 +1,6 @@
 """Folders that appear on disk complete or not at all, whenever power or process end."""
 
+import errno
 import hashlib
 import os
 import shutil
@@ -22,8 +23,10 @@ def write_folder(folder: Path, files: Mapping[str, Callable[[Write], object]]) -
     written at a time, from threads of their own. An interrupt or an error leaves nothing; a process that is killed
     leaves the partial folder.
 
-    Raises OSError: the disk is full, or the folder cannot be written.
+    Raises OSError: the disk is full, something has the folder's name, or it cannot be written.
     """
+    if os.path.lexists(folder):
+        raise FileExistsError(errno.EEXIST, "something of this name is there: move it away", str(folder))
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
     partial.mkdir(parents=True)
     given_up = Event()
@@ -53,7 +56,15 @@ def remove_folder(folder: Path) -> None:
     """Removes a complete folder; one that is removed in part has a partial's name. Raises OSError."""
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
     folder.rename(partial)
-    shutil.rmtree(partial)
+    remove_leftover(partial)
+
+
+def remove_leftover(path: Path) -> None:
+    """Removes whatever lies at `path`: a folder and all in it, a file, a link but never what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def sync_folder(folder: Path) -> None:

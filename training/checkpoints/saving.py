@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import logging
-import shutil
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -18,7 +18,7 @@ from models.weights import INDEX_FILE, MAX_SHARD_BYTES, weight_files
 from offload.plan import size
 from offload.registry import Streams
 from training.checkpoints.changes import config_text
-from training.checkpoints.durable import remove_folder, write_folder
+from training.checkpoints.durable import remove_folder, remove_leftover, write_folder
 from training.checkpoints.hugging_face import HUGGING_FACE_FILE, hugging_face_config
 from training.checkpoints.layout import (
     CONFIG_FILE,
@@ -97,14 +97,15 @@ class Checkpoints:
         return files | {name: partial(_write_text, text=text) for name, text in texts.items()}
 
     def _refused(self, folder: Path, error: OSError, required: bool) -> None:
-        cause = f"{folder} could not be saved ({error.strerror})"
+        cause = f"{folder} could not be saved ({_reason(error, folder)})"
         if required:
-            raise UserError(f"{cause}: free some space, or choose another place with hydra.run.dir=PATH") from error
+            advice = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "mend that"
+            raise UserError(f"{cause}: {advice}, or choose another place with hydra.run.dir=PATH") from error
         logger.warning("%s: the run goes on, and the checkpoints before it are as they were", cause)
 
     def _remove_partials(self) -> None:
         for leftover in partials_in(folder_of(self._run_dir, 0).parent):
-            shutil.rmtree(leftover)
+            remove_leftover(leftover)
 
     def _remove_old(self, step: int) -> None:
         folders = [folder for folder in checkpoints_in(folder_of(self._run_dir, 0).parent) if step_of(folder) <= step]
@@ -112,7 +113,13 @@ class Checkpoints:
             try:
                 remove_folder(folder)
             except OSError as error:
-                logger.warning("%s could not be removed (%s)", folder, error.strerror)
+                logger.warning("%s could not be removed (%s)", folder, _reason(error, folder))
+
+
+def _reason(error: OSError, folder: Path) -> str:
+    """What is wrong, and where, if that is not `folder`."""
+    reason = error.strerror or str(error)
+    return reason if error.filename in (None, str(folder)) else f"{error.filename}: {reason}"
 
 
 def _on_signal(config: DictConfig) -> bool:

@@ -197,6 +197,74 @@ def test_what_cannot_be_removed_is_a_warning(
     assert "step-00000001 could not be removed" in caplog.text
 
 
+def a_file(path: Path) -> None:
+    path.write_text("precious")
+
+
+def a_link_to(kind: Callable[[Path], None]) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        kind(path.parents[1] / "elsewhere")
+        path.symlink_to(path.parents[1] / "elsewhere")
+
+    return make
+
+
+def a_folder(path: Path) -> None:
+    path.mkdir()
+    a_file(path / "file")
+
+
+LEFTOVERS = [a_file, a_folder, a_link_to(a_file), a_link_to(a_folder), lambda path: path.symlink_to("nowhere")]
+KINDS = ["file", "folder", "link to a file", "link to a folder", "link to nothing"]
+
+
+@pytest.mark.parametrize("make", LEFTOVERS, ids=KINDS)
+def test_leftovers_of_any_kind_are_removed_but_not_what_they_lead_to(
+    tmp_path: Path, checkpoints: Checkpoints, make: Callable[[Path], None]
+):
+    (tmp_path / "checkpoints").mkdir()
+    make(tmp_path / "checkpoints" / "step-00000004.partial")
+    assert checkpoints.save(RunState(4)) is not None
+    assert names(tmp_path) == ["step-00000004"]
+    found = tmp_path / "elsewhere"
+    if found.exists():
+        assert (found / "file" if found.is_dir() else found).read_text() == "precious"
+
+
+@pytest.mark.parametrize("make", LEFTOVERS, ids=KINDS)
+def test_what_has_a_checkpoint_s_name_is_left_and_named(
+    tmp_path: Path, checkpoints: Checkpoints, make: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+):
+    checkpoints.save(RunState(1))
+    make(tmp_path / "checkpoints" / "step-00000009")
+    assert checkpoints.save(RunState(9)) is None
+    assert "step-00000009 could not be saved (something of this name is there: move it away): the run" in caplog.text
+    with pytest.raises(UserError) as refusal:
+        checkpoints.save(RunState(9), required=True)
+    assert "there: move it away): mend that, or choose" in str(refusal.value)
+    assert names(tmp_path) == ["step-00000001", "step-00000009"]
+    assert checkpoints.save(RunState(10)) is not None
+
+
+def test_the_message_names_what_is_in_the_way(tmp_path: Path, checkpoints: Checkpoints):
+    a_file(tmp_path / "checkpoints")
+    with pytest.raises(UserError) as refusal:
+        checkpoints.save(RunState(9), required=True)
+    assert re.search(
+        r"step-00000009 could not be saved \(.*/checkpoints\S*: Not a directory\): mend", str(refusal.value)
+    )
+
+
+def test_a_checkpoint_that_is_a_link_is_removed_as_one(tmp_path: Path, checkpoints: Checkpoints):
+    checkpoints.save(RunState(1))
+    moved = (tmp_path / "checkpoints" / "step-00000001").rename(tmp_path / "moved")
+    (tmp_path / "checkpoints" / "step-00000001").symlink_to(moved)
+    for step in (2, 3, 4):
+        assert checkpoints.save(RunState(step)) is not None
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+    assert (moved / "manifest.json").exists()
+
+
 def test_files_are_made_without_a_second_copy_of_the_tensors(monkeypatch: pytest.MonkeyPatch):
     """What is handed over are views of the tensors themselves, in pieces."""
     monkeypatch.setattr(safetensors_files, "PIECE_BYTES", 1000)
