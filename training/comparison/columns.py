@@ -22,18 +22,24 @@ class Column:
     """format specification of the mean"""
     scale: float = 1.0
     """by which people's figure is larger than the file's"""
+    exponent_from: float = 1e12
+    """from where on a figure is written with its exponent, so that its column stays narrow"""
 
     def text(self, row: Row) -> str:
         """Mean and spread for people; a dash where nothing was measured."""
         figure = self.figure(row)
         if figure is None:
             return MISSING
-        mean = format(figure.mean * self.scale, self.form)
+        mean = self._written(figure.mean)
         if figure.spread is None or not self.spreads:
             return mean
-        spread = format(figure.spread * self.scale, self.form)
+        spread = self._written(figure.spread)
         # A spread that rounds to nothing is none.
         return f"{mean} ± {spread}" if any(digit in "123456789" for digit in spread) else mean
+
+    def _written(self, value: float) -> str:
+        scaled = value * self.scale
+        return format(scaled, self.form if abs(scaled) < self.exponent_from else ".5g")
 
     @property
     def spreads(self) -> bool:
@@ -79,7 +85,14 @@ COLUMNS = (
         _measured("optimizer/wait_ms"),
         ",.1f",
     ),
-    Column("final loss", "final_loss", "loss of the last logged step", _measured("train/final_loss"), ".4f"),
+    Column(
+        "final loss",
+        "final_loss",
+        "loss of the last logged step",
+        _measured("train/final_loss"),
+        ".4f",
+        exponent_from=1e4,
+    ),
 )
 
 

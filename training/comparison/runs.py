@@ -144,9 +144,8 @@ def _run_directories(directory: Path) -> Iterator[Path]:
 def _is_run(directory: Path) -> bool:
     if any((directory / name).is_file() for name in (SUMMARY_FILE, METRICS_FILE, CHOICES_FILE)):
         return True
-    # The sources of a configuration have a config.yaml too, with a list of defaults, which no run's has.
-    config = _read_yaml(directory / CONFIG_FILE)
-    return bool(config) and "defaults" not in config
+    # Others have a config.yaml too, but hold no lock.
+    return (directory / CONFIG_FILE).is_file() and (directory / LOCK_FILE).is_file()
 
 
 def _natural(path: Path) -> list[tuple[int, int, str]]:

@@ -2,8 +2,10 @@
 
 import csv
 import io
+import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TextIO
 
 from training.comparison.columns import COLUMNS, MISSING, NOTE, curve_text
@@ -12,6 +14,8 @@ from training.comparison.rows import Row
 COMPARED_WITH = "compared with"
 # Columns that hold no figures.
 WORDS = ("curve", COMPARED_WITH, "seeds", "status")
+# What Markdown reads as more than itself; an underscore within a word is none.
+MARKUP = re.compile(r"[\\`*|~]|(?<![^\W_])_|_(?![^\W_])|(?<=\])\(")
 # Without a terminal nothing tells how wide lines may be.
 PLAIN_WIDTH = 160
 # Between two columns.
@@ -72,7 +76,10 @@ def explanations(rows: Sequence[Row]) -> list[str]:
 
 
 def to_csv(rows: Sequence[Row]) -> str:
-    """Plain numbers, one line a row; a cell is empty where nothing was measured."""
+    """Plain numbers, one line a row; a cell is empty where nothing was measured.
+
+    Text that a spreadsheet would run as a formula has an apostrophe before it.
+    """
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     figures = [heading for column in COLUMNS for heading in (column.name, f"{column.name}_std")[: 1 + column.spreads]]
@@ -86,14 +93,14 @@ def to_csv(rows: Sequence[Row]) -> str:
                 numbers.append(figure.spread if figure else None)
         writer.writerow(
             [
-                row.name,
+                _csv_text(row.name),
                 *numbers,
                 row.curve,
-                row.reference.name if row.reference else None,
-                row.seeds,
-                row.status,
-                "; ".join(row.reasons),
-                ";".join(str(run.directory) for run in row.runs),
+                _csv_text(row.reference.name if row.reference else None),
+                _csv_text(row.seeds),
+                _csv_text(row.status),
+                _csv_text("; ".join(row.reasons)),
+                _csv_text(";".join(str(run.directory) for run in row.runs)),
             ]
         )
     return text.getvalue()
@@ -102,7 +109,7 @@ def to_csv(rows: Sequence[Row]) -> str:
 def to_markdown(rows: Sequence[Row], title: str, common: str) -> str:
     """A table in the dialect of GitHub with a caption, and the reasons why runs did not finish."""
     texts = [{"run": row.name, **text} for row, text in zip(rows, cells(rows), strict=True)]
-    lines = [f"**{title}**", ""]
+    lines = [f"**{_markdown(title)}**", ""]
     lines += [_markdown_line(texts[0]), _markdown_line("---" if c in ("run", *WORDS) else "--:" for c in texts[0])]
     lines += [_markdown_line(text.values()) for text in texts]
     lines += ["", *(f"- {_markdown(line)}" for line in explanations(rows))]
@@ -134,4 +141,16 @@ def _markdown_line(texts: "Sequence[str] | object") -> str:
 
 
 def _markdown(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+    """The text as it is: nothing in it is a cell's end, emphasis, code, a link or a tag."""
+    escaped = MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
+    return escaped.replace("&", "&amp;").replace("<", "&lt;")
+
+
+def _csv_text(text: str | None) -> str | None:
+    """Text that a spreadsheet takes for nothing else; it would run what begins as a formula does."""
+    if not text or text[0] not in "=+-@\t\r":
+        return text
+    with suppress(ValueError):
+        float(text)
+        return text
+    return f"'{text}"

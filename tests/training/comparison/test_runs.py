@@ -31,6 +31,19 @@ def test_the_sources_of_a_configuration_are_no_run(tmp_path: Path):
         find_runs([tmp_path])
 
 
+@pytest.mark.parametrize("lock", [True, False])
+def test_a_configuration_alone_is_no_run_unless_it_was_locked(tmp_path: Path, lock: bool):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "config.yaml").write_text("a: 1\n")
+    if not lock:
+        with pytest.raises(UserError, match="no run in here"):
+            find_runs([tmp_path])
+        return
+    (tmp_path / "data" / ".lock").touch()
+    (run,) = find_runs([tmp_path])
+    assert run.status == "killed"
+
+
 def test_a_directory_that_does_not_exist_is_named(tmp_path: Path):
     with pytest.raises(UserError, match="nothing: no such directory"):
         find_runs([tmp_path / "nothing"])

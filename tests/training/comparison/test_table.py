@@ -84,6 +84,41 @@ def test_the_resident_run_is_named_where_there_are_several(write_run):
     assert "compared with" not in to_markdown(rows[:2], "a sweep", "")
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("files=texts/*.txt,*norm*", r"files=texts/\*.txt,\*norm\*"),
+        ("layer_stream _a_ __b__", r"layer_stream \_a\_ \_\_b\_\_"),
+        ("include=[a] [b](http://c) `d`", r"include=[a] [b]\(http://c) \`d\`"),
+        ("a & <b>\nc\\|", r"a &amp; &lt;b> c\\\|"),
+    ],
+)
+def test_markdown_shows_text_as_it_is(rows: list[Row], text: str, expected: str):
+    assert to_markdown(rows, text, "").splitlines()[0] == f"**{expected}**"
+
+
+@pytest.mark.parametrize("start", ["=cmd()", "+1+2", "-x", "@sum"])
+def test_text_that_a_spreadsheet_would_run_is_text_in_csv(rows: list[Row], start: str):
+    rows[0].name = start
+    line, *_ = csv.DictReader(io.StringIO(to_csv(rows)))
+    assert line["name"] == f"'{start}"
+
+
+def test_numbers_in_csv_stay_numbers(write_run):
+    write_run(seed=-1, losses=(4.0, -2.5))
+    (line,) = csv.DictReader(io.StringIO(to_csv(build_rows(find_runs([write_run.folder])))))
+    assert (line["seeds"], line["final_loss"]) == ("-1", "-2.5")
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"), [(9999.5, "9999.5000"), (12345.678, "12346"), (-1e300, "-1e+300"), (float("inf"), "inf")]
+)
+def test_a_large_loss_is_written_with_its_exponent(write_run, loss: float, text: str):
+    write_run(losses=(4.0, loss))
+    (row,) = build_rows(find_runs([write_run.folder]))
+    assert COLUMNS[-1].text(row) == text
+
+
 def test_a_spread_that_rounds_to_nothing_is_left_out(write_run):
     write_run(seed=0, step_ms=100.0)
     write_run(seed=1, step_ms=100.01)
