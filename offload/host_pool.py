@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 
 from offload.memory import HostArena, HostBlock
 from offload.registry import Event, Streams
@@ -10,7 +10,7 @@ from offload.registry import Event, Streams
 PAGE_BYTES = 4096
 # Left to the rest of the process and of the machine when nobody gives a budget.
 RESERVE_BYTES = 2**28
-# A block may be larger than what it is lent for by this factor: the lengths of sequences vary from step to step.
+# A block may be larger by this factor than what it is lent for, where lengths vary from step to step.
 SLACK = 2
 # A block that was not lent for so many steps is given back.
 IDLE_STEPS = 8
@@ -35,7 +35,8 @@ class PooledBlock:
 class HostPool:
     """Blocks of the arena, made in exact size (whole pages) and at most `budget` bytes of them (None: what is free).
 
-    An idle block is lent again for what it fits, the smallest first.
+    A size that the pool has blocks of is lent in these, or steps that are all alike would not find each its own. For
+    another, the smallest idle block that fits is lent.
 
     `grew`: new memory was page-locked in this step, which takes longer than many a step.
     Who takes a block and queues a copy into it orders that copy behind `used`, and moves `used` on.
@@ -50,6 +51,8 @@ class HostPool:
         self._step = 0
         # By size, the size longest unused first.
         self._idle: OrderedDict[int, deque[PooledBlock]] = OrderedDict()
+        # By size, idle and on loan.
+        self._counts: Counter[int] = Counter()
 
     @property
     def idle_bytes(self) -> int:
@@ -93,7 +96,7 @@ class HostPool:
 
     def _idle_block(self, size: int) -> PooledBlock | None:
         fitting = min((held for held in self._idle if size <= held <= SLACK * size), default=None)
-        if fitting is None:
+        if fitting is None or (fitting != size and self._counts[size]):
             return None
         blocks = self._idle[fitting]
         # The one given back last is the likeliest to be in the processor's caches; the oldest can be given up.
@@ -117,6 +120,7 @@ class HostPool:
                 self._release_one(next(iter(self._idle)))
                 continue
             self.held_bytes += size
+            self._counts[size] += 1
             self.grew = True
             return block
 
@@ -130,3 +134,4 @@ class HostPool:
         self._streams.writes(None, block, "the host's next use of the memory")
         self._arena.give_back(block.block)
         self.held_bytes -= size
+        self._counts[size] -= 1

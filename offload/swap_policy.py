@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class Fate(Enum):
@@ -32,6 +32,14 @@ class Candidate:
     used_at: int | None = None
     kept: bool = False
     fate: Fate = Fate.UNUSED
+
+
+class Held(NamedTuple):
+    """A span that somebody else keeps, known again by its size: left alone for `wait` steps, until step `until`."""
+
+    nbytes: int
+    wait: int
+    until: int
 
 
 class Choice(Enum):
@@ -74,8 +82,9 @@ class FixedBudget:
     """Keeps `budget` bytes: of what backward is about to use, that which it uses first.
 
     The order of a step is known after it, so the first swaps everything. What somebody else kept alive last time is
-    not swapped again: rope tables, a tensor that the caller holds. Whether it is still kept shows only a copy, so that
-    is forgotten every `RETRY_STEPS` steps, and at once where a step saved other sizes than the one before.
+    not swapped again: rope tables, a tensor that the caller holds. Whether it is still kept shows only a copy, so it is
+    tried again after `RETRY_STEPS` steps, after twice as many the next time, and so on; and at once where a step saved
+    other sizes than the one before.
     """
 
     RETRY_STEPS = 16
@@ -84,8 +93,8 @@ class FixedBudget:
     def __init__(self, budget: int = 0):
         self.budget = budget
         self._kept: set[int] = set()
-        # By number, with the size by which a span is known again.
-        self._freed_nothing: dict[int, int] = {}
+        # By number.
+        self._held: dict[int, Held] = {}
         self._sizes: list[int] = []
         self._steps = 0
 
@@ -93,8 +102,9 @@ class FixedBudget:
         """The budget does not depend on it."""
 
     def choose(self, ordinal: int, nbytes: int, room: int) -> Choice:
-        if self._freed_nothing.get(ordinal) == nbytes:
-            return Choice.LEAVE
+        held = self._held.get(ordinal)
+        if held is not None and held.nbytes == nbytes:
+            return Choice.SWAP if self._steps >= held.until else Choice.LEAVE
         return Choice.KEEP if ordinal in self._kept and nbytes <= room else Choice.SWAP
 
     def learn(
@@ -102,16 +112,19 @@ class FixedBudget:
     ) -> None:
         self._steps += 1
         before, self._sizes = self._sizes, [candidate.nbytes for candidate in record]
-        # Those about to be tried again are not kept within the budget either, or they never would be.
-        worth_it = self._worth_it(record)
-        if self._sizes != before or self._steps % self.RETRY_STEPS == 0:
-            self._freed_nothing = {}
-        held = [candidate for candidate in record if candidate.fate is Fate.HELD]
-        self._freed_nothing |= {candidate.ordinal: candidate.nbytes for candidate in held}
-        self._kept = used_first([candidate for candidate in worth_it if candidate not in held], self.budget)
+        if self._sizes != before:
+            self._held = {}
+        for candidate in record:
+            if candidate.fate is Fate.HELD:
+                earlier = self._held.get(candidate.ordinal)
+                wait = 2 * earlier.wait if earlier else self.RETRY_STEPS
+                self._held[candidate.ordinal] = Held(candidate.nbytes, wait, self._steps + wait)
+            elif candidate.fate in (Fate.RELEASED, Fate.LINGERED):
+                self._held.pop(candidate.ordinal, None)
+        self._kept = used_first(self._worth_it(record), self.budget)
 
     def _worth_it(self, record: Sequence[Candidate]) -> list[Candidate]:
-        return [candidate for candidate in record if candidate.ordinal not in self._freed_nothing]
+        return [candidate for candidate in record if candidate.ordinal not in self._held]
 
 
 class AutomaticBudget(FixedBudget):

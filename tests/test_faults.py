@@ -144,6 +144,7 @@ def test_a_gpu_out_of_memory_in_mid_step(run, tmp_path: Path, monkeypatch, capsy
             (
                 "model.intermediate_size=2048",
                 "batch_size=1",
+                "seq_len=16",
                 "offload=bounce_linear_swap",
                 "offload.weights.resident=50%",
             ),

@@ -19,7 +19,7 @@ from offload.adamw_update import usable_cores
 from offload.recompute import recompute
 from offload.registry import Streams
 from offload.sizes import parse_bytes
-from training.checkpoints.resuming import AUTO, Checkpoint, starting_point
+from training.checkpoints.resuming import AUTO, Checkpoint, is_in, starting_point
 from training.checkpoints.saving import Checkpoints
 from training.checkpoints.state import RunState
 from training.device_memory import device_memory_told
@@ -164,7 +164,7 @@ def goes_on_here(config: DictConfig, checkpoint: Checkpoint | None, run_dir: Pat
     """
     if checkpoint is None:
         return config.resume == AUTO
-    return checkpoint.folder.resolve().is_relative_to(run_dir.resolve())
+    return is_in(run_dir, checkpoint.folder)
 
 
 def build_dataset(config: DictConfig, run_dir: Path):

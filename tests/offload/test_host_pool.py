@@ -35,6 +35,16 @@ def test_equal_steps_take_the_same_blocks(pool: HostPool):
     assert pool.held_bytes == 35 * PAGE_BYTES
 
 
+def test_a_step_of_many_sizes_takes_each_its_own(pool: HostPool):
+    """Though a block of another size is idle when one that is known is asked for."""
+    first = [pool.take(count * PAGE_BYTES, "test") for count in (8, 8)]
+    pool.give_back(pool.take(12 * PAGE_BYTES, "test"))
+    assert pool.take(8 * PAGE_BYTES, "test").block.bytes.numel() == 8 * PAGE_BYTES
+    assert pool.take(12 * PAGE_BYTES, "test").block.bytes.numel() == 12 * PAGE_BYTES
+    assert pool.held_bytes == 36 * PAGE_BYTES
+    del first
+
+
 def test_a_block_is_lent_for_what_has_half_its_size_or_more(pool: HostPool):
     step(pool, 100, 120)
     pool.end_step()

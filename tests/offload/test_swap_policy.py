@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -95,30 +96,34 @@ def test_what_frees_nothing_is_left_alone_for_as_long_as_it_looks_the_same():
 
 
 def test_what_was_held_is_tried_again():
-    policy = FixedBudget(10)
+    policy = FixedBudget(20)
     held = record("abba")
     held[0].fate = Fate.HELD
     policy.learn(held, 0.0, None)
     choices = []
     for _ in range(2 * FixedBudget.RETRY_STEPS):
-        choices.append(policy.choose(0, 10, 10))
+        choices.append(policy.choose(0, 10, 20))
         step = record("abba")
         step[0].fate = {Choice.LEAVE: Fate.STAYED, Choice.KEEP: Fate.STAYED, Choice.SWAP: Fate.RELEASED}[choices[-1]]
         policy.learn(step, 0.0, None)
-    assert choices.count(Choice.LEAVE) == FixedBudget.RETRY_STEPS - 1
-    assert set(choices[FixedBudget.RETRY_STEPS - 1 :]) == {Choice.SWAP}
+    assert choices[: FixedBudget.RETRY_STEPS + 1] == [Choice.LEAVE] * FixedBudget.RETRY_STEPS + [Choice.SWAP]
+    # Worth its copy after all, and then within the budget.
+    assert set(choices[FixedBudget.RETRY_STEPS + 1 :]) == {Choice.KEEP}
 
 
-def test_what_is_still_held_is_tried_once_in_a_while():
-    policy = FixedBudget(0)
-    tried = 0
-    for _ in range(10 * FixedBudget.RETRY_STEPS):
+@pytest.mark.parametrize("budget", [0, 20])
+def test_what_is_still_held_is_tried_more_and_more_seldom(budget: int):
+    policy = FixedBudget(budget)
+    tried = []
+    for number in range(16 * FixedBudget.RETRY_STEPS):
         step = record("abba")
-        swapped = policy.choose(0, 10, 0) is Choice.SWAP
+        swapped = policy.choose(0, 10, budget) is Choice.SWAP
         step[0].fate = Fate.HELD if swapped else Fate.STAYED
-        tried += swapped
+        if swapped:
+            tried.append(number)
         policy.learn(step, 0.0, None)
-    assert 10 <= tried <= 11
+    waits = [later - earlier - 1 for earlier, later in itertools.pairwise(tried)]
+    assert waits == [FixedBudget.RETRY_STEPS * factor for factor in (1, 2, 4, 8)]
 
 
 def test_another_sequence_of_sizes_forgets_what_was_held():

@@ -103,7 +103,7 @@ def test_wandb_knows_what_ran_and_where(run_dir: Path):
     (wandb_run,) = wandb_runs(run_dir)
     recorded = summary_of(wandb_run)
     hardware = json.loads((run_dir / "hardware.json").read_text())
-    assert recorded["config"]["hardware"] == hardware
+    assert recorded["config"]["machine"] == hardware
     assert hardware["device"] == "cpu"
     assert recorded["config"]["choices"]["offload"] == "layer_stream"
     assert recorded["config"]["offload"]["slots"] == 3

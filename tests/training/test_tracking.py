@@ -73,7 +73,7 @@ def service():
 
 def full_record(step):
     values = {key: 1.5 * step + place / 7 for place, key in enumerate(METRIC_KEYS)}
-    return values | {"train/step": step}
+    return values | {"train/step": step, "train/skipped_steps": step // 10}
 
 
 def test_an_offline_run_reads_back_equal_to_metrics_jsonl(run_dir, tmp_path, caplog, capfd):

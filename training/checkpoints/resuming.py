@@ -96,7 +96,7 @@ def starting_point(config: DictConfig, run_dir: Path) -> Checkpoint | None:
     checkpoint = _newest_whole(run_dir) if config.resume == AUTO else _asked_for(home_expanded("resume", config.resume))
     if checkpoint is None:
         return None
-    if config.resume != AUTO and not _is_in(run_dir, checkpoint.folder):
+    if config.resume != AUTO and not is_in(run_dir, checkpoint.folder):
         _refuse_foreign(run_dir)
     key = f"resume={checkpoint.folder}"
     refuse_changes(config, checkpoint.config, checkpoint.folder, key)
@@ -105,8 +105,8 @@ def starting_point(config: DictConfig, run_dir: Path) -> Checkpoint | None:
     return checkpoint
 
 
-def _is_in(run_dir: Path, folder: Path) -> bool:
-    # The folder of the checkpoints may be a link to another disk.
+def is_in(run_dir: Path, folder: Path) -> bool:
+    """Whether the checkpoint `folder` is one of `run_dir`, whose folder of checkpoints may link to another disk."""
     homes = (run_dir.resolve(), (run_dir / CHECKPOINTS_FOLDER).resolve())
     return any(folder.resolve().is_relative_to(home) for home in homes)
 
