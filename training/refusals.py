@@ -61,7 +61,12 @@ def explain_refusal(error: Exception) -> str:
     where = text[: text.index("'", 4) + 1] + ": " if text.startswith("In '") else ""
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return where + unknown_key(cause.full_key, cause.parent_node or [])
-    return f"{where}{cause.full_key}: {cause.msg.partition(chr(10))[0]}"
+    message = cause.msg.partition("\n")[0]
+    if "is not Optional" in message:
+        return f"{where}{cause.full_key}=null: must have a value"
+    if "is not a ListConfig" in message:
+        return f"{where}{cause.full_key}={cause.value}: must be a list, such as [{cause.value}]"
+    return f"{where}{cause.full_key}: {message}"
 
 
 def _cause(error: BaseException) -> OmegaConfBaseException | None:
