@@ -15,6 +15,10 @@ from training.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+# Makes texts of all values, whatever tag they have, and calls nothing; in C in little time however deep they nest.
+_Loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+DEEPEST = 100
+
 # What decides where a run computes, what it shows and when it ends, but not what it computes.
 MAY_CHANGE = (
     "steps",
@@ -54,7 +58,7 @@ def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key:
 
     `key` is what the user gave, to begin the message with. Raises UserError listing what has changed and may not.
     """
-    was, now = _flat(saved), _flat(_parsed(config_text(config)))
+    was, now = _flat(saved), _flat(yaml.load(config_text(config), _Loader))
     changed = {
         name: (was.get(name, ABSENT), now.get(name, ABSENT))
         for name in sorted(was.keys() | now.keys())
@@ -85,10 +89,15 @@ def read_config(folder: Path) -> dict[str, Any]:
         if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:
             raise DamagedError(f"{path} is missing or too large")
         text = path.read_text()
-        # An alias that stands for many others would be a file of astronomical size.
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-            raise DamagedError(f"{path} has YAML aliases, which no configuration has")
-        values = _parsed(text)
+        depth = 0
+        for event in yaml.parse(text, _Loader):
+            # An alias that stands for many others would be a file of astronomical size.
+            if isinstance(event, yaml.AliasEvent):
+                raise DamagedError(f"{path} has YAML aliases, which no configuration has")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:
+                raise DamagedError(f"{path} is nested deeper than any configuration")
+        values = yaml.load(text, _Loader)
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -96,11 +105,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise DamagedError(f"{path} is no configuration")
     return values
-
-
-def _parsed(text: str) -> Any:
-    # This loader makes texts of all values, whatever tag they have, and calls nothing.
-    return yaml.load(text, yaml.BaseLoader)
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
