@@ -26,6 +26,19 @@ SMALL_MODEL = (
     "batch_size=4",
     "device=cpu",
 )
+# A run of six steps, in a second or two.
+TINY_RUN = (
+    "model.hidden_size=16",
+    "model.intermediate_size=32",
+    "model.num_hidden_layers=2",
+    "batch_size=4",
+    "seq_len=32",
+    "steps=6",
+    "log_every=2",
+    "warmup_steps=1",
+    "device=cpu",
+    "tracking=disabled",
+)
 CONF = Path(__file__).parents[2] / "conf"
 
 schema.register()

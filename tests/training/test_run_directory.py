@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from in_process import run_here
+from in_process import TINY_RUN, run_here
 
 from training.comparison.runs import read_run
 from training.errors import UserError
@@ -21,20 +21,7 @@ from training.run_files import RUN_FILES
 from training.run_lock import locked
 
 ROOT = Path(__file__).parents[2]
-TINY = (
-    "model.hidden_size=16",
-    "model.intermediate_size=32",
-    "model.num_hidden_layers=2",
-    "batch_size=4",
-    "seq_len=32",
-    "log_every=2",
-    "warmup_steps=1",
-    "device=cpu",
-    "dataset=synthetic",
-    "tracking=disabled",
-    "hardware=h200",
-    "steps=6",
-)
+TINY = (*TINY_RUN, "dataset=synthetic", "hardware=h200")
 
 
 def command(folder: Path, *overrides: str) -> list[str]:

@@ -9,23 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from in_process import run_here
+from in_process import TINY_RUN, run_here
 
 ROOT = Path(__file__).parents[3]
-TINY = (
-    "model.hidden_size=16",
-    "model.intermediate_size=32",
-    "model.num_hidden_layers=2",
-    "batch_size=4",
-    "seq_len=32",
-    "steps=6",
-    "log_every=2",
-    "warmup_steps=1",
-    "device=cpu",
-    "dataset.max_tokens=20000",
-    "checkpoint.every=3",
-    "tracking=disabled",
-)
+TINY = (*TINY_RUN, "dataset.max_tokens=20000", "checkpoint.every=3")
 
 
 @pytest.fixture(scope="session")
