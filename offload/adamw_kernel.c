@@ -87,7 +87,8 @@ static inline void finish_stores(void) {
             float eps, float step_size) {                                                                             \
     int64_t blocks = (count + BLOCK - 1) / BLOCK;                                                                     \
     float towards = lerp < 0.5f ? lerp : lerp - 1.0f;                                                                 \
-    _Pragma("omp parallel for num_threads(threads) schedule(dynamic)") for (int64_t b = 0; b < blocks; b++) {         \
+    _Pragma("omp parallel for num_threads(threads) schedule(dynamic) if (blocks > 1)")                                \
+    for (int64_t b = 0; b < blocks; b++) {                                                                            \
       int64_t start = b * BLOCK;                                                                                      \
       int64_t length = count - start < BLOCK ? count - start : BLOCK;                                                 \
       int64_t whole = length - length % TILE;                                                                         \

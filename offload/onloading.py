@@ -169,11 +169,12 @@ class Onloader:
             unit = self._units[index]
             if unit in self._slot_of:
                 continue
-            if self._is_pending(unit):
-                # The host goes on to queue what compute can do in the meantime.
-                return
             slot = self._spare() or self._evict_later_than(unit)
             if slot is None:
+                return
+            if self._is_pending(unit):
+                # The host goes on to queue what compute can do in the meantime. The slot is given up before that, or
+                # the copy would have to wait for it.
                 return
             self._fill(unit, slot)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -57,7 +58,8 @@ class UnitUpdates:
         self._streams = streams
         self._first_use = first_use
         self._jobs: dict[OffloadUnit, list[_Job]] = {}
-        self._queue: list[_Job] = []
+        self._coming: deque[_Job] = deque()
+        self._landed: list[_Job] = []
         self._changed = threading.Condition()
         self._closed = False
         self._error: BaseException | None = None
@@ -85,7 +87,7 @@ class UnitUpdates:
         with self._changed:
             self._raise_error()
             self._jobs.setdefault(unit, []).append(job)
-            self._queue.append(job)
+            self._coming.append(job)
             self._changed.notify_all()
 
     def is_pending(self, unit: OffloadUnit) -> bool:
@@ -154,12 +156,16 @@ class UnitUpdates:
     def _next(self) -> _Job | None:
         """The next job, None when there will be none: of those that have landed, the one needed first."""
         with self._changed:
-            while not self._queue:
+            while not self._coming and not self._landed:
                 if self._closed:
                     return None
                 self._changed.wait()
-            landed = [job for job in self._queue if job.has_landed()]
-            return min(landed, key=lambda job: job.first_use) if landed else self._queue[0]
+            # They land as they came: none behind one that has not is asked, which takes its time with a hundred.
+            while self._coming and self._coming[0].has_landed():
+                self._landed.append(self._coming.popleft())
+            if not self._landed:
+                self._landed.append(self._coming.popleft())
+            return min(self._landed, key=lambda job: job.first_use)
 
     def _update(self, job: _Job) -> None:
         streams = self._streams
@@ -177,13 +183,14 @@ class UnitUpdates:
 
     def _end(self, job: _Job) -> None:
         with self._changed:
-            self._queue.remove(job)
+            self._landed.remove(job)
         job.done.set()
 
     def _fail(self, error: BaseException) -> None:
         # The error first: who is woken looks for it.
         with self._changed:
             self._error = error
-            for job in self._queue:
+            for job in itertools.chain(self._coming, self._landed):
                 job.done.set()
-            self._queue.clear()
+            self._coming.clear()
+            self._landed.clear()

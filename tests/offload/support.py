@@ -77,8 +77,10 @@ def attached(mode, model: nn.Module, device: str = "cpu") -> Iterator[None]:
     streams = registry.acquire(device)
     try:
         mode.attach(model, streams)
-        yield
-        mode.detach()
+        try:
+            yield
+        finally:
+            mode.detach()
     finally:
         registry.release(streams)
 

@@ -11,6 +11,7 @@ from late import ON_A_GPU
 from support import Stack, attached, stack_inputs
 from updates_support import host_adamw, make_small, one_step
 
+from offload.host_pool import IDLE_STEPS
 from offload.memory import HostArena
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
@@ -19,11 +20,13 @@ from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.recompute import recompute
+from offload.swap_policy import AutomaticBudget
 
 STEPS = 200
 CYCLES = 20
-# Pools, plans and budgets have found their sizes by then.
-WARM_UP = 15
+# Every trial of an automatic budget is over by then, those that wait for memory too, and the pool has given up what
+# they left idle.
+WARM_UP = AutomaticBudget.TRIALS * (AutomaticBudget.PATIENCE + 1) + IDLE_STEPS + 2
 # Less than a weight of the model a step: those are 32 KiB.
 TOLERANCE_BYTES = 4 * 2**20
 

@@ -353,6 +353,16 @@ def test_of_the_units_that_have_landed_the_one_needed_first_is_updated_first(mon
     assert order[1:] == sorted(order[1:])
 
 
+def test_gradients_behind_one_that_is_on_its_way_are_not_asked_for(monkeypatch: pytest.MonkeyPatch):
+    """Each question takes time, and there may be hundreds of gradients."""
+    asked = []
+    monkeypatch.setattr(CheckedEvent, "query", lambda event: asked.append(event) or len(asked) > 3)
+    assert len(order_of_updates(monkeypatch)) == 6
+    # Three times in vain, and once for each gradient of two steps.
+    parameters = len(list(Stack().blocks[0].parameters()))
+    assert len(asked) <= 3 + 2 * 6 * parameters
+
+
 def test_where_no_unit_has_landed_the_first_to_come_is_waited_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(CheckedEvent, "query", lambda event: False)
     assert order_of_updates(monkeypatch) == [5, 4, 3, 2, 1, 0]
