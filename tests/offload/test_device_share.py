@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import Stack, assert_same, attached, stack_inputs
 from torch import nn
-from updates_support import EARLY, MODES, Mixed, host_adamw, made, make_small, one_step, train
+from updates_support import EARLY, MODES, Mixed, host_adamw, made, make_small, one_step, train, updating
 
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
@@ -36,9 +36,7 @@ def test_equals_resident(mode: str, share: int, early: bool):
 @EARLY
 def test_the_host_updates_nothing_whose_states_are_on_the_device(early: bool):
     model, mode = made(Stack), LayerStream(embedding="stream")
-    with attached(mode, model):
-        optimizer = host_adamw(model)
-        mode.overlap(optimizer, early, device_share=10**9)
+    with updating(mode, model, early, device_share=10**9) as optimizer:
         for step in range(3):
             one_step(model, mode, step, microbatches=2)
             optimizer.step()
@@ -57,9 +55,7 @@ def test_equals_resident_with_frozen_tied_and_skipped_parameters(early: bool):
 
 def test_the_first_units_that_fit_are_chosen_and_only_their_states_move():
     model, mode = made(Stack), LayerStream()
-    with attached(mode, model):
-        optimizer = host_adamw(model)
-        mode.overlap(optimizer, early=False, device_share=SHARE)
+    with updating(mode, model, early=False, device_share=SHARE) as optimizer:
         optimizer.allocate()
         masters = [name for name, p in model.named_parameters() if "master" in optimizer.state[p]]
     assert masters == [f"blocks.{index}.{name}" for index in (0, 1) for name, _ in model.blocks[0].named_parameters()]
@@ -68,9 +64,7 @@ def test_the_first_units_that_fit_are_chosen_and_only_their_states_move():
 def test_what_is_left_out_or_left_over_does_not_reach_the_next_step():
     """A step that is skipped, then gradients that the caller sets himself."""
     expected, model, mode = made(Stack), made(Stack), LayerStream()
-    with attached(mode, model):
-        optimizer = host_adamw(model)
-        mode.overlap(optimizer, early=False, device_share=10**9)
+    with updating(mode, model, early=False, device_share=10**9) as optimizer:
         one_step(model, mode)
         optimizer.skip()
         optimizer.zero_grad()
@@ -181,9 +175,7 @@ def test_float32_weights_that_are_written_between_steps_are_the_truth(mode: str)
 def test_states_that_there_are_move_between_steps():
     def run(moves: bool) -> list[torch.Tensor]:
         model, mode = made(Stack), LayerStream()
-        with attached(mode, model):
-            optimizer = host_adamw(model)
-            mode.overlap(optimizer, early=False)
+        with updating(mode, model, early=False) as optimizer:
             for step, share in enumerate((0, SHARE, 10**9, 0)):
                 if moves:
                     mode.place_states(share)
@@ -198,9 +190,7 @@ def test_states_that_there_are_move_between_steps():
 
 def test_evaluation_sees_the_updated_weights():
     model, mode = made(Stack), LayerStream()
-    with attached(mode, model), torch.no_grad():
-        optimizer = host_adamw(model)
-        mode.overlap(optimizer, early=False, device_share=10**9)
+    with updating(mode, model, early=False, device_share=10**9) as optimizer, torch.no_grad():
         before = model(stack_inputs(0, 0))
         with torch.enable_grad():
             one_step(model, mode)

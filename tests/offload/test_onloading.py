@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 
 import pytest
-from support import Stack, attached, stack_inputs
-from updates_support import host_adamw, made, make_small, one_step
+from support import Stack, stack_inputs
+from updates_support import made, make_small, one_step, updating
 
 from offload import registry
 from offload.modes.layer_stream import LayerStream
@@ -25,10 +25,8 @@ def test_a_unit_comes_in_while_the_one_before_computes(slots: int, pending: bool
         waited_for.append(transfer.streams.h2d.clock.get("compute", 0))
         copy_in(transfer, *operands, **options)
 
-    with attached(mode, model):
+    with updating(mode, model, early=False) as optimizer:
         streams = registry.acquire("cpu")
-        optimizer = host_adamw(model)
-        mode.overlap(optimizer, early=False)
         one_step(model, mode)
         optimizer.step()
         optimizer.finish()

@@ -25,6 +25,7 @@ from updates_support import (
     one_step,
     sleepy,
     train,
+    updating,
 )
 
 from offload.host_optimizer import HostAdamW
@@ -172,9 +173,7 @@ def test_a_weight_that_backward_needs_after_its_gradient(mode: str, recompute: s
 
 def test_evaluation_between_steps_needs_weights_after_their_gradients():
     model, mode = made(Stack), LayerStream(slots=2)
-    with attached(mode, model):
-        optimizer = host_adamw(model)
-        mode.overlap(optimizer, early=True)
+    with updating(mode, model, early=True) as optimizer:
         for step in range(3):
             one_step(model, mode, step)
             optimizer.step()
@@ -187,9 +186,7 @@ def test_a_step_before_the_last_one_has_ended_is_refused_where_its_updates_have_
     """Their gradients are taken, so what a second step added to them would be lost without a word."""
 
     model, mode = made(Stack), LayerStream(slots=2)
-    with attached(mode, model):
-        optimizer = host_adamw(model)
-        mode.overlap(optimizer, early=True)
+    with updating(mode, model, early=True) as optimizer:
         for step in range(2):
             one_step(model, mode, step)
             optimizer.step()
@@ -231,9 +228,7 @@ def test_a_gradient_after_the_last_is_refused(monkeypatch: pytest.MonkeyPatch):
     model, mode = made(functools.partial(Stack, recompute="reentrant")), LayerStream(slots=2)
     gate = held_up(monkeypatch)
     gate.set()
-    with attached(mode, model):
-        optimizer = host_adamw(model)
-        mode.overlap(optimizer, early=True)
+    with updating(mode, model, early=True) as optimizer:
         one_step(model, mode)
         optimizer.step()
         optimizer.finish()
@@ -253,9 +248,7 @@ def test_steps_of_changing_shape(early: bool, monkeypatch: pytest.MonkeyPatch):
     sleepy(monkeypatch, 0.002)
 
     def run(mode, model: nn.Module) -> list[torch.Tensor]:
-        with attached(mode, model):
-            optimizer = host_adamw(model)
-            mode.overlap(optimizer, early)
+        with updating(mode, model, early) as optimizer:
             for step, microbatches in enumerate((2, 1, 3, 1, 1, 2)):
                 one_step(model, mode, step, microbatches)
                 optimizer.step()
@@ -292,9 +285,7 @@ def test_a_weight_is_updated_while_backward_is_still_in_its_unit(mode: str, monk
         if output.requires_grad:
             output.register_hook(lambda _: updates_of_down.append(int(optimizer.state[block.down.weight]["step"])))
 
-    with attached(mode, model):
-        optimizer = host_adamw(model)
-        mode.overlap(optimizer, early=True)
+    with updating(mode, model, early=True) as optimizer:
         optimizer.allocate()
         block.up.register_forward_hook(watch)
         for step in range(3):
@@ -307,9 +298,7 @@ def test_a_weight_is_updated_while_backward_is_still_in_its_unit(mode: str, monk
 
 def test_a_skipped_step_changes_no_weight_and_no_state():
     def run(mode, model: nn.Module) -> list[torch.Tensor]:
-        with attached(mode, model):
-            optimizer = host_adamw(model)
-            mode.overlap(optimizer, early=False)
+        with updating(mode, model, early=False) as optimizer:
             for step in range(4):
                 before = [p.detach().clone() for p in model.parameters()]
                 one_step(model, mode, step, microbatches=2)

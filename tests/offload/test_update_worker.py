@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import Stack, assert_same, attached, stack_inputs, twin
+from support import Stack, assert_same, stack_inputs, twin
 from torch import nn
 from updates_support import (
     EARLY,
@@ -24,7 +24,6 @@ from updates_support import (
     WORKER,
     eager,
     held_up,
-    host_adamw,
     made,
     make_small,
     no_worker_lives,
@@ -32,6 +31,7 @@ from updates_support import (
     sleepy,
     states_of,
     train,
+    updating,
 )
 
 from offload.host_optimizer import HostAdamW
@@ -117,9 +117,7 @@ def test_an_irregular_worker_changes_no_number(mode: str, early: bool, monkeypat
 def test_the_host_goes_on_while_the_worker_updates(mode: str, monkeypatch: pytest.MonkeyPatch):
     gate = held_up(monkeypatch)
     model, mode = made(Stack), MODES[mode]()
-    with attached(mode, model):
-        optimizer = host_adamw(model)
-        mode.overlap(optimizer, early=False)
+    with updating(mode, model, early=False) as optimizer:
         one_step(model, mode)
         before = model.blocks[0].up.weight.detach().clone()
         optimizer.step()
@@ -138,9 +136,7 @@ def test_the_host_goes_on_while_the_worker_updates(mode: str, monkeypatch: pytes
 
 def test_early_updates_begin_in_backward():
     model, mode = made(Stack), LayerStream(slots=2)
-    with attached(mode, model):
-        optimizer = host_adamw(model)
-        mode.overlap(optimizer, early=True)
+    with updating(mode, model, early=True) as optimizer:
         for step in range(2):
             optimizer.zero_grad()
             one_step(model, mode, step, microbatches=3)
@@ -193,9 +189,7 @@ WAITS = {
 def test_an_error_of_the_worker_is_raised_by_the_next_wait(at: int, wait: str, mode: str, monkeypatch):
     failing(monkeypatch, at)
     model, mode = made(functools.partial(Stack, depth=8)), MODES[mode]()
-    with attached(mode, model):
-        optimizer = host_adamw(model)
-        mode.overlap(optimizer, early=False)
+    with updating(mode, model, early=False) as optimizer:
         with pytest.raises(WorkerError, match="no more") as caught:
             steps_until(WAITS[wait], model, mode, optimizer)
         frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
@@ -220,11 +214,8 @@ def test_an_error_of_the_worker_between_updates_is_raised_too(call: str, monkeyp
 
     monkeypatch.setattr(CheckedEvent, call, broken)
     model, mode = made(Stack), LayerStream(slots=2)
-    with attached(mode, model):
-        optimizer = host_adamw(model)
-        mode.overlap(optimizer, early=False)
-        with pytest.raises(WorkerError, match="illegal memory access"):
-            steps_until(WAITS["finish"], model, mode, optimizer)
+    with updating(mode, model, early=False) as optimizer, pytest.raises(WorkerError, match="illegal memory access"):
+        steps_until(WAITS["finish"], model, mode, optimizer)
     assert no_worker_lives()
 
 
@@ -232,9 +223,7 @@ def test_an_error_in_backward_ends_the_step(monkeypatch: pytest.MonkeyPatch):
     failing(monkeypatch, at=6)
     eager(monkeypatch)
     model, mode = made(Stack), LayerStream(slots=2)
-    with attached(mode, model):
-        optimizer = host_adamw(model)
-        mode.overlap(optimizer, early=True)
+    with updating(mode, model, early=True) as optimizer:
         one_step(model, mode)
         optimizer.step()
         optimizer.zero_grad()
@@ -258,9 +247,7 @@ def test_an_error_at_the_end_of_a_step_does_not_keep_detach_from_its_work(monkey
             while not no_worker_lives() and time.monotonic() < deadline:
                 time.sleep(0.001)
 
-    with attached(mode, model):
-        optimizer = host_adamw(model)
-        mode.overlap(optimizer, early=True)
+    with updating(mode, model, early=True) as optimizer:
         one_step(model, mode)
         optimizer.step()
         gate.set()
@@ -276,9 +263,7 @@ def test_an_error_at_the_end_of_a_step_does_not_keep_detach_from_its_work(monkey
 def test_detach_ends_the_worker_after_the_updates_that_were_offered(monkeypatch: pytest.MonkeyPatch):
     sleepy(monkeypatch, 0.02)
     model, mode = made(Stack), LayerStream()
-    with attached(mode, model):
-        optimizer = host_adamw(model)
-        mode.overlap(optimizer, early=False)
+    with updating(mode, model, early=False) as optimizer:
         assert no_worker_lives()
         one_step(model, mode)
         before = copy.deepcopy(model.blocks.state_dict())
@@ -332,9 +317,7 @@ def order_of_updates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The blocks as updated in a step of early updates, of which the first is held up until all have landed."""
     model, mode = made(functools.partial(Stack, depth=6)), LayerStream(slots=2)
     gate, order = held_up(monkeypatch), note_order(monkeypatch, model)
-    with attached(mode, model):
-        optimizer = host_adamw(model)
-        mode.overlap(optimizer, early=True)
+    with updating(mode, model, early=True) as optimizer:
         for step in range(2):
             gate.clear()
             order.clear()
@@ -382,9 +365,7 @@ def test_updates_that_step_starts_are_in_the_order_of_the_next_forward(monkeypat
     order = note_order(monkeypatch, model)
     # None is known to have landed, so that the worker cannot but take them as they come.
     monkeypatch.setattr(CheckedEvent, "query", lambda event: False)
-    with attached(mode, model):
-        optimizer = host_adamw(model)
-        mode.overlap(optimizer, early=False)
+    with updating(mode, model, early=False) as optimizer:
         one_step(model, mode)
         optimizer.step()
         optimizer.finish()

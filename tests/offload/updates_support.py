@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -65,6 +66,15 @@ class Mixed(Stack):
 def host_adamw(model: nn.Module, **options) -> HostAdamW:
     options = {"threads": 1, "compile": "off", "decay_norms_and_biases": False} | options
     return HostAdamW(model.parameters(), **SETTINGS, **options)
+
+
+@contextmanager
+def updating(mode, model: nn.Module, early: bool, device_share: int = 0) -> Iterator[HostAdamW]:
+    """`model` under `mode` for the length of the block, and the optimizer that updates it beside the device."""
+    with attached(mode, model):
+        optimizer = host_adamw(model)
+        mode.overlap(optimizer, early, device_share)
+        yield optimizer
 
 
 def one_step(model: nn.Module, mode, step: int = 0, microbatches: int = 1, inputs=stack_inputs, norms: bool = False):

@@ -331,7 +331,7 @@ def test_an_interrupted_sweep_waits_until_its_job_is_saved(tmp_path):
     done = Sweep(process, tmp_path / "sweep")
     assert done.exit_status == 130
     assert done.summary(0) == {"status": "stopped", "reason": "SIGTERM"}
-    assert "waiting for job 0 to finish its step and save; a second signal kills it" in done.stdout.splitlines()
+    assert "waiting for job 0 to finish its step and save; a second signal kills it" in done.stdout
 
 
 def test_the_second_request_kills_the_job_and_the_sweep_says_that_it_did(tmp_path):
