@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from hydra.errors import InstantiationException
-from in_process import SMALL_MODEL, run_here
+from in_process import SMALL_MODEL, command_here, run_here
 
 from models.initialise import initialise
 from models.llama import Llama
@@ -29,7 +29,7 @@ SMALL = (
     "steps=6",
     "log_every=2",
     "warmup_steps=1",
-    "dataset.max_tokens=100000",
+    "dataset=synthetic",
 )
 # For runs in this process.
 QUIET = (*SMALL, "tracking=disabled")
@@ -211,7 +211,7 @@ def test_weights_saved_by_name_load_into_any_mode(tmp_path: Path):
 )
 def test_a_mistake_is_one_line_that_the_user_can_mend(tmp_path: Path, overrides: tuple[str, ...], message: str):
     with pytest.raises((UserError, InstantiationException)) as raised:
-        run_here(tmp_path / "run", *QUIET, *overrides)
+        run_here(tmp_path / "run", *QUIET, "dataset=stdlib", "dataset.max_tokens=100000", *overrides)
     status, reason, mendable = explain(raised.value)
     assert re.search(message, reason), reason
     assert "\n" not in reason
@@ -227,7 +227,8 @@ def test_a_mistake_is_one_line_that_the_user_can_mend(tmp_path: Path, overrides:
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, overrides: tuple[str, ...], message: str):
-    result = run(tmp_path, *SMALL, *overrides, status=1)
+    result = command_here(*QUIET, *overrides, f"hydra.run.dir={tmp_path}")
+    assert result.returncode == 1
     assert re.search(message, result.stderr), result.stderr
     assert "Traceback" not in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
@@ -241,7 +242,8 @@ def test_an_absent_gpu_is_one_line(tmp_path: Path):
 
 
 def test_a_sweep_keeps_modes_apart_and_goes_on_after_a_failure(tmp_path: Path):
-    result = run(tmp_path, "-m", *SMALL, "offload=none,bounce_linear", "model.vocab_size=320,100", "steps=2", status=1)
+    grid = ("offload=none,bounce_linear", "model.vocab_size=320,100", "dataset=stdlib", "dataset.max_tokens=20000")
+    result = run(tmp_path, "-m", *SMALL, *grid, "steps=2", status=1)
     assert [summary(tmp_path / str(job))["status"] for job in range(4)] == ["ok", "failed", "ok", "failed"]
     assert "smaller than the tokenizer" in " ".join(result.stdout.split())
     assert curve(tmp_path / "0") == curve(tmp_path / "2")

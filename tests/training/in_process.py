@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import runpy
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
+import hydra._internal.utils
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
@@ -25,6 +31,8 @@ SMALL_MODEL = (
     "model.num_hidden_layers=2",
     "batch_size=4",
     "device=cpu",
+    # Not measured anew by each run.
+    "hardware=h200",
 )
 # A run of six steps, in a second or two.
 TINY_RUN = (
@@ -37,9 +45,11 @@ TINY_RUN = (
     "log_every=2",
     "warmup_steps=1",
     "device=cpu",
+    "hardware=h200",
     "tracking=disabled",
 )
-CONF = Path(__file__).parents[2] / "conf"
+ROOT = Path(__file__).parents[2]
+CONF = ROOT / "conf"
 
 schema.register()
 launcher.register()
@@ -76,3 +86,37 @@ def run_here(folder: Path, *overrides: str) -> dict:
         check(config)
         with build(config, folder) as job:
             return train(job)
+
+
+@contextmanager
+def hydra_as_before() -> Iterator[None]:
+    """What Hydra, and `refusals.run`, change in a process that is theirs."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hydra._internal.utils, "run_and_report", hydra._internal.utils.run_and_report)
+        patch.setattr(HydraConfig.instance(), "cfg", None)
+        try:
+            yield
+        finally:
+            for handler in set(root.handlers) - set(handlers):
+                handler.close()
+            root.handlers[:] = handlers
+            root.setLevel(level)
+
+
+def command_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python train.py ARGUMENTS`: what it prints, and its exit status.
+
+    Not for a sweep, which starts processes like its own.
+    """
+    output, errors, status = StringIO(), StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, signals_as_before(), hydra_as_before():
+        patch.setattr(sys, "argv", ["train.py", *arguments])
+        patch.chdir(ROOT)
+        with redirect_stdout(output), redirect_stderr(errors):
+            try:
+                runpy.run_path("train.py", run_name="__main__")
+            except SystemExit as end:
+                status = end.code or 0
+    return subprocess.CompletedProcess(["train.py", *arguments], status, output.getvalue(), errors.getvalue())

@@ -4,9 +4,6 @@ Values of every kind are put in the place of every key. In this process, because
 few go through train.py.
 """
 
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -14,15 +11,13 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from in_process import CONF, command_here
 from omegaconf import DictConfig, OmegaConf
 
-from training import launcher, schema
 from training.checks import check
 from training.errors import UserError
 from training.refusals import explain_refusal, is_refusal
 
-ROOT = Path(__file__).parents[2]
-CONF = ROOT / "conf"
 PROFILE = settings(
     derandomize=True, max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
@@ -47,9 +42,6 @@ NEVER = (
 )
 NUMBERS = ("nan", "inf", "-inf", "-1", "1e400", "1000000000000000000000000000000")
 ODD = ("''", "abc", "1.5", "true", "null", "[]", "[1,2]", "-5GiB", "nanGiB", "101%", "../..", "???", "${oc.env:NOPE}")
-
-schema.register()
-launcher.register()
 
 
 @cache
@@ -218,14 +210,7 @@ def test_overlays_of_others(text: str, tmp_path: Path):
     ],
 )
 def test_on_the_command_line(tmp_path: Path, overrides: tuple[str, ...], line: str):
-    process = subprocess.run(
-        [sys.executable, "train.py", *overrides, "tracking.mode=disabled", f"hydra.run.dir={tmp_path}"],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    process = command_here(*overrides, "tracking.mode=disabled", f"hydra.run.dir={tmp_path}")
     assert process.returncode == 1
     assert process.stderr.startswith(line)
     assert process.stderr.count("\n") == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -12,28 +11,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from in_process import composed
+from in_process import ROOT, command_here, composed
 
 from models.llama import Llama
-from training import launcher, planning, schema
+from training import planning
 from training.checks import check
 from training.errors import UserError
 from training.figures import figures_of
 from training.planning import plan_run
 from training.run_plan import RunPlan
 
-ROOT = Path(__file__).parents[2]
 GIB = 2**30
-
-schema.register()
-launcher.register()
 
 
 def run(folder: Path, *overrides: str, status: int = 0) -> str:
-    where = "hydra.sweep.dir" if "-m" in overrides else "hydra.run.dir"
-    command = [sys.executable, "train.py", *overrides, f"{where}={folder}"]
-    environment = {**os.environ, "WANDB_MODE": "disabled", "XDG_CACHE_HOME": str(folder)}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "disabled")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        result = command_here(*overrides, f"hydra.run.dir={folder}")
     assert result.returncode == status, result.stdout + result.stderr
     return result.stdout + result.stderr
 
@@ -81,7 +76,9 @@ def test_a_model_of_any_size_in_seconds_and_without_memory(tmp_path: Path):
 
 
 def test_a_sweep_of_plans(tmp_path: Path):
-    output = run(tmp_path, "-m", "plan=true", "hardware=rtx4090,a100", "offload=layer_stream", "seq_len=64")
+    overrides = ["plan=true", "hardware=rtx4090,a100", "offload=layer_stream", "seq_len=64"]
+    command = [sys.executable, "train.py", "-m", *overrides, f"hydra.sweep.dir={tmp_path}"]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300).stdout
     bus = [read(tmp_path / job, "plan.json")["hardware"]["name"] for job in "01"]
     assert bus == ["RTX 4090", "A100 80GB"]
     assert output.count("predicted step") == 2

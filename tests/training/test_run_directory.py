@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from in_process import TINY_RUN, run_here
+from in_process import ROOT, TINY_RUN, command_here, run_here
 
 from training.comparison.runs import read_run
 from training.errors import UserError
@@ -20,17 +20,12 @@ from training.run_directory import holds_figures
 from training.run_files import RUN_FILES
 from training.run_lock import locked
 
-ROOT = Path(__file__).parents[2]
-TINY = (*TINY_RUN, "dataset=synthetic", "hardware=h200")
-
-
-def command(folder: Path, *overrides: str) -> list[str]:
-    return [sys.executable, "train.py", *TINY, *overrides, f"hydra.run.dir={folder}"]
+TINY = (*TINY_RUN, "dataset=synthetic")
 
 
 def train(folder: Path, *overrides: str, status: int = 0) -> str:
     """`python train.py` with its files in `folder`; returns the one line that it says where it fails."""
-    result = subprocess.run(command(folder, *overrides), cwd=ROOT, capture_output=True, text=True, timeout=120)
+    result = command_here(*TINY, *overrides, f"hydra.run.dir={folder}")
     assert result.returncode == status, result.stdout + result.stderr
     assert not status or result.stderr.count("\n") == 1, result.stderr
     return result.stderr
@@ -115,7 +110,7 @@ def test_a_second_run_leaves_the_files_of_the_first_alone(tmp_path: Path):
     written = ("config.yaml", "choices.yaml", "plan.json", "hardware.json", "train.log")
     metrics = tmp_path / "metrics.jsonl"
     with open(tmp_path / "output", "w") as output:
-        endless = command(tmp_path, "steps=1000000", "log_every=1")
+        endless = [sys.executable, "train.py", *TINY, "steps=1000000", "log_every=1", f"hydra.run.dir={tmp_path}"]
         first = subprocess.Popen(endless, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + 120

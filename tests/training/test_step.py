@@ -5,31 +5,18 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from in_process import TINY_RUN, command_here
 from torch import Tensor, nn
 
 from offload.modes.none import Resident
 from training.step import clip_scale, forward_backward, gradient_norm, microbatch_seed
 
-ROOT = Path(__file__).parents[2]
-SMALL = (
-    "model.hidden_size=32",
-    "model.intermediate_size=64",
-    "model.num_hidden_layers=2",
-    "batch_size=2",
-    "seq_len=32",
-    "steps=4",
-    "log_every=1",
-    "warmup_steps=1",
-    "device=cpu",
-    "dataset.max_tokens=100000",
-)
+SMALL = (*TINY_RUN, "steps=4", "log_every=1", "dataset=synthetic")
 
 
 class Bigram(nn.Module):
@@ -134,14 +121,7 @@ def test_what_is_small_enough_is_not_scaled():
 
 
 def run(folder: Path, *overrides: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(
-        [sys.executable, "train.py", *SMALL, *overrides, f"hydra.run.dir={folder}"],
-        cwd=ROOT,
-        env={**os.environ, "WANDB_MODE": "disabled"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    result = command_here(*SMALL, *overrides, f"hydra.run.dir={folder}")
     assert result.returncode == status, result.stdout + result.stderr
     return result
 
