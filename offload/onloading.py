@@ -173,8 +173,8 @@ class Onloader:
             if slot is None:
                 return
             if self._is_pending(unit):
-                # The host goes on to queue what compute can do in the meantime. The slot is given up before that, or
-                # the copy would have to wait for it.
+                # The host goes on to queue what compute can do in the meantime. The slot was given up before that:
+                # given up later, it would be free only behind that work.
                 return
             self._fill(unit, slot)
 

@@ -160,7 +160,8 @@ class UnitUpdates:
                 if self._closed:
                     return None
                 self._changed.wait()
-            # They land as they came: none behind one that has not is asked, which takes its time with a hundred.
+            # They land in the order of their offers. To ask each of a hundred takes a while, so none is asked behind
+            # one that has not.
             while self._coming and self._coming[0].has_landed():
                 self._landed.append(self._coming.popleft())
             if not self._landed:
