@@ -17,6 +17,8 @@ LINE_WEIGHT = 0.5
 POINT_WEIGHT = 4.0
 # What is cut off cannot be read at all.
 OUTSIDE_WEIGHT = 4.0
+# What is nearer to another point, and not tied to its own, is read as that one's.
+MISTAKEN_WEIGHT = 0.5
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ def place(
                 + sum(part.overlap(other) for part in (box, *tie) for other in placed.values())
                 + sum(part.overlap(other) for part in (box, *tie) for other in drawn) * LINE_WEIGHT
                 + (box.area - box.overlap(frame)) * OUTSIDE_WEIGHT
+                + (box.area if not tie and _is_nearer_to_another(points, i, box) else 0.0) * MISTAKEN_WEIGHT
             )
             if covered < least:
                 best, least, best_tie = box, covered, tie
@@ -93,6 +96,11 @@ def _places(point: Point, size: Point, scale: float) -> Iterator[Box]:
             left = x + across * distance * scale + (across - 1) * width / 2
             bottom = y + up * distance * scale + (up - 1) * height / 2
             yield Box(left, bottom, left + width, bottom + height)
+
+
+def _is_nearer_to_another(points: Sequence[Point], index: int, box: Box) -> bool:
+    distances = [math.dist(point, box.nearest(point)) for point in points]
+    return distances[index] > min(distances)
 
 
 def _crowding(points: Sequence[Point], index: int) -> float:

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from training.comparison.figures import FIGURES, draw
-from training.comparison.labels import Box, place
+from training.comparison.labels import Box, is_far, place
 from training.comparison.loss_figure import alike, loss_figure, spread
 from training.comparison.memory_figure import memory_figure
 from training.comparison.rows import build_rows
@@ -161,6 +161,14 @@ def test_labels_cover_neither_points_nor_each_other(seed: int):
     assert all(box.overlap(frame) == pytest.approx(box.area) for box in boxes)
     assert all(one.overlap(other) == 0 for one, other in itertools.combinations(boxes, 2))
     assert all(box.overlap(Box(x - 5, y - 5, x + 5, y + 5)) == 0 for box in boxes for x, y in points)
+
+
+def test_a_label_that_is_nearer_to_another_point_is_tied_to_its_own():
+    points = [(214.0, 100.0), (200.0, 100.0)]
+    boxes = place(points, [(90, 24)] * 2, Box(0, 0, 230, 200), marker=5)
+    for point, other, box in zip(points, reversed(points), boxes, strict=True):
+        is_own = math.dist(point, box.nearest(point)) < math.dist(other, box.nearest(other))
+        assert is_own or is_far(point, box)
 
 
 def test_labels_avoid_lines():
