@@ -31,6 +31,8 @@ SMALL = (
     "warmup_steps=1",
     "dataset=synthetic",
 )
+# Read from files, for what may depend on how that is done.
+STDLIB = ("dataset=stdlib", "dataset.max_tokens=100000")
 # For runs in this process.
 QUIET = (*SMALL, "tracking=disabled")
 # Every mode there is, with what makes it move something of a model as small as this.
@@ -143,9 +145,9 @@ def test_states_that_fill_the_spare_device_memory_train_alike(tmp_path: Path):
 
 
 def test_a_run_is_a_function_of_its_seed(tmp_path: Path):
-    run(tmp_path / "elsewhere", *SMALL, "seed=3", PYTHONHASHSEED="9")
-    run_here(tmp_path / "here", *QUIET, "seed=3")
-    run_here(tmp_path / "other", *QUIET, "seed=4")
+    run(tmp_path / "elsewhere", *SMALL, *STDLIB, "seed=3", PYTHONHASHSEED="9")
+    run_here(tmp_path / "here", *QUIET, *STDLIB, "seed=3")
+    run_here(tmp_path / "other", *QUIET, *STDLIB, "seed=4")
     assert curve(tmp_path / "elsewhere") == curve(tmp_path / "here") != curve(tmp_path / "other")
 
 
@@ -154,7 +156,7 @@ def test_a_run_writes_to_its_directory_only(tmp_path: Path):
     home.mkdir()
     before = set(ROOT.iterdir())
     scrubbed = dict.fromkeys(("WANDB_API_KEY", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HF_HOME"), "")
-    run(folder, *SMALL, HOME=str(home), WANDB_MODE="offline", **scrubbed)
+    run(folder, *SMALL, *STDLIB, HOME=str(home), WANDB_MODE="offline", **scrubbed)
     assert not list(home.rglob("*"))
     assert set(ROOT.iterdir()) == before
     names = {path.name for path in folder.iterdir()}
@@ -211,7 +213,7 @@ def test_weights_saved_by_name_load_into_any_mode(tmp_path: Path):
 )
 def test_a_mistake_is_one_line_that_the_user_can_mend(tmp_path: Path, overrides: tuple[str, ...], message: str):
     with pytest.raises((UserError, InstantiationException)) as raised:
-        run_here(tmp_path / "run", *QUIET, "dataset=stdlib", "dataset.max_tokens=100000", *overrides)
+        run_here(tmp_path / "run", *QUIET, *STDLIB, *overrides)
     status, reason, mendable = explain(raised.value)
     assert re.search(message, reason), reason
     assert "\n" not in reason
@@ -242,8 +244,8 @@ def test_an_absent_gpu_is_one_line(tmp_path: Path):
 
 
 def test_a_sweep_keeps_modes_apart_and_goes_on_after_a_failure(tmp_path: Path):
-    grid = ("offload=none,bounce_linear", "model.vocab_size=320,100", "dataset=stdlib", "dataset.max_tokens=20000")
-    result = run(tmp_path, "-m", *SMALL, *grid, "steps=2", status=1)
+    grid = ("offload=none,bounce_linear", "model.vocab_size=320,100")
+    result = run(tmp_path, "-m", *SMALL, *STDLIB, *grid, "steps=2", status=1)
     assert [summary(tmp_path / str(job))["status"] for job in range(4)] == ["ok", "failed", "ok", "failed"]
     assert "smaller than the tokenizer" in " ".join(result.stdout.split())
     assert curve(tmp_path / "0") == curve(tmp_path / "2")
