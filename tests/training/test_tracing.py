@@ -25,7 +25,7 @@ from training.tracing import Tracer, recorded, step_to_trace
 ROOT = Path(__file__).parents[2]
 SMALL = (
     "model.intermediate_size=64", "model.num_hidden_layers=2", "batch_size=2", "seq_len=32",
-    "dataset.max_tokens=20000", "device=cpu", "warmup_steps=1", "log_every=1", "tracking=offline",
+    "dataset=synthetic", "hardware=h200", "device=cpu", "warmup_steps=1", "log_every=1", "tracking=offline",
 )  # fmt: skip
 
 
