@@ -56,8 +56,7 @@ install() {
     fi
     rm -f .venv/installed
     say "installing requirements.txt"
-    # Python makes bytecode of what is imported; of everything that takes half a minute more.
-    .venv/bin/python -m pip install --disable-pip-version-check --no-compile -r requirements.txt >&2
+    .venv/bin/python -m pip install --disable-pip-version-check -r requirements.txt >&2
     # Renamed into place, so that the stamp exists only whole and only after everything else.
     wanted >.venv/installed.partial
     mv .venv/installed.partial .venv/installed
