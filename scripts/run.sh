@@ -56,7 +56,9 @@ install() {
     fi
     rm -f .venv/installed
     say "installing requirements.txt"
-    .venv/bin/python -m pip install --disable-pip-version-check -r requirements.txt >&2
+    # Compiled afterwards, on all cores. Some packages hold templates that are no Python, at which that ends with an error.
+    .venv/bin/python -m pip install --disable-pip-version-check --no-compile -r requirements.txt >&2
+    .venv/bin/python -m compileall -qq -j 0 .venv/lib || true
     # Renamed into place, so that the stamp exists only whole and only after everything else.
     wanted >.venv/installed.partial
     mv .venv/installed.partial .venv/installed

@@ -9,7 +9,7 @@ import pytest
 
 RUN = Path(__file__).parents[2] / "scripts" / "run.sh"
 
-# Answers what run.sh asks of a Python: is the version supported, which is it, make an environment, run pip.
+# Answers what run.sh asks of a Python: is the version supported, which is it, make an environment, run pip, compile.
 PYTHON = """#!/bin/bash
 case "$*" in
     -c*version_info*) [ "${FAKE_VERSION:-3.12}" = 3.12 ] ;;
@@ -24,6 +24,7 @@ case "$*" in
         [ -z "${FAKE_FAILURE:-}" ] || exit 1
         echo "installed in $PWD" >>"$NOTES"
         printf '#!/bin/bash\\nprintf "<%%s>" "$@"; pwd\\n' >.venv/bin/show && chmod +x .venv/bin/show ;;
+    "-m compileall "*) ;;
     *) echo "unexpected: $*" >&2; exit 99 ;;
 esac
 """
