@@ -45,8 +45,9 @@ TRANSFERS = ("transfer/", "perf/", "memory/", "optimizer/")
 
 def run(folder: Path, *overrides: str, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
     """`python train.py` with `overrides`, its directory being `folder`."""
+    where = "hydra.sweep.dir" if "-m" in overrides else "hydra.run.dir"
     result = subprocess.run(
-        [sys.executable, "train.py", *overrides, f"hydra.run.dir={folder}"],
+        [sys.executable, "train.py", *overrides, f"{where}={folder}"],
         cwd=ROOT,
         env={**os.environ, "WANDB_MODE": "disabled", **environment},
         capture_output=True,
@@ -71,9 +72,9 @@ def curve(folder: Path) -> list[dict]:
 
 
 def test_the_default_job_learns(tmp_path: Path):
-    run(tmp_path, "steps=30", "batch_size=4", "device=cpu")
+    run(tmp_path, "steps=60", "batch_size=4", "device=cpu")
     records = metrics(tmp_path)
-    assert [record["train/step"] for record in records] == [10, 20, 30]
+    assert [record["train/step"] for record in records] == [10, 20, 30, 40, 50, 60]
     # Far from a guess among all bytes, whatever the standard library's files are.
     assert records[-1]["train/loss"] < math.log(256) - 1.5
     assert summary(tmp_path)["status"] == "ok"
@@ -240,3 +241,11 @@ def test_a_mistake_is_one_line(tmp_path: Path, overrides: tuple[str, ...], messa
 def test_an_absent_gpu_is_one_line(tmp_path: Path):
     result = run(tmp_path, *SMALL, "device=cuda:7", status=1, CUDA_VISIBLE_DEVICES="")
     assert result.stderr.startswith("error: device=cuda:7: ")
+
+
+def test_a_sweep_keeps_modes_apart_and_goes_on_after_a_failure(tmp_path: Path):
+    grid = ("offload=none,bounce_linear", "model.vocab_size=320,100")
+    result = run(tmp_path, "-m", *SMALL, *STDLIB, *grid, "steps=2", status=1)
+    assert [summary(tmp_path / str(job))["status"] for job in range(4)] == ["ok", "failed", "ok", "failed"]
+    assert "smaller than the tokenizer" in " ".join(result.stdout.split())
+    assert curve(tmp_path / "0") == curve(tmp_path / "2")

@@ -19,7 +19,7 @@ from training.errors import UserError
 from training.refusals import explain_refusal, is_refusal
 
 PROFILE = settings(
-    derandomize=True, max_examples=15, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    derandomize=True, max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
 BASES = (
     (),
