@@ -6,14 +6,15 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from training import launcher, refusals, schema
-from training.checks import check
-from training.errors import failures_recorded, refusals_reported
-from training.run_directory import refuse_records
-from training.run_lock import locked
+from training import sweep
+from training.config import schema
+from training.config.validation import check
+from training.runs import compose_errors
+from training.runs.directory import locked, refuse_records
+from training.runs.failures import failures_recorded, refusals_reported
 
 schema.register()
-launcher.register()
+sweep.register()
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -24,7 +25,7 @@ def main(config: DictConfig) -> None:
         check(config)
         # After composing, because they import torch.
         if config.plan:
-            from training.planning import plan_only
+            from training.planning.plan import plan_only
 
             refuse_records(run_dir)
             plan_only(config, run_dir)
@@ -32,7 +33,7 @@ def main(config: DictConfig) -> None:
             return
         from training.build import build
         from training.loop import train
-        from training.progress import report
+        from training.metrics.progress import report
 
         with build(config, run_dir, lambda: directory.take(config)) as job:
             summary = train(job)
@@ -40,4 +41,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    refusals.run(main)
+    compose_errors.run(main)

@@ -36,22 +36,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.initialise import initialise
 from models.llama import Llama, rotary_tables
-from offload import registry
-from offload.bandwidth import Bandwidth, measure_bandwidth
-from offload.blocks import find_blocks
-from offload.host_optimizer import HostAdamW
+from offload.activations.checkpointing import recompute
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
-from offload.recompute import recompute
-from offload.sizes import parse_bytes
-from offload.transfer import upload
-from training.clock import StepClock
-from training.hardware import reset_peaks, vram_peak_gib, vram_reserved_gib
-from training.step import clip_scale, forward_backward, gradient_norm
+from offload.optimizer.adamw import HostAdamW
+from offload.runtime import registry
+from offload.runtime.bandwidth import Bandwidth, measure_bandwidth
+from offload.runtime.blocks import find_blocks
+from offload.runtime.byte_sizes import GIB, parse_bytes
+from offload.runtime.transfer import upload
+from training.loop import clip_scale, forward_backward, gradient_norm
+from training.metrics.step_timer import StepTimer
+from training.profiling.hardware import reset_peaks, vram_peak_gib, vram_reserved_gib
 
 MODES = {
     "none": Resident,
@@ -60,7 +60,6 @@ MODES = {
     "shard_offload": ShardOffload,
 }
 SWAPPING = {"tensor_swap": TensorSwap, "save_on_cpu": SaveOnCpu}
-GIB = 2**30
 # Counters of a mode, whose growth in a step is reported.
 MOVED = (
     "h2d_bytes",
@@ -145,9 +144,9 @@ class Workload:
             if not options.head:
                 model = Blocks(model.model.layers, options.hidden // options.heads)
         self.model = model.bfloat16()
-        self.plan = self.mode.plan(self.model, options.recompute)
+        self.plan = self.mode.footprint(self.model, options.recompute)
         self.streams = registry.acquire(self.device)
-        clock = StepClock(self.streams)
+        clock = StepTimer(self.streams)
         clock.start()
         self.mode.attach(self.model, self.streams)
         initialise(self.model, 0, self.device)
@@ -213,7 +212,7 @@ def bandwidths(device: torch.device) -> dict[str, float]:
 def measure(spec: str, options: argparse.Namespace) -> dict:
     """One mode: medians of the timed steps, peaks, and bytes moved a step."""
     with Workload(spec, options) as workload:
-        device, clock = workload.device, StepClock(workload.streams)
+        device, clock = workload.device, StepTimer(workload.streams)
         reset_peaks(device)
         for _ in range(options.warmup):
             workload.step()

@@ -21,9 +21,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from offload.adamw_update import FusedUpdate, NativeUpdate, Operands, Settings, native_library, usable_cores
-from offload.adamw_update import torch_threads as threads_of_torch
-from offload.host_optimizer import STATE_DTYPES
+from offload.optimizer.adamw import STATE_DTYPES
+from offload.optimizer.kernels import FusedUpdate, NativeUpdate, Operands, Settings, native_library, usable_cores
+from offload.optimizer.kernels import torch_threads as threads_of_torch
 
 SETTINGS = Settings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from training.dashboard import publish, require_package, specification, workspace
+from training.comparison.wandb_workspace import publish, require_package, specification, workspace
 from training.errors import UserError
 
 OUT = Path("wandb_workspace.json")

@@ -23,8 +23,8 @@ def main() -> int:
     options = parser.parse_args()
     # After parsing, because they import torch.
     from training.errors import UserError
-    from training.hardware import resolve_device
-    from training.probe import keep, probe
+    from training.planning.probe import keep, probe
+    from training.profiling.hardware import resolve_device
 
     try:
         device = resolve_device(options.device)

@@ -19,8 +19,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.bench import Workload, parser
-from training.timeline import draw, read_timeline
-from training.tracing import VIEWER, recorded
+from training.profiling.timeline import draw, read_timeline
+from training.profiling.trace import VIEWER, recorded
 
 
 def record(workload: Workload, path: Path, warmup_steps: int = 3) -> None:

@@ -1,4 +1,4 @@
-"""The rules that keep the rooms apart, read from the source."""
+"""The rules that hold the layout together, read from the source: what may import what, and where things are made."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-ROOMS = {
+from tests import ROOT
+
+# Top-level packages, and what each must not import.
+FORBIDDEN = {
     "offload": {"hydra", "omegaconf", "wandb", "datasets", "models", "training", "numpy"},
     "models": {"hydra", "omegaconf", "wandb", "datasets", "training", "offload"},
     "training": {"train"},
 }
-SOURCES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+# The floors of the engine, the lowest first: a folder imports from its own floor's folder and from lower floors only.
+FLOORS = (("runtime",), ("weights", "activations", "microbatches"), ("optimizer",), ("modes",), ("planning",))
+FLOOR_OF = {folder: number for number, floor in enumerate(FLOORS) for folder in floor}
+SOURCES = sorted(path for package in FORBIDDEN for path in (ROOT / package).rglob("*.py"))
+ENGINE = sorted((ROOT / "offload").rglob("*.py"))
+# The modes: files that a mode is one of, and not what several have in common.
+SHARED_BY_MODES = {"__init__", "mode", "weight_mode", "activation_mode"}
+MODES = [path for path in sorted((ROOT / "offload" / "modes").glob("*.py")) if path.stem not in SHARED_BY_MODES]
 
 
 def imports(tree: ast.AST) -> set[str]:
@@ -26,31 +35,57 @@ def imports(tree: ast.AST) -> set[str]:
     return found
 
 
+def imported_modules(path: Path) -> set[Path]:
+    """The files of this repository that `path` imports, also inside functions."""
+    named = (ROOT / Path(*name.split(".")).with_suffix(".py") for name in imports(ast.parse(path.read_text())))
+    return {file for file in named if file in SOURCES}
+
+
 def calls(tree: ast.AST) -> set[str]:
     return {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 class TestSource:
-    def test_imports_point_down(self, path: Path):
-        room = path.relative_to(ROOT).parts[0]
+    def test_packages_import_what_they_may(self, path: Path):
+        package = path.relative_to(ROOT).parts[0]
         tops = {name.split(".")[0] for name in imports(ast.parse(path.read_text()))}
-        assert not tops & ROOMS[room]
+        assert not tops & FORBIDDEN[package]
 
     def test_streams_events_and_asynchronous_copies_are_made_in_one_place(self, path: Path):
         name = str(path.relative_to(ROOT))
         tree = ast.parse(path.read_text())
-        if name != "offload/registry.py":
+        if name != "offload/runtime/registry.py":
             assert not {"torch.cuda.Stream", "torch.cuda.Event", "torch.Stream", "torch.Event"} & calls(tree)
         asynchronous = any(
             keyword.arg == "non_blocking" for node in ast.walk(tree) if isinstance(node, ast.Call)
             for keyword in node.keywords
         )  # fmt: skip
-        assert asynchronous == (name == "offload/transfer.py")
+        assert asynchronous == (name == "offload/runtime/transfer.py")
         assert not any(call.endswith(".record_stream") for call in calls(tree))
 
     def test_files_stay_readable(self, path: Path):
         assert len(path.read_text().splitlines()) <= 400
+
+
+@pytest.mark.parametrize("path", ENGINE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_floors_import_downwards(path: Path):
+    folder = path.relative_to(ROOT).parts[1]
+    for other in imported_modules(path):
+        imported = other.relative_to(ROOT).parts[1]
+        assert imported == folder or FLOOR_OF[imported] < FLOOR_OF[folder], f"{path} imports {other}"
+
+
+def test_every_folder_of_the_engine_has_a_floor():
+    assert {path.parent.name for path in ENGINE if path.parent.name != "offload"} == set(FLOOR_OF)
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = {path: imported_modules(path) for path in SOURCES}
+    while leaves := [path for path, imported in graph.items() if not imported & graph.keys()]:
+        for path in leaves:
+            del graph[path]
+    assert not graph, [str(path.relative_to(ROOT)) for path in graph]
 
 
 def test_tests_and_programs_stay_readable():
@@ -58,9 +93,9 @@ def test_tests_and_programs_stay_readable():
         assert len(path.read_text().splitlines()) <= 400, path
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "offload" / "modes").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", MODES, ids=lambda path: path.stem)
 def test_no_mode_imports_another(path: Path):
-    assert not {name for name in imports(ast.parse(path.read_text())) if name.startswith("offload.modes")}
+    assert not imported_modules(path) & set(MODES)
 
 
 def test_nothing_calls_cuda_at_import():

@@ -14,21 +14,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from in_process import SMALL_MODEL, composed
 
 from models.llama import Llama
-from offload import registry
-from offload.host_optimizer import HostAdamW
-from offload.memory import HostArena
-from training import data, launcher, metrics, schema
+from offload.optimizer.adamw import HostAdamW
+from offload.runtime import registry
+from offload.runtime.host_memory import HostArena
+from tests import ROOT
+from tests.training.helpers.in_process import SMALL_MODEL, composed
+from training import sweep
 from training.build import build, build_optimizer
-from training.checks import check
-from training.errors import UserError, failures_recorded
+from training.components import build_mode, build_model
+from training.config import schema
+from training.config.validation import check
+from training.data import datasets
+from training.errors import UserError
 from training.loop import train
-from training.metrics import read_metrics, read_summary
-from training.parts import build_mode, build_model
+from training.metrics import files
+from training.metrics.files import read_metrics, read_summary
+from training.runs.failures import failures_recorded
 
-ROOT = Path(__file__).parent.parent
 SMALL = (
     *SMALL_MODEL,
     "seq_len=32",
@@ -47,7 +51,7 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 HOST_ADAMW = ("offload=layer_stream", "optimizer=host_adamw", "optimizer.compile='off'", "clip_norm=null")
 
 schema.register()
-launcher.register()
+sweep.register()
 
 
 @pytest.fixture
@@ -178,7 +182,7 @@ def test_a_full_disk_under_the_metrics(run, tmp_path: Path, monkeypatch: pytest.
         # The device that is always full; from the third record on.
         return open("/dev/full" if len(appended) > 2 and mode == "ab" else path, mode, **options)
 
-    monkeypatch.setattr(metrics, "open", opened, raising=False)
+    monkeypatch.setattr(files, "open", opened, raising=False)
     assert run() == 1
     line = capsys.readouterr().err
     assert line.startswith(f"error: {tmp_path}: the disk of the run's directory is full; free some space")
@@ -190,14 +194,14 @@ def test_a_full_disk_under_the_metrics(run, tmp_path: Path, monkeypatch: pytest.
 def test_a_data_file_that_vanishes_before_it_is_read(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     text = tmp_path / "text.txt"
     text.write_text("once upon a time " * 1000)
-    find = data.find_files
+    find = datasets.find_files
 
     def found_and_gone(files):
         found = find(files)
         text.unlink()
         return found
 
-    monkeypatch.setattr(data, "find_files", found_and_gone)
+    monkeypatch.setattr(datasets, "find_files", found_and_gone)
     assert run("dataset=text", f"dataset.files={text}") == 1
     line = capsys.readouterr().err
     assert line.startswith("error: ")
@@ -273,7 +277,7 @@ def test_a_host_without_room_for_states_that_visit_is_said_with_both_sizes(monke
         model = build_model(config, torch.float32)
         mode, _ = build_mode(config, model)
         mode.attach(model, streams)
-        monkeypatch.setattr("offload.memory.free_host_bytes", lambda: 1000)
+        monkeypatch.setattr("offload.runtime.host_memory.free_host_bytes", lambda: 1000)
         with pytest.raises(UserError, match=r"optimizer=host_adamw: 0.00 GiB of host memory are needed, 0.00 GiB are"):
             build_optimizer(config, model, mode)
         mode.detach()

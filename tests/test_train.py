@@ -13,16 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 from hydra.errors import InstantiationException
-from in_process import SMALL_MODEL, command_here, run_here
 
 from models.initialise import initialise
 from models.llama import Llama
 from models.weights import save_weights
 from offload.modes import shard_offload, tensor_swap
-from training import loop
-from training.errors import UserError, explain
+from tests import ROOT
+from tests.training.helpers.in_process import SMALL_MODEL, command_here, run_here
+from training import recorder
+from training.errors import UserError
+from training.runs.failures import explain
 
-ROOT = Path(__file__).parent.parent
 SMALL = (
     *SMALL_MODEL,
     "seq_len=64",
@@ -92,8 +93,8 @@ def test_a_peak_is_that_of_the_steps_of_a_record(tmp_path: Path, monkeypatch: py
         nonlocal peak
         peak = 0.0
 
-    monkeypatch.setattr(loop, "vram_peak_gib", step_and_read)
-    monkeypatch.setattr(loop, "reset_peaks", reset)
+    monkeypatch.setattr(recorder, "vram_peak_gib", step_and_read)
+    monkeypatch.setattr(recorder, "reset_peaks", reset)
     run_here(tmp_path, *QUIET, "steps=4", "log_every=1")
     assert [record["memory/vram_peak_gib"] for record in metrics(tmp_path)] == [8.0, 8.0, 3.0, 2.0]
     assert summary(tmp_path)["memory/vram_peak_gib"] == 8.0

@@ -14,26 +14,26 @@ from torch import nn
 
 from models.initialise import initialise
 from models.weights import load_weights
-from offload import registry
-from offload.adamw_update import usable_cores
-from offload.recompute import recompute
-from offload.registry import Streams
-from offload.sizes import parse_bytes
+from offload.activations.checkpointing import recompute
+from offload.optimizer.kernels import usable_cores
+from offload.runtime import registry
+from offload.runtime.byte_sizes import parse_bytes
+from offload.runtime.registry import Streams
 from training.checkpoints.resuming import AUTO, Checkpoint, is_in, starting_point
 from training.checkpoints.saving import Checkpoints
 from training.checkpoints.state import RunState
-from training.device_memory import device_memory_told
+from training.components import DTYPES, STATES_OF_SPARE, build_mode, build_model, recomputed_blocks, updates_early
 from training.errors import UserError
-from training.figures import figures_of
-from training.hardware import record_hardware, resolve_device, vram_bytes, vram_peak_gib
-from training.parts import DTYPES, STATES_OF_SPARE, build_mode, build_model, recomputed_blocks, updates_early
-from training.paths import home_expanded
-from training.planning import plan_run
-from training.progress import print_plan
-from training.run_directory import refuse_records
-from training.run_plan import RunPlan
-from training.schedules import build_schedule
-from training.tracking import Tracker, chosen_options, plain, run_name, run_tags
+from training.metrics.progress import print_plan
+from training.metrics.wandb_tracker import Tracker, chosen_options, plain, run_name, run_tags
+from training.optim import build_schedule
+from training.planning.machine import figures_of
+from training.planning.oom_advice import device_memory_told
+from training.planning.plan import plan_run
+from training.planning.report import RunPlan
+from training.profiling.hardware import record_hardware, resolve_device, vram_bytes, vram_peak_gib
+from training.runs.directory import refuse_records
+from training.runs.paths import home_expanded
 
 ROOM = "take a smaller model, precision=bf16, or more on the device with offload.resident"
 

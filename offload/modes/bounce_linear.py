@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from offload.unit import Root
-from offload.weight_mode import WeightMode, one_of
+from offload.modes.weight_mode import WeightMode, one_of
+from offload.weights.partition import CutPoint
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # Their forward reads the weights of the layers inside them without calling those layers.
@@ -21,13 +21,13 @@ ATOMIC = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 class BounceLinear(WeightMode):
     """Streams Linear and Conv layers one by one, subclasses too; the other knobs are those of `WeightMode`.
 
-    `others` says what every other parameter does: "resident", or "stream", in the unit of the layer that follows it
+    `outside` says what every other parameter does: "resident", or "stream", in the unit of the layer that follows it
     in the order of the model (of the last layer, if none follows).
     """
 
     def __init__(
         self,
-        others: str = "resident",
+        outside: str = "resident",
         slots: int = 4,
         prefetch: int | None = None,
         resident: str | int = 0,
@@ -36,26 +36,26 @@ class BounceLinear(WeightMode):
         pin: str = "auto",
     ):
         super().__init__(slots, prefetch, resident, include, exclude, pin)
-        self._others_stream = one_of("others", others, "resident", "stream") == "stream"
+        self._outside_streams = one_of("outside", outside, "resident", "stream") == "stream"
 
-    def roots(self, model: nn.Module) -> Iterable[Root]:
-        roots = list(_parts(model, ""))
-        names = [root.name for root in roots if root.deep]
-        for root in roots:
+    def cut_points(self, model: nn.Module) -> Iterable[CutPoint]:
+        cut_points = list(_parts(model, ""))
+        names = [root.name for root in cut_points if root.deep]
+        for root in cut_points:
             if root.deep:
                 names = names[1:] or [root.name]
                 yield root
-            elif self._others_stream and names:
-                yield Root(names[0], root.module, deep=False)
+            elif self._outside_streams and names:
+                yield CutPoint(names[0], root.module, deep=False)
 
 
-def _parts(module: nn.Module, path: str) -> Iterable[Root]:
+def _parts(module: nn.Module, path: str) -> Iterable[CutPoint]:
     """The layers, deep, and every other module that owns tensors, not deep, in the order of the model."""
     name = path or type(module).__name__
     if isinstance(module, LAYERS + ATOMIC):
-        yield Root(name, module)
+        yield CutPoint(name, module)
         return
     if any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values())):
-        yield Root(name, module, deep=False)
+        yield CutPoint(name, module, deep=False)
     for child_name, child in module.named_children():
         yield from _parts(child, f"{path}.{child_name}" if path else child_name)

@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
-from offload.host_optimizer import HostAdamW
-from offload.microbatches import one_after_another
-from offload.plan import Plan
-from offload.registry import Streams
-from offload.residency import Residency
-from offload.unit import cut
+from offload.microbatches.layer_major import one_after_another
+from offload.optimizer.adamw import HostAdamW
+from offload.runtime.registry import Streams
+from offload.weights.footprint import Footprint
+from offload.weights.partition import cut
+from offload.weights.units import DevicePlacement
 
 
 class Resident:
@@ -20,13 +20,13 @@ class Resident:
 
     recomputes = False
 
-    def plan(self, model: nn.Module, recompute: bool = False) -> Plan:
+    def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
         """What `attach` will hold and a step will move, in bytes; touches nothing."""
-        return Plan.of(cut(model, []), slots=0, recompute=recompute)
+        return Footprint.of(cut(model, []), slots=0, recompute=recompute)
 
     def attach(self, model: nn.Module, streams: Streams) -> None:
         """Moves `model` to the device of `streams`; meta parameters become uninitialised device memory."""
-        self._residency = Residency(cut(model, []).resident, streams.device)
+        self._placement = DevicePlacement(cut(model, []).resident, streams.device)
 
     def step(self, norms: bool = False) -> AbstractContextManager:
         return nullcontext()
@@ -46,7 +46,7 @@ class Resident:
         """Nothing to do: they are on the device."""
 
     def detach(self) -> None:
-        self._residency.restore()
+        self._placement.restore()
 
     def counters(self) -> dict[str, float]:
         return {

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from offload.activation_mode import ActivationMode, Mode
-from offload.regions import Opener
-from offload.registry import Streams
-from offload.weight_mode import one_of
+from offload.modes.activation_mode import ActivationMode
+from offload.modes.mode import Mode
+from offload.modes.weight_mode import one_of
+from offload.runtime.module_contexts import Opener
+from offload.runtime.registry import Streams
 
 
 class SaveOnCpu(ActivationMode):

@@ -9,22 +9,64 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import pairwise
 
 from torch import Tensor, nn
 
-from offload.activations import ActivationOffloader
-from offload.blocks import find_blocks
-from offload.microbatches import LayerMajor
-from offload.plan import Plan
-from offload.recompute import recompute
-from offload.registry import Streams
-from offload.shards import pack, shards_needed
-from offload.sizes import parse_bytes
-from offload.unit import Root
-from offload.weight_mode import WeightMode, one_of
-from offload.wrapped_forward import WrappedForward
+from offload.activations.checkpointing import recompute
+from offload.activations.swapper import ActivationSwapper
+from offload.microbatches.layer_major import LayerMajor
+from offload.modes.weight_mode import WeightMode, one_of
+from offload.runtime.blocks import find_blocks
+from offload.runtime.byte_sizes import parse_bytes
+from offload.runtime.module_contexts import WrappedForward
+from offload.runtime.registry import Streams
+from offload.weights.footprint import Footprint
+from offload.weights.partition import CutPoint
+
+
+def pack(sizes: Sequence[int], count: int, limit: float = math.inf) -> list[range]:
+    """Cuts blocks of `sizes` bytes into `count` contiguous runs of about equal bytes, none of them empty.
+
+    The sum of the squares of the runs' bytes is the least there is; of equals, later runs are the longer. A run of
+    several blocks has at most `limit` bytes. Returns the indices of each run. Raises ValueError where it cannot be.
+    """
+    total = [0]
+    for size in sizes:
+        total.append(total[-1] + size)
+
+    def cost(start: int, stop: int) -> float:
+        nbytes = total[stop] - total[start]
+        return nbytes**2 if nbytes <= limit or stop - start == 1 else math.inf
+
+    # best[stop]: of the ways to cut sizes[:stop] into as many runs as rounds so far, the cheapest, and its cuts.
+    best: dict[int, tuple[float, list[int]]] = {0: (0, [0])}
+    for _ in range(count):
+        longer: dict[int, tuple[float, list[int]]] = {}
+        for start, (so_far, cuts) in sorted(best.items()):
+            for stop in range(start + 1, len(sizes) + 1):
+                price = so_far + cost(start, stop)
+                if price < longer.get(stop, (math.inf,))[0]:
+                    longer[stop] = price, [*cuts, stop]
+        best = longer
+    if len(sizes) not in best:
+        raise ValueError(f"{len(sizes)} blocks cannot be cut into {count} runs of at most {limit} bytes")
+    cuts = best[len(sizes)][1]
+    return [range(start, stop) for start, stop in pairwise(cuts)]
+
+
+def shards_needed(sizes: Sequence[int], limit: int) -> int:
+    """The fewest contiguous runs of at most `limit` bytes; a block that is larger is a run of its own."""
+    count, room = 0, -1
+    for size in sizes:
+        if size > room:
+            count, room = count + 1, limit
+        room -= size
+    return count
+
 
 # Below this, what a copy costs to start is more than what it saves.
 MIN_BOUNDARY_BYTES = 2**20
@@ -63,40 +105,42 @@ class ShardOffload(WeightMode):
         self._shard_bytes = parse_bytes("offload.shard_bytes", shard_bytes)
         self.recomputes = checkpoint
         self._boundary_leaves = one_of("boundary", boundary, "host", "device") == "host" and checkpoint
-        self._boundary: ActivationOffloader | None = None
+        self._boundary: ActivationSwapper | None = None
         self._undo: list[Callable[[], None]] = []
 
-    def roots(self, model: nn.Module) -> Iterable[Root]:
-        yield from (Root(name, block) for name, block in find_blocks(model, self._layers, key="offload.layers"))
+    def cut_points(self, model: nn.Module) -> Iterable[CutPoint]:
+        yield from (CutPoint(name, block) for name, block in find_blocks(model, self._layers, key="offload.layers"))
 
-    def grouped(self, roots: Sequence[Root]) -> Sequence[Root]:
-        sizes = [sum(tensor.nbytes for tensor in root.tensors()) for root in roots]
-        if self._shards is not None and self._shards > len(roots):
-            raise ValueError(f"offload.shards={self._shards}: must be between 1 and the number of blocks, {len(roots)}")
+    def grouped(self, cut_points: Sequence[CutPoint]) -> Sequence[CutPoint]:
+        sizes = [sum(tensor.nbytes for tensor in root.tensors()) for root in cut_points]
+        if self._shards is not None and self._shards > len(cut_points):
+            raise ValueError(
+                f"offload.shards={self._shards}: must be between 1 and the number of blocks, {len(cut_points)}"
+            )
         if self._shards is not None:
             runs = pack(sizes, self._shards)
         else:
             runs = pack(sizes, shards_needed(sizes, self._shard_bytes), self._shard_bytes)
         named = []
         for number, run in enumerate(runs):
-            first, last = roots[run[0]].name, roots[run[-1]].name
+            first, last = cut_points[run[0]].name, cut_points[run[-1]].name
             name = f"shard {number} ({first})" if first == last else f"shard {number} ({first} to {last})"
-            named += [Root(name, roots[index].module) for index in run]
+            named += [CutPoint(name, cut_points[index].module) for index in run]
         return named
 
-    def plan(self, model: nn.Module, recompute: bool = False) -> Plan:
+    def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
         """What `attach` will hold and a step will move, in bytes; touches nothing."""
         # Whoever recomputes a block does so while its shard is there for backward.
-        return dataclasses.replace(super().plan(model, recompute=False), layer_major=True)
+        return dataclasses.replace(super().footprint(model, recompute=False), layer_major=True)
 
     def attach(self, model: nn.Module, streams: Streams) -> None:
         """As for every mode that streams weights."""
         super().attach(model, streams)
         self._layer_major = LayerMajor(streams)
         if self._boundary_leaves:
-            self._boundary = ActivationOffloader(
-                self._streaming.transfer,
-                self._streaming.arena,
+            self._boundary = ActivationSwapper(
+                self._streamer.transfer,
+                self._streamer.arena,
                 min_bytes=MIN_BOUNDARY_BYTES,
                 in_flight_bytes=IN_FLIGHT_BYTES,
                 prefetch_bytes=IN_FLIGHT_BYTES,
@@ -104,9 +148,9 @@ class ShardOffload(WeightMode):
         if self.recomputes:
             blocks = find_blocks(model, self._layers, key="offload.layers")
             self._undo.append(recompute(block for _, block in blocks))
-        roots = self.chosen(model)
-        places = {name: place for place, name in enumerate(dict.fromkeys(root.name for root in roots))}
-        for root in roots:
+        cut_points = self.chosen(model)
+        places = {name: place for place, name in enumerate(dict.fromkeys(root.name for root in cut_points))}
+        for root in cut_points:
             entrance = WrappedForward(root.module, functools.partial(self._entered, places[root.name]))
             self._undo.append(entrance.remove)
 
@@ -121,7 +165,7 @@ class ShardOffload(WeightMode):
 
     def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
         """Computes every loss and the gradients of all, layer-major. Returns the losses, detached."""
-        return self._layer_major.accumulate(losses, self._streaming.last_microbatch)
+        return self._layer_major.accumulate(losses, self._streamer.last_microbatch)
 
     def counters(self) -> dict[str, float]:
         """As for every mode that streams weights, and the bytes of activations that are among those copied."""

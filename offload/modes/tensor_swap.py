@@ -13,18 +13,18 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from offload.activation_mode import ActivationMode, Mode
-from offload.activations import ActivationOffloader
-from offload.blocks import find_blocks
-from offload.memory import HostArena
-from offload.plan import Plan
-from offload.regions import Opener
-from offload.registry import Streams
-from offload.sizes import parse_bytes
-from offload.swap_policy import AutomaticBudget, FixedBudget
-from offload.telemetry import Telemetry
-from offload.transfer import Transfer
-from offload.weight_mode import one_of
+from offload.activations.policy import AutomaticBudget, FixedBudget
+from offload.activations.swapper import ActivationSwapper
+from offload.modes.activation_mode import ActivationMode
+from offload.modes.mode import Mode
+from offload.modes.weight_mode import one_of
+from offload.runtime.blocks import find_blocks
+from offload.runtime.byte_sizes import parse_bytes
+from offload.runtime.host_memory import HostArena
+from offload.runtime.module_contexts import Opener
+from offload.runtime.registry import Streams
+from offload.runtime.transfer import Telemetry, Transfer
+from offload.weights.footprint import Footprint
 
 # Copies out that may be under way. Backward starts with what was saved last, so more of it only costs memory.
 IN_FLIGHT_BYTES = 512 * 2**20
@@ -69,7 +69,7 @@ class TensorSwap(ActivationMode):
         self._predicate = None if predicate is None else _imported(predicate)
         self._pin = one_of("pin", pin, "auto", "off") == "auto"
         self._model: nn.Module | None = None
-        self._activations: ActivationOffloader | None = None
+        self._activations: ActivationSwapper | None = None
 
     def openers(self, model: nn.Module) -> Iterable[tuple[nn.Module, Opener]]:
         swapped = [model] if self._layers is None else self._matched(model)
@@ -81,11 +81,11 @@ class TensorSwap(ActivationMode):
         for module in kept[len(kept) - self._keep_last :]:
             yield module, lambda arguments, keywords: self._activations.keeping()
 
-    def plan(self, model: nn.Module, recompute: bool = False) -> Plan:
+    def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
         """The plan of the weights, and how many bytes of activations stay on the device."""
         if recompute and self._layers is not None:
             self._refuse_recomputed(model)
-        return replace(super().plan(model, recompute), activation_budget_bytes=self._budget)
+        return replace(super().footprint(model, recompute), activation_budget_bytes=self._budget)
 
     def attach(self, model: nn.Module, streams: Streams) -> None:
         """Takes `model` over, as `weights` does. Raises RuntimeError when a model is attached already."""
@@ -93,7 +93,7 @@ class TensorSwap(ActivationMode):
         self._model = model
         self._telemetry = Telemetry(streams)
         self._arena = HostArena(streams.device, self._pin)
-        self._activations = ActivationOffloader(
+        self._activations = ActivationSwapper(
             Transfer(streams, self._telemetry),
             self._arena,
             min_bytes=self._min_bytes,

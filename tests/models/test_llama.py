@@ -1,13 +1,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hugging_face import HUGGING_FACE_SHAPES, SIZES
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.initialise import initialise
 from models.llama import Attention, Llama, Rotate, rotary_tables
+from tests.models.helpers.hugging_face import HUGGING_FACE_SHAPES, SIZES
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ import signal
 
 import pytest
 import torch
-from hugging_face import HUGGING_FACE_SHAPES, SIZES
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -13,6 +12,7 @@ from models import safetensors_files
 from models.initialise import initialise
 from models.llama import Llama
 from models.weights import load_weights, save_weights
+from tests.models.helpers.hugging_face import HUGGING_FACE_SHAPES, SIZES
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

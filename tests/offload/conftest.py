@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from late import make_late
-from swap_support import Swap
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from offload import registry
-from offload.onloading import Onloader
+from offload.runtime import registry
+from offload.weights.prefetcher import Prefetcher
+from tests.offload.helpers.late import make_late
+from tests.offload.helpers.swapping import Swap
 
 
 @pytest.fixture
@@ -50,12 +50,12 @@ def exact_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots that a unit leaves are filled with NaN."""
-    original = Onloader.__init__
+    original = Prefetcher.__init__
 
     def poisoning(self, units, slots, transfer, prefetch, poison):
         original(self, units, slots, transfer, prefetch, True)
 
-    monkeypatch.setattr(Onloader, "__init__", poisoning)
+    monkeypatch.setattr(Prefetcher, "__init__", poisoning)
 
 
 @pytest.fixture(params=["nobody", "h2d", "d2h", "compute"])

@@ -6,21 +6,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from census import assert_given_back, assert_leaves_nothing
-from late import ON_A_GPU
-from support import Stack, attached, stack_inputs
-from updates_support import host_adamw, make_small, one_step
 
-from offload.host_pool import IDLE_STEPS
-from offload.memory import HostArena
+from offload.activations.checkpointing import recompute
+from offload.activations.host_pool import IDLE_STEPS
+from offload.activations.policy import AutomaticBudget
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
-from offload.recompute import recompute
-from offload.swap_policy import AutomaticBudget
+from offload.runtime.host_memory import HostArena
+from tests.offload.helpers.census import assert_given_back, assert_leaves_nothing
+from tests.offload.helpers.late import ON_A_GPU
+from tests.offload.helpers.models import Stack, attached, stack_inputs
+from tests.offload.helpers.updates import host_adamw, make_small, one_step
 
 STEPS = 200
 CYCLES = 20
@@ -33,8 +33,8 @@ TOLERANCE_BYTES = 4 * 2**20
 # A mode, and whether its updates are made by `step` (None), behind the step (False), or begin inside backward (True).
 CASES = {
     "none": (Resident, None),
-    "bounce_linear": (lambda: BounceLinear(slots=2, others="stream"), True),
-    "layer_stream": (lambda: LayerStream(slots=2, embedding="stream"), False),
+    "bounce_linear": (lambda: BounceLinear(slots=2, outside="stream"), True),
+    "layer_stream": (lambda: LayerStream(slots=2, outside="stream"), False),
     "shard_offload": (lambda: ShardOffload(shards=2), True),
     "tensor_swap": (lambda: TensorSwap(Resident(), min_bytes=1, budget=4096), None),
     "bounce_linear_swap": (lambda: TensorSwap(BounceLinear(slots=2), min_bytes=1), None),
@@ -77,7 +77,7 @@ def locks(monkeypatch: pytest.MonkeyPatch) -> PageLocks:
 
 def steps(model, mode, optimizer, count: int, device: str) -> None:
     """Steps with dropout, of several microbatches where these go side by side."""
-    microbatches = 2 if mode.plan(model).layer_major else 1
+    microbatches = 2 if mode.footprint(model).layer_major else 1
 
     def inputs(step: int, microbatch: int) -> torch.Tensor:
         return stack_inputs(step, microbatch, device)

@@ -9,15 +9,15 @@ import os
 
 import pytest
 import torch
-import updates_support
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from random_models import Assembled, Spec, activation_modes, built, shards, specs, weight_modes
-from support import assert_same, same_as_resident, train, twin
 
+from offload.activations.checkpointing import recompute
 from offload.modes import shard_offload, tensor_swap
 from offload.modes.none import Resident
-from offload.recompute import recompute
+from tests.offload.helpers import updates
+from tests.offload.helpers.models import assert_same, same_as_resident, train, twin
+from tests.offload.helpers.random_models import Assembled, Spec, activation_modes, built, shards, specs, weight_modes
 
 COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
 settings.register_profile("ci", derandomize=True, max_examples=100, **COMMON)
@@ -33,14 +33,14 @@ def little_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 0)
     monkeypatch.setattr(shard_offload, "IN_FLIGHT_BYTES", 300)
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
-    updates_support.make_small(monkeypatch)
+    updates.make_small(monkeypatch)
 
 
 def fitting(mode: tuple[str, dict], model: Assembled):
     """The mode, if its knobs fit the model; else the example is dropped."""
     made = built(mode)
     try:
-        made.plan(model)
+        made.footprint(model)
     except ValueError:
         assume(False)
     return made
@@ -109,8 +109,8 @@ def test_updates_behind_the_step_are_the_resident_models(
     moved, resident = twin(Assembled(spec))
     options = {"steps": 3, "microbatches": microbatches, "clip_norm": clip_norm, "inputs": moved.inputs}
     placed = {"device_share": device_share, "visiting_share": visiting_share}
-    seen = updates_support.train(moved, fitting(mode, moved), early and clip_norm is None, **placed, **options)
-    expected = updates_support.train(resident, Resident(), **options)
+    seen = updates.train(moved, fitting(mode, moved), early and clip_norm is None, **placed, **options)
+    expected = updates.train(resident, Resident(), **options)
     # Losses, weights and buffers; between them are the states, which have masters where they are on the device.
     losses, ends = 3 * microbatches, len(moved.state_dict())
     assert_same(seen[:losses] + seen[-ends:], expected[:losses] + expected[-ends:])

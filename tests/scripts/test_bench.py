@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from scripts.bench import with_floor
+from tests import ROOT
 
-ROOT = Path(__file__).parent.parent.parent
 SPEED = {"h2d": 50.0, "d2h": 40.0, "both": 30.0}
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from offload.adamw_update import native_library
+from offload.optimizer.kernels import native_library
+from tests import ROOT
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_update.py"
+SCRIPT = ROOT / "scripts" / "bench_update.py"
 
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from in_process import SMALL_MODEL
 
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
+from tests.training.helpers.in_process import SMALL_MODEL
+
 FILES = {"compare.csv", "compare.md", "compare.html", "compare_memory.png", "compare_time.png", "compare_loss.png"}
 SMALL = (
     *SMALL_MODEL,

@@ -3,11 +3,12 @@
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
-RUN = Path(__file__).parents[2] / "scripts" / "run.sh"
+from tests import ROOT
+
+RUN = ROOT / "scripts" / "run.sh"
 
 # Answers what run.sh asks of a Python: is the version supported, which is it, make an environment, run pip, compile.
 PYTHON = """#!/bin/bash

@@ -7,9 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from training.timeline import read_timeline
-
-ROOT = Path(__file__).parent.parent.parent
+from tests import ROOT
+from training.profiling.timeline import read_timeline
 
 
 def test_a_step_is_traced_and_drawn(tmp_path: Path):

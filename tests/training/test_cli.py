@@ -6,13 +6,11 @@ import subprocess
 import sys
 import time
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 
-from training.schema import Checkpointing, TrainConfig
-
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
+from training.config.schema import Checkpointing, TrainConfig
 
 
 def train(*arguments, python=(), **environment):

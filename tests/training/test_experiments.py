@@ -9,13 +9,14 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from in_process import run_here
 from omegaconf import DictConfig, open_dict
 
-from training import launcher, schema
-from training.checks import check
+from tests import ROOT
+from tests.training.helpers.in_process import run_here
+from training import sweep
+from training.config import schema
+from training.config.validation import check
 
-ROOT = Path(__file__).parents[2]
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 SMALL = (
     "model=tiny",
@@ -30,7 +31,7 @@ SMALL = (
 )
 
 schema.register()
-launcher.register()
+sweep.register()
 
 
 def composed(*overrides: str) -> DictConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,16 +10,18 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from torch import nn
 
-from training import launcher, schema
-from training.checks import check
+from tests import ROOT
+from training import sweep
+from training.config import schema
+from training.config.validation import check
 from training.errors import UserError
-from training.schedules import build_schedule
+from training.optim import build_schedule
 
-CONF = Path(__file__).parents[2] / "conf"
+CONF = ROOT / "conf"
 OPTIMIZERS = [["optimizer=adamw"], ["optimizer=host_adamw", "optimizer.compile='off'", "optimizer.threads=1"]]
 
 schema.register()
-launcher.register()
+sweep.register()
 
 
 def composed(*overrides: str):

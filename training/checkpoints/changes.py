@@ -43,7 +43,7 @@ MAY_CHANGE = (
     "optimizer.compile",
 )
 # Both options of the optimizer compute the same from the same states; one of them has knobs that the other lacks.
-SAME_OPTIMIZER = ("training.optimizer.AdamW", "offload.host_optimizer.HostAdamW")
+SAME_OPTIMIZER = ("training.optim.AdamW", "offload.optimizer.adamw.HostAdamW")
 ABSENT_OPTIMIZER_KEYS = {"optimizer.state_dtype": "fp32"}
 ABSENT = "absent"
 

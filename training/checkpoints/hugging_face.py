@@ -4,7 +4,7 @@ import json
 
 from omegaconf import DictConfig
 
-from training.schema import Precision
+from training.config.schema import Precision
 
 HUGGING_FACE_FILE = "config.json"
 SIZES = (

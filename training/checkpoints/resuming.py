@@ -27,8 +27,8 @@ from training.checkpoints.manifest import DamagedError, FileRecord, read_manifes
 from training.checkpoints.state import RunState, digest_of, digest_of_all, read_state, restore_random_states
 from training.checkpoints.tensors import load_tensors
 from training.errors import UserError
-from training.paths import home_expanded
-from training.schedules import go_to
+from training.optim import go_to
+from training.runs.paths import home_expanded
 
 logger = logging.getLogger(__name__)
 

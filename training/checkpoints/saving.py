@@ -15,8 +15,8 @@ from torch import nn
 from models.llama import Llama
 from models.safetensors_files import in_files, write_tensors
 from models.weights import INDEX_FILE, MAX_SHARD_BYTES, weight_files
-from offload.plan import size
-from offload.registry import Streams
+from offload.runtime.byte_sizes import size
+from offload.runtime.registry import Streams
 from training.checkpoints.changes import config_text
 from training.checkpoints.durable import remove_folder, remove_leftover, write_folder
 from training.checkpoints.hugging_face import HUGGING_FACE_FILE, hugging_face_config

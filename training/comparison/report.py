@@ -32,8 +32,7 @@ def compare(directories: Sequence[Path], out: Path) -> list[Row]:
     write_whole(out / CSV_FILE, to_csv(rows).encode())
     write_whole(out / MARKDOWN_FILE, to_markdown(rows, title, common).encode())
     # Late: they import matplotlib, which takes a second.
-    from training.comparison.figures import FIGURES, draw
-    from training.comparison.page import page
+    from training.comparison.page import FIGURES, draw, page
 
     figures = draw(rows)
     for figure in figures:

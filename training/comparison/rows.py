@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from offload.runtime.byte_sizes import GIB
 from training.comparison.runs import HOST_OPTIMIZER, Run
 from training.comparison.settings import all_settings, describe, find_reference
-from training.metrics import is_number
+from training.metrics.files import is_number
 
-GIB = 2**30
 EQUAL = "equal"
 REFERENCE = "reference"
 
@@ -34,7 +34,7 @@ class Row:
     name: str
     runs: list[Run]
     figures: dict[str, Figure]
-    """by the names of `training.metrics`"""
+    """by the names of `training.metrics.names`"""
     reference: "Row | None" = field(default=None, repr=False)
     """the resident row that this one is compared with; of a resident row itself"""
     ratio: float | None = None

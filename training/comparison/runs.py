@@ -14,8 +14,10 @@ from typing import Any
 import yaml
 
 from training.errors import UserError
-from training.metrics import METRICS_FILE, PLANNED, SUMMARY_FILE, is_number, read_metrics, read_summary, summarise
-from training.run_files import CHOICES_FILE, CONFIG_FILE, LOCK_FILE
+from training.metrics.files import METRICS_FILE, SUMMARY_FILE, is_number, read_metrics, read_summary
+from training.metrics.names import PLANNED
+from training.metrics.run_summary import summarise
+from training.runs.files import CHOICES_FILE, CONFIG_FILE, LOCK_FILE
 
 HARDWARE_FILE = "hardware.json"
 PLAN_FILE = "plan.json"
@@ -45,7 +47,7 @@ class Run:
     reason: str
     """one line, empty where there is nothing to say"""
     summary: dict[str, Any]
-    """figures under the names of `training.metrics`; of a run that did not end, those of the steps it made"""
+    """figures under the names of `training.metrics.names`; of a run that did not end, those of the steps it made"""
     records: list[dict[str, Any]]
     """the logged steps"""
     hardware: dict[str, Any]

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from in_process import TINY_RUN, run_here
 
-ROOT = Path(__file__).parents[3]
+from tests.training.helpers.in_process import TINY_RUN, run_here
+
 TINY = (*TINY_RUN, "dataset.max_tokens=20000", "checkpoint.every=3")
 
 

@@ -15,7 +15,8 @@ from hydra.errors import InstantiationException
 from safetensors.torch import load_file, save_file
 
 from training.checkpoints.durable import write_folder
-from training.errors import UserError, explain
+from training.errors import UserError
+from training.runs.failures import explain
 
 
 def flip(file: str, where: float) -> Callable[[Path], None]:
@@ -173,7 +174,7 @@ FORGERIES = {
     "yaml of another object": (
         "config",
         b"optimizer: {_target_: os.system, command: touch pwned}",
-        "optimizer._target_: was os.system, is training.optimizer.AdamW",
+        "optimizer._target_: was os.system, is training.optim.AdamW",
     ),
 }
 

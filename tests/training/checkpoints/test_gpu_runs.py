@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload.modes import shard_offload, tensor_swap
-from training.device_memory import DeviceMemoryError
+from training.planning.oom_advice import DeviceMemoryError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -7,9 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import ROOT
+
 # How often the run is killed: 30 take two minutes.
 KILLS = int(os.environ.get("OFFLOAD_TEST_KILLS", "5"))
-ROOT = Path(__file__).parents[3]
 PROGRAM = Path(__file__).with_name("kill_runs.py")
 
 

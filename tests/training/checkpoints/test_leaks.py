@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from training.metrics import read_metrics
+from training.metrics.files import read_metrics
 
 STEPS = 200
 # The moments alone take 0.6 MiB, and the last three quarters of the steps save 30 times.

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from offload.modes import shard_offload, tensor_swap
+from tests import ROOT
 
-ROOT = Path(__file__).parents[3]
 MODES = {path.stem: () for path in sorted((ROOT / "conf" / "offload").glob("*.yaml"))}
 MODES |= dict.fromkeys(("tensor_swap", "layer_stream_swap", "bounce_linear_swap"), ("offload.min_bytes=1KiB",))
 MODES["shard_offload"] = ("offload.shards=2",)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from in_process import run_here
 
+from tests.training.helpers.in_process import run_here
 from training.errors import UserError
 
 
@@ -143,7 +143,9 @@ def test_a_dataset_that_is_not_in_memory_is_known_by_its_last_batch(
 ):
     synthetic = [override for override in tiny if not override.startswith("dataset.")] + ["dataset=synthetic"]
     run_here(tmp_path / "run", *synthetic)
-    monkeypatch.setattr("training.data.SyntheticTokens.batch", lambda self, index: torch.zeros(self._shape).long())
+    monkeypatch.setattr(
+        "training.data.datasets.SyntheticTokens.batch", lambda self, index: torch.zeros(self._shape).long()
+    )
     with pytest.raises(UserError, match=r"the dataset does not give the batch of step 6 that it gave"):
         run_here(tmp_path / "run", *synthetic, "resume=auto")
 

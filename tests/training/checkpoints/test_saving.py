@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from models import safetensors_files
-from offload import registry
-from offload.host_optimizer import HostAdamW
+from offload.optimizer.adamw import HostAdamW
+from offload.runtime import registry
 from training.checkpoints import durable, layout, manifest, saving
 from training.checkpoints.saving import Checkpoints
 from training.checkpoints.state import RunState

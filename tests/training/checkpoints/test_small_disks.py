@@ -14,7 +14,7 @@ import pytest
 from training.checkpoints.layout import checkpoints_in, step_of
 from training.checkpoints.manifest import read_manifest, verify
 from training.errors import UserError
-from training.metrics import MetricsWriter, read_metrics
+from training.metrics.files import MetricsWriter, read_metrics
 
 
 @pytest.fixture

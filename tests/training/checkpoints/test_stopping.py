@@ -12,14 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
-from in_process import signals_as_before
 
-from training import run_lock, stopping
+from tests import ROOT
+from tests.training.helpers.in_process import signals_as_before
 from training.errors import UserError
-from training.run_lock import locked
-from training.stopping import SAME_REQUEST_S, SIGNALS, StopRequest
-
-ROOT = Path(__file__).parents[3]
+from training.runs import directory, signals
+from training.runs.directory import locked
+from training.runs.signals import SAME_REQUEST_S, SIGNALS, StopRequest
 
 
 @pytest.fixture
@@ -90,7 +89,7 @@ def test_a_stop_that_cannot_be_saved_is_an_error(tmp_path: Path, run_here, signa
 def test_the_second_request_ends_at_once(monkeypatch: pytest.MonkeyPatch):
     before = signal.getsignal(signal.SIGTERM)
     now = 100.0
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now)
     with StopRequest(enabled=True) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.signal == "SIGTERM"
@@ -153,7 +152,7 @@ def test_the_lock_goes_with_its_process(tmp_path: Path):
     ):
         pass
     script = (
-        "import os, signal, sys; from pathlib import Path; from training.run_lock import locked\n"
+        "import os, signal, sys; from pathlib import Path; from training.runs.directory import locked\n"
         "with locked(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", script, tmp_path], cwd=ROOT).returncode == -signal.SIGKILL
@@ -165,7 +164,7 @@ def test_where_locks_are_unknown_the_run_goes_on(tmp_path: Path, monkeypatch: py
     def unknown(*arguments):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(run_lock.fcntl, "flock", unknown)
+    monkeypatch.setattr(directory.fcntl, "flock", unknown)
     with locked(tmp_path):
         assert "cannot be locked" in caplog.text
 

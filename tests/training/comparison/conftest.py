@@ -15,7 +15,7 @@ TARGETS = {
     "shard_offload": "offload.modes.shard_offload.ShardOffload",
     "tensor_swap": "offload.modes.tensor_swap.TensorSwap",
 }
-OPTIMIZERS = {"adamw": "training.optimizer.AdamW", "host_adamw": "offload.host_optimizer.HostAdamW"}
+OPTIMIZERS = {"adamw": "training.optim.AdamW", "host_adamw": "offload.optimizer.adamw.HostAdamW"}
 
 
 class RunWriter:

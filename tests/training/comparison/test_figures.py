@@ -8,10 +8,10 @@ import random
 
 import pytest
 
-from training.comparison.figures import FIGURES, draw
 from training.comparison.labels import Box, is_far, place
 from training.comparison.loss_figure import alike, loss_figure, spread
 from training.comparison.memory_figure import memory_figure
+from training.comparison.page import FIGURES, draw
 from training.comparison.rows import build_rows
 from training.comparison.runs import find_runs
 from training.comparison.time_figure import split, time_figure

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from offload.bandwidth import Bandwidth
-from offload.forecast import Update, forecast
-from offload.rehearsal import Phase
+from offload.planning.cost_model import Update, forecast
+from offload.planning.dry_run import Phase
+from offload.runtime.bandwidth import Bandwidth
 from training.comparison.rows import Figure, Row, build_rows, curve_difference, pareto_front
 from training.comparison.runs import HOST_OPTIMIZER, find_runs
 

@@ -11,7 +11,7 @@ import pytest
 from training.comparison.report import compare
 from training.comparison.runs import find_runs, read_run
 from training.errors import UserError
-from training.run_lock import locked
+from training.runs.directory import locked
 
 
 def test_runs_are_found_at_any_depth_once_and_in_the_order_of_their_numbers(write_run, tmp_path: Path):

@@ -1,0 +1,62 @@
+"""The parameter groups of AdamW: what may be in them, which of them decay, and their settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.optimizer.kernels import Settings
+
+# Keys of torch's AdamW that change the arithmetic, and the one value of each that the update here computes.
+COMPUTED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Raises ValueError, naming it, for a setting or the dtype of a parameter that trains which are not supported."""
+    check_settings(group, "a parameter group")
+    for parameter in group["params"]:
+        if parameter.requires_grad and parameter.dtype not in DTYPES:
+            raise ValueError(f"a parameter is {parameter.dtype}: AdamW here takes float32, bfloat16 and float16")
+
+
+def check_settings(group: dict[str, Any], what: str) -> None:
+    """Raises ValueError where a key of `group` asks for another arithmetic."""
+    for key, value in COMPUTED.items():
+        if bool(group.get(key, value)) != value:
+            raise ValueError(f"{what} has {key}={not value}, which is not supported: only {key}={value} is")
+
+
+def settings_of(group: dict[str, Any]) -> Settings:
+    """The settings of a group as they are now. Raises ValueError for one that is not supported."""
+    check_settings(group, "a parameter group")
+    return Settings(float(group["lr"]), *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"]))
+
+
+def decay_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Parameters or groups of them as groups in which what has fewer than two dimensions does not decay.
+
+    Those are biases and the weights of norms; embeddings decay. Each group with both kinds becomes two, the first with
+    its own weight decay, the second with none.
+    """
+    entries = list(params)
+    if entries and not isinstance(entries[0], dict):
+        entries = [{"params": entries}]
+    groups = []
+    for group in entries:
+        members = group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        decaying = [p for p in members if _tensor(p).ndim >= 2]
+        constant = [p for p in members if _tensor(p).ndim < 2]
+        if decaying or not constant:
+            groups.append({**group, "params": decaying})
+        if constant:
+            groups.append({**group, "params": constant, "weight_decay": 0.0})
+    return groups
+
+
+def _tensor(parameter: Tensor | tuple[str, Tensor]) -> Tensor:
+    return parameter[1] if isinstance(parameter, tuple) else parameter

@@ -1,0 +1,205 @@
+"""A training step under a mode, rehearsed: the engine itself, on tensors of the meta device.
+
+A formula for what a mode holds and moves would repeat the mode. So its own code runs here, slots, copies, hooks and
+all, on a model without memory: what it would copy is counted where it copies, what would be on the device by the
+tracker. It takes seconds for a model of any size, and no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor, nn
+
+from offload.activations.checkpointing import recompute
+from offload.modes.mode import Mode
+from offload.planning.memory_tracker import MemoryTracker
+from offload.planning.meta_kernels import fused_kernels
+from offload.planning.simulated_streams import SimulatedStreams
+from offload.runtime.stream_checker import CheckedStreams
+
+# The first records the order of use, which the second knows, as all that follow do.
+STEPS = 2
+
+MOVED = ("h2d_bytes", "d2h_bytes", "activation_h2d_bytes", "activation_d2h_bytes", "waited_for_bytes")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What is computed and copied from the beginning of a forward to its end, or from there to the next.
+
+    `waited_for_bytes` of them are copied while compute stands still.
+    """
+
+    forward: bool
+    flops: float
+    h2d_bytes: float
+    d2h_bytes: float
+    activation_h2d_bytes: float
+    activation_d2h_bytes: float
+    waited_for_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A step as it will be: its phases in order, and bytes at their peak.
+
+    On the device, besides the parameters and buffers that stay there: `slot_bytes`, of `peak_bytes` at most in all;
+    at that moment `peak_gradient_bytes` of them were gradients that stay on the device. `turn_bytes` is what forward
+    left there for backward, slots aside. `host_bytes` are on the host: homes, gradients, activations.
+    """
+
+    phases: tuple[Phase, ...]
+    slot_bytes: int
+    peak_bytes: int
+    peak_gradient_bytes: int
+    turn_bytes: int
+    host_bytes: int
+
+    @property
+    def activation_bytes(self) -> int:
+        """What the peak holds besides slots and gradients that stay: activations, and what is on its way."""
+        return self.peak_bytes - self.slot_bytes - self.peak_gradient_bytes
+
+    def total(self, key: str) -> float:
+        """The sum of the attribute `key` over the phases."""
+        return sum(getattr(phase, key) for phase in self.phases)
+
+    def swapping(self, share: float) -> DryRun:
+        """That of a step in which only `share` of the activations leave the device that leave it here."""
+
+        def less(phase: Phase) -> Phase:
+            stays_in, stays_out = ((1 - share) * phase.activation_h2d_bytes, (1 - share) * phase.activation_d2h_bytes)
+            return replace(
+                phase,
+                h2d_bytes=phase.h2d_bytes - stays_in,
+                d2h_bytes=phase.d2h_bytes - stays_out,
+                activation_h2d_bytes=phase.activation_h2d_bytes - stays_in,
+                activation_d2h_bytes=phase.activation_d2h_bytes - stays_out,
+            )
+
+        stay_bytes = int((1 - share) * self.total("activation_d2h_bytes"))
+        return replace(
+            self,
+            phases=tuple(less(phase) for phase in self.phases),
+            # What stays is the most at the turn, where no gradient is there yet.
+            peak_bytes=max(self.peak_bytes, self.slot_bytes + self.turn_bytes + stay_bytes),
+            host_bytes=self.host_bytes - stay_bytes,
+        )
+
+    def repeated(self, times: Sequence[int]) -> DryRun:
+        """That of a step with more microbatches one after another: each of those here as often as `times` says."""
+        pairs = zip(self.phases[::2], self.phases[1::2], strict=True)
+        return replace(
+            self, phases=tuple(phase for pair, count in zip(pairs, times, strict=True) for phase in pair * count)
+        )
+
+    def continued(self, after: DryRun, more: float) -> DryRun:
+        """That of a step with `more` microbatches side by side than `after`, which has one more than this.
+
+        They are as large as that one; a smaller one counts by its share.
+        """
+
+        def line(first: float, second: float) -> float:
+            return second + more * (second - first)
+
+        phases = tuple(
+            Phase(one.forward, **{key: line(getattr(one, key), getattr(two, key)) for key in ("flops", *MOVED)})
+            for one, two in zip(self.phases, after.phases, strict=True)
+        )
+        numbers = {
+            field.name: round(line(getattr(self, field.name), getattr(after, field.name))) for field in fields(self)[1:]
+        }
+        return DryRun(phases, **numbers)
+
+
+def dry_run(
+    mode: Mode,
+    model: nn.Module,
+    losses: Sequence[Callable[[], Tensor]],
+    *,
+    recomputed: Iterable[nn.Module] = (),
+    norms: bool = False,
+    timed: SimulatedStreams | None = None,
+    on_gpu: bool = True,
+) -> DryRun:
+    """Attaches `mode` to `model` (on the meta device, and afterwards good for nothing), and runs a step.
+
+    `losses` compute the loss of each microbatch on meta tensors; `recomputed` are the blocks that backward computes
+    again, unless the mode does so itself; `timed` are streams that note when they do what; `on_gpu` says whether what
+    is saved for backward is that of a GPU's kernels or of the CPU's. Raises whatever the model raises that cannot do
+    without values.
+    """
+    streams = timed or CheckedStreams(torch.device("meta"))
+    tracker = MemoryTracker(timed.spend) if timed else MemoryTracker()
+    resident = [tensor for tensor in mode.footprint(model).resident if tensor.requires_grad]
+    with torch.random.fork_rng(devices=[]), fused_kernels(tracker.add_flops, on_gpu), tracker.recording():
+        mode.attach(model, streams)
+        undo = recompute(recomputed)
+        slot_bytes = tracker.live_bytes
+        handles = [tensor.register_post_accumulate_grad_hook(tracker.landed) for tensor in resident]
+        try:
+            for _ in range(STEPS):
+                model.zero_grad(set_to_none=True)
+                tracker.start_step()
+                if timed:
+                    timed.start_step()
+                log = _Log(tracker, mode)
+                with mode.step(norms):
+                    mode.accumulate([log.around(loss) for loss in losses])
+                log.mark()
+            host_bytes = int(mode.counters()["host_pageable_bytes"])
+        finally:
+            for handle in handles:
+                handle.remove()
+            undo()
+            mode.detach()
+    return DryRun(
+        phases=log.phases(),
+        slot_bytes=slot_bytes,
+        peak_bytes=tracker.peak_bytes,
+        peak_gradient_bytes=tracker.peak_gradient_bytes,
+        turn_bytes=log.turn_bytes - slot_bytes,
+        host_bytes=host_bytes,
+    )
+
+
+class _Log:
+    """Reads the counters where forward begins and ends: when the first microbatch enters, and the last leaves."""
+
+    def __init__(self, tracker: MemoryTracker, mode: Mode):
+        self.turn_bytes = 0
+        self._tracker = tracker
+        self._mode = mode
+        self._inside = 0
+        self._readings: list[dict[str, float]] = []
+        self.mark()
+
+    def mark(self) -> None:
+        counters = self._mode.counters()
+        self._readings.append({"flops": self._tracker.flops} | {key: counters.get(key, 0) for key in MOVED})
+
+    def around(self, loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        def logged() -> Tensor:
+            # What is fetched before the first forward belongs to it.
+            if not self._inside and len(self._readings) > 1:
+                self.mark()
+            self._inside += 1
+            with self._tracker.recording():
+                value = loss()
+            self._inside -= 1
+            if not self._inside:
+                self.mark()
+                self.turn_bytes = max(self.turn_bytes, self._tracker.live_bytes)
+            return value
+
+        return logged
+
+    def phases(self) -> tuple[Phase, ...]:
+        pairs = zip(self._readings, self._readings[1:], strict=False)
+        return tuple(
+            Phase(forward=index % 2 == 0, **{key: after[key] - before[key] for key in before})
+            for index, (before, after) in enumerate(pairs)
+        )

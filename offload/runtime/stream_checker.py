@@ -1,0 +1,192 @@
+"""The CPU twin of a device's streams: program order in execution, a GPU's freedom in checking.
+
+On a GPU a missing wait shows as a wrong number now and then. Here each stream carries a vector clock (Mattern 1989;
+the happens-before test is that of FastTrack, Flanagan and Freund 2009): work on a stream advances its clock, an event
+keeps a copy of it, a wait merges the event's clock in. Two accesses to one resource, at least one of them a write,
+must be ordered by these clocks; if they are not, a GPU may run them in either order, and `StreamOrderError` says so
+at once, although this run, in program order, computed the right thing.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+Clock = dict[str, int]
+
+
+class StreamOrderError(RuntimeError):
+    """Two accesses to one resource that no event orders. The message names both."""
+
+
+class CheckedEvent:
+    """An event of the twin: a copy of the clock of the stream that recorded it."""
+
+    def __init__(self, streams: CheckedStreams):
+        self._streams = streams
+        self.clock: Clock = {}
+
+    def record(self, stream: CheckedStream) -> None:
+        stream.follow(self._streams.host.clock)
+        self.clock = dict(stream.clock)
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        self._streams.host.follow(self.clock)
+
+
+class CheckedSignal:
+    """A signal of the twin: the clock of the thread that set it, which those that wait for it follow."""
+
+    def __init__(self, streams: CheckedStreams):
+        self._streams = streams
+        self._set = threading.Event()
+        self.clock: Clock = {}
+
+    def set(self) -> None:
+        self.clock = dict(self._streams.host.clock)
+        self._set.set()
+
+    def is_set(self) -> bool:
+        return self._set.is_set()
+
+    def wait(self) -> None:
+        self._set.wait()
+        self.follow()
+
+    def follow(self) -> None:
+        self._streams.host.follow(self.clock)
+
+
+class CheckedStream:
+    """A stream of the twin, named for messages; its clock counts the work seen from each stream."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.clock: Clock = {name: 0}
+
+    def wait_event(self, event: CheckedEvent) -> None:
+        self.follow(event.clock)
+
+    def follow(self, clock: Clock) -> None:
+        for name, tick in clock.items():
+            self.clock[name] = max(self.clock.get(name, 0), tick)
+
+    def advance(self) -> int:
+        self.clock[self.name] += 1
+        return self.clock[self.name]
+
+
+@dataclass(frozen=True)
+class Access:
+    """One declared read or write: who, when on his own clock, and what for."""
+
+    stream: str
+    tick: int
+    what: str
+
+    def before(self, clock: Clock) -> bool:
+        return clock.get(self.stream, 0) >= self.tick
+
+
+@dataclass
+class _History:
+    """The accesses of one resource that a later access still has to be ordered after."""
+
+    write: Access | None = None
+    reads: dict[str, Access] = field(default_factory=dict)
+
+
+class CheckedStreams:
+    """`offload.runtime.registry.Streams` for a device without streams.
+
+    Work runs where it is called. The host is a stream too: whatever it did before it queues work is done when that
+    work starts, but it sees a stream's work only after `Event.synchronize`. A thread `beside` it is a host of its own,
+    which sees the other's work only after `Signal.wait`.
+    """
+
+    asynchronous = False
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._hosts = threading.local()
+        self._host = CheckedStream("host")
+        self.h2d = CheckedStream("h2d")
+        self.d2h = CheckedStream("d2h")
+        self.visits = CheckedStream("visits")
+        self._compute = CheckedStream("compute")
+        self._current = self._compute
+        self._histories: weakref.WeakKeyDictionary[object, _History] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    @property
+    def host(self) -> CheckedStream:
+        return getattr(self._hosts, "current", self._host)
+
+    @property
+    def compute(self) -> CheckedStream:
+        return self._current
+
+    def event(self, timing: bool = False) -> CheckedEvent:
+        return CheckedEvent(self)
+
+    def signal(self) -> CheckedSignal:
+        return CheckedSignal(self)
+
+    @contextmanager
+    def beside(self, name: str) -> Iterator[None]:
+        self._hosts.current = CheckedStream(name)
+        try:
+            yield
+        finally:
+            del self._hosts.current
+
+    @contextmanager
+    def on(self, stream: CheckedStream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def as_here(self) -> Callable[[], AbstractContextManager]:
+        return nullcontext
+
+    def reads(self, stream: CheckedStream | None, resource: object, what: str) -> None:
+        with self._lock:
+            history, access, clock = self._access(stream, resource, what)
+            if history.write is not None and not history.write.before(clock):
+                raise _unordered(resource, history.write, access)
+            history.reads[access.stream] = access
+
+    def writes(self, stream: CheckedStream | None, resource: object, what: str) -> None:
+        with self._lock:
+            history, access, clock = self._access(stream, resource, what)
+            for earlier in filter(None, (history.write, *history.reads.values())):
+                if not earlier.before(clock):
+                    raise _unordered(resource, earlier, access)
+            history.write, history.reads = access, {}
+
+    def synchronize(self) -> None:
+        for stream in (self.h2d, self.d2h, self.visits, self._compute):
+            self.host.follow(stream.clock)
+
+    def _access(self, stream: CheckedStream | None, resource: object, what: str):
+        stream = stream or self.host
+        stream.follow(self.host.clock)
+        access = Access(stream.name, stream.advance(), what)
+        return self._histories.setdefault(resource, _History()), access, stream.clock
+
+
+def _unordered(resource: object, earlier: Access, later: Access) -> StreamOrderError:
+    return StreamOrderError(
+        f"{resource}: '{later.what}' on {later.stream} may run before '{earlier.what}' on {earlier.stream} is done:"
+        " no event orders them"
+    )

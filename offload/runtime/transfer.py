@@ -1,0 +1,125 @@
+"""Copies between host and device: the one place that makes them, counts them and times the waits for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import perf_counter
+
+import torch
+
+from offload.runtime.registry import Event, Stream, Streams
+
+# Two events with nothing to wait for between them are microseconds apart, and a step has a thousand such pairs.
+RESOLUTION_MS = 0.01
+
+
+class Telemetry:
+    """Counters of one attached model since it was attached: bytes copied in and out, ms of compute stalled."""
+
+    def __init__(self, streams: Streams):
+        self.h2d_bytes = 0
+        self.d2h_bytes = 0
+        self.stall_ms = 0.0
+        self._streams = streams
+        self._pending: deque[tuple] = deque()
+
+    @contextmanager
+    def stall(self, stream: Stream) -> Iterator[None]:
+        """Counts the time that `stream` spends in the waits queued inside the block."""
+        if not self._streams.asynchronous:
+            yield
+            return
+        before, after = self._streams.event(timing=True), self._streams.event(timing=True)
+        before.record(stream)
+        yield
+        after.record(stream)
+        self._pending.append((before, after))
+
+    def timestamp(self) -> Event | None:
+        """An event that will know when compute came here; None on a device without a clock."""
+        if not self._streams.asynchronous:
+            return None
+        event = self._streams.event(timing=True)
+        event.record(self._streams.compute)
+        return event
+
+    def collect(self) -> None:
+        """Reads the timings that are over; a later call reads the others."""
+        while self._pending and self._pending[0][1].query():
+            before, after = self._pending.popleft()
+            wait_ms = before.elapsed_time(after)
+            if wait_ms > RESOLUTION_MS:
+                self.stall_ms += wait_ms
+
+
+class Transfer:
+    """Queues copies on the side streams of a device.
+
+    Neither method blocks the host where the device has streams and the host memory is page-locked.
+    """
+
+    def __init__(self, streams: Streams, telemetry: Telemetry):
+        self.streams = streams
+        self.telemetry = telemetry
+
+    def copy_in(
+        self,
+        device_tensor: torch.Tensor,
+        host_tensor: torch.Tensor,
+        done: Event,
+        what: str,
+        stream: Stream | None = None,
+    ) -> None:
+        """Copies host to device on `stream` (None: h2d) and records `done` behind it. Shapes and dtypes are equal.
+
+        `what` names the copy in a profiler's trace.
+        """
+        stream = self.streams.h2d if stream is None else stream
+        with profiled(f"copy in {what}"):
+            self.telemetry.h2d_bytes += self._copy(device_tensor, host_tensor, stream)
+        done.record(stream)
+
+    def copy_out(self, host_tensor: torch.Tensor, device_tensor: torch.Tensor, done: Event, what: str) -> None:
+        """Copies device to host on the d2h stream and records `done` behind it. Shapes and dtypes are equal.
+
+        `what` names the copy in a profiler's trace.
+        """
+        with profiled(f"copy out {what}"):
+            self.telemetry.d2h_bytes += self._copy(host_tensor, device_tensor, self.streams.d2h)
+        done.record(self.streams.d2h)
+
+    def after_compute(self, *streams: Stream) -> None:
+        """Makes `streams` wait for all that compute has queued so far."""
+        made = self.streams.event()
+        made.record(self.streams.compute)
+        for stream in streams:
+            stream.wait_event(made)
+
+    def await_on(self, stream: Stream, event: Event) -> None:
+        """Makes `stream` wait for a copy's event, and counts the time that it stands still."""
+        with self.telemetry.stall(stream):
+            stream.wait_event(event)
+
+    def _copy(self, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> int:
+        start = perf_counter()
+        with torch.no_grad(), self.streams.on(stream):
+            destination.copy_(source, non_blocking=True)
+        if not self.streams.asynchronous:
+            # The twin copies where it stands: all of the copy's time is time that compute waits.
+            self.telemetry.stall_ms += (perf_counter() - start) * 1e3
+        return source.nbytes
+
+
+def profiled(name: str) -> AbstractContextManager:
+    """A range in a profiler's trace, on whichever thread; nothing where none runs."""
+    # Opening a range costs microseconds, also when nobody records it.
+    return torch.profiler.record_function(name) if torch.autograd.profiler._is_profiler_enabled else nullcontext()
+
+
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor (a batch of tokens, say) on `device`, without the host waiting for the device's queue."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,65 @@
+"""What a mode will hold and move, said before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from offload.weights.partition import CutModel
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes by place for one model under one mode. Traffic is that of a step with one microbatch.
+
+    What depends on the order of use and on activations, a dry run tells (`offload.planning.dry_run`). `layer_major`:
+    all microbatches of a step share its traffic. `activation_budget_bytes` of swapped activations stay on the device
+    (None: as many as copies would not hide). `resident` are the tensors that stay on the device, `trained` the
+    parameters that train of each unit.
+    """
+
+    units: int
+    largest_unit_bytes: int
+    resident_bytes: int
+    slot_bytes: int
+    host_weight_bytes: int
+    host_gradient_bytes: int
+    h2d_bytes: int
+    d2h_bytes: int
+    layer_major: bool = False
+    activation_budget_bytes: int | None = 0
+    resident: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
+    trained: tuple[tuple[Tensor, ...], ...] = field(default=(), compare=False, repr=False)
+
+    @classmethod
+    def of(cls, model: CutModel, slots: int, recompute: bool) -> Plan:
+        """The plan of a cut model that streams through `slots` device slots.
+
+        Weights come in for forward and for backward, with recompute once more in between. What the slots still hold
+        when forward turns to backward is not copied again; how much that is depends on the order of use, so the
+        traffic in is an upper bound.
+        """
+        return cls(
+            units=len(model.units),
+            largest_unit_bytes=model.largest_unit_bytes,
+            resident_bytes=model.resident_bytes,
+            slot_bytes=slots * model.largest_unit_bytes,
+            host_weight_bytes=model.unit_bytes,
+            host_gradient_bytes=model.gradient_bytes,
+            h2d_bytes=model.unit_bytes * (3 if recompute else 2),
+            d2h_bytes=model.gradient_bytes,
+            resident=tuple(tensor for tensor, _ in model.resident),
+            trained=tuple(tuple(tensor.host for tensor in unit.trained) for unit in model.units),
+        )
+
+    def for_microbatches(self, count: int) -> Plan:
+        """The plan with the traffic of a step of `count` microbatches.
+
+        One after another, weights come in for each; gradients go out for each, and but for the first come back to be
+        added to.
+        """
+        if self.layer_major:
+            return self
+        h2d_bytes = self.h2d_bytes * count + self.d2h_bytes * (count - 1)
+        return replace(self, h2d_bytes=h2d_bytes, d2h_bytes=self.d2h_bytes * count)

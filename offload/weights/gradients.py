@@ -1,0 +1,138 @@
+"""Gradients on their way out: from where autograd made them to the host, and which of them are final."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from offload.runtime.deferred_free import DeferredFrees, PendingFree
+from offload.runtime.transfer import Transfer
+from offload.weights.units import OffloadUnit, UnitTensor
+
+
+class GradientOffloader:
+    """Copies gradients out on the d2h stream while backward goes on.
+
+    At most `limit_bytes` of them wait on the device; beyond that compute waits for the oldest to leave. A gradient
+    that meets an earlier one (`parameter.grad` is set: accumulation) fetches it, adds it on the device and sends the
+    sum home, so that the host never adds and the order of additions is autograd's own.
+    """
+
+    def __init__(self, transfer: Transfer, limit_bytes: int):
+        self._transfer = transfer
+        self._streams = transfer.streams
+        self._deferred_frees = DeferredFrees(transfer, limit_bytes)
+        # Whether to take the norm of each gradient on the way, where the device's memory bandwidth is at hand.
+        self.takes_norms = False
+
+    def land(self, tensor: UnitTensor, leaf: nn.Parameter, hold: Callable[..., None] | None = None) -> None:
+        """Takes the gradient off `leaf` and starts it home; afterwards `tensor.host.grad` is its host view.
+
+        The bytes are there once the host has synchronised with the d2h stream. `hold`, of the tensor and its
+        departing gradient, takes charge of the device's copy, which else goes behind the copy out.
+        """
+        gradient, leaf.grad = leaf.grad, None
+        streams = self._streams
+        leaving = PendingFree(gradient, streams.event(), f"device gradient of {tensor.name}", streams.compute)
+        streams.writes(streams.compute, leaving, "backward")
+        earlier = tensor.host.grad
+        if earlier is None:
+            self._take_norm(tensor, gradient)
+            self._transfer.after_compute(streams.d2h)
+        else:
+            self._fetch_and_add(earlier, leaving, tensor)
+            with streams.on(streams.d2h):
+                self._take_norm(tensor, gradient)
+        streams.reads(streams.d2h, leaving, "copy out")
+        streams.writes(streams.d2h, tensor, "copy out")
+        self._transfer.copy_out(tensor.gradient, gradient, done=leaving.done, what=f"gradient of {tensor.name}")
+        tensor.landed = leaving.done
+        tensor.host.grad = tensor.gradient
+        if hold is None:
+            self._deferred_frees.add(leaving)
+        else:
+            hold(tensor, leaving)
+
+    def release(self) -> None:
+        """Hands the device memory of every gradient back, for use behind its copy."""
+        self._deferred_frees.release()
+
+    def _take_norm(self, tensor: UnitTensor, gradient: torch.Tensor) -> None:
+        if self.takes_norms:
+            tensor.norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+
+    def _fetch_and_add(self, earlier: torch.Tensor, leaving: PendingFree, tensor: UnitTensor) -> None:
+        streams = self._streams
+        h2d, d2h = streams.h2d, streams.d2h
+        name = f"earlier gradient of {tensor.name}"
+        fetched = PendingFree(torch.empty_like(leaving.tensor), streams.event(), name, streams.compute)
+        streams.writes(streams.compute, fetched, "what this memory was used for before")
+        self._transfer.after_compute(h2d, d2h)
+        if tensor.landed is not None:
+            h2d.wait_event(tensor.landed)
+        streams.reads(h2d, tensor, "accumulation")
+        streams.writes(h2d, fetched, "copy in")
+        arrived = streams.event()
+        self._transfer.copy_in(fetched.tensor, earlier, done=arrived, what=name)
+        d2h.wait_event(arrived)
+        streams.reads(d2h, fetched, "accumulation")
+        streams.writes(d2h, leaving, "accumulation")
+        with streams.on(d2h), torch.no_grad():
+            leaving.tensor.add_(fetched.tensor)
+        fetched.done.record(d2h)
+        self._deferred_frees.add(fetched)
+
+
+class FinalGradients:
+    """What the step before says of this one, gradient by gradient.
+
+    Trusted are units in which every tensor trains, every gradient landed once (under reentrant checkpoints what is
+    used twice gets it in pieces, none of them known to be the last), and no weight was needed after its gradient, as
+    a frozen one or one that is used detached may be. While not `counting`, nothing is final and nothing is learned.
+    """
+
+    def __init__(self) -> None:
+        self.counting = False
+        self._landed: Counter[UnitTensor] = Counter()
+        self._needed_late: set[OffloadUnit] = set()
+        self._trusted: set[OffloadUnit] = set()
+
+    def begin_step(self, units: Iterable[OffloadUnit]) -> None:
+        """A step of these units begins."""
+        self._trusted = {
+            unit
+            for unit in units
+            if unit not in self._needed_late and all(self._landed[tensor] == 1 for tensor in unit.tensors)
+        }
+        self._landed.clear()
+        self._needed_late.clear()
+
+    def end_step(self) -> None:
+        self.counting = False
+
+    def land(self, unit: OffloadUnit, tensor: UnitTensor) -> bool:
+        """A gradient lands: whether it is final. Raises RuntimeError where an earlier one was taken for final."""
+        if not self.counting:
+            return False
+        self._landed[tensor] += 1
+        if unit in self._trusted and self._landed[tensor] > 1:
+            raise RuntimeError(
+                f"a gradient of {tensor.name} came after the last that was expected: its update may have begun."
+                " Reentrant checkpoints around layers that are used twice need use_reentrant=False"
+            )
+        return unit in self._trusted
+
+    def use(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
+        """A weight is used, in a step or between two. Raises RuntimeError where its gradient was taken for final."""
+        if not self.counting or not self._landed[tensor]:
+            return
+        if unit in self._trusted:
+            raise RuntimeError(
+                f"{tensor.name} is needed after its gradient, which it was not in the step before: its update may have"
+                " begun. Where uses change from step to step, let updates begin after backward (early=False), and"
+                " checkpoints be use_reentrant=False"
+            )
+        self._needed_late.add(unit)

@@ -1,0 +1,195 @@
+"""How a model is cut into units, and the windows in which its modules use them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from offload.runtime.byte_sizes import parse_bytes
+from offload.weights.units import OffloadUnit, Place, UnitTensor
+
+
+@dataclass(frozen=True)
+class Window:
+    """A module and the tensors that its forward may read, each with its unit, which must be on the device meanwhile."""
+
+    module: nn.Module
+    read: tuple[tuple[OffloadUnit, UnitTensor], ...]
+
+    @cached_property
+    def units(self) -> tuple[OffloadUnit, ...]:
+        return tuple(dict.fromkeys(unit for unit, _ in self.read))
+
+
+@dataclass(frozen=True)
+class CutModel:
+    """A model cut into units: `windows` open them, `resident` is what is left on the device, with its places."""
+
+    units: list[OffloadUnit]
+    windows: list[Window]
+    resident: list[tuple[torch.Tensor, list[Place]]]
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor, _ in self.resident)
+
+    @property
+    def unit_bytes(self) -> int:
+        return sum(unit.nbytes for unit in self.units)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(unit.gradient_bytes for unit in self.units)
+
+    @property
+    def largest_unit_bytes(self) -> int:
+        return max((unit.nbytes for unit in self.units), default=0)
+
+
+def open_at_once(model: nn.Module, windows: Iterable[Window]) -> list[OffloadUnit]:
+    """The units whose windows are open at a time, one inside the other, where these are the most in `model`."""
+    return list(_open_at_once(model, {window.module: window.units for window in windows}, {}))
+
+
+def _open_at_once(
+    module: nn.Module, units_of: dict[nn.Module, tuple[OffloadUnit, ...]], outside: dict[OffloadUnit, None]
+) -> dict[OffloadUnit, None]:
+    opened = outside | dict.fromkeys(units_of.get(module, ()))
+    return max((_open_at_once(child, units_of, opened) for child in module.children()), key=len, default=opened)
+
+
+@dataclass(frozen=True)
+class CutPoint:
+    """A module at which a model is cut; cut_points of one name make one unit.
+
+    `deep`: with everything below it; else with the tensors that the module holds itself.
+    """
+
+    name: str
+    module: nn.Module
+    deep: bool = True
+
+    def modules(self) -> Iterable[nn.Module]:
+        return self.module.modules() if self.deep else (self.module,)
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        yield from self.module.parameters(recurse=self.deep)
+        yield from self.module.buffers(recurse=self.deep)
+
+
+def cut(model: nn.Module, cut_points: Sequence[CutPoint]) -> CutModel:
+    """Cuts `model` at the root modules: one unit for the parameters and buffers of each name.
+
+    Touches nothing, so it works on a model of the meta device. A root that owns nothing gives no unit, one that is
+    named twice gives one, under its first name. Raises ValueError when one root lies inside another.
+    """
+    cut_points = list({root.module: root for root in reversed(cut_points)}.values())[::-1]
+    root_of = _cut_points_by_module(cut_points)
+    places: dict[torch.Tensor, list[Place]] = {}
+    names: dict[torch.Tensor, str] = {}
+    for prefix, module in model.named_modules():
+        for is_buffer, held in ((False, module._parameters), (True, module._buffers)):
+            for attribute, tensor in held.items():
+                if tensor is not None:
+                    places.setdefault(tensor, []).append(Place(module, attribute, is_buffer))
+                    names.setdefault(tensor, f"{prefix}.{attribute}".lstrip("."))
+
+    units: dict[str, OffloadUnit] = {}
+    unit_of: dict[torch.Tensor, tuple[OffloadUnit, UnitTensor]] = {}
+    resident = []
+    for tensor, where in places.items():
+        owners = [root_of.get(place.module) for place in where]
+        if None in owners:
+            resident.append((tensor, where))
+            continue
+        name = owners[0].name
+        unit = units.setdefault(name, OffloadUnit(name, len(units)))
+        unit.tensors.append(UnitTensor(names[tensor], tensor, where, unit.nbytes))
+        unit_of[tensor] = unit, unit.tensors[-1]
+    return CutModel(list(units.values()), _windows(cut_points, unit_of), resident)
+
+
+def keep_on_device(model: CutModel, amount: str | int) -> CutModel:
+    """`model` with `amount` of its units made resident; see `schedule.keep_resident` for what it may be."""
+    kept = keep_resident([unit.nbytes for unit in model.units], amount)
+    streamed = [unit for index, unit in enumerate(model.units) if index not in kept]
+    resident = list(model.resident)
+    for index in sorted(kept):
+        resident += [(tensor.host, tensor.places) for tensor in model.units[index].tensors]
+    windows = []
+    for window in model.windows:
+        read = tuple((unit, tensor) for unit, tensor in window.read if unit.index not in kept)
+        if read:
+            windows.append(Window(window.module, read))
+    for index, unit in enumerate(streamed):
+        unit.index = index
+    return CutModel(streamed, windows, resident)
+
+
+def _cut_points_by_module(cut_points: Sequence[CutPoint]) -> dict[nn.Module, CutPoint]:
+    root_of: dict[nn.Module, CutPoint] = {}
+    for root in cut_points:
+        for module in root.modules():
+            if root_of.setdefault(module, root) is not root:
+                raise ValueError(f"{root.name} lies inside {root_of[module].name}: units must not overlap")
+    return root_of
+
+
+def _windows(
+    cut_points: Sequence[CutPoint], unit_of: dict[torch.Tensor, tuple[OffloadUnit, UnitTensor]]
+) -> list[Window]:
+    windows = []
+    for root in cut_points:
+        for module in root.modules():
+            # A root's forward may read any tensor below it. Modules inside get windows of their own as well:
+            # activation checkpointing applied before attaching recomputes a root's forward without its window.
+            used = root.tensors() if module is root.module else CutPoint(root.name, module, deep=False).tensors()
+            read = tuple(dict.fromkeys(unit_of[tensor] for tensor in used if tensor in unit_of))
+            if read:
+                windows.append(Window(module, read))
+    return windows
+
+
+def keep_resident(sizes: Sequence[int], amount: str | int) -> set[int]:
+    """Which of the units of `sizes` bytes stay on the device, spread evenly over the order of use.
+
+    `amount` is a number of units (`4`), a share of the bytes (`25%`) or bytes (`2GiB`, `512MiB`). The choice is a
+    function of its arguments alone and never exceeds the amount. The first unit is in it, if any is: a step starts
+    with its weights and ends with its gradients, and nothing computes while these are copied. Raises ValueError for
+    an amount that is none.
+    """
+    text = str(amount).strip()
+    if text.isdigit():
+        count = int(text)
+        if count > len(sizes):
+            raise ValueError(f"offload.resident={amount}: the model has {len(sizes)} units")
+        return {k * len(sizes) // count for k in range(count)}
+    budget = _budget_bytes(text, sum(sizes))
+    share = budget / max(sum(sizes), 1)
+    # Owed so much at the start that the first unit is the first to be kept.
+    kept, owed = set(), (1 - share) * sizes[0] if sizes else 0.0
+    for index, size in enumerate(sizes):
+        owed += share * size
+        if owed + 1e-6 * size >= size <= budget:
+            kept.add(index)
+            owed -= size
+            budget -= size
+    return kept
+
+
+def _budget_bytes(text: str, total: int) -> int:
+    share = text.removesuffix("%")
+    try:
+        if share == text:
+            return parse_bytes("offload.resident", text)
+        if 0 <= float(share) <= 100:
+            return int(float(share) * total / 100)
+    except ValueError:
+        pass
+    raise ValueError(
+        f"offload.resident={text}: give a number of units (4), a share (25%, up to 100%) or bytes (2GiB, 512MiB)"
+    )

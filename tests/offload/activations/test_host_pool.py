@@ -1,0 +1,74 @@
+"""Host blocks lent from step to step: reused where they fit, given back when no step needs them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from offload.activations.host_pool import IDLE_STEPS, PAGE_BYTES, SLACK, HostPool
+from offload.runtime import registry
+from offload.runtime.host_memory import HostArena
+
+
+@pytest.fixture
+def pool(streams: registry.Streams) -> HostPool:
+    return HostPool(HostArena(torch.device("cpu")), streams)
+
+
+def step(pool: HostPool, *pages: int) -> list[int]:
+    """Takes blocks of so many pages, gives all back; returns how long those were that it got, in pages."""
+    blocks = [pool.take(count * PAGE_BYTES, "test") for count in pages]
+    assert [block.bytes.numel() for block in blocks] == [count * PAGE_BYTES for count in pages]
+    got = [block.block.bytes.numel() // PAGE_BYTES for block in blocks]
+    for block in blocks:
+        pool.give_back(block)
+    return got
+
+
+def test_equal_steps_take_the_same_blocks(pool: HostPool):
+    assert step(pool, 8, 10, 8, 9) == [8, 10, 8, 9]
+    pool.end_step()
+    assert step(pool, 8, 10, 8, 9) == [8, 10, 8, 9]
+    assert not pool.grew
+    assert pool.held_bytes == 35 * PAGE_BYTES
+
+
+def test_a_step_of_many_sizes_takes_each_its_own(pool: HostPool):
+    """Though a block of another size is idle when one that is known is asked for."""
+    first = [pool.take(count * PAGE_BYTES, "test") for count in (8, 8)]
+    pool.give_back(pool.take(12 * PAGE_BYTES, "test"))
+    assert pool.take(8 * PAGE_BYTES, "test").block.bytes.numel() == 8 * PAGE_BYTES
+    assert pool.take(12 * PAGE_BYTES, "test").block.bytes.numel() == 12 * PAGE_BYTES
+    assert pool.held_bytes == 36 * PAGE_BYTES
+    del first
+
+
+def test_a_block_is_lent_for_what_has_half_its_size_or_more(pool: HostPool):
+    step(pool, 100, 120)
+    pool.end_step()
+    assert step(pool, 97) == [100]
+    assert step(pool, 101) == [120]
+    assert not pool.grew
+    assert step(pool, 100 // SLACK - 1) == [100 // SLACK - 1]
+    assert pool.grew
+
+
+def test_lengths_that_vary_from_step_to_step_share_blocks(pool: HostPool):
+    lengths, grew = random.Random(0), 0
+    for _ in range(100):
+        length = lengths.randint(60, 100)
+        step(pool, *[length] * 4)
+        grew += pool.grew
+        pool.end_step()
+        assert pool.held_bytes <= 4 * 400 * PAGE_BYTES
+    assert grew <= 15
+
+
+def test_what_no_step_needs_is_given_back(pool: HostPool):
+    step(pool, 100)
+    for _ in range(IDLE_STEPS + 2):
+        pool.end_step()
+        step(pool, 10)
+    assert pool.held_bytes == 10 * PAGE_BYTES

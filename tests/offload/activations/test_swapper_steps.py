@@ -1,0 +1,399 @@
+"""Swapping over whole graphs and steps: when memory goes, when it comes back, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from offload.activations.host_pool import IDLE_STEPS
+from offload.activations.policy import AutomaticBudget, FixedBudget
+from offload.runtime import registry
+from offload.runtime.transfer import Transfer
+from tests.offload.helpers.swapping import Swap, save
+
+
+def loss_of(model: nn.Module, swap: Swap | None, inputs: torch.Tensor) -> torch.Tensor:
+    if swap is None:
+        return model(inputs).square().mean()
+    with swap.hooks():
+        return model(inputs).square().mean()
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Softmax(-1), nn.Linear(16, 4), nn.Sigmoid())
+
+
+def inputs(seed: int = 0) -> torch.Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_nothing_is_left(swap: Swap) -> None:
+    """After a step: no tensor is on its way, and the host memory is there for the next."""
+    swap.end_step()
+    assert swap.pool.idle_bytes == swap.pool.held_bytes
+
+
+def test_retained_graphs_can_be_used_again(swap: Swap):
+    def run(swap: Swap | None) -> list[torch.Tensor]:
+        model = network()
+        loss = loss_of(model, swap, inputs())
+        for retain in (True, True, False):
+            loss.backward(retain_graph=retain)
+        return [parameter.grad for parameter in model.parameters()]
+
+    for one, other in zip(run(swap), run(None), strict=True):
+        assert torch.equal(one, other)
+    assert_nothing_is_left(swap)
+
+
+def test_double_backward(swap: Swap):
+    def run(swap: Swap | None) -> list[torch.Tensor]:
+        model, leaf = network(), inputs().requires_grad_()
+        (slope,) = torch.autograd.grad(loss_of(model, swap, leaf), leaf, create_graph=True)
+        slope.square().sum().backward()
+        return [leaf.grad, *(parameter.grad for parameter in list(model.parameters())[:-1])]
+
+    for one, other in zip(run(swap), run(None), strict=True):
+        assert torch.equal(one, other)
+    assert_nothing_is_left(swap)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize("prefetch_bytes", [0, 500, 1 << 20])
+def test_several_forwards_before_a_backward(order: tuple, prefetch_bytes: int, streams: registry.Streams):
+    def run(swap: Swap | None) -> list[torch.Tensor]:
+        model = network()
+        losses = [loss_of(model, swap, inputs(seed)) for seed in range(3)]
+        for index in order:
+            losses[index].backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    swap = Swap(streams, prefetch_bytes=prefetch_bytes)
+    for one, other in zip(run(swap), run(None), strict=True):
+        assert torch.equal(one, other)
+    assert_nothing_is_left(swap)
+
+
+def test_a_backward_through_part_of_the_graph(swap: Swap):
+    model = network()
+    loss = loss_of(model, swap, inputs())
+    part = torch.autograd.grad(loss, list(model[4].parameters()), retain_graph=True)
+    loss.backward()
+    assert torch.equal(model[4].weight.grad, part[0])
+    del loss
+    assert_nothing_is_left(swap)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(("policy", "waits"), [(FixedBudget(1000), 0), (AutomaticBudget(), 1)])
+def test_the_host_waits_for_the_end_of_a_step_only_to_measure(policy, waits: int, streams, monkeypatch):
+    swap, model, count = Swap(streams, policy=policy), network(), 0
+    synchronize = streams.synchronize
+
+    def counted() -> None:
+        nonlocal count
+        count += 1
+        synchronize()
+
+    for _ in range(3):
+        with swap.step():
+            loss_of(model, swap, inputs()).backward()
+            monkeypatch.setattr(streams, "synchronize", counted)
+            count = 0
+        assert count == waits
+
+
+def test_aborted_passes_leave_nothing_alive(swap: Swap):
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    for abort in ("forward", "backward", "never backward"):
+        model = network()
+        swap.begin_step()
+        if abort == "forward":
+            model[4].register_forward_pre_hook(fail)
+            with pytest.raises(KeyboardInterrupt):
+                loss_of(model, swap, inputs())
+        elif abort == "backward":
+            model[2].register_forward_hook(lambda *call: Fails.apply(call[2]))
+            with pytest.raises(ZeroDivisionError):
+                loss_of(model, swap, inputs()).backward()
+        else:
+            loss_of(model, swap, inputs())
+        assert_nothing_is_left(swap)
+    model, plain = network(), network()
+    with swap.step():
+        loss_of(model, swap, inputs()).backward()
+    loss_of(plain, None, inputs()).backward()
+    assert torch.equal(model[0].weight.grad, plain[0].weight.grad)
+
+
+@pytest.mark.parametrize("min_bytes", [1, 1 << 20], ids=["swapped", "kept"])
+@pytest.mark.parametrize("function", [torch.exp, torch.tanh, torch.sigmoid, lambda x: torch.softmax(x, 0)])
+def test_a_result_saved_by_its_own_operation_goes_with_the_graph(function, min_bytes: int, streams):
+    """A hook that kept the result itself would keep the operation, which keeps what the hook kept."""
+    swap = Swap(streams, min_bytes=min_bytes)
+    with swap.hooks():
+        result = function(torch.randn(64, requires_grad=True))
+    storage = StorageWeakRef(result.untyped_storage())
+    del result
+    swap.end_step()
+    assert storage.expired()
+    assert swap.pool.idle_bytes == swap.pool.held_bytes
+
+
+def test_memory_is_free_between_forward_and_backward(swap: Swap):
+    storages = []
+    model = network()
+    for layer in model:
+        layer.register_forward_hook(lambda *call: storages.append(StorageWeakRef(call[2].untyped_storage())))
+    loss = loss_of(model, swap, inputs())
+    # The last two are on their way out, and what square() saved is the result of the last layer.
+    assert [storage.expired() for storage in storages[:-2]] == [True] * 4
+    loss.backward()
+
+
+def test_host_blocks_serve_step_after_step(swap: Swap):
+    model, held = network(), []
+    for seed in range(4):
+        with swap.step(kept=model.parameters()):
+            loss_of(model, swap, inputs(seed)).backward()
+        held.append(swap.pool.held_bytes)
+    assert held[0] > 0
+    assert len(set(held)) == 1
+    swap.close()
+    assert swap.pool.held_bytes == swap.arena.pageable_bytes == 0
+
+
+def test_host_blocks_that_nobody_needs_any_more_are_given_back(swap: Swap):
+    with swap.step():
+        save(swap, torch.randn(4096), flush=False)[0].backward()
+    held = []
+    for _ in range(IDLE_STEPS):
+        with swap.step():
+            save(swap, torch.randn(1024), flush=False)[0].backward()
+        held.append(swap.arena.pageable_bytes)
+    assert held == [5 * 4096] * (IDLE_STEPS - 1) + [4096]
+    assert swap.pool.held_bytes == 4096
+
+
+def test_beyond_the_host_budget_tensors_stay_on_the_device(streams: registry.Streams):
+    page = 4096
+    swap = Swap(streams, host_budget=2 * page)
+    tensors = [torch.full((1024,), float(number)) for number in range(4)]
+    expected = [tensor.clone() for tensor in tensors]
+    swap.begin_step()
+    scalar, seen = save(swap, *tensors, flush=False)
+    assert swap.swapped_bytes == swap.arena.pageable_bytes == 2 * page
+    del tensors
+    scalar.backward()
+    assert all(torch.equal(one, other) for one, other in zip(seen[0], expected, strict=True))
+    del scalar, seen
+    assert_nothing_is_left(swap)
+    # Blocks of another size make way, and the budget holds.
+    with swap.step():
+        save(swap, torch.randn(2048), flush=False)[0].backward()
+        assert swap.arena.pageable_bytes == swap.pool.held_bytes == 2 * page
+        assert swap.swapped_bytes == 4 * page
+
+
+def test_a_full_host_is_no_error(swap: Swap, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("offload.runtime.host_memory.free_host_bytes", lambda: 0)
+    tensor = torch.randn(64)
+    scalar, seen = save(swap, tensor)
+    scalar.backward()
+    assert swap.swapped_bytes == 0
+    assert seen[0][0].data_ptr() == tensor.data_ptr()
+
+
+def copies_in(swap: Swap, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """For each of eight tensors saved one after the other, what came in until backward had it, by number."""
+    log, current = [], []
+    original = Transfer.copy_in
+    monkeypatch.setattr(
+        Transfer, "copy_in", lambda *call, **options: (current.append(call[2].numel()), original(*call, **options))
+    )
+
+    class Chain(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden, tensor):
+            ctx.save_for_backward(tensor)
+            return hidden.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            _ = ctx.saved_tensors
+            log.append(list(current))
+            current.clear()
+            return gradient, None
+
+    hidden = torch.ones((), requires_grad=True)
+    with swap.hooks():
+        for number in range(8):
+            hidden = Chain.apply(hidden, torch.zeros(1000 + number, dtype=torch.uint8))
+    hidden.backward()
+    return log
+
+
+def test_what_was_saved_before_comes_in_ahead_of_use(streams: registry.Streams, monkeypatch: pytest.MonkeyPatch):
+    log = copies_in(Swap(streams, prefetch_bytes=2500), monkeypatch)
+    # The last one saved is still on its way out: a view of it is given back. Two others fit ahead.
+    assert log == [[1006, 1005], [1004], [1003], [1002], [1001], [1000], [], []]
+
+
+def test_without_prefetch_a_copy_is_made_when_it_is_asked_for(
+    streams: registry.Streams, monkeypatch: pytest.MonkeyPatch
+):
+    log = copies_in(Swap(streams, prefetch_bytes=0), monkeypatch)
+    assert log == [[], *([1000 + number] for number in range(6, -1, -1))]
+
+
+def test_what_comes_in_ahead_is_what_the_step_before_used_next(
+    streams: registry.Streams, monkeypatch: pytest.MonkeyPatch
+):
+    """Backward in the order of saving; then a step that saves otherwise, which falls back on the newest first."""
+    swap, order, used = Swap(streams, prefetch_bytes=2500), [], []
+    original = Transfer.copy_in
+    monkeypatch.setattr(
+        Transfer, "copy_in", lambda *call, **options: (order.append(call[2].numel()), original(*call, **options))
+    )
+
+    def fetched_until_each_use(sizes: list[int]) -> list[list[int]]:
+        with swap.step():
+            losses = [save(swap, torch.zeros(size, dtype=torch.uint8), flush=False)[0] for size in sizes]
+            used.clear()
+            for loss in losses:
+                order.clear()
+                loss.backward()
+                used.append(list(order))
+        return list(used)
+
+    sizes = [1000 + number for number in range(6)]
+    assert fetched_until_each_use(sizes) == [[1000 + number] for number in range(6)]
+    assert fetched_until_each_use(sizes) == [[1000, 1001, 1002], [1003], [1004], [1005], [], []]
+    assert fetched_until_each_use([*sizes[:3], 2000, *sizes[3:]])[:2] == [[1000], [1001]]
+
+
+def test_the_device_holds_no_more_ahead_than_it_may(streams: registry.Streams, monkeypatch: pytest.MonkeyPatch):
+    """After a prefetch that nobody used, prefetching goes on with its full width."""
+    swap = Swap(streams, prefetch_bytes=2500)
+    model = network()
+    with swap.step():
+        loss = loss_of(model, swap, inputs())
+        torch.autograd.grad(loss, list(model[4].parameters()))
+        del loss
+        with monkeypatch.context() as patch:
+            assert copies_in(swap, patch)[0] == [1006, 1005]
+
+
+def test_a_step_ends_with_nothing_on_the_device_though_the_graph_lives_on(swap: Swap):
+    model = network()
+    with swap.step():
+        loss = loss_of(model, swap, inputs())
+        torch.autograd.grad(loss, list(model[4].parameters()), retain_graph=True)
+    assert all(parcel.copy is None for parcel in swap._alive())
+    loss.backward()
+    plain = network()
+    loss_of(plain, None, inputs()).backward()
+    assert torch.equal(model[0].weight.grad, plain[0].weight.grad)
+    swap.close()
+
+
+def test_saved_tensors_survive_the_end_of_swapping(swap: Swap):
+    model, plain = network(), network()
+    with swap.step():
+        loss = loss_of(model, swap, inputs())
+    swap.close()
+    swap.arena.close()
+    loss.backward()
+    loss_of(plain, None, inputs()).backward()
+    assert torch.equal(model[0].weight.grad, plain[0].weight.grad)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_of_a_recomputed_block_only_the_input_is_swapped(reentrant: bool, swap: Swap):
+    def run(swap: Swap | None) -> list[torch.Tensor]:
+        model = network()
+        hidden = model[0](inputs())
+        for block in (model[1:3], model[3:6]):
+            if swap is None:
+                hidden = checkpoint(block, hidden, use_reentrant=reentrant)
+                continue
+            with swap.hooks():
+                hidden = checkpoint(block, hidden, use_reentrant=reentrant)
+            # Hooks inside, as of a module matched by a pattern, find the checkpoint's own or a running backward.
+            block[0].register_forward_pre_hook(lambda *_: opened.append(swap.hooks().__enter__()))
+        hidden.square().mean().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    opened = []
+    swapped = run(swap)
+    assert opened == [None, None]
+    for one, other in zip(swapped, run(None), strict=True):
+        assert torch.equal(one, other)
+    assert swap.swapped_bytes == 2 * 6 * 16 * 4
+
+
+def test_under_hooks_of_others_and_inside_itself_it_does_nothing(swap: Swap):
+    packed = []
+    with saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor):
+        save(swap, torch.randn(64))
+    assert len(packed) == 2
+    assert swap.swapped_bytes == 0
+    with swap.hooks(), swap.hooks():
+        save(swap, torch.randn(64))
+    assert swap.swapped_bytes == 256 + 4
+
+
+def test_within_keeping_tensors_stay(swap: Swap):
+    with swap.hooks(), swap.keeping(), swap.hooks():
+        save(swap, torch.randn(64))
+    assert swap.swapped_bytes == 0
+
+
+def test_backward_and_its_end_may_come_from_other_threads(swap: Swap):
+    def run(swap: Swap | None, model: nn.Module) -> None:
+        losses = [loss_of(model, swap, inputs(seed)) for seed in range(2)]
+
+        def backward():
+            losses.pop().backward()
+            losses.clear()
+
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+
+    model, plain = network(), network()
+    swap.begin_step()
+    run(swap, model)
+    run(None, plain)
+    assert torch.equal(model[0].weight.grad, plain[0].weight.grad)
+    assert_nothing_is_left(swap)
+
+
+def test_autocast(swap: Swap):
+    def run(swap: Swap | None) -> list[torch.Tensor]:
+        model = network()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, swap, inputs())
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    for one, other in zip(run(swap), run(None), strict=True):
+        assert torch.equal(one, other)

@@ -1,0 +1,60 @@
+"""shard_offload on a real device: the resident model's numbers while every stream in turn is made late."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload.modes import shard_offload
+from offload.modes.none import Resident
+from offload.modes.shard_offload import ShardOffload
+from tests.offload.helpers.late import ON_A_GPU
+from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, train, twin
+
+pytestmark = ON_A_GPU
+
+
+def inputs(step: int, microbatch: int) -> torch.Tensor:
+    return stack_inputs(step, microbatch, "cuda")
+
+
+@pytest.mark.usefixtures("delayed", "poisoned")
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize(("checkpoint", "boundary"), [(True, "host"), (True, "device"), (False, "host")])
+@pytest.mark.parametrize(("shards", "slots"), [(2, 1), (4, 2)])
+def test_equals_resident(
+    shards: int, slots: int, checkpoint: bool, boundary: str, microbatches: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
+    sharded, resident = twin(Stack(width=64, dropout=0.2))
+    mode = ShardOffload(shards=shards, slots=slots, checkpoint=checkpoint, boundary=boundary)
+    assert_same(
+        train(sharded, mode, inputs, microbatches=microbatches, device="cuda"),
+        train(resident, Resident(), inputs, microbatches=microbatches, device="cuda"),
+    )
+
+
+def test_boundary_activations_leave_the_device(monkeypatch: pytest.MonkeyPatch):
+    """Between forward and backward the device holds the inputs of hardly any block."""
+    monkeypatch.setattr(shard_offload, "IN_FLIGHT_BYTES", 1)
+    width, tokens, depth = 256, 8192, 8
+    held = {}
+    for boundary in ("host", "device"):
+        model, mode = Stack(width=width, depth=depth), ShardOffload(shards=depth, boundary=boundary)
+        with attached(mode, model, "cuda"), mode.step():
+            before = torch.cuda.memory_allocated()
+            x = torch.randn(tokens, 8, device="cuda")
+            loss = model(x).square().mean()
+            held[boundary] = torch.cuda.memory_allocated() - before
+            loss.backward()
+    inputs_bytes = depth * tokens * width * 4
+    assert held["device"] >= inputs_bytes
+    assert held["device"] - held["host"] >= (depth - 2) / depth * inputs_bytes
+
+
+def test_no_device_memory_is_left_behind():
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        train(Stack(width=64), ShardOffload(shards=2), inputs, device="cuda")
+    assert torch.cuda.memory_allocated() == before

@@ -1,0 +1,238 @@
+"""tensor_swap on a real device: the resident model's numbers while every stream in turn is made late."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from offload.activations.checkpointing import recompute
+from offload.modes import tensor_swap
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from offload.modes.none import Resident
+from offload.modes.save_on_cpu import SaveOnCpu
+from offload.modes.tensor_swap import TensorSwap
+from offload.runtime.transfer import Transfer
+from tests.offload.helpers.late import ON_A_GPU
+from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, train, twin
+
+pytestmark = ON_A_GPU
+
+WEIGHTS = {
+    "resident": Resident,
+    "layer_stream": lambda: LayerStream(slots=2),
+    "bounce_linear": lambda: BounceLinear(slots=2),
+}
+
+
+def inputs(step: int, microbatch: int) -> torch.Tensor:
+    return stack_inputs(step, microbatch, "cuda")
+
+
+@pytest.fixture
+def little_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So little that most of what is saved really leaves these small models' device."""
+    monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 0)
+
+
+@pytest.mark.usefixtures("delayed", "poisoned", "little_in_flight")
+@pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("budget", [0, 20000, "auto"])
+def test_equals_resident(budget: int | str, weights: str, checkpointing: str | None):
+    swapped, resident = twin(Stack(width=64, recompute=checkpointing, dropout=0.2))
+    mode = TensorSwap(WEIGHTS[weights](), min_bytes=1, prefetch=4000, budget=budget)
+    assert_same(
+        train(swapped, mode, inputs, device="cuda"),
+        train(resident, Resident(), inputs, device="cuda"),
+    )
+
+
+@pytest.mark.usefixtures("delayed", "little_in_flight")
+def test_equals_resident_with_convolutions_in_bf16():
+    model = nn.Sequential(
+        nn.Conv1d(5, 16, 3), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.MaxPool1d(2), nn.Flatten(), nn.Linear(48, 4)
+    ).bfloat16()
+
+    def signal(step: int, microbatch: int) -> torch.Tensor:
+        return inputs(step, microbatch).bfloat16().expand(3, 5, 8)
+
+    swapped, resident = twin(model)
+    assert_same(
+        train(swapped, TensorSwap(Resident(), min_bytes=1), signal, device="cuda"),
+        train(resident, Resident(), signal, device="cuda"),
+    )
+
+
+@pytest.mark.usefixtures("little_in_flight")
+def test_the_delays_would_show_a_missing_wait(monkeypatch: pytest.MonkeyPatch):
+    """The check above can fail: without the wait for copies in, it does."""
+    copy = Transfer._copy
+
+    def late_copy(self, destination, source, stream):
+        if stream is self.streams.h2d:
+            with self.streams.on(stream):
+                torch.cuda._sleep(20_000_000)
+        return copy(self, destination, source, stream)
+
+    monkeypatch.setattr(Transfer, "_copy", late_copy)
+    monkeypatch.setattr(Transfer, "await_on", lambda self, stream, event: None)
+    swapped, resident = twin(Stack(width=64))
+    broken = train(swapped, TensorSwap(Resident(), min_bytes=1), inputs, device="cuda", steps=1)
+    with pytest.raises(AssertionError):
+        assert_same(broken, train(resident, Resident(), inputs, device="cuda", steps=1))
+
+
+@pytest.mark.usefixtures("little_in_flight")
+def test_parts_of_a_backward_and_graphs_that_are_dropped():
+    """Copies in that nobody used do not write over the memory's or the host block's next owner."""
+    swapped, resident = twin(Stack(width=256))
+
+    def gradients(model: nn.Module, mode) -> list[torch.Tensor]:
+        found = []
+        with attached(mode, model, "cuda"), mode.step():
+            for seed in range(6):
+                loss = model(inputs(seed, 0).repeat(50, 1)).square().mean()
+                found += torch.autograd.grad(loss, list(model.blocks[-1].parameters()))
+                del loss
+            model(inputs(9, 0)).square().mean().backward()
+            found += [parameter.grad for parameter in model.parameters()]
+        return [gradient.cpu() for gradient in found]
+
+    mode = TensorSwap(Resident(), min_bytes=1, prefetch=2**24)
+    assert_same(gradients(swapped, mode), gradients(resident, Resident()))
+
+
+def peak_of_step(mode, model: nn.Module, steps: int = 3) -> int:
+    """The peak of device memory in the last of the steps, above what was there before it."""
+    with attached(mode, model, "cuda"):
+        batch = torch.randn(8192, 8, device="cuda")
+        for _ in range(steps):
+            model.zero_grad()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            with mode.step():
+                model(batch).square().mean().backward()
+        return torch.cuda.max_memory_allocated() - before
+
+
+def test_memory_is_really_released(monkeypatch: pytest.MonkeyPatch):
+    """The peak falls by what is swapped, but for what is under way and what stays in the budget."""
+    monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 2**25)
+    model = Stack(width=512, depth=8)
+    resident = peak_of_step(Resident(), model)
+    swapped, half = (
+        peak_of_step(TensorSwap(Resident(), prefetch="32MiB", budget=budget), model) for budget in (0, "256MiB")
+    )
+    # Of a block: its input, what the norm made of it, and two tensors of twice the width; 16 MiB in a width.
+    activations = 8 * 6 * 2**24
+    assert resident > activations
+    assert swapped < resident - activations / 2
+    assert swapped < half < swapped + 2**28 + 2**26
+    assert half < resident
+
+
+def test_only_the_inputs_of_recomputed_blocks_leave():
+    class Recomputed(TensorSwap):
+        def attach(self, model, streams):
+            super().attach(model, streams)
+            recompute(model.blocks)
+
+    model, mode = Stack(width=512, depth=8), Recomputed(Resident(), layers=["blocks.*"])
+    with attached(mode, model, "cuda"):
+        with mode.step():
+            model(torch.randn(8192, 8, device="cuda")).square().mean().backward()
+        assert mode.counters()["swapped_bytes"] == 8 * 8192 * 512 * 4
+
+
+def test_page_locked_memory_stays_within_its_budget_and_is_given_back():
+    model, budget = Stack(width=512, depth=8), 2**27
+    mode = TensorSwap(Resident(), host_budget=budget)
+    with attached(mode, model, "cuda"):
+        for rows in (8192, 4096, 6000):
+            with mode.step():
+                model(torch.randn(rows, 8, device="cuda")).square().mean().backward()
+            counters = mode.counters()
+            assert 0 < counters["host_pinned_bytes"] <= budget
+            assert counters["host_pageable_bytes"] == 0
+        arena = mode._arena
+    assert arena.pinned_bytes == 0
+
+
+def test_no_device_memory_is_left_behind():
+    def allocated_after_a_step() -> int:
+        model, mode = Stack(width=512), TensorSwap(LayerStream())
+        with attached(mode, model, "cuda"), mode.step():
+            model(torch.randn(4096, 8, device="cuda")).square().mean().backward()
+        model.zero_grad()
+        del mode
+        gc.collect()
+        return torch.cuda.memory_allocated()
+
+    # The first also allocates what the process needs for matrix products.
+    assert allocated_after_a_step() == allocated_after_a_step()
+
+
+def test_tensors_of_the_host_stay():
+    """Indices on the host, saved by an operation on the device, are not touched."""
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, batch):
+            return self.layer(batch)[torch.tensor([0, 2, 3])].square() * torch.ones((), dtype=torch.float32)
+
+    swapped, resident = twin(Mixed())
+    assert_same(
+        train(swapped, TensorSwap(Resident(), min_bytes=1), inputs, device="cuda"),
+        train(resident, Resident(), inputs, device="cuda"),
+    )
+
+
+def test_copies_hide_behind_compute_with_an_automatic_budget():
+    model = Stack(width=2048, depth=8).bfloat16()
+    mode = TensorSwap(Resident(), budget="auto")
+    with attached(mode, model, "cuda"):
+        batch = torch.randn(16384, 8, device="cuda", dtype=torch.bfloat16)
+        for _ in range(24):
+            model.zero_grad()
+            with mode.step():
+                model(batch).square().mean().backward()
+        assert mode._activations._policy.settled
+
+
+def test_the_host_goes_on_while_the_device_is_in_the_step():
+    model = Stack(width=256).bfloat16()
+    mode = TensorSwap(Resident(), min_bytes=1)
+    with attached(mode, model, "cuda"):
+        batch = torch.randn(64, 8, device="cuda", dtype=torch.bfloat16)
+        for _ in range(4):
+            model.zero_grad()
+            end = torch.cuda.Event()
+            with mode.step():
+                # About a third of a second.
+                torch.cuda._sleep(500_000_000)
+                model(batch).square().mean().backward()
+                end.record()
+        assert not end.query()
+
+
+@pytest.mark.usefixtures("delayed")
+def test_save_on_cpu_has_the_residents_loss_and_gradients():
+    saved, resident = twin(Stack(width=64, dropout=0.2))
+    # What torch brings back is contiguous, also where it was not, and kernels choose by strides. One step without its
+    # weights, because AdamW makes whole steps of the least difference between gradients near zero.
+    options = {"steps": 1, "device": "cuda"}
+    weights = len(list(resident.parameters()))
+    torch.testing.assert_close(
+        train(saved, SaveOnCpu(Resident()), inputs, **options)[:-weights],
+        train(resident, Resident(), inputs, **options)[:-weights],
+        rtol=1e-3,
+        atol=1e-5,
+    )

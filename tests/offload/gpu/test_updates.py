@@ -1,0 +1,224 @@
+"""Updates beside a real device: the numbers of updates in turn while each stream, or the worker, is made late."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from offload.modes import shard_offload, tensor_swap
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from offload.modes.shard_offload import ShardOffload
+from offload.modes.tensor_swap import TensorSwap
+from offload.optimizer import visiting_states
+from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.visiting_states import VisitingStates
+from offload.optimizer.worker import UpdateWorker
+from tests.offload.helpers.late import ON_A_GPU, make_late
+from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, twin
+from tests.offload.helpers.optimizers import SETTINGS, needs_compiler
+from training.loop import clip_scale, gradient_norm
+
+pytestmark = ON_A_GPU
+
+MODES = {
+    "bounce_linear": lambda: BounceLinear(slots=2, outside="stream"),
+    "layer_stream": lambda: LayerStream(slots=2, outside="stream"),
+    "shard_offload": lambda: ShardOffload(shards=2),
+    "tensor_swap over layer_stream": lambda: TensorSwap(LayerStream(slots=2), min_bytes=1),
+}
+
+
+@pytest.fixture(autouse=True)
+def everything_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
+    monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 0)
+
+
+@pytest.fixture(params=["as it is", "slow"])
+def worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates that take longer than the device needs for a step, or not."""
+    if request.param == "slow":
+        make_slow(monkeypatch)
+
+
+def make_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    apply = HostAdamW.apply
+
+    def late_apply(self, claims, scale=1.0):
+        if threading.current_thread().name == "host optimizer":
+            time.sleep(0.005)
+        apply(self, claims, scale)
+
+    monkeypatch.setattr(HostAdamW, "apply", late_apply)
+
+
+def train(
+    model: nn.Module,
+    mode,
+    early: bool | None,
+    *,
+    microbatches: int = 2,
+    clip_norm: float | None = None,
+    compile: str = "off",
+    visiting_share: float = 0.0,
+) -> list[torch.Tensor]:
+    """Losses, an evaluation after each update, states and weights. `early` None: the optimizer makes all updates."""
+    dtype = model.head.weight.dtype
+
+    def loss_of(step: int, index: int) -> torch.Tensor:
+        torch.manual_seed(100 * step + index)
+        return model(stack_inputs(step, index, "cuda").to(dtype)).float().square().mean() / microbatches
+
+    seen = []
+    with attached(mode, model, "cuda"):
+        options = {"decay_norms_and_biases": False, "compile": compile, "visiting_share": visiting_share}
+        optimizer = HostAdamW(model.parameters(), **SETTINGS, **options)
+        if early is not None:
+            mode.overlap(optimizer, early)
+        for step in range(6):
+            with mode.step(norms=True):
+                seen += mode.accumulate([partial(loss_of, step, index) for index in range(microbatches)])
+            norm = gradient_norm(model, mode.gradient_norms())
+            optimizer.step(scale=clip_scale(norm, clip_norm))
+            optimizer.zero_grad()
+            if step % 3 == 2:
+                with torch.no_grad():
+                    seen.append(model(stack_inputs(step, 9, "cuda").to(dtype)))
+    states = optimizer.state_dict()["state"]
+    seen += [states[index][name] for index in sorted(states) for name in sorted(states[index])]
+    return [tensor.cpu() for tensor in (*seen, *model.state_dict().values())]
+
+
+@pytest.mark.usefixtures("delayed", "poisoned", "worker")
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_equals_updates_in_turn(mode: str, early: bool):
+    ours, theirs = twin(Stack(width=64, dropout=0.2))
+    assert_same(train(ours, MODES[mode](), early), train(theirs, MODES[mode](), None))
+
+
+@pytest.mark.usefixtures("delayed", "poisoned", "worker")
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_equals_updates_in_turn_in_bf16_with_clipping(microbatches: int):
+    ours, theirs = twin(Stack(width=64).bfloat16())
+    options = {"microbatches": microbatches, "clip_norm": 0.01}
+    assert_same(
+        train(ours, LayerStream(slots=2), False, **options),
+        train(theirs, LayerStream(slots=2), None, **options),
+    )
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["layer_stream", "shard_offload"])
+@pytest.mark.parametrize("late", ["nobody", "visits", "h2d", "d2h"])
+def test_states_that_visit_the_device_do_not_depend_on_who_is_late(
+    late: str, mode: str, dtype: torch.dtype, early: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Against the same, each update waited for: the device rounds otherwise than the host."""
+    monkeypatch.setattr(visiting_states, "PIECE", 1000)
+    make_late(monkeypatch, late)
+    ours, theirs = twin(Stack(width=64).to(dtype))
+    seen = train(ours, MODES[mode](), early, visiting_share=0.5)
+    offer = VisitingStates.offer
+
+    def offered_and_done(self, *arguments, **options):
+        torch.cuda.synchronize()
+        offer(self, *arguments, **options)
+        torch.cuda.synchronize()
+
+    monkeypatch.setattr(VisitingStates, "offer", offered_and_done)
+    assert_same(seen, train(theirs, MODES[mode](), early, visiting_share=0.5))
+
+
+def test_states_that_visit_the_device_are_updated_as_on_the_host():
+    ours, theirs = twin(Stack(width=64))
+    visiting = train(ours, LayerStream(), False, visiting_share=1.0)
+    torch.testing.assert_close(visiting, train(theirs, LayerStream(), False), rtol=1e-3, atol=1e-4)
+
+
+@needs_compiler
+@pytest.mark.parametrize("early", [False, True])
+def test_equals_updates_in_turn_with_the_compiled_kernel(early: bool):
+    ours, theirs = twin(Stack(width=256, depth=8).bfloat16())
+    options = {"microbatches": 1, "compile": "auto"}
+    assert_same(
+        train(ours, LayerStream(), early, **options),
+        train(theirs, LayerStream(), None, **options),
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_norms_taken_on_the_device_are_those_of_the_gradients_at_home(mode: str):
+    model, mode = Stack(width=64), MODES[mode]()
+    with attached(mode, model, "cuda"):
+        for microbatches in (1, 3):
+            with mode.step(norms=True):
+                losses = [lambda index=index: model(stack_inputs(0, index, "cuda")).sum() for index in range(3)]
+                mode.accumulate(losses[:microbatches])
+            norms = mode.gradient_norms()
+            assert set(norms) >= set(model.blocks[0].parameters())
+            for parameter, norm in norms.items():
+                assert norm.is_cuda
+                assert norm.item() == pytest.approx(parameter.grad.double().norm().item(), rel=1e-6)
+            model.zero_grad()
+
+
+def test_the_host_goes_on_while_the_worker_updates(monkeypatch: pytest.MonkeyPatch):
+    make_slow(monkeypatch)
+    model, mode = Stack(width=64, depth=8), LayerStream(slots=2)
+    with attached(mode, model, "cuda"):
+        optimizer = HostAdamW(model.parameters(), compile="off")
+        mode.overlap(optimizer, early=False)
+        with mode.step():
+            model(stack_inputs(0, 0, "cuda")).sum().backward()
+        optimizer.step()
+        per_block = sum(p.numel() for p in model.blocks[0].parameters())
+        assert mode.counters()["updated_parameters"] < 8 * per_block
+        optimizer.finish()
+        assert mode.counters()["updated_parameters"] == 8 * per_block
+
+
+def test_a_wait_for_the_worker_that_is_missing_would_show(monkeypatch: pytest.MonkeyPatch):
+    """The checks above can fail: here they do."""
+    make_slow(monkeypatch)
+
+    def evaluated_after_a_step(model: nn.Module, mode) -> torch.Tensor:
+        with attached(mode, model, "cuda"), torch.no_grad():
+            optimizer = HostAdamW(model.parameters(), **SETTINGS, compile="off")
+            mode.overlap(optimizer, early=False)
+            with mode.step(), torch.enable_grad():
+                model(stack_inputs(0, 0, "cuda")).sum().backward()
+            optimizer.step()
+            return model(stack_inputs(0, 0, "cuda"))
+
+    ours, theirs = twin(Stack(width=64))
+    expected = evaluated_after_a_step(theirs, LayerStream(slots=2))
+    monkeypatch.setattr(UpdateWorker, "wait", lambda self, unit: None)
+    assert not torch.equal(evaluated_after_a_step(ours, LayerStream(slots=2)), expected)
+
+
+def test_a_wait_for_gradients_that_is_missing_would_show(monkeypatch: pytest.MonkeyPatch):
+    make_late(monkeypatch, "d2h")
+    offer = UpdateWorker.offer
+
+    def offered_as_landed(self, unit, tensors, scale=1.0, after=()):
+        events = [tensor.landed for tensor in unit.tensors]
+        for tensor in unit.tensors:
+            tensor.landed = None
+        offer(self, unit, tensors, scale, after)
+        for tensor, event in zip(unit.tensors, events, strict=True):
+            tensor.landed = event
+
+    ours, theirs = twin(Stack(width=64))
+    expected = train(theirs, LayerStream(slots=2), early=True)
+    monkeypatch.setattr(UpdateWorker, "offer", offered_as_landed)
+    broken = train(ours, LayerStream(slots=2), early=True)
+    assert any(not torch.equal(one, other) for one, other in zip(broken, expected, strict=True))

@@ -1,0 +1,186 @@
+"""The engine on a real device: the resident model's numbers while every stream in turn is made late.
+
+A GPU test can pass because the host was slow. So each stream is delayed by spinning kernels in front of its work, and
+freed slots are filled with NaN: a wait that is missing then shows in the numbers.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from offload.modes.none import Resident
+from offload.runtime import registry
+from offload.runtime.host_memory import HostArena
+from offload.runtime.transfer import Transfer
+from tests.offload.helpers.late import DELAY_CYCLES, ON_A_GPU, make_late
+from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, train, twin
+
+pytestmark = ON_A_GPU
+
+
+def inputs(step: int, microbatch: int) -> torch.Tensor:
+    return stack_inputs(step, microbatch, "cuda")
+
+
+@pytest.mark.usefixtures("delayed", "poisoned")
+@pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("mode", [BounceLinear, LayerStream])
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_equals_resident(slots: int, mode: type, recompute: str | None):
+    streamed, resident = twin(Stack(width=64, recompute=recompute, dropout=0.2))
+    assert_same(
+        train(streamed, mode(slots=slots), inputs, device="cuda"),
+        train(resident, Resident(), inputs, device="cuda"),
+    )
+
+
+@pytest.mark.usefixtures("delayed", "poisoned")
+def test_equals_resident_in_bf16_with_convolutions():
+    model = nn.Sequential(nn.Conv1d(5, 16, 3), nn.BatchNorm1d(16), nn.GELU(), nn.Flatten(), nn.Linear(96, 4)).bfloat16()
+
+    def signal(step: int, microbatch: int) -> torch.Tensor:
+        return inputs(step, microbatch).bfloat16().expand(3, 5, 8)
+
+    streamed, resident = twin(model)
+    assert_same(
+        train(streamed, BounceLinear(slots=1), signal, device="cuda"),
+        train(resident, Resident(), signal, device="cuda"),
+    )
+
+
+class Statistics(nn.Module):
+    """Buffers that forward updates, a bare parameter, a recurrent layer; recomputed by wrapping each block."""
+
+    class Unit(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.norm = nn.BatchNorm1d(8)
+            self.recurrent = nn.GRU(8, 8)
+            self.scale = nn.Parameter(torch.full((8,), 1.5))
+
+        def forward(self, hidden):
+            return self.recurrent(self.norm(self.layer(hidden * self.scale)))[0] + hidden
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Unit() for _ in range(3))
+
+    def forward(self, hidden):
+        for block in self.blocks:
+            hidden = checkpoint(block.forward, hidden, use_reentrant=False)
+        return hidden
+
+
+@pytest.mark.usefixtures("delayed", "poisoned")
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
+@pytest.mark.parametrize("slots", [1, 2])
+def test_buffers_bare_parameters_and_recurrent_layers(slots: int):
+    streamed, resident = twin(Statistics())
+    assert_same(
+        train(streamed, LayerStream(slots=slots), inputs, device="cuda"),
+        train(resident, Resident(), inputs, device="cuda"),
+    )
+    for (name, one), other in zip(streamed.named_buffers(), resident.buffers(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("broken", ["ready", "free"])
+def test_the_delays_would_show_a_missing_wait(broken: str, monkeypatch: pytest.MonkeyPatch, poisoned: None):
+    """The checks above can fail: without one kind of wait they do."""
+    make_late(monkeypatch, "h2d" if broken == "ready" else "compute")
+    if broken == "ready":
+        monkeypatch.setattr(Transfer, "await_on", lambda self, stream, event: None)
+    else:
+        waits = registry.CudaStreams
+
+        class Unordered(waits):
+            def event(self, timing: bool = False):
+                event = super().event(timing)
+                return event if timing else _Unrecorded(event)
+
+        monkeypatch.setattr(registry, "CudaStreams", Unordered)
+    streamed, resident = twin(Stack(width=64))
+    broken_run = train(streamed, BounceLinear(slots=2), inputs, device="cuda", steps=2)
+    monkeypatch.undo()
+    expected = train(resident, Resident(), inputs, device="cuda", steps=2)
+    assert any(not torch.equal(one, other) for one, other in zip(broken_run, expected, strict=True))
+
+
+class _Unrecorded(torch.cuda.Event):
+    """An event that nobody records: waiting for it orders nothing."""
+
+    def __new__(cls, event: torch.cuda.Event):
+        return super().__new__(cls)
+
+    def __init__(self, event: torch.cuda.Event):
+        pass
+
+    def record(self, stream=None) -> None:
+        pass
+
+
+def test_blocks_are_page_locked_in_place_at_exact_size():
+    arena = HostArena(torch.device("cuda"))
+    block = arena.allocate(3 * 2**20 + 17, "weights")
+    assert block.bytes.is_pinned()
+    assert arena.pinned_bytes == 3 * 2**20 + 17
+    arena.close()
+    assert not block.bytes.is_pinned()
+    assert not HostArena(torch.device("cuda"), pin=False).allocate(4096, "weights").bytes.is_pinned()
+
+
+def test_a_model_on_the_second_device_while_the_first_is_current():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    streamed, resident = twin(Stack(width=64))
+
+    def second(step: int, microbatch: int) -> torch.Tensor:
+        return stack_inputs(step, microbatch, "cuda:1")
+
+    assert_same(
+        train(streamed, BounceLinear(slots=2), second, device="cuda:1"),
+        train(resident, Resident(), second, device="cuda:1"),
+    )
+
+
+def test_a_forward_on_a_side_stream_is_ordered():
+    streamed, resident = twin(Stack(width=64))
+    side = torch.cuda.Stream()
+
+    def run(mode, model: nn.Module) -> list[torch.Tensor]:
+        with attached(mode, model, "cuda"):
+            # What is resident was placed on the current stream.
+            side.wait_stream(torch.cuda.current_stream())
+            with mode.step(), torch.cuda.stream(side):
+                torch.cuda._sleep(DELAY_CYCLES)
+                model(inputs(0, 0)).square().mean().backward()
+            torch.cuda.synchronize()
+            return [p.grad.cpu() for p in model.parameters()]
+
+    assert_same(run(BounceLinear(slots=1), streamed), run(Resident(), resident))
+
+
+def test_a_step_allocates_nothing_on_the_device_after_the_first():
+    model, mode = Stack(width=256, recompute="non-reentrant"), LayerStream(slots=2)
+    with attached(mode, model, "cuda"):
+        allocations = []
+        for step in range(6):
+            with mode.step():
+                model(inputs(step, 0)).square().mean().backward()
+            model.zero_grad()
+            allocations.append(torch.cuda.memory_stats()["num_device_alloc"])
+    assert allocations[1:] == allocations[1:2] * 5
+
+
+def test_no_device_memory_is_left_behind():
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        train(Stack(width=64), BounceLinear(slots=2), inputs, device="cuda")
+    assert torch.cuda.memory_allocated() == before

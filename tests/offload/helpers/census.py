@@ -1,0 +1,110 @@
+"""What a process holds, counted so that a leak of one small thing a step shows."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+import torch
+from torch import nn
+
+from offload.runtime import registry
+
+
+@dataclass(frozen=True)
+class Census:
+    """Live tensors and their bytes (each storage once), objects of Python, threads, open files, bytes of the process.
+
+    `objects` are those that the garbage collector tracks. On a GPU `device_bytes` is what its allocator has given out,
+    on the CPU, whose "device" is host memory, 0.
+    """
+
+    tensors: int
+    tensor_bytes: int
+    objects: int
+    threads: frozenset[str]
+    files: int
+    resident_bytes: int
+    device_bytes: int
+
+    @classmethod
+    def take(cls) -> Census:
+        gc.collect()
+        tracked = gc.get_objects()
+        # By type: to ask an object of somebody else for its class may run its code.
+        tensors = [thing for thing in tracked if issubclass(type(thing), torch.Tensor)]
+        objects = len(tracked)
+        del tracked
+        storages = {}
+        for tensor in tensors:
+            if tensor.layout is torch.strided and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        count = len(tensors)
+        del tensors
+        return cls(
+            tensors=count,
+            tensor_bytes=sum(storages.values()),
+            objects=objects,
+            threads=frozenset(thread.name for thread in threading.enumerate()),
+            files=len(os.listdir("/proc/self/fd")),
+            resident_bytes=psutil.Process().memory_info().rss,
+            device_bytes=torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0,
+        )
+
+    def assert_no_more_than(self, before: Census, objects: int, resident_bytes: int) -> None:
+        """Nothing is held beyond `before`, but for so many objects and bytes of the process."""
+        for name in ("tensors", "tensor_bytes", "threads", "files", "device_bytes"):
+            assert getattr(self, name) == getattr(before, name), (name, self, before)
+        assert self.objects - before.objects < objects, (self, before)
+        assert self.resident_bytes - before.resident_bytes < resident_bytes, (self, before)
+
+
+def assert_leaves_nothing(run: Callable[[], None], objects: int, resident_bytes: int) -> None:
+    """`run` leaves fewer than so many objects and bytes, and nothing else.
+
+    What it leaves once may be a cache of somebody else that filled; a leak leaves as much again.
+    """
+    before = Census.take()
+    run()
+    first = Census.take()
+    try:
+        first.assert_no_more_than(before, objects, resident_bytes)
+    except AssertionError:
+        run()
+        Census.take().assert_no_more_than(first, objects, resident_bytes)
+
+
+def hooks_of(model: nn.Module) -> int:
+    """Hooks on the modules and the parameters of `model`."""
+    modules = [
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
+    ]
+    count = sum(len(getattr(module, name)) for module in model.modules() for name in modules)
+    for parameter in model.parameters():
+        count += len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
+    return count
+
+
+def assert_given_back(model: nn.Module, device: str) -> None:
+    """Nothing of a mode is left: no wrapped forward, hook, stand-in, stream or thread."""
+    for module in model.modules():
+        assert "forward" not in vars(module)
+        assert module.forward.__func__ is type(module).forward
+    assert hooks_of(model) == 0
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert registry.holders(device) == 0
+    ours = ("lockstep", "host optimizer")
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(ours)]

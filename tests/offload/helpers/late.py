@@ -1,0 +1,44 @@
+"""Streams made late on purpose, so that a wait that is missing shows in the numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload.runtime.transfer import Transfer
+from offload.weights.prefetcher import Prefetcher
+
+ON_A_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("exact_on_a_gpu"),
+]
+
+# About half a millisecond: longer than the host needs to queue a whole small step's next operation.
+DELAY_CYCLES = 1_000_000
+
+
+def make_late(monkeypatch: pytest.MonkeyPatch, late: str) -> None:
+    """Spinning kernels go before the work of the stream `late`: "h2d", "d2h", "visits", "compute" (or "nobody")."""
+    copy, visit, await_on = Transfer._copy, Prefetcher.visit, Transfer.await_on
+
+    def late_copy(self, destination, source, stream):
+        if stream is getattr(self.streams, late, None):
+            with self.streams.on(stream):
+                torch.cuda._sleep(DELAY_CYCLES)
+        return copy(self, destination, source, stream)
+
+    def late_visit(self, unit, **options):
+        slot = visit(self, unit, **options)
+        if late == "compute":
+            torch.cuda._sleep(DELAY_CYCLES)
+        return slot
+
+    def late_await(self, stream, event):
+        await_on(self, stream, event)
+        if late == "compute":
+            torch.cuda._sleep(DELAY_CYCLES)
+
+    monkeypatch.setattr(Transfer, "_copy", late_copy)
+    monkeypatch.setattr(Prefetcher, "visit", late_visit)
+    monkeypatch.setattr(Transfer, "await_on", late_await)

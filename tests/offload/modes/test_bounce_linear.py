@@ -1,0 +1,332 @@
+"""bounce_linear computes the resident model's numbers, bit for bit, and moves what it says it moves."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.none import Resident
+from tests.offload.helpers.models import Block, Shared, Stack, assert_same, attached, stack_inputs, tokens, train, twin
+
+
+def same_as_resident(model: nn.Module, inputs=stack_inputs, mode: BounceLinear | None = None, **options) -> None:
+    streamed, resident = twin(model)
+    assert_same(
+        train(streamed, mode or BounceLinear(slots=2), inputs, **options),
+        train(resident, Resident(), inputs, **options),
+    )
+
+
+@pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("slots", [1, 2, 3, 9])
+def test_equals_resident(slots: int, recompute: str | None):
+    same_as_resident(Stack(recompute=recompute, dropout=0.3), mode=BounceLinear(slots=slots))
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_equals_resident_with_accumulation(microbatches: int):
+    same_as_resident(Stack(), microbatches=microbatches)
+
+
+def test_equals_resident_in_bf16():
+    same_as_resident(Stack().bfloat16(), lambda step, micro: stack_inputs(step, micro).bfloat16())
+
+
+def test_equals_resident_under_autocast():
+    class Autocast(Stack):
+        @torch.autocast("cpu", torch.bfloat16)
+        def forward(self, inputs):
+            return super().forward(inputs)
+
+    same_as_resident(Autocast(), mode=BounceLinear(slots=1))
+    same_as_resident(Autocast(recompute="non-reentrant"), mode=BounceLinear(slots=1))
+
+
+@pytest.mark.parametrize("amount", ["3", "40%", "3KiB", 9])
+def test_equals_resident_with_some_layers_resident(amount: str | int):
+    same_as_resident(Stack(), mode=BounceLinear(slots=2, resident=amount))
+
+
+def test_resident_layers_are_not_copied():
+    moved = []
+    for amount in (0, "50%", "100%"):
+        mode, model = BounceLinear(slots=1, resident=amount), Stack()
+        with attached(mode, model):
+            with mode.step():
+                model(stack_inputs(0, 0)).sum().backward()
+            moved.append(mode.counters()["h2d_bytes"])
+    assert moved[0] > 1.5 * moved[1] > 0
+    assert moved[2] == 0
+
+
+def test_frozen_layers_get_no_gradient_and_are_not_fetched_for_backward():
+    model = Stack()
+    for parameter in (*model.stem.parameters(), *model.blocks[0].parameters()):
+        parameter.requires_grad = False
+    same_as_resident(copy.deepcopy(model))
+    mode = BounceLinear(slots=1)
+    plan = mode.footprint(model)
+    with attached(mode, model):
+        with mode.step():
+            model(stack_inputs(0, 0)).sum().backward()
+        assert model.stem.weight.grad is None
+        assert mode.counters()["d2h_bytes"] == sum(
+            p.nbytes for module in model.modules() if isinstance(module, nn.Linear)
+            for p in module.parameters() if p.requires_grad
+        )  # fmt: skip
+        frozen_bytes = sum(
+            p.nbytes for p in (model.stem, model.blocks[0].up, model.blocks[0].down) for p in p.parameters()
+        )
+        # Forward reads everything, backward no frozen layer, since nothing before them trains.
+        assert mode.counters()["h2d_bytes"] <= plan.h2d_bytes - frozen_bytes
+
+
+@pytest.mark.parametrize("recompute", [None, "non-reentrant"])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_others_stream_with_the_layer_that_follows(slots: int, recompute: str | None):
+    model, mode = Stack(recompute=recompute), BounceLinear(outside="stream", slots=slots)
+    plan = mode.footprint(model)
+    assert plan.resident_bytes == 0
+    assert plan.units == BounceLinear().footprint(model).units
+    same_as_resident(model, mode=mode)
+
+
+def test_others_stream_in_odd_models():
+    def inputs(step, microbatch):
+        return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(10 * step + microbatch))
+
+    same_as_resident(Attending(), inputs, BounceLinear(outside="stream", slots=2))
+    same_as_resident(Shared(), tokens, BounceLinear(outside="stream", slots=2))
+
+
+class Quantised(nn.Linear):
+    """A frozen layer that keeps its weight in int8 with a scale per row, as buffers."""
+
+    def __init__(self, width: int):
+        super().__init__(width, width)
+        scale = self.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("scale", scale)
+        self.register_buffer("quantised", (self.weight.detach() / scale).round().to(torch.int8))
+        del self.weight
+        self.bias.requires_grad = False
+
+    def forward(self, hidden):
+        assert self.quantised.dtype == torch.int8
+        return F.linear(hidden, self.quantised.to(hidden.dtype) * self.scale, self.bias)
+
+
+class Adapted(nn.Module):
+    """A low-rank adapter (Hu et al. 2021) around a layer."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2):
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, hidden):
+        return self.base(hidden) + self.up(self.down(hidden))
+
+
+def test_adapters_on_quantised_layers():
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Adapted(Quantised(8)) for _ in range(3)))
+
+    assert_same(train(model(), BounceLinear(slots=2), stack_inputs), train(model(), Resident(), stack_inputs))
+    mode, adapted = BounceLinear(slots=2), model()
+    with attached(mode, adapted):
+        with mode.step():
+            adapted(stack_inputs(0, 0)).sum().backward()
+        # Quantised weights come in as int8; only the adapters' gradients go out.
+        adapters = sum(p.nbytes for p in adapted.parameters() if p.requires_grad)
+        assert mode.counters()["d2h_bytes"] == adapters
+
+
+def test_shared_and_tied_weights_have_one_home():
+    same_as_resident(Shared(), tokens)
+    mode, model = BounceLinear(slots=2), Shared()
+    assert mode.footprint(model).host_weight_bytes == 256 * 3
+    with attached(mode, model):
+        assert model.again.weight is model.layer.weight
+        assert model.head.weight is model.embed.weight
+
+
+class Convolutional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding="same", padding_mode="reflect", groups=3)
+        self.norm = nn.BatchNorm2d(6)
+        self.strided = nn.Conv2d(6, 4, 3, stride=2, dilation=2, bias=False)
+        self.line = nn.Conv1d(4, 5, 2)
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, images):
+        hidden = self.strided(F.relu(self.norm(self.conv(images))))
+        return self.head(self.line(hidden.flatten(2)).mean(-1))
+
+
+def test_convolutions_with_batch_norm():
+    def images(step, microbatch):
+        return torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(10 * step + microbatch))
+
+    streamed, resident = twin(Convolutional())
+    assert_same(train(streamed, BounceLinear(slots=1), images), train(resident, Resident(), images))
+    assert torch.equal(streamed.norm.running_var, resident.norm.running_var)
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, hidden):
+        hidden = hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0]
+        return self.head(self.layer(hidden) * self.scale)
+
+
+def test_modules_that_read_their_children_directly():
+    def inputs(step, microbatch):
+        return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(10 * step + microbatch))
+
+    same_as_resident(Attending(), inputs)
+
+
+@pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8), (2, 2, 3, 8)])
+def test_inputs_of_any_dimension(shape: tuple[int, ...]):
+    same_as_resident(
+        nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 4)),
+        lambda step, micro: torch.randn(shape, generator=torch.Generator().manual_seed(step)),
+    )
+
+
+def test_keyword_input_and_root_linear():
+    model = nn.Linear(8, 4)
+    inputs = stack_inputs(0, 0)
+    expected = model(inputs)
+    mode = BounceLinear()
+    with attached(mode, model), torch.no_grad():
+        assert torch.equal(model(input=inputs), expected)
+
+
+class Gated(nn.Module):
+    """A block as in Llama: no biases, three-dimensional inputs, more layers than slots."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.gate = nn.Linear(width, 2 * width, bias=False)
+        self.up = nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, hidden):
+        inner = self.norm(hidden)
+        return hidden + self.down(F.silu(self.gate(inner)) * self.up(inner))
+
+
+def checkpointed(depth: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), *(Gated(8) for _ in range(depth)))
+    for block in list(model)[1:]:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    return model
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+def test_a_weight_unpacked_before_the_recompute_that_its_operation_starts(slots: int):
+    """Autograd may fetch a product's weight first and then its input, whose recompute visits the whole block."""
+
+    def inputs(step, microbatch):
+        return torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(10 * step + microbatch))
+
+    assert_same(train(checkpointed(), BounceLinear(slots=slots), inputs), train(checkpointed(), Resident(), inputs))
+
+
+def test_too_few_slots_for_nested_windows_are_refused():
+    model = nn.ModuleDict({"outer": nn.Linear(8, 8), "other": nn.Linear(8, 8)})
+    model["outer"].forward = lambda hidden: model["other"](hidden) @ model["outer"].weight
+    with attached(BounceLinear(slots=2), model), torch.no_grad():
+        model["outer"](torch.ones(8))
+    with (
+        attached(BounceLinear(slots=1), model),
+        torch.no_grad(),
+        pytest.raises(
+            RuntimeError, match=r"a device slot is needed while all 1 are in use by outer: raise offload.slots"
+        ),
+    ):
+        model["outer"](torch.ones(8))
+
+
+class Wandering(nn.Module):
+    """Uses other blocks in another order each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(8) for _ in range(4))
+        self.calls = 0
+
+    def forward(self, hidden):
+        self.calls += 1
+        order = ([0, 1, 2, 3], [0, 2, 3], [3, 1, 0, 1], [2], [0, 1, 2, 3])[self.calls % 5]
+        for index in order:
+            hidden = self.blocks[index](hidden)
+        return hidden
+
+
+def test_steps_that_depart_from_the_itinerary():
+    same_as_resident(Wandering(), mode=BounceLinear(slots=3), steps=8, microbatches=1)
+
+
+def test_include_and_exclude_choose_layers():
+    model = Stack()
+    assert BounceLinear(include=["blocks.*"]).footprint(model).units == 8
+    assert BounceLinear(include=["blocks.*"], exclude=["*.up"]).footprint(model).units == 4
+    assert BounceLinear(exclude=["*"]).footprint(model).units == 0
+    same_as_resident(model, mode=BounceLinear(include=["*.down", "head"]))
+    same_as_resident(model, mode=BounceLinear(exclude=["*"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slots": 0}, "offload.slots=0: must be at least 1"),
+        ({"slots": 2, "prefetch": 2}, "offload.prefetch=2: must be between 0 and slots - 1 = 1"),
+        ({"pin": "yes"}, "offload.pin=yes: must be auto or off"),
+    ],
+)
+def test_knobs_out_of_range_are_refused(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        BounceLinear(**options)
+
+
+def test_what_was_planned_is_what_is_held_and_moved():
+    model, mode = Stack(), BounceLinear(slots=3)
+    plan = mode.footprint(model)
+    with attached(mode, model):
+        for _ in range(2):
+            before = mode.counters()
+            with mode.step():
+                model(stack_inputs(0, 0)).sum().backward()
+            model.zero_grad()
+            after = mode.counters()
+            assert 0 < after["h2d_bytes"] - before["h2d_bytes"] <= plan.h2d_bytes
+        held = sum(p.nbytes for name, p in model.named_parameters() if "norm" not in name)
+        assert after["d2h_bytes"] - before["d2h_bytes"] == held
+        assert after["host_pageable_bytes"] == plan.host_weight_bytes + plan.host_gradient_bytes
+
+
+def test_nothing_is_warned_about():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(Stack(recompute="non-reentrant"), BounceLinear())

@@ -1,0 +1,297 @@
+"""layer_stream computes the resident model's numbers on models of many shapes, buffers included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from offload.modes.layer_stream import LayerStream
+from offload.modes.none import Resident
+from tests.offload.helpers.models import Block, Stack, assert_same, attached, stack_inputs, train, twin
+
+
+def same_as_resident(model: nn.Module, inputs=stack_inputs, mode: LayerStream | None = None, **options) -> None:
+    streamed, resident = twin(model)
+    assert_same(
+        train(streamed, mode or LayerStream(slots=1), inputs, **options),
+        train(resident, Resident(), inputs, **options),
+    )
+    for (name, one), other in zip(streamed.named_buffers(), resident.buffers(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def normal(*shape: int):
+    def inputs(step: int, microbatch: int) -> torch.Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(10 * step + microbatch))
+
+    return inputs
+
+
+@pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("outside", ["resident", "stream"])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_equals_resident(slots: int, outside: str, recompute: str | None):
+    same_as_resident(Stack(recompute=recompute, dropout=0.3), mode=LayerStream(slots=slots, outside=outside))
+
+
+class ResidualConvolutions(nn.Module):
+    """A small ResNet: batch norm statistics and a counter live in the blocks; blocks differ in shape."""
+
+    class Unit(nn.Module):
+        def __init__(self, inside: int, outside: int):
+            super().__init__()
+            self.conv = nn.Conv2d(inside, outside, 3, padding=1, bias=False)
+            self.norm = nn.BatchNorm2d(outside)
+            self.shortcut = nn.Conv2d(inside, outside, 1) if inside != outside else nn.Identity()
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, images):
+            self.calls += 1
+            return F.relu(self.norm(self.conv(images)) + self.shortcut(images))
+
+    def __init__(self, recompute: bool = False):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3)
+        self.blocks = nn.ModuleList([self.Unit(4, 4), self.Unit(4, 6), self.Unit(6, 6), self.Unit(6, 8)])
+        self.head = nn.Linear(8, 3)
+        self.recompute = recompute
+
+    def forward(self, images):
+        hidden = self.stem(images)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False) if self.recompute else block(hidden)
+        return self.head(hidden.mean((2, 3)))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_buffers_stream_and_their_updates_come_home(slots: int, recompute: bool):
+    same_as_resident(ResidualConvolutions(recompute), normal(2, 3, 6, 6), LayerStream(slots=slots))
+
+
+def test_a_buffer_that_forward_replaces_comes_home():
+    class Counting(Block):
+        def __init__(self, width):
+            super().__init__(width)
+            self.register_buffer("seen", torch.zeros(width))
+
+        def forward(self, hidden):
+            self.seen = self.seen + hidden.detach().mean(0)
+            return super().forward(hidden) + self.seen
+
+    model = Stack()
+    model.blocks = nn.ModuleList(Counting(16) for _ in range(3))
+    same_as_resident(model)
+
+
+def test_evaluation_uses_running_statistics():
+    model, mode = ResidualConvolutions(), LayerStream(slots=1)
+    images = normal(2, 3, 6, 6)(0, 0)
+    with torch.no_grad():
+        model(images)
+    model.eval()
+    expected = model(images)
+    with attached(mode, model), torch.no_grad():
+        before = mode.counters()["d2h_bytes"]
+        assert torch.equal(model(images), expected)
+        # The counters move in evaluation too, the statistics do not.
+        assert mode.counters()["d2h_bytes"] - before == 4 * 8
+
+
+class BareParameters(nn.Module):
+    """Blocks that compute with parameters of their own, and one that is no block's."""
+
+    class Scale(nn.Module):
+        def __init__(self, width: int):
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((width,), 1.1))
+            self.layer = nn.Linear(width, width)
+
+        def forward(self, hidden):
+            return torch.tanh(self.layer(hidden * self.scale)) * self.scale.exp()
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Scale(8) for _ in range(3))
+        self.shift = nn.Parameter(torch.zeros(8))
+
+    def forward(self, hidden):
+        for block in self.blocks:
+            hidden = block(hidden + self.shift)
+        return hidden
+
+
+def test_bare_parameters():
+    same_as_resident(BareParameters())
+
+
+def test_bare_parameters_with_checkpointing_wrapped_around_a_blocks_forward_are_read_from_slots():
+    """The recompute must open the window again: the parameter it multiplies with is the slot's, not the host's."""
+    model, mode = BareParameters(), LayerStream(slots=1)
+    seen = []
+    with attached(mode, model):
+        slot_bytes = {slot.bytes.untyped_storage().data_ptr() for slot in mode._streamer._slots}
+        for block in model.blocks:
+            inner = block.forward
+            block.forward = lambda hidden, inner=inner: checkpoint(inner, hidden, use_reentrant=False)
+            block.layer.register_forward_pre_hook(
+                lambda _, __, block=block: seen.append(block.scale.untyped_storage().data_ptr())
+            )
+        with mode.step():
+            model(stack_inputs(0, 0)).sum().backward()
+    assert len(seen) == 6
+    assert set(seen) <= slot_bytes
+
+
+class TwoTowers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left = nn.ModuleList(Block(8) for _ in range(4))
+        self.right = nn.ModuleList(Block(8) for _ in range(2))
+
+    def forward(self, hidden):
+        left = right = hidden
+        for block in self.left:
+            left = block(left)
+        for block in self.right:
+            right = block(right)
+        return left * right
+
+
+@pytest.mark.parametrize("layers", ["left", "right", None])
+def test_two_towers(layers: str | None):
+    same_as_resident(TwoTowers(), mode=LayerStream(layers=layers, slots=2))
+
+
+def test_a_block_listed_twice_and_weights_tied_across_blocks():
+    model = Stack()
+    model.blocks[1].up.weight = model.blocks[3].up.weight
+    model.blocks.append(model.blocks[0])
+    same_as_resident(model, mode=LayerStream(slots=2))
+    assert LayerStream().footprint(model).units == 4
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(8, 8, batch_first=True) for _ in range(3))
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = layer(hidden)[0]
+        return hidden
+
+
+def test_recurrent_layers():
+    same_as_resident(Recurrent(), normal(2, 4, 8))
+
+
+def test_recurrent_layers_compute_with_the_slot():
+    model, mode = Recurrent(), LayerStream(slots=1)
+    with attached(mode, model), torch.no_grad():
+        expected = model(normal(2, 4, 8)(0, 0))
+        layer = model.layers[0]
+        inside = {}
+        layer.register_forward_hook(lambda *_: inside.update(after=layer._flat_weights[0]))
+        assert torch.equal(model(normal(2, 4, 8)(0, 0)), expected)
+        assert inside["after"] is layer.weight_ih_l0
+
+
+def test_transformer_encoder():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+    same_as_resident(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), normal(2, 5, 8))
+
+
+def test_transformer_encoder_fast_path_in_evaluation():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
+    inputs = normal(2, 5, 8)(0, 0)
+    with torch.no_grad():
+        expected = model(inputs)
+        with attached(LayerStream(slots=1), model):
+            assert torch.equal(model(inputs), expected)
+
+
+def test_gradient_hooks_of_the_user_fire():
+    def run(mode, model):
+        seen = []
+        weight, bias = model.blocks[0].up.weight, model.blocks[0].up.bias
+        weight.register_hook(lambda gradient: gradient * 2)
+        bias.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+        with attached(mode, model), mode.step():
+            for microbatch in range(2):
+                model(stack_inputs(0, microbatch)).square().mean().backward()
+        return [*seen, *(p.grad for p in model.parameters())]
+
+    streamed, resident = twin(Stack())
+    assert_same(run(LayerStream(slots=1), streamed), run(Resident(), resident))
+
+
+def test_generation_under_inference_mode_and_training_take_turns():
+    streamed, resident = twin(Stack())
+    mode = LayerStream(slots=2)
+    with attached(mode, streamed):
+        for step in range(3):
+            with torch.inference_mode():
+                assert torch.equal(streamed(stack_inputs(step, 0)), resident(stack_inputs(step, 0)))
+            with mode.step():
+                streamed(stack_inputs(step, 1)).square().mean().backward()
+            resident(stack_inputs(step, 1)).square().mean().backward()
+            for model in (streamed, resident):
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+                model.zero_grad()
+
+
+def test_slots_bound_what_is_on_the_device():
+    mode = LayerStream(slots=2)
+    model = Stack(depth=8, recompute="non-reentrant")
+    plan = mode.footprint(model)
+    assert plan.slot_bytes == 2 * plan.largest_unit_bytes
+    with attached(mode, model), mode.step():
+        model(stack_inputs(0, 0)).sum().backward()
+        assert mode._streamer._slots.nbytes == plan.slot_bytes
+
+
+def test_forward_moves_each_block_once_and_the_turn_saves_the_last():
+    mode, model = LayerStream(slots=2), Stack(depth=6)
+    unit = mode.footprint(model).largest_unit_bytes
+    with attached(mode, model):
+        for _ in range(2):
+            before = mode.counters()["h2d_bytes"]
+            with mode.step():
+                loss = model(stack_inputs(0, 0)).sum()
+                assert mode.counters()["h2d_bytes"] - before == 6 * unit
+                loss.backward()
+            assert mode.counters()["h2d_bytes"] - before == (6 + 6 - 2) * unit
+            model.zero_grad()
+
+
+def test_copies_are_named_in_a_profile():
+    model, mode = Stack(), LayerStream(slots=2)
+    with attached(mode, model):
+        for _ in range(2):
+            with torch.profiler.profile() as profile, mode.step():
+                model(stack_inputs(0, 0)).sum().backward()
+    names = {event.name for event in profile.events()}
+    assert {"copy in blocks.0", "copy out gradient of blocks.3.up.weight"} <= names
+    assert "copy in earlier gradient of blocks.3.up.weight" in names
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"outside": "device"}, "offload.outside=device: must be resident or stream"),
+        ({"slots": 0}, "offload.slots=0"),
+    ],
+)
+def test_knobs_out_of_range_are_refused(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        LayerStream(**options)
+
+
+def test_a_wrong_path_names_the_lists_there_are():
+    with pytest.raises(ValueError, match=r"offload.layers=model.layers: no list of blocks there; .*left, right"):
+        LayerStream(layers="model.layers").footprint(TwoTowers())

@@ -1,0 +1,302 @@
+"""shard_offload computes the resident model's numbers, whatever the shards, the microbatches and the blocks' inputs."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from offload.modes import shard_offload
+from offload.modes.none import Resident
+from offload.modes.shard_offload import ShardOffload
+from tests.offload.helpers.models import Stack, assert_same, attached, same_as_resident, stack_inputs, train, twin
+
+
+@pytest.fixture(autouse=True)
+def small_boundaries_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
+
+
+def normal(*shape: int):
+    def inputs(step: int, microbatch: int) -> torch.Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(10 * step + microbatch))
+
+    return inputs
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+@pytest.mark.parametrize(("checkpoint", "boundary"), [(True, "host"), (True, "device"), (False, "host")])
+@pytest.mark.parametrize("shards", [1, 2, 3, 4])
+def test_equals_resident(shards: int, checkpoint: bool, boundary: str, microbatches: int):
+    mode = ShardOffload(shards=shards, checkpoint=checkpoint, boundary=boundary)
+    same_as_resident(Stack(dropout=0.3), mode, microbatches=microbatches, steps=3)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("resident", [0, 2, "50%"])
+def test_equals_resident_with_few_slots_and_resident_shards(slots: int, resident: int | str):
+    same_as_resident(Stack(), ShardOffload(shards=4, slots=slots, resident=resident), microbatches=3)
+
+
+@pytest.mark.parametrize("microbatches", [1, 5])
+@pytest.mark.parametrize("checkpoint", [True, False])
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_a_sequential_of_linear_layers(precision: torch.dtype, checkpoint: bool, microbatches: int):
+    """The model of fairscale's own test, with random inputs, over several steps."""
+
+    def inputs(step: int, microbatch: int) -> torch.Tensor:
+        return normal(32, 2)(step, microbatch).to(precision)
+
+    layers = [nn.Linear(2, 20), *(nn.Linear(20, 20) for _ in range(10)), nn.Linear(20, 2)]
+    model = nn.Sequential(*layers).to(precision)
+    mode = ShardOffload(shards=2, checkpoint=checkpoint)
+    same_as_resident(model, mode, inputs, microbatches=microbatches)
+
+
+def test_an_output_of_one_column_keeps_its_shape():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    with attached(ShardOffload(shards=2), model), torch.no_grad():
+        assert model(torch.ones(5, 3)).shape == (5, 1)
+
+
+class Branching(nn.Module):
+    """Blocks take keywords, a mask of booleans, integers and nested tuples, and return tuples and dictionaries."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int):
+            super().__init__()
+            self.inside = nn.Linear(width, width)
+            self.memory = nn.Linear(width, width, bias=False)
+            self.table = nn.Embedding(4, width)
+
+        def forward(self, state, positions, *, mask, scale):
+            hidden, memory = state
+            hidden = torch.tanh(self.inside(hidden) * scale["by"] + self.table(positions))
+            memory = memory + self.memory(hidden).masked_fill(mask, 0.0)
+            return (hidden, memory), {"norm": memory.square().mean()}
+
+    def __init__(self, width: int = 8, depth: int = 4):
+        super().__init__()
+        self.position = nn.Embedding(5, width)
+        self.scale = nn.Parameter(torch.full((width,), 0.2))
+        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(self.Block(width) for _ in range(depth))})
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, inputs):
+        first = hidden = inputs + self.position(torch.arange(inputs.shape[0]))
+        memory, extra = torch.zeros_like(hidden), 0.0
+        scale = {"by": self.scale.exp()}
+        positions, mask = torch.arange(inputs.shape[0], dtype=torch.int32) % 4, inputs > 1.0
+        for block in self.encoder["layers"]:
+            (hidden, memory), found = block((hidden, memory), positions, mask=mask, scale=scale)
+            # Between the blocks the model computes as well, and what is before the blocks is used after them.
+            hidden, extra = hidden + 0.1 * first, extra + found["norm"]
+        return self.head(hidden + memory) + extra
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_keywords_masks_integers_and_nested_values(checkpoint: bool, microbatches: int):
+    mode = ShardOffload(shards=3, checkpoint=checkpoint)
+    same_as_resident(Branching(), mode, normal(5, 8), microbatches=microbatches)
+
+
+class Normalised(nn.Module):
+    """Blocks with running statistics, and a counter that forward advances."""
+
+    def __init__(self):
+        super().__init__()
+        layers = (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=momentum)) for momentum in (0.1, None, 0.3))
+        self.blocks = nn.ModuleList(layers)
+
+    def forward(self, inputs):
+        for block in self.blocks:
+            inputs = inputs + torch.relu(block(inputs))
+        return inputs
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_statistics_are_counted_once(shards: int, microbatches: int):
+    same_as_resident(Normalised(), ShardOffload(shards=shards), normal(6, 8), microbatches=microbatches)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_gradients_flow_to_what_trains_upstream(microbatches: int):
+    def run(model, mode) -> list[torch.Tensor]:
+        upstream = torch.linspace(-1, 1, 40).reshape(5, 8).requires_grad_()
+        with attached(mode, model), mode.step():
+            prepared = [torch.sin(upstream * (index + 1)) for index in range(microbatches)]
+            mode.accumulate([lambda x=x: model(x).square().sum() for x in prepared])
+            return [upstream.grad.clone()]
+
+    sharded, resident = twin(Stack())
+    assert_same(run(sharded, ShardOffload(shards=2)), run(resident, Resident()))
+
+
+def test_two_forwards_and_an_evaluation_before_one_backward():
+    def run(model, mode) -> list[torch.Tensor]:
+        seen = []
+        with attached(mode, model):
+            for step in range(3):
+                with mode.step():
+                    first = model(stack_inputs(step, 0))
+                    with torch.no_grad():
+                        seen.append(model(stack_inputs(step, 1)))
+                    (first.square().mean() + model(stack_inputs(step, 2)).exp().mean()).backward()
+                seen += [p.grad.clone() for p in model.parameters()]
+        return seen
+
+    sharded, resident = twin(Stack())
+    assert_same(run(sharded, ShardOffload(shards=3, slots=1)), run(resident, Resident()))
+
+
+def test_a_graph_may_be_kept_and_differentiated_twice():
+    def run(model, mode) -> list[torch.Tensor]:
+        with attached(mode, model), mode.step():
+            inputs = stack_inputs(0, 0).requires_grad_()
+            loss = model(inputs).square().mean()
+            loss.backward(retain_graph=True)
+            once = [inputs.grad.clone()]
+            loss.backward(retain_graph=True)
+            (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
+            (curvature,) = torch.autograd.grad(slope.square().sum(), inputs)
+            gradients = [p.grad for p in model.parameters()]
+        return [*once, inputs.grad, slope.detach(), curvature, *(gradient.clone() for gradient in gradients)]
+
+    sharded, resident = twin(Stack())
+    assert_same(run(sharded, ShardOffload(shards=2)), run(resident, Resident()))
+
+
+def test_frozen_and_tied_weights():
+    model = Stack()
+    model.blocks[1].requires_grad_(False)
+    model.blocks[3].up.weight = model.blocks[0].up.weight
+    same_as_resident(model, ShardOffload(shards=2), microbatches=1)
+
+
+def test_autocast_reaches_every_microbatch():
+    # With a cache, microbatches would share casts of the weights, and their gradients be added in bfloat16.
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False)
+
+    def run(model, mode) -> list[torch.Tensor]:
+        with attached(mode, model), mode.step(), autocast:
+            losses = mode.accumulate([lambda i=i: model(stack_inputs(0, i)).float().mean() for i in range(2)])
+        return [*losses, *(p.grad.clone() for p in model.parameters())]
+
+    sharded, resident = twin(Stack())
+    assert_same(run(sharded, ShardOffload(shards=2)), run(resident, Resident()))
+
+
+def weight_bytes(mode: ShardOffload, model: nn.Module, microbatches: int) -> float:
+    """Bytes of weights that came in during the third step."""
+    with attached(mode, model):
+        for step in range(3):
+            before = mode.counters()
+            with mode.step():
+                batches = [stack_inputs(step, index) for index in range(microbatches)]
+                mode.accumulate([lambda batch=batch: model(batch).mean() for batch in batches])
+            model.zero_grad()
+        after = mode.counters()
+    fetched = {key: after[key] - before[key] for key in ("h2d_bytes", "activation_h2d_bytes")}
+    return fetched["h2d_bytes"] - fetched["activation_h2d_bytes"]
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+@pytest.mark.parametrize("shards", [2, 3, 4])
+def test_weights_come_in_once_each_way_whatever_the_microbatches(shards: int, checkpoint: bool):
+    traffic = {
+        count: weight_bytes(ShardOffload(shards=shards, checkpoint=checkpoint), Stack(), count) for count in (1, 2, 5)
+    }
+    assert traffic[1] == traffic[2] == traffic[5]
+    plan = ShardOffload(shards=shards, checkpoint=checkpoint).footprint(Stack())
+    # On the turn from forward to backward the slots hold what comes next.
+    assert plan.host_weight_bytes <= traffic[5] < plan.h2d_bytes
+    assert plan.for_microbatches(5) == plan
+
+
+def test_boundary_activations_are_on_the_host_between_forward_and_backward():
+    held = {}
+    for boundary in ("host", "device"):
+        model, mode = Stack(), ShardOffload(shards=4, boundary=boundary)
+        with attached(mode, model):
+            with mode.step():
+                loss = model(stack_inputs(0, 0)).mean()
+                held[boundary] = mode.counters()["activation_d2h_bytes"]
+                loss.backward()
+            after = mode.counters()
+        assert after["activation_h2d_bytes"] <= after["activation_d2h_bytes"]
+    assert held == {"host": 4 * 5 * 16 * 4, "device": 0}
+
+
+def test_an_error_in_one_microbatch_leaves_nothing_behind():
+    sharded, resident = twin(Stack())
+    mode = ShardOffload(shards=2)
+
+    def fails():
+        model(stack_inputs(0, 1))
+        raise ArithmeticError("of the user")
+
+    model = sharded
+    with attached(mode, sharded):
+        for _ in range(2):
+            with pytest.raises(ArithmeticError, match="of the user"), mode.step():
+                mode.accumulate([lambda: model(stack_inputs(0, 0)).mean(), fails])
+            assert all(p.grad is None for p in sharded.parameters())
+        with mode.step():
+            mode.accumulate([lambda i=i: model(stack_inputs(0, i)).mean() for i in range(2)])
+        gradients = [p.grad.clone() for p in sharded.parameters()]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lockstep")]
+    for index in range(2):
+        resident(stack_inputs(0, index)).mean().backward()
+    assert_same(gradients, [p.grad for p in resident.parameters()])
+
+
+def test_nothing_is_left_for_the_garbage_collector():
+    """Memory of the device goes with the last reference, not when the collector comes by."""
+    gc.collect()
+    gc.disable()
+    try:
+        model, mode = Stack(), ShardOffload(shards=2)
+        train(model, mode, steps=2, microbatches=3)
+        left = weakref.ref(model.blocks[0].up)
+        del model, mode
+        assert left() is None
+    finally:
+        gc.enable()
+
+
+def test_a_copy_of_the_model_is_an_ordinary_model_and_detach_gives_the_model_back():
+    model, expected = twin(Stack())
+    with attached(ShardOffload(shards=2), model):
+        average = copy.deepcopy(model)
+        loss = average(stack_inputs(0, 0)).mean()
+    loss.backward()
+    assert not [module for module in model.modules() if "forward" in vars(module)]
+    expected(stack_inputs(0, 0)).mean().backward()
+    assert_same([p.grad for p in average.parameters()], [p.grad for p in expected.parameters()])
+
+
+def test_wrong_values_name_the_key_and_the_range():
+    for arguments, message in (
+        ({"shards": 0}, r"offload.shards=0: must be at least 1"),
+        ({"shard_bytes": "many"}, r"offload.shard_bytes=many: must be bytes"),
+        ({"boundary": "disk"}, r"offload.boundary=disk: must be host or device"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ShardOffload(**arguments)
+    with pytest.raises(ValueError, match=r"offload\.shards=9: must be between 1 and the number of blocks, 4"):
+        ShardOffload(shards=9).footprint(Stack())
+
+
+def test_shards_are_packed_by_bytes():
+    assert ShardOffload(shard_bytes=1).footprint(Stack()).units == 4
+    assert ShardOffload().footprint(Stack()).units == 1
+    block = sum(p.nbytes for p in Stack().blocks[0].parameters())
+    assert ShardOffload(shard_bytes=2 * block + 1).footprint(Stack()).units == 2
+    assert ShardOffload(shards=3, include=["blocks.[012]"]).footprint(Stack()).units == 3

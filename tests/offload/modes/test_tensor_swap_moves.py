@@ -1,0 +1,282 @@
+"""What tensor_swap moves and what it leaves alone, in steps that end well and in others; its knobs; its end."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offload.activations.swapper import ActivationSwapper
+from offload.modes import tensor_swap
+from offload.modes.layer_stream import LayerStream
+from offload.modes.none import Resident
+from offload.modes.tensor_swap import TensorSwap
+from tests.offload.helpers.models import Stack, assert_same, attached, same_as_resident, stack_inputs, train
+from tests.offload.helpers.swapping import swapping
+
+
+@pytest.fixture(autouse=True)
+def little_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So little that most of what is saved really leaves these small models' device."""
+    monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 0)
+
+
+def test_the_input_batch_and_parameters_are_never_swapped():
+    model, mode = nn.Linear(8, 4), swapping()
+    inputs = stack_inputs(0, 0)
+    with attached(mode, model):
+        for call in (model, lambda batch: model(input=batch)):
+            with mode.step():
+                call(inputs.t().contiguous().t()).sum().backward()
+        assert mode.counters()["swapped_bytes"] == 0
+        with mode.step():
+            model(inputs).square().sum().backward()
+        assert torch.equal(inputs, stack_inputs(0, 0))
+
+
+def test_what_the_caller_keeps_in_an_object_is_not_swapped():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, batch: SimpleNamespace) -> torch.Tensor:
+            return (batch.inputs * self.weight).sum() + (batch.more["mask"] * self.weight).sum()
+
+    mode = swapping()
+    batch = SimpleNamespace(inputs=stack_inputs(0, 0), more={"mask": stack_inputs(0, 1)})
+    with attached(mode, model := Reads()):
+        with mode.step():
+            model(batch).backward()
+        assert mode.counters()["swapped_bytes"] == 0
+
+
+def test_what_is_swapped_is_released_and_comes_back():
+    model, mode = Stack(), swapping()
+    storages = []
+    for block in model.blocks[:-1]:
+        block.register_forward_hook(lambda *call: storages.append(StorageWeakRef(call[2].untyped_storage())))
+    with attached(mode, model):
+        with mode.step():
+            loss = model(stack_inputs(0, 0)).sum()
+            assert all(storage.expired() for storage in storages)
+            loss.backward()
+        counters = mode.counters()
+    assert counters["released_bytes"] == counters["h2d_bytes"]
+    assert 0.9 * counters["swapped_bytes"] < counters["h2d_bytes"] < counters["swapped_bytes"]
+    assert counters["d2h_bytes"] == counters["swapped_bytes"]
+
+
+def test_the_counters_of_weights_and_activations_are_one_set():
+    def counters(mode) -> dict:
+        model = Stack()
+        with attached(mode, model):
+            for _ in range(2):
+                with mode.step():
+                    model(stack_inputs(0, 0)).sum().backward()
+                model.zero_grad()
+            return mode.counters()
+
+    both, weights, swap = (counters(mode) for mode in (swapping(LayerStream()), LayerStream(), swapping()))
+    for key in ("h2d_bytes", "d2h_bytes", "host_pageable_bytes"):
+        assert both[key] == weights[key] + swap[key], key
+    assert set(weights) < set(both)
+
+
+def test_one_plan_for_both():
+    model = Stack()
+    mode = TensorSwap(LayerStream(), budget="4MiB", prefetch="1MiB", host_budget="2GiB")
+    plan, weights = mode.footprint(model, recompute=True), LayerStream().footprint(model, recompute=True)
+    assert (plan.h2d_bytes, plan.units) == (weights.h2d_bytes, weights.units)
+    assert plan.activation_budget_bytes == 4 * 2**20
+    assert TensorSwap(Resident(), budget="auto").footprint(model).activation_budget_bytes is None
+
+
+def test_host_memory_stays_within_its_budget_and_is_given_back():
+    model, mode = Stack(), swapping(host_budget=5 * 4096)
+    with attached(mode, model):
+        with mode.step():
+            model(stack_inputs(0, 0)).sum().backward()
+        assert mode.counters()["host_pageable_bytes"] == 5 * 4096
+        arena = mode._arena
+    assert arena.pageable_bytes == 0
+
+
+def swapped_in(mode: TensorSwap, model: nn.Module) -> float:
+    with attached(mode, model):
+        with mode.step():
+            model(stack_inputs(0, 0)).sum().backward()
+        model.zero_grad()
+        return mode.counters()["swapped_bytes"]
+
+
+def test_patterns_choose_the_outermost_modules_that_match():
+    everything = swapped_in(swapping(layers=["blocks.*"]), Stack())
+    assert swapped_in(swapping(layers=["blocks.*", "*.up", "blocks.0.norm"]), Stack()) == everything
+    up = swapped_in(swapping(layers=["blocks.[12].up"]), Stack())
+    assert up == 2 * 5 * 16 * 4
+    assert 4 * up / 2 < everything
+
+
+@pytest.mark.parametrize("layers", [None, ["blocks.*"]])
+def test_the_last_blocks_keep_theirs(layers: list | None):
+    every, but_two = (swapped_in(swapping(layers=layers, keep_last=count), Stack()) for count in (0, 2))
+    a_block = swapped_in(swapping(layers=["blocks.2"]), Stack())
+    assert every - but_two == pytest.approx(2 * a_block, abs=5 * 16 * 4)
+    assert swapped_in(swapping(layers=["blocks.*"], keep_last=4), Stack()) == 0
+
+
+def test_the_last_blocks_keep_theirs_over_streamed_weights():
+    every, but_two = (swapped_in(swapping(LayerStream(slots=1), keep_last=count), Stack()) for count in (0, 2))
+    assert but_two < every
+
+
+def test_a_budget_keeps_what_is_used_first_and_saves_its_traffic():
+    model, mode = Stack(), swapping(budget=2000)
+    with attached(mode, model):
+        traffic = []
+        for _ in range(3):
+            before = mode.counters()
+            with mode.step():
+                model(stack_inputs(0, 0)).sum().backward()
+            model.zero_grad()
+            traffic.append(mode.counters()["d2h_bytes"] - before["d2h_bytes"])
+    assert traffic[0] - 2000 <= traffic[1] == traffic[2] < traffic[0] - 1000
+
+
+def test_what_was_swapped_comes_back_while_backward_uses_what_stayed(monkeypatch: pytest.MonkeyPatch):
+    """Within the budget there is room for what is wanted next as soon as what stayed has been used."""
+    came_back, fetched = ActivationSwapper._return, []
+
+    def watched(self, packed):
+        fetched.append(self.fetched_bytes)
+        return came_back(self, packed)
+
+    monkeypatch.setattr(ActivationSwapper, "_return", watched)
+    mode, model = TensorSwap(Resident(), min_bytes=1, budget=9000, prefetch=0), Stack(depth=6)
+    with attached(mode, model):
+        for step in range(2):
+            before = mode.counters()["activation_h2d_bytes"]
+            fetched.clear()
+            with mode.step():
+                model(stack_inputs(step, 0)).mean().backward()
+    # At the first use of what was swapped, some of it is on its way already.
+    assert fetched[0] > before
+
+
+def test_evaluation_is_left_alone():
+    model, mode = Stack(), swapping()
+    with attached(mode, model):
+        with mode.step(), torch.no_grad():
+            model(stack_inputs(0, 0))
+        # Outside a step autograd works as if the mode were not there.
+        model(stack_inputs(0, 0)).sum().backward()
+        assert mode.counters()["swapped_bytes"] == 0
+
+
+def test_gradients_within_evaluation_are_left_alone():
+    class Energy(nn.Module):
+        """Its output is a slope, in evaluation too."""
+
+        def __init__(self):
+            super().__init__()
+            self.body = Stack()
+
+        def forward(self, inputs):
+            with torch.enable_grad():
+                leaf = inputs.clone().requires_grad_()
+                return torch.autograd.grad(self.body(leaf).square().sum(), leaf)[0]
+
+    model, mode = Energy(), swapping()
+    with attached(mode, model), mode.step():
+        with torch.no_grad():
+            quiet = model(stack_inputs(0, 0))
+        assert mode.counters()["swapped_bytes"] == 0
+        assert torch.equal(quiet, model(stack_inputs(0, 0)))
+        assert mode.counters()["swapped_bytes"] > 0
+
+
+def test_an_aborted_step_leaves_nothing_and_the_next_is_right():
+    model, mode = Stack(), swapping()
+    expected = train(copy.deepcopy(model), Resident(), steps=1)
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden):
+            return hidden.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ZeroDivisionError
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def error(*_):
+        raise ValueError
+
+    with attached(mode, model):
+        for hook, raised in (
+            (interrupt, KeyboardInterrupt),
+            (error, ValueError),
+            (lambda *call: Fails.apply(call[2]), ZeroDivisionError),
+        ):
+            handle = model.blocks[2].up.register_forward_hook(hook)
+            with pytest.raises(raised), mode.step():
+                model(stack_inputs(0, 0)).sum().backward()
+            handle.remove()
+            model.zero_grad()
+            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            # The exception's traceback has the tensors of its frames.
+            gc.collect()
+            with mode.step():
+                pool = mode._activations.pool
+            assert pool.held_bytes == pool.idle_bytes
+    assert_same(train(model, mode, steps=1), expected)
+
+
+def test_an_exception_that_forward_catches_closes_what_it_opened():
+    class Tolerant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bad, self.good = nn.Linear(9, 8), nn.Linear(8, 8)
+
+        def forward(self, hidden):
+            try:
+                return self.bad(hidden)
+            except RuntimeError:
+                return self.good(hidden).square()
+
+    model, mode = Tolerant(), swapping(layers=["bad"])
+    with attached(mode, model), mode.step():
+        model(stack_inputs(0, 0)).sum().backward()
+        assert mode.counters()["swapped_bytes"] == 0
+
+
+def test_copies_of_the_model_swap_nothing():
+    model, mode = Stack(), swapping()
+    with attached(mode, model), mode.step():
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            other(stack_inputs(0, 0)).sum().backward()
+            assert mode.counters()["swapped_bytes"] == 0
+
+
+def test_detach_gives_the_model_back():
+    model, mode = Stack(), swapping(LayerStream(), layers=["blocks.*"])
+    with attached(mode, model):
+        with pytest.raises(RuntimeError, match="holds a model already"):
+            mode.attach(model, None)
+        with mode.step():
+            with pytest.raises(RuntimeError, match="a step is open already"), mode.step():
+                pass
+            with pytest.raises(RuntimeError, match="detach inside a step"):
+                mode.detach()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    same_as_resident(model, mode)

@@ -1,0 +1,314 @@
+"""HostAdamW: torch's AdamW on the same gradients, whatever is updated when, by whom and in which order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from offload.modes.bounce_linear import BounceLinear
+from offload.optimizer import adamw, kernels
+from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.param_groups import decay_groups
+from tests.offload.helpers.models import attached
+from tests.offload.helpers.optimizers import (
+    COMPILES,
+    OFF,
+    SETTINGS,
+    give_gradients,
+    near,
+    needs_compiler,
+    parameters,
+    same,
+    train,
+)
+from training.optim import AdamW
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles that a parameter has several of, and a measurement that takes no time."""
+    monkeypatch.setattr(kernels, "HOST_TILE", 256)
+    monkeypatch.setattr(kernels, "SAMPLE", 1 << 12)
+
+
+@pytest.mark.parametrize("compile", COMPILES)
+def test_equals_torchs_adamw_with_groups_and_a_schedule(compile: str):
+    def run(make) -> list[nn.Parameter]:
+        weights = parameters()
+        optimizer = make([{"params": weights[:2], "lr": 3e-2, "betas": (0.8, 0.99)}, *decay_groups(weights[2:])])
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 5, 1 / (step + 1)))
+        return train(optimizer, weights, schedule=schedule)
+
+    ours = run(lambda groups: HostAdamW(groups, **SETTINGS, compile=compile, threads=2))
+    theirs = run(lambda groups: torch.optim.AdamW(groups, **SETTINGS))
+    near(ours, theirs)
+
+
+@pytest.mark.parametrize("compile", COMPILES)
+def test_bf16_weights_equal_adamw_with_masters_bitwise(compile: str):
+    ours, theirs = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    train(host := HostAdamW(ours, **SETTINGS, threads=1, compile=compile), ours)
+    train(resident := AdamW(theirs, **SETTINGS), theirs)
+    if compile == "off":
+        assert same(ours, theirs)
+    near((host.state[p]["master"] for p in ours), (resident.state[p]["master"] for p in theirs))
+
+
+@needs_compiler
+def test_compiled_and_not_agree():
+    for dtype in (torch.float32, torch.bfloat16):
+        runs = []
+        for compile in ("off", "auto"):
+            weights = parameters(dtype)
+            optimizer = HostAdamW(weights, **SETTINGS, threads=2, compile=compile)
+            train(optimizer, weights)
+            runs.append([optimizer.state[p].get("master", p) for p in weights])
+        near(*runs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("order", [[4, 2, 0, 3, 1], [1], [], [0, 0, 1, 0]], ids=str)
+def test_partial_updates_in_any_order_equal_one_step(order: list[int], dtype: torch.dtype):
+    whole, parts = parameters(dtype), parameters(dtype)
+    train(HostAdamW(whole, **SETTINGS, **OFF), whole, range(4))
+    optimizer = HostAdamW(parts, **SETTINGS, **OFF)
+    train(optimizer, parts, range(4), before_step=lambda: [optimizer.update([parts[index]]) for index in order])
+    assert same(whole, parts)
+    assert all(optimizer.state[parameter]["step"] == 4 for parameter in parts)
+
+
+def test_an_update_happens_before_step():
+    weights = parameters()
+    optimizer = HostAdamW(weights, **SETTINGS, **OFF)
+    before = [weight.detach().clone() for weight in weights]
+    give_gradients(weights, 0)
+    optimizer.update(weights[:1])
+    assert not torch.equal(weights[0], before[0])
+    assert same(weights[1:], before[1:])
+
+
+def test_a_claim_is_applied_later_as_it_was_taken():
+    now, later = parameters(), parameters()
+    train(HostAdamW(now, **SETTINGS, **OFF), now, range(1))
+    optimizer = HostAdamW(later, **SETTINGS, **OFF)
+    give_gradients(later, 0)
+    claims = optimizer.claim(later)
+    before = [weight.detach().clone() for weight in later]
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.param_groups[0]["lr"] = 7.0
+    assert same(later, before)
+    thread = threading.Thread(target=optimizer.apply, args=(claims,))
+    thread.start()
+    thread.join()
+    assert same(now, later)
+
+
+def test_a_skipped_step_changes_nothing_and_the_next_counts_on():
+    plain, skipping = parameters(), parameters()
+    train(HostAdamW(plain, **SETTINGS, **OFF), plain, [0, 2])
+    optimizer = HostAdamW(skipping, **SETTINGS, **OFF)
+    for step in range(3):
+        give_gradients(skipping, step)
+        if step == 1:
+            optimizer.claim(skipping)
+            optimizer.skip()
+        else:
+            optimizer.step()
+    assert same(plain, skipping)
+    assert optimizer.state[skipping[0]]["step"] == 2
+
+
+@pytest.mark.parametrize("compile", COMPILES)
+def test_a_scale_is_that_of_the_gradients(compile: str):
+    scaled, by_hand = parameters(), parameters()
+    optimizer = HostAdamW(scaled, **SETTINGS, compile=compile, threads=1)
+    give_gradients(scaled, 0)
+    kept = scaled[0].grad.clone()
+    optimizer.update(scaled[:2], scale=0.25)
+    optimizer.step(scale=0.25)
+    assert torch.equal(scaled[0].grad, kept)
+    give_gradients(by_hand, 0)
+    for weight in by_hand:
+        weight.grad *= 0.25
+    HostAdamW(by_hand, **SETTINGS, compile=compile, threads=1).step()
+    assert same(scaled, by_hand)
+
+
+@pytest.mark.parametrize("compile", COMPILES)
+def test_without_a_gradient_a_parameter_is_left_alone(compile: str):
+    weights = parameters()
+    weights[1].requires_grad_(False)
+    before = [weight.detach().clone() for weight in weights]
+    versions = [weight._version for weight in weights]
+    optimizer = HostAdamW(weights, **SETTINGS, compile=compile)
+    weights[0].grad = torch.ones_like(weights[0])
+    optimizer.update(weights)
+    optimizer.step()
+    assert not torch.equal(weights[0], before[0])
+    assert same(weights[1:], before[1:])
+    assert [weight._version > version for weight, version in zip(weights, versions, strict=True)] == [True] + [
+        False
+    ] * 4
+    assert set(optimizer.state) == {weights[0]}
+
+
+def test_a_tied_parameter_is_updated_once():
+    model = nn.ModuleDict({"embedding": nn.Embedding(8, 16), "head": nn.Linear(16, 8, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    alone = nn.Parameter(model["head"].weight.detach().clone())
+    optimizer = HostAdamW(model.parameters(), **SETTINGS, **OFF)
+    give_gradients([alone], 0)
+    model["head"].weight.grad = alone.grad.clone()
+    optimizer.update([model["embedding"].weight, model["head"].weight])
+    optimizer.update([model["head"].weight])
+    optimizer.step()
+    HostAdamW([alone], **SETTINGS, **OFF).step()
+    assert torch.equal(model["head"].weight, alone)
+    assert HostAdamW.planned_bytes([alone, alone]) == HostAdamW.planned_bytes([alone])
+
+
+def test_sparse_gradients_are_refused():
+    weights = parameters()
+    optimizer = HostAdamW(weights, **SETTINGS, **OFF)
+    weights[3].grad = torch.eye(64, 16).to_sparse()
+    with pytest.raises(ValueError, match="no sparse gradients"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"state_dtype": "fp16"}, "state_dtype=fp16: must be one of fp32, bf16"),
+        ({"compile": "on"}, "compile=on: must be auto or off"),
+        ({"threads": 0}, "threads=0: must be at least 1"),
+        ({"threads": 1.5}, "threads=1.5: must be at least 1"),
+        ({"threads": 1025}, "threads=1025: must be at least 1 and at most 1024"),
+    ],
+)
+def test_settings_out_of_range_are_refused(setting: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        HostAdamW(parameters(), **setting)
+
+
+@pytest.mark.parametrize(("key", "value"), [("maximize", True), ("amsgrad", True), ("decoupled_weight_decay", False)])
+def test_settings_of_a_group_that_mean_other_arithmetic_are_refused(key: str, value: bool):
+    weights = parameters()
+    message = f"a parameter group has {key}={value}, which is not supported"
+    with pytest.raises(ValueError, match=message):
+        HostAdamW([{"params": weights, key: value}], **OFF)
+    optimizer = HostAdamW(weights[1:], **OFF)
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": weights[:1], key: value})
+    assert len(optimizer.param_groups) == 1
+    give_gradients(weights, 0)
+    before = [weight.detach().clone() for weight in weights]
+    optimizer.param_groups[0][key] = value
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert same(weights, before)
+
+
+def test_dtypes_without_an_update_are_refused_unless_they_are_frozen():
+    for dtype in (torch.float64, torch.complex64):
+        weight = nn.Parameter(torch.ones(4, dtype=dtype))
+        with pytest.raises(ValueError, match=f"a parameter is {dtype}: .* takes float32, bfloat16 and float16"):
+            HostAdamW([weight], **OFF)
+    frozen = nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
+    HostAdamW([*parameters(torch.float16), frozen], **OFF)
+
+
+def test_all_cores_but_one_update(monkeypatch: pytest.MonkeyPatch):
+    for cores, threads in ((16, 15), (2, 1), (1, 1)):
+        monkeypatch.setattr(adamw, "usable_cores", lambda cores=cores: cores)
+        assert HostAdamW(parameters(), compile="off").threads == threads
+    assert HostAdamW(parameters(), compile="off", threads=5).threads == 5
+
+
+@pytest.mark.parametrize(("cores", "at_step", "inside"), [(16, 15, 13), (2, 1, 1)])
+def test_inside_backward_cores_are_left_to_it(cores: int, at_step: int, inside: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(adamw, "usable_cores", lambda: cores)
+    model, mode = nn.Sequential(nn.Linear(4, 4)), BounceLinear()
+    optimizer = HostAdamW(model.parameters(), compile="off")
+    given = HostAdamW(model.parameters(), compile="off", threads=5)
+    with attached(mode, model):
+        for early, threads in ((True, inside), (False, at_step)):
+            mode.overlap(optimizer, early)
+            assert optimizer.threads == threads
+            mode.overlap(given, early)
+            assert given.threads == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compile", COMPILES)
+def test_any_layout_meets_its_own_elements(dtype: torch.dtype, compile: str):
+    base = torch.randn(16, 16).to(dtype)
+    crossed = nn.Parameter(base.clone().t())
+    straight = nn.Parameter(base.t().contiguous())
+    for weight in (crossed, straight):
+        train(HostAdamW([weight], **SETTINGS, compile=compile, threads=1), [weight], range(3))
+    assert torch.equal(crossed, straight)
+
+
+def test_a_float32_weight_that_is_written_between_steps_is_the_truth():
+    """In a layout that has a master too."""
+    base = torch.randn(16, 16)
+    crossed, straight = nn.Parameter(base.clone().t()), nn.Parameter(base.t().contiguous())
+    for weight in (crossed, straight):
+        train(optimizer := HostAdamW([weight], **SETTINGS, **OFF), [weight], range(2))
+        with torch.no_grad():
+            weight.mul_(0.5)
+        train(optimizer, [weight], range(2, 4))
+    assert torch.equal(crossed, straight)
+
+
+def test_groups_without_decay_are_those_of_norms_and_biases():
+    model = nn.Sequential(nn.Embedding(4, 8), nn.LayerNorm(8), nn.Linear(8, 4), nn.Conv2d(1, 1, 3))
+    decaying, constant = decay_groups(model.parameters())
+    assert same(decaying["params"], [model[0].weight, model[2].weight, model[3].weight])
+    assert same(constant["params"], [model[1].weight, model[1].bias, model[2].bias, model[3].bias])
+    assert constant["weight_decay"] == 0
+    assert "weight_decay" not in decaying
+
+    given = [{"params": model[1].weight, "lr": 1.0}, {"params": [model[2].weight], "weight_decay": 3.0}]
+    one, other = decay_groups(given)
+    assert (one["lr"], one["weight_decay"]) == (1.0, 0.0)
+    assert other["weight_decay"] == 3.0
+    named = decay_groups(model[1].named_parameters())
+    assert [name for name, _ in named[0]["params"]] == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, lambda *given, **settings: HostAdamW(*given, **settings, **OFF)])
+def test_norms_and_biases_do_not_decay_where_that_is_chosen(optimizer: Callable):
+    weights = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))]
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    optimizer(weights, **SETTINGS, decay_norms_and_biases=False).step()
+    assert (weights[0] < 1).all()
+    assert (weights[1] == 1).all()
+
+
+def test_no_parameters_are_refused_as_by_torch():
+    with pytest.raises(ValueError, match="empty parameter list"):
+        HostAdamW([], decay_norms_and_biases=False)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_host_and_device_parameters_in_one_model():
+    for dtype in (torch.float32, torch.bfloat16):
+        host, device = parameters(dtype), parameters(dtype, "cuda")
+        train(optimizer := HostAdamW([*host, *device], **SETTINGS), [*host, *device])
+        expected = parameters(dtype)
+        give = [*expected, *(nn.Parameter(weight.detach().clone()) for weight in expected)]
+        train(reference := HostAdamW(give, **SETTINGS, **OFF), give)
+        for ours, theirs in zip([*host, *device], give, strict=True):
+            one, other = (made.state[p].get("master", p) for made, p in ((optimizer, ours), (reference, theirs)))
+            torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-5)
+            assert optimizer.state[ours]["exp_avg"].device == ours.device

@@ -1,0 +1,203 @@
+"""States that live on the device: the numbers of those that live on the host."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from offload.modes.layer_stream import LayerStream
+from offload.modes.none import Resident
+from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs
+from tests.offload.helpers.updates import EARLY, MODES, Mixed, host_adamw, made, make_small, one_step, train, updating
+
+# Bytes of states of two blocks of a Stack in float32, and of a third less one.
+BLOCK = sum(4 + 12 * p.numel() for p in Stack().blocks[0].parameters())
+SHARE = 3 * BLOCK - 1
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_small(monkeypatch)
+
+
+@EARLY
+@pytest.mark.parametrize("share", [SHARE, 10**9], ids=["some", "all"])
+@pytest.mark.parametrize("mode", MODES)
+def test_equals_resident(mode: str, share: int, early: bool):
+    """With clipping where updates wait for the step; in bf16, where every parameter has a master in either place."""
+    options = {"microbatches": 2, "steps": 8, "clip_norm": None if early else 0.05}
+    seen = train(made(Stack, torch.bfloat16), MODES[mode](), early, device_share=share, **options)
+    assert_same(seen, train(made(Stack, torch.bfloat16), Resident(), overlaps=False, **options))
+
+
+@EARLY
+def test_the_host_updates_nothing_whose_states_are_on_the_device(early: bool):
+    model, mode = made(Stack), LayerStream(outside="stream")
+    with updating(mode, model, early, device_share=10**9) as optimizer:
+        for step in range(3):
+            one_step(model, mode, step, microbatches=2)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert mode.counters()["updated_parameters"] == 0
+        # Gradients are let go with their updates, not kept for a step that does not come.
+        assert not mode._streamer._share._gradients
+
+
+@EARLY
+def test_equals_resident_with_frozen_tied_and_skipped_parameters(early: bool):
+    mode = LayerStream(slots=2, outside="stream")
+    seen = train(made(Mixed, torch.bfloat16), mode, early, device_share=SHARE)
+    assert_same(seen, train(made(Mixed, torch.bfloat16), Resident(), overlaps=False))
+
+
+def test_the_first_units_that_fit_are_chosen_and_only_their_states_move():
+    model, mode = made(Stack), LayerStream()
+    with updating(mode, model, early=False, device_share=SHARE) as optimizer:
+        optimizer.allocate()
+        masters = [name for name, p in model.named_parameters() if "master" in optimizer.state[p]]
+    assert masters == [f"blocks.{index}.{name}" for index in (0, 1) for name, _ in model.blocks[0].named_parameters()]
+
+
+def test_what_is_left_out_or_left_over_does_not_reach_the_next_step():
+    """A step that is skipped, then gradients that the caller sets himself."""
+    expected, model, mode = made(Stack), made(Stack), LayerStream()
+    with updating(mode, model, early=False, device_share=10**9) as optimizer:
+        one_step(model, mode)
+        optimizer.skip()
+        optimizer.zero_grad()
+        assert_same([p.detach().clone() for p in model.parameters()], [p.detach() for p in expected.parameters()])
+        one_step(model, mode, step=1)
+        optimizer.step()
+        optimizer.finish()
+        optimizer.zero_grad()
+        with mode.step():
+            pass
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.finish()
+        seen = [p.detach().clone() for p in model.parameters()]
+    plain, resident = host_adamw(expected), Resident()
+    with attached(resident, expected):
+        one_step(expected, resident, step=1)
+        plain.step()
+        for parameter in expected.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        plain.step()
+    assert_same(seen, [p.detach() for p in expected.parameters()])
+
+
+@EARLY
+@pytest.mark.parametrize("who", ["a hook", "a hook that looks", "the caller", "the caller's own"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gradient_that_changes_after_it_landed_is_updated_as_it_is_then(mode: str, who: str, early: bool):
+    def flip(parameter: nn.Parameter) -> None:
+        parameter.grad.neg_()
+
+    def run(mode, model: nn.Module, overlaps: bool = True) -> list[torch.Tensor]:
+        # In one block only: the others are updated on the device.
+        changed = list(model.blocks[1].parameters())
+        for parameter in changed:
+            if who.startswith("a hook"):
+                hook = flip if who == "a hook" else lambda p: seen.append(p.grad.sum())
+                parameter.register_post_accumulate_grad_hook(hook)
+        with attached(mode, model):
+            optimizer = host_adamw(model)
+            if overlaps:
+                mode.overlap(optimizer, early and who.startswith("a hook"), device_share=10**9)
+            for step in range(4):
+                one_step(model, mode, step)
+                if who == "the caller":
+                    nn.utils.clip_grad_value_(changed, 1e-3)
+                elif who == "the caller's own":
+                    for parameter in changed:
+                        parameter.grad = torch.ones_like(parameter.grad)
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.finish()
+            return [p.detach().clone() for p in model.parameters()]
+
+    seen = []
+    expected = run(Resident(), made(Stack, torch.bfloat16), overlaps=False)
+    assert_same(run(MODES[mode](), made(Stack, torch.bfloat16)), expected)
+
+
+def test_state_dicts_go_from_one_place_to_the_other():
+    share, host = made(Stack), made(Stack)
+    modes = LayerStream(), LayerStream()
+    with attached(modes[0], share), attached(modes[1], host):
+        one, other = host_adamw(share), host_adamw(host)
+        modes[0].overlap(one, early=False, device_share=10**9)
+        modes[1].overlap(other, early=False)
+        for step in range(2):
+            one_step(share, modes[0], step)
+            one.step()
+            one.zero_grad()
+        other.load_state_dict(copy.deepcopy(one.state_dict()))
+        host.load_state_dict(share.state_dict())
+        for model, mode, optimizer in ((share, modes[0], one), (host, modes[1], other)):
+            one_step(model, mode, 2)
+            optimizer.step()
+            optimizer.finish()
+        assert_same([p.detach() for p in share.parameters()], [p.detach() for p in host.parameters()])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_float32_weights_that_are_written_between_steps_are_the_truth(mode: str):
+    """Loaded into the model, or written in place: their masters on the device follow."""
+    start = copy.deepcopy(made(Stack).state_dict())
+
+    def run(mode, overlaps: bool = True) -> list[torch.Tensor]:
+        model = made(Stack)
+        with attached(mode, model):
+            optimizer = host_adamw(model)
+            if overlaps:
+                mode.overlap(optimizer, early=False, device_share=10**9)
+            optimizer.allocate()
+            for step in range(4):
+                if step == 1:
+                    model.load_state_dict(start)
+                if step == 2:
+                    with torch.no_grad():
+                        model.blocks[0].up.weight.mul_(0.5)
+                one_step(model, mode, step)
+                optimizer.step()
+                optimizer.finish()
+                optimizer.zero_grad()
+            return [p.detach().clone() for p in model.parameters()]
+
+    assert_same(run(MODES[mode]()), run(Resident(), overlaps=False))
+
+
+def test_states_that_there_are_move_between_steps():
+    def run(moves: bool) -> list[torch.Tensor]:
+        model, mode = made(Stack), LayerStream()
+        with updating(mode, model, early=False) as optimizer:
+            for step, share in enumerate((0, SHARE, 10**9, 0)):
+                if moves:
+                    mode.place_states(share)
+                one_step(model, mode, step)
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.finish()
+            return [p.detach().clone() for p in model.parameters()]
+
+    assert_same(run(moves=True), run(moves=False))
+
+
+def test_evaluation_sees_the_updated_weights():
+    model, mode = made(Stack), LayerStream()
+    with updating(mode, model, early=False, device_share=10**9) as optimizer, torch.no_grad():
+        before = model(stack_inputs(0, 0))
+        with torch.enable_grad():
+            one_step(model, mode)
+        optimizer.step()
+        after = model(stack_inputs(0, 0))
+        weights = model.state_dict()
+    plain = made(Stack)
+    plain.load_state_dict(weights)
+    assert torch.equal(after, plain(stack_inputs(0, 0)))
+    assert not torch.equal(after, before)

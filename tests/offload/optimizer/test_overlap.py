@@ -1,0 +1,366 @@
+"""Updates beside the device: the numbers of a resident model with the same optimizer, whenever the updates run."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
+
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from offload.modes.none import Resident
+from offload.modes.shard_offload import ShardOffload
+from offload.optimizer.adamw import HostAdamW
+from tests.offload.helpers.models import Shared, Stack, assert_same, attached, stack_inputs, tokens, twin
+from tests.offload.helpers.optimizers import OFF, SETTINGS, near, needs_compiler
+from tests.offload.helpers.updates import (
+    DTYPES,
+    EARLY,
+    MODES,
+    Mixed,
+    eager,
+    held_up,
+    host_adamw,
+    made,
+    make_small,
+    no_worker_lives,
+    one_step,
+    sleepy,
+    train,
+    updating,
+)
+from training.loop import clip_scale, gradient_norm
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_small(monkeypatch)
+
+
+@functools.cache
+def expected(mode: str, dtype: str, microbatches: int, clip_norm: float | None = None, compile: str = "off"):
+    """What `mode` ("none": resident) gives where the optimizer makes all updates itself."""
+    options = {"microbatches": microbatches, "clip_norm": clip_norm, "compile": compile}
+    return train(made(Mixed, DTYPES[dtype]), MODES.get(mode, Resident)(), overlaps=False, **options)
+
+
+# Weights, microbatches, early, clip_norm: every pair of values that go together.
+SETUPS = [
+    ("fp32", 1, False, None),
+    ("fp32", 3, True, None),
+    ("bf16", 1, True, None),
+    ("bf16", 3, False, None),
+    ("fp32", 3, False, 0.05),
+    ("bf16", 1, False, 0.05),
+]
+
+
+@pytest.mark.parametrize(("dtype", "microbatches", "early", "clip_norm"), SETUPS)
+@pytest.mark.parametrize("mode", MODES)
+def test_equals_resident_for_20_steps(mode: str, dtype: str, microbatches: int, early: bool, clip_norm: float | None):
+    """Norms and biases without decay, and a learning rate that changes each step."""
+    ours = made(Mixed, DTYPES[dtype])
+    seen = train(ours, MODES[mode](), early, microbatches=microbatches, clip_norm=clip_norm)
+    # Side by side, microbatches add to weights that shards share in another order.
+    other = mode if mode == "shard_offload" and microbatches > 1 else "none"
+    assert_same(seen, expected(other, dtype, microbatches, clip_norm))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_equals_resident_where_every_unit_is_early(mode: str):
+    model = functools.partial(Stack, dropout=0.2)
+    seen = train(made(model), MODES[mode](), early=True, microbatches=3)
+    assert_same(seen, train(made(model), Resident(), microbatches=3))
+
+
+@needs_compiler
+@EARLY
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_resident_with_the_compiled_kernel(dtype: str, early: bool):
+    seen = train(made(Mixed, DTYPES[dtype]), LayerStream(slots=2), early, microbatches=3, compile="auto")
+    assert_same(seen, expected("none", dtype, 3, compile="auto"))
+
+
+def test_clipping_clips():
+    runs = [expected("none", "fp32", 3, clip_norm) for clip_norm in (0.05, None)]
+    assert any(not torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+@EARLY
+def test_one_layer_used_three_times_and_a_tied_head(early: bool):
+    ours, theirs = twin(made(Shared))
+    assert_same(
+        train(ours, BounceLinear(slots=2, outside="stream"), early, inputs=tokens),
+        train(theirs, Resident(), inputs=tokens),
+    )
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize("mode", MODES)
+def test_equals_torchs_adamw_on_the_same_gradients(mode: str, clip_norm: float | None):
+    """With a schedule, and clipped by torch where ours counts gradients by a factor."""
+    model = made(Mixed)
+    masters = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in model.parameters()]
+    theirs = torch.optim.AdamW(masters, **SETTINGS)
+    mode, clipped = MODES[mode](), 0
+    with attached(mode, model):
+        ours = host_adamw(model, decay_norms_and_biases=True)
+        mode.overlap(ours, early=clip_norm is None)
+        schedules = [LambdaLR(one, lambda step: min((step + 1) / 5, 5 / (step + 1))) for one in (ours, theirs)]
+        for step in range(20):
+            one_step(model, mode, step, norms=clip_norm is not None)
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                master.grad = None if parameter.grad is None else parameter.grad.clone()
+            scale = clip_scale(gradient_norm(model, mode.gradient_norms()), clip_norm)
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(masters, clip_norm)
+            ours.step(scale=scale)
+            theirs.step()
+            ours.zero_grad()
+            clipped += scale < 1
+            for schedule in schedules:
+                schedule.step()
+        ours.finish()
+        assert bool(clipped) == (clip_norm is not None)
+        near(model.parameters(), masters)
+
+
+@EARLY
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("kind", ["a block twice", "microbatches side by side"])
+def test_gradients_that_land_in_pieces(kind: str, microbatches: int, early: bool):
+    """Under reentrant checkpoints every use of a weight lands by itself."""
+    ours = made(functools.partial(Stack, recompute="reentrant"))
+    mode = LayerStream(slots=2)
+    if kind == "a block twice":
+        ours.blocks.append(ours.blocks[1])
+    else:
+        mode = ShardOffload(shards=4, checkpoint=False)
+    ours, theirs = twin(ours)
+    options = {"steps": 4, "microbatches": microbatches}
+    assert_same(train(ours, mode, early, **options), train(theirs, Resident(), **options))
+
+
+class Detached(nn.Module):
+    """Uses its weight detached, then as it is: backward needs it after its gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + F.linear(torch.tanh(F.linear(hidden, self.weight.detach())), self.weight)
+
+
+@pytest.mark.parametrize("pace", [sleepy, eager])
+@pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("mode", ["bounce_linear", "layer_stream", "shard_offload"])
+def test_a_weight_that_backward_needs_after_its_gradient(mode: str, recompute: str | None, pace, monkeypatch):
+    pace(monkeypatch)
+
+    def model() -> nn.Module:
+        made = Stack(recompute=recompute)
+        made.blocks = nn.ModuleList(Detached() for _ in range(4))
+        return made
+
+    ours, theirs = twin(made(model))
+    assert_same(train(ours, MODES[mode](), early=True), train(theirs, Resident(), overlaps=False))
+
+
+def test_evaluation_between_steps_needs_weights_after_their_gradients():
+    model, mode = made(Stack), LayerStream(slots=2)
+    with updating(mode, model, early=True) as optimizer:
+        for step in range(3):
+            one_step(model, mode, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(stack_inputs(step, 0))
+
+
+def test_a_step_before_the_last_one_has_ended_is_refused_where_its_updates_have_begun():
+    """Their gradients are taken, so what a second step added to them would be lost without a word."""
+
+    model, mode = made(Stack), LayerStream(slots=2)
+    with updating(mode, model, early=True) as optimizer:
+        for step in range(2):
+            one_step(model, mode, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        one_step(model, mode, step=2)
+        for end in (optimizer.step, optimizer.skip):
+            with pytest.raises(RuntimeError, match=r"updates of the last step have begun: .*optimizer.skip\(\)"):
+                one_step(model, mode, step=3)
+            end()
+            optimizer.zero_grad()
+            one_step(model, mode, step=4)
+
+
+@EARLY
+@pytest.mark.parametrize("where", [{}, {"device_share": 10**9}, {"visiting_share": 1.0}], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_parameter_of_no_group_is_left_alone(mode: str, where: dict, early: bool):
+    def run(mode, model: nn.Module) -> list[torch.Tensor]:
+        strangers = [p for name, p in model.named_parameters() if "norm" in name]
+        others = [p for name, p in model.named_parameters() if "norm" not in name]
+        before = [p.detach().clone() for p in strangers]
+        with attached(mode, model):
+            optimizer = HostAdamW(others, **OFF, **SETTINGS, visiting_share=where.get("visiting_share", 0.0))
+            mode.overlap(optimizer, early, where.get("device_share", 0))
+            for step in range(3):
+                one_step(model, mode, step)
+                optimizer.step()
+                model.zero_grad()
+            optimizer.finish()
+            assert_same(before, [p.detach() for p in strangers])
+            return [p.detach().clone() for p in others]
+
+    ours, theirs = twin(made(Stack, torch.bfloat16))
+    assert_same(run(MODES[mode](), ours), run(Resident(), theirs))
+
+
+def test_a_gradient_after_the_last_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """In the second step a block is used twice, under a reentrant checkpoint: its gradient comes in two pieces."""
+    model, mode = made(functools.partial(Stack, recompute="reentrant")), LayerStream(slots=2)
+    gate = held_up(monkeypatch)
+    gate.set()
+    with updating(mode, model, early=True) as optimizer:
+        one_step(model, mode)
+        optimizer.step()
+        optimizer.finish()
+        gate.clear()
+        optimizer.zero_grad()
+        blocks = model.blocks
+        model.blocks = nn.ModuleList([*blocks, blocks[3]])
+        with pytest.raises(RuntimeError, match=r"blocks.3.\S+ is needed after its gradient.* use_reentrant=False"):
+            one_step(model, mode)
+        gate.set()
+    assert no_worker_lives()
+
+
+@EARLY
+def test_steps_of_changing_shape(early: bool, monkeypatch: pytest.MonkeyPatch):
+    """What is fetched ahead by the record of the step before is not always what comes."""
+    sleepy(monkeypatch, 0.002)
+
+    def run(mode, model: nn.Module) -> list[torch.Tensor]:
+        with updating(mode, model, early) as optimizer:
+            for step, microbatches in enumerate((2, 1, 3, 1, 1, 2)):
+                one_step(model, mode, step, microbatches)
+                optimizer.step()
+                optimizer.zero_grad()
+            return [tensor.clone() for tensor in model.state_dict().values()]
+
+    for slots in (2, 3, 4):
+        ours, theirs = twin(made(Mixed))
+        assert_same(run(LayerStream(slots=slots, outside="stream"), ours), run(Resident(), theirs))
+
+
+def test_a_hook_on_a_gradient_comes_before_its_update(monkeypatch: pytest.MonkeyPatch):
+    eager(monkeypatch)
+
+    def flip(parameter: nn.Parameter) -> None:
+        parameter.grad.neg_()
+
+    def run(mode, model: nn.Module) -> list[torch.Tensor]:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(flip)
+        return train(model, mode, early=True, steps=3)
+
+    ours, theirs = twin(made(Stack))
+    assert_same(run(BounceLinear(slots=2), ours), run(Resident(), theirs))
+
+
+@pytest.mark.parametrize("mode", ["layer_stream", "shard_offload"])
+def test_a_weight_is_updated_while_backward_is_still_in_its_unit(mode: str, monkeypatch: pytest.MonkeyPatch):
+    eager(monkeypatch)
+    model, mode, updates_of_down = made(Stack), MODES[mode](), []
+    block = model.blocks[1]
+
+    def watch(module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda _: updates_of_down.append(int(optimizer.state[block.down.weight]["step"])))
+
+    with updating(mode, model, early=True) as optimizer:
+        optimizer.allocate()
+        block.up.register_forward_hook(watch)
+        for step in range(3):
+            one_step(model, mode, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    # The first step learns where gradients land. A shard is recomputed: forward's own output has no gradient.
+    assert updates_of_down == [0, 2, 3]
+
+
+def test_a_skipped_step_changes_no_weight_and_no_state():
+    def run(mode, model: nn.Module) -> list[torch.Tensor]:
+        with updating(mode, model, early=False) as optimizer:
+            for step in range(4):
+                before = [p.detach().clone() for p in model.parameters()]
+                one_step(model, mode, step, microbatches=2)
+                if step == 1:
+                    optimizer.skip()
+                    assert_same(before, [p.detach() for p in model.parameters()])
+                else:
+                    optimizer.step()
+                    optimizer.finish()
+                optimizer.zero_grad()
+            assert all(state["step"] == 3 for state in optimizer.state.values())
+            return [p.detach().clone() for p in model.parameters()]
+
+    ours, theirs = twin(made(Stack))
+    assert_same(run(LayerStream(slots=2), ours), run(Resident(), theirs))
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_taken_on_the_way_are_those_of_the_gradients(dtype: str, mode: str, microbatches: int):
+    model, mode = made(Mixed, DTYPES[dtype]), MODES[mode]()
+    with attached(mode, model):
+        for step in range(4):
+            one_step(model, mode, step, microbatches, norms=step != 1)
+            norms = mode.gradient_norms()
+            trained = [p for p in model.blocks[0].parameters() if p.grad is not None]
+            assert set(norms) >= set(trained) if step != 1 else not norms
+            assert set(norms) <= {p for p in model.parameters() if p.grad is not None}
+            for parameter, norm in norms.items():
+                assert norm.dtype == torch.float32
+                assert norm.item() == pytest.approx(parameter.grad.double().norm().item(), rel=1e-6)
+            whole = torch.stack([p.grad.double().norm() for p in model.parameters() if p.grad is not None]).norm()
+            assert gradient_norm(model, norms) == pytest.approx(whole.item(), rel=1e-6)
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("who", ["a hook", "the caller"])
+def test_norms_are_of_gradients_as_they_are_when_asked_for(who: str):
+    def grow(parameter: nn.Parameter) -> None:
+        parameter.grad.mul_(10)
+
+    model, mode = made(Stack), LayerStream(slots=2)
+    changed = list(model.blocks[1].parameters())
+    if who == "a hook":
+        for parameter in changed:
+            parameter.register_post_accumulate_grad_hook(grow)
+    with attached(mode, model):
+        one_step(model, mode, norms=True)
+        if who == "the caller":
+            for parameter in changed:
+                grow(parameter)
+        norms = mode.gradient_norms()
+        assert norms
+        assert gradient_norm(model, norms) == pytest.approx(gradient_norm(model, {}), rel=1e-6)
+
+
+def test_norms_of_gradients_that_are_added_to_earlier_ones():
+    """Accumulated over two steps: the norm is that of the sum."""
+    model, mode = made(Stack), BounceLinear(slots=2)
+    with attached(mode, model):
+        for step in range(2):
+            one_step(model, mode, step, norms=True)
+        for parameter, norm in mode.gradient_norms().items():
+            assert norm.item() == pytest.approx(parameter.grad.double().norm().item(), rel=1e-6)

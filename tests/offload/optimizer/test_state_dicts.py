@@ -1,0 +1,223 @@
+"""The states of HostAdamW: layout, bytes, and their way into torch's AdamW and back."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from offload.optimizer import adamw, kernels
+from offload.optimizer.adamw import HostAdamW
+from tests.offload.helpers.optimizers import COMPILES, OFF, SETTINGS, near, parameters, same, train
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles that a parameter has several of, and a measurement that takes no time."""
+    monkeypatch.setattr(kernels, "HOST_TILE", 256)
+    monkeypatch.setattr(kernels, "SAMPLE", 1 << 12)
+
+
+def roundtrip(state_dict: dict) -> dict:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("compile", COMPILES)
+def test_a_run_resumed_from_its_state_dict_goes_on_bitwise(dtype: torch.dtype, state_dtype: str, compile: str):
+    options = SETTINGS | {"state_dtype": state_dtype, "compile": compile, "threads": 1}
+    straight, stopped = parameters(dtype), parameters(dtype)
+    train(HostAdamW(straight, **options), straight, range(6))
+    train(first := HostAdamW(stopped, **options), stopped, range(3))
+    saved = roundtrip(first.state_dict())
+    resumed = [nn.Parameter(weight.detach().clone()) for weight in stopped]
+    second = HostAdamW(resumed, **options | {"lr": 9.0})
+    second.load_state_dict(saved)
+    train(second, resumed, range(3, 6))
+    assert same(straight, resumed)
+
+
+def test_state_of_torchs_adamw_loads_and_loads_back():
+    ours, theirs = parameters(), parameters()
+    train(torchs := torch.optim.AdamW(theirs, **SETTINGS), theirs, range(3))
+    host = HostAdamW(ours, **OFF)
+    host.load_state_dict(roundtrip(torchs.state_dict()))
+    with torch.no_grad():
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.copy_(other)
+    train(host, ours, range(3, 6))
+    train(torchs, theirs, range(3, 6))
+    near(ours, theirs)
+
+    back = [nn.Parameter(weight.detach().clone()) for weight in ours]
+    returned = torch.optim.AdamW(back)
+    returned.load_state_dict(roundtrip(host.state_dict()))
+    assert returned.param_groups[0]["lr"] == SETTINGS["lr"]
+    train(returned, back, range(6, 9))
+    train(host, ours, range(6, 9))
+    near(back, ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_training_by_torchs_adamw_in_between_is_kept(layout: torch.memory_format, dtype: torch.dtype):
+    """Ours, torch's, ours again, which does not move the weights: they stay where torch's left them."""
+    ours = [nn.Parameter(p.detach().to(memory_format=layout)) if p.ndim == 4 else p for p in parameters(dtype)]
+    train(host := HostAdamW(ours, **SETTINGS, **OFF), ours, range(3))
+    theirs = [nn.Parameter(weight.detach().clone()) for weight in ours]
+    torchs = torch.optim.AdamW(theirs)
+    torchs.load_state_dict(roundtrip(host.state_dict()))
+    train(torchs, theirs, range(3, 23))
+    back = [nn.Parameter(weight.detach().clone()) for weight in theirs]
+    again = HostAdamW(back, **OFF)
+    again.load_state_dict(roundtrip(torchs.state_dict()))
+    state = again.state[back[0]]
+    assert state["exp_avg"].dtype == torch.float32
+    again.param_groups[0]["lr"] = 0.0
+    train(again, back, range(23, 24))
+    assert state["step"] == 24
+    assert same(back, theirs)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_states_go_to_torch_in_the_layout_of_their_parameter(fused: bool):
+    def convolution(like: torch.Tensor) -> nn.Parameter:
+        return nn.Parameter(like.detach().clone().to(memory_format=torch.channels_last))
+
+    torch.manual_seed(0)
+    start = torch.randn(8, 4, 3, 3)
+    gradients = [torch.randn_like(start).to(memory_format=torch.channels_last) for _ in range(8)]
+
+    def go_on(optimizer: torch.optim.Optimizer, weight: nn.Parameter, steps: range) -> None:
+        for step in steps:
+            weight.grad = gradients[step].clone()
+            optimizer.step()
+
+    ours = convolution(start)
+    go_on(host := HostAdamW([ours], **SETTINGS, **OFF), ours, range(3))
+    theirs = convolution(ours)
+    torchs = torch.optim.AdamW([theirs], fused=fused)
+    saved = roundtrip(host.state_dict())
+    assert saved["state"][0]["exp_avg"].stride() == ours.stride()
+    saved["param_groups"][0]["fused"] = fused
+    torchs.load_state_dict(saved)
+    go_on(torchs, theirs, range(3, 8))
+    go_on(host, ours, range(3, 8))
+    near([theirs], [ours])
+
+
+def test_states_have_the_layout_of_torchs_adamw():
+    weights = parameters(torch.bfloat16)
+    train(host := HostAdamW(weights, **SETTINGS, **OFF), weights, range(1))
+    reference = parameters()
+    train(torchs := torch.optim.AdamW(reference, **SETTINGS), reference, range(1))
+    ours, theirs = host.state_dict(), torchs.state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    for index, expected in theirs["state"].items():
+        state = ours["state"][index]
+        assert set(state) == {*expected, "master"}
+        assert all(
+            state[name].shape == value.shape and state[name].dtype == value.dtype for name, value in expected.items()
+        )
+
+
+def test_unsupported_or_foreign_state_is_refused():
+    weights = parameters()
+    host = HostAdamW(weights, **OFF)
+    with pytest.raises(ValueError, match="amsgrad=True, which is not supported"):
+        host.load_state_dict(torch.optim.AdamW(weights, amsgrad=True).state_dict())
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        host.load_state_dict(HostAdamW(weights[:2], **OFF).state_dict())
+
+
+def state_of(*shapes: tuple[int, ...]) -> dict:
+    weights = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    train(host := HostAdamW(weights, **SETTINGS, **OFF), weights, range(1))
+    return host.state_dict()
+
+
+def test_state_of_other_shapes_is_refused_before_anything_is_loaded():
+    weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(8, 8))]
+    host = HostAdamW(weights, **SETTINGS, **OFF)
+    host.allocate()
+    kept = copy.deepcopy(host.state_dict())
+    of_another = state_of((3,), (4, 4))
+    of_another["param_groups"][0]["lr"] = 9.0
+    wrong_step = state_of((3,), (8, 8))
+    wrong_step["state"][0]["step"] = torch.zeros(3)
+    incomplete = state_of((3,), (8, 8))
+    del incomplete["state"][1]["exp_avg_sq"]
+    for state, message in (
+        (of_another, r"exp_avg of parameter 1 has shape \(4, 4\), and is to be of shape \(8, 8\)"),
+        (wrong_step, r"step of parameter 0 has shape \(3,\), and is to be one number"),
+        (incomplete, r"lacks exp_avg_sq of parameter 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            host.load_state_dict(state)
+        assert host.param_groups[0]["lr"] == SETTINGS["lr"]
+        assert all(
+            torch.equal(value, kept["state"][index][name])
+            for index, states in host.state_dict()["state"].items()
+            for name, value in states.items()
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+def test_bytes_are_known_before_they_are_allocated(dtype: torch.dtype, state_dtype: str):
+    weights = [*parameters(dtype), nn.Parameter(torch.ones(4, 6, dtype=dtype).t())]
+    weights[0].requires_grad_(False)
+    meta = [nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad) for weight in weights]
+    planned = HostAdamW.planned_bytes(meta, state_dtype)
+    host = HostAdamW(weights, **SETTINGS, **OFF, state_dtype=state_dtype)
+    assert host.state_bytes == 0
+    host.allocate()
+    assert host.state_bytes == planned
+    allocated = {id(tensor) for state in host.state.values() for tensor in state.values()}
+    trained = weights[1:]
+    train(host, trained, range(2))
+    assert {id(tensor) for state in host.state.values() for tensor in state.values()} == allocated
+
+
+def test_allocated_or_made_at_the_first_update_is_the_same():
+    early, late = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    optimizer = HostAdamW(early, **SETTINGS, **OFF)
+    optimizer.allocate()
+    train(optimizer, early, range(3))
+    train(HostAdamW(late, **SETTINGS, **OFF), late, range(3))
+    assert same(early, late)
+
+
+def test_a_host_without_room_is_said_before_anything_is_made(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(adamw, "free_host_bytes", lambda: 1000)
+    optimizer = HostAdamW(parameters(), **OFF)
+    with pytest.raises(MemoryError, match="GiB of host memory are needed for the optimizer's states"):
+        optimizer.allocate()
+    assert optimizer.state_bytes == 0
+
+
+def test_bf16_moments_stay_near_float32_ones():
+    exact, rounded = parameters(), parameters()
+    train(HostAdamW(exact, **SETTINGS, **OFF), exact)
+    train(HostAdamW(rounded, **SETTINGS, **OFF, state_dtype="bf16"), rounded)
+    assert not same(exact, rounded)
+    for one, other in zip(exact, rounded, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-2)
+
+
+def test_a_copy_of_the_optimizer_goes_on_alone():
+    model = nn.Linear(16, 16)
+    optimizer = HostAdamW(model.parameters(), **SETTINGS, **OFF)
+    train(optimizer, list(model.parameters()), range(2))
+    other, other_optimizer = copy.deepcopy((model, optimizer))
+    train(optimizer, list(model.parameters()), range(2, 4))
+    assert not torch.equal(model.weight, other.weight)
+    train(other_optimizer, list(other.parameters()), range(2, 4))
+    assert torch.equal(model.weight, other.weight)

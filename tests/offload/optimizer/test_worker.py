@@ -1,0 +1,367 @@
+"""The worker that updates units: of any pace, its errors, its order and its end."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from offload.modes.layer_stream import LayerStream
+from offload.modes.none import Resident
+from offload.optimizer.adamw import HostAdamW
+from offload.runtime.stream_checker import CheckedEvent
+from tests import ROOT
+from tests.offload.helpers.models import Stack, assert_same, stack_inputs, twin
+from tests.offload.helpers.updates import (
+    EARLY,
+    MODES,
+    WORKER,
+    eager,
+    held_up,
+    made,
+    make_small,
+    no_worker_lives,
+    one_step,
+    sleepy,
+    states_of,
+    train,
+    updating,
+)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_small(monkeypatch)
+
+
+@EARLY
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("pace", [sleepy, eager])
+def test_the_pace_of_the_worker_changes_no_number(pace: Callable, mode: str, early: bool, monkeypatch):
+    pace(monkeypatch)
+    ours, theirs = twin(made(Stack))
+    assert_same(
+        train(ours, MODES[mode](), early, steps=5, microbatches=2),
+        train(theirs, Resident(), steps=5, microbatches=2),
+    )
+
+
+@EARLY
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reader", ["evaluation", "optimizer", "model", "detach"])
+def test_readers_see_finished_weights(reader: str, mode: str, early: bool, monkeypatch: pytest.MonkeyPatch):
+    threads = sleepy(monkeypatch, 0.003)
+    ours, theirs = twin(made(Stack))
+
+    def read(model: nn.Module, optimizer: HostAdamW) -> list[torch.Tensor]:
+        if reader == "evaluation":
+            with torch.no_grad():
+                return [model(stack_inputs(9, 9))]
+        if reader == "optimizer":
+            return states_of(optimizer)
+        return [tensor.clone() for tensor in model.state_dict().values()] if reader == "model" else []
+
+    def run(model: nn.Module, mode) -> list[torch.Tensor]:
+        return train(model, mode, early, steps=2, after_step=functools.partial(read, model))
+
+    assert_same(run(ours, MODES[mode]()), run(theirs, Resident()))
+    assert WORKER in threads
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_that_the_model_loads_are_written_after_updates_under_way(mode: str, monkeypatch: pytest.MonkeyPatch):
+    sleepy(monkeypatch, 0.003)
+    start = copy.deepcopy(made(Stack).state_dict())
+
+    def run(mode) -> list[torch.Tensor]:
+        model = made(Stack)
+
+        def load(optimizer: HostAdamW) -> list[torch.Tensor]:
+            model.load_state_dict(start)
+            return []
+
+        return train(model, mode, steps=2, after_step=load)
+
+    assert_same(run(MODES[mode]()), run(Resident()))
+
+
+@EARLY
+@pytest.mark.parametrize("mode", MODES)
+def test_an_irregular_worker_changes_no_number(mode: str, early: bool, monkeypatch: pytest.MonkeyPatch):
+    """Now at once, now late, with clipping where updates begin at the step."""
+    apply, pauses = HostAdamW.apply, random.Random(0)
+
+    def irregular(self, claims, scale=1.0):
+        if threading.current_thread().name == WORKER:
+            time.sleep(pauses.choice([0, 0, 0.001, 0.004]))
+        apply(self, claims, scale)
+
+    monkeypatch.setattr(HostAdamW, "apply", irregular)
+    ours, theirs = twin(made(Stack))
+    options = {"steps": 8, "microbatches": 2, "clip_norm": None if early else 0.05}
+    assert_same(train(ours, MODES[mode](), early, **options), train(theirs, Resident(), **options))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_host_goes_on_while_the_worker_updates(mode: str, monkeypatch: pytest.MonkeyPatch):
+    gate = held_up(monkeypatch)
+    model, mode = made(Stack), MODES[mode]()
+    with updating(mode, model, early=False) as optimizer:
+        one_step(model, mode)
+        before = model.blocks[0].up.weight.detach().clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(model.blocks[0].up.weight, before)
+        assert mode.counters()["updated_parameters"] == 0
+        gate.set()
+        optimizer.finish()
+        assert not torch.equal(model.blocks[0].up.weight, before)
+        counters = mode.counters()
+        resident = sum(p.numel() for p in model.parameters() if p.requires_grad) - counters["updated_parameters"]
+        assert 0 <= resident < counters["updated_parameters"]
+        assert counters["update_ms"] > 0
+        assert counters["update_wait_ms"] > 0
+
+
+def test_early_updates_begin_in_backward():
+    model, mode = made(Stack), LayerStream(slots=2)
+    with updating(mode, model, early=True) as optimizer:
+        for step in range(2):
+            optimizer.zero_grad()
+            one_step(model, mode, step, microbatches=3)
+            if step == 0:
+                optimizer.step()
+        optimizer.finish()
+        per_step = sum(p.numel() for p in model.blocks.parameters())
+        assert mode.counters()["updated_parameters"] == 2 * per_step
+
+
+class WorkerError(Exception):
+    """What the worker raises in these tests."""
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """The worker's update number `at` raises."""
+    apply, count = HostAdamW.apply, 0
+
+    def broken_apply(self, claims, scale=1.0):
+        nonlocal count
+        if threading.current_thread().name == WORKER:
+            count += 1
+            if count == at:
+                raise WorkerError("no more")
+        apply(self, claims, scale)
+
+    monkeypatch.setattr(HostAdamW, "apply", broken_apply)
+
+
+def steps_until(wait: Callable, model: nn.Module, mode, optimizer: HostAdamW) -> None:
+    for step in range(4):
+        one_step(model, mode, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        wait(model, mode, optimizer)
+
+
+WAITS = {
+    "the next step": lambda model, mode, optimizer: one_step(model, mode),
+    "evaluation": lambda model, mode, optimizer: torch.no_grad()(model)(stack_inputs(0, 0)),
+    "optimizer.state_dict": lambda model, mode, optimizer: optimizer.state_dict(),
+    "model.state_dict": lambda model, mode, optimizer: model.state_dict(),
+    "finish": lambda model, mode, optimizer: optimizer.finish(),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("at", [1, 4])
+def test_an_error_of_the_worker_is_raised_by_the_next_wait(at: int, wait: str, mode: str, monkeypatch):
+    failing(monkeypatch, at)
+    model, mode = made(functools.partial(Stack, depth=8)), MODES[mode]()
+    with updating(mode, model, early=False) as optimizer:
+        with pytest.raises(WorkerError, match="no more") as caught:
+            steps_until(WAITS[wait], model, mode, optimizer)
+        frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+        assert frames[-1] == "broken_apply"
+        assert "_work" in frames
+        with pytest.raises(WorkerError) as again:
+            optimizer.finish()
+        assert again.value is caught.value
+    assert no_worker_lives()
+    model(stack_inputs(0, 0)).sum().backward()
+
+
+@pytest.mark.parametrize("call", ["query", "synchronize"])
+def test_an_error_of_the_worker_between_updates_is_raised_too(call: str, monkeypatch: pytest.MonkeyPatch):
+    """As where the device has failed: its events raise, while the worker chooses a job or waits for its gradients."""
+    ask = getattr(CheckedEvent, call)
+
+    def broken(event: CheckedEvent):
+        if threading.current_thread().name == WORKER:
+            raise WorkerError("an illegal memory access was encountered")
+        return ask(event)
+
+    monkeypatch.setattr(CheckedEvent, call, broken)
+    model, mode = made(Stack), LayerStream(slots=2)
+    with updating(mode, model, early=False) as optimizer, pytest.raises(WorkerError, match="illegal memory access"):
+        steps_until(WAITS["finish"], model, mode, optimizer)
+    assert no_worker_lives()
+
+
+def test_an_error_in_backward_ends_the_step(monkeypatch: pytest.MonkeyPatch):
+    failing(monkeypatch, at=6)
+    eager(monkeypatch)
+    model, mode = made(Stack), LayerStream(slots=2)
+    with updating(mode, model, early=True) as optimizer:
+        one_step(model, mode)
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(WorkerError):
+            one_step(model, mode)
+    assert no_worker_lives()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_an_error_at_the_end_of_a_step_does_not_keep_detach_from_its_work(monkeypatch: pytest.MonkeyPatch):
+    """The worker fails while the slots hold units that it was to update."""
+    failing(monkeypatch, at=5)
+    gate = held_up(monkeypatch)
+    model, mode = made(Stack), LayerStream(slots=3)
+
+    def step_in_which_the_worker_ends() -> None:
+        with mode.step():
+            mode.accumulate([lambda: model(stack_inputs(0, 0)).sum()])
+            gate.set()
+            deadline = time.monotonic() + 20
+            while not no_worker_lives() and time.monotonic() < deadline:
+                time.sleep(0.001)
+
+    with updating(mode, model, early=True) as optimizer:
+        one_step(model, mode)
+        optimizer.step()
+        gate.set()
+        optimizer.finish()
+        gate.clear()
+        optimizer.zero_grad()
+        with pytest.raises(WorkerError):
+            step_in_which_the_worker_ends()
+    assert not any("forward" in vars(module) for module in model.modules())
+    model(stack_inputs(0, 0)).sum().backward()
+
+
+def test_detach_ends_the_worker_after_the_updates_that_were_offered(monkeypatch: pytest.MonkeyPatch):
+    sleepy(monkeypatch, 0.02)
+    model, mode = made(Stack), LayerStream()
+    with updating(mode, model, early=False) as optimizer:
+        assert no_worker_lives()
+        one_step(model, mode)
+        before = copy.deepcopy(model.blocks.state_dict())
+        optimizer.step()
+        assert not no_worker_lives()
+    assert no_worker_lives()
+    assert all(not torch.equal(before[name], tensor) for name, tensor in model.blocks.state_dict().items())
+    # From here on it is the optimizer of an ordinary model.
+    model(stack_inputs(0, 0)).sum().backward()
+    weight = model.blocks[0].up.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(weight, model.blocks[0].up.weight)
+
+
+def test_a_process_may_end_in_an_update():
+    script = """
+from tests.offload.helpers.models import Stack
+from tests.offload.helpers.updates import host_adamw, made, one_step
+from offload.runtime import registry
+from offload.modes.layer_stream import LayerStream
+
+model, mode = made(Stack), LayerStream()
+mode.attach(model, registry.acquire("cpu"))
+optimizer = host_adamw(model)
+mode.overlap(optimizer, early=False)
+one_step(model, mode)
+optimizer.step()
+"""
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def note_order(monkeypatch: pytest.MonkeyPatch, model: Stack) -> list[int]:
+    """Where the numbers of the blocks are put as they are taken for their updates."""
+    index_of = {block.up.weight: index for index, block in enumerate(model.blocks)}
+    apply, order = HostAdamW.apply, []
+
+    def noting(self, claims, scale=1.0):
+        order.extend(index_of[claim.parameter] for claim in claims if claim.parameter in index_of)
+        apply(self, claims, scale)
+
+    monkeypatch.setattr(HostAdamW, "apply", noting)
+    return order
+
+
+def order_of_updates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The blocks as updated in a step of early updates, of which the first is held up until all have landed."""
+    model, mode = made(functools.partial(Stack, depth=6)), LayerStream(slots=2)
+    gate, order = held_up(monkeypatch), note_order(monkeypatch, model)
+    with updating(mode, model, early=True) as optimizer:
+        for step in range(2):
+            gate.clear()
+            order.clear()
+            one_step(model, mode, step)
+            gate.set()
+            optimizer.step()
+            optimizer.finish()
+            optimizer.zero_grad()
+    return order
+
+
+def test_of_the_units_that_have_landed_the_one_needed_first_is_updated_first(monkeypatch: pytest.MonkeyPatch):
+    order = order_of_updates(monkeypatch)
+    # What the worker had taken before the others landed was the last block, as a rule.
+    assert sorted(order) == list(range(6))
+    assert order[1:] == sorted(order[1:])
+
+
+def test_gradients_behind_one_that_is_on_its_way_are_not_asked_for(monkeypatch: pytest.MonkeyPatch):
+    """Each question takes time, and there may be hundreds of gradients."""
+    asked = []
+    monkeypatch.setattr(CheckedEvent, "query", lambda event: asked.append(event) or len(asked) > 3)
+    assert len(order_of_updates(monkeypatch)) == 6
+    # Three times in vain, and once for each gradient of two steps.
+    parameters = len(list(Stack().blocks[0].parameters()))
+    assert len(asked) <= 3 + 2 * 6 * parameters
+
+
+def test_where_no_unit_has_landed_the_first_to_come_is_waited_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(CheckedEvent, "query", lambda event: False)
+    assert order_of_updates(monkeypatch) == [5, 4, 3, 2, 1, 0]
+
+
+def test_updates_that_step_starts_are_in_the_order_of_the_next_forward(monkeypatch: pytest.MonkeyPatch):
+    """Which is that of use, not that of the model."""
+
+    class Backwards(Stack):
+        def forward(self, inputs):
+            hidden = self.stem(inputs)
+            for block in reversed(self.blocks):
+                hidden = block(hidden)
+            return self.head(hidden)
+
+    model, mode = made(Backwards), LayerStream(slots=2)
+    order = note_order(monkeypatch, model)
+    # None is known to have landed, so that the worker cannot but take them as they come.
+    monkeypatch.setattr(CheckedEvent, "query", lambda event: False)
+    with updating(mode, model, early=False) as optimizer:
+        one_step(model, mode)
+        optimizer.step()
+        optimizer.finish()
+    assert order == [3, 2, 1, 0]

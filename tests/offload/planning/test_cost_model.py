@@ -1,0 +1,65 @@
+"""The time of a step from bytes, FLOPs and speeds, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from offload.planning.cost_model import Update, forecast, hidden_share
+from offload.planning.dry_run import Phase
+from offload.runtime.bandwidth import Bandwidth
+
+BUS = Bandwidth(h2d=50.0, d2h=40.0, both=30.0)
+GB = 1e9
+
+
+def phase(forward: bool, ms: float, into: float = 0.0, out: float = 0.0, acts=(0.0, 0.0), waits: float = 0.0) -> Phase:
+    """Compute of `ms` at 1 TFLOP/s; copies in GB."""
+    return Phase(forward, ms * 1e9, into * GB, out * GB, acts[0] * GB, acts[1] * GB, waits * GB)
+
+
+def times(*phases: Phase, **update) -> tuple[float, str]:
+    found = forecast(phases, BUS, 1e12, Update(**update))
+    return pytest.approx(found.step_ms), found.bound
+
+
+def test_two_ways_at_once_are_slower():
+    assert BUS.two_way_ms(10 * GB, 0) == pytest.approx(200)
+    assert BUS.two_way_ms(0, 10 * GB) == pytest.approx(250)
+    assert BUS.two_way_ms(10 * GB, 8 * GB) == pytest.approx(8e3 / 30 + 2e3 / 50)
+
+
+def test_each_phase_is_the_longer_of_compute_and_copies():
+    assert times(phase(True, 300, into=10), phase(False, 100, into=10, out=8)) == (300 + 8e3 / 30 + 40, "compute")
+    assert times(phase(True, 100, into=10), phase(False, 100, into=10, out=8)) == (200 + 8e3 / 30 + 40, "copies in")
+    assert times(phase(True, 1), phase(False, 1, out=8)) == (201, "copies out")
+
+
+@pytest.mark.parametrize(
+    ("begins", "host_ms", "step_ms"),
+    [("after", 50, 350), ("at the end", 50, 300), ("at the end", 250, 450), ("inside", 250, 300), ("inside", 450, 450)],
+)
+def test_the_update_hides_behind_what_it_may(begins: str, host_ms: float, step_ms: float):
+    assert times(phase(True, 100), phase(False, 200), begins=begins, host_ms=host_ms)[0] == step_ms
+
+
+def test_of_several_microbatches_the_last_backward_hides_it():
+    steps = [phase(True, 100), phase(False, 200)] * 3
+    assert times(*steps, begins="inside", host_ms=400) == (1000, "compute")
+    assert times(*steps, begins="at the end", host_ms=2000) == (2800, "host optimizer")
+
+
+def test_the_devices_update_comes_on_top():
+    assert times(phase(True, 100), phase(False, 200), device_ms=40) == (340, "compute")
+
+
+def test_copies_that_compute_waits_for_are_added():
+    assert times(phase(True, 100, waits=10), phase(False, 100, waits=10)) == (600, "copies that compute waits for")
+
+
+def test_the_share_that_copies_can_hide():
+    # 100 ms of compute, 40 of them taken by weights: 2.4 GB of activations leave beside them.
+    out = phase(True, 100, out=8 + 1.6, acts=(0, 8))
+    assert hidden_share([out], BUS, 1e12) == pytest.approx(60 / 200)
+    assert hidden_share([out, phase(False, 1, into=8, acts=(8, 0))], BUS, 1e12) == pytest.approx(1 / 160)
+    assert hidden_share([phase(True, 10, out=20, acts=(0, 1))], BUS, 1e12) == 0
+    assert hidden_share([phase(True, 10)], BUS, 1e12) == 1

@@ -1,0 +1,131 @@
+"""Rehearsals say what a run then does: bytes copied and held, by the engine's own counters."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from offload.activations.checkpointing import recompute
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from offload.modes.none import Resident
+from offload.modes.save_on_cpu import SaveOnCpu
+from offload.modes.shard_offload import ShardOffload
+from offload.modes.tensor_swap import TensorSwap
+from offload.planning.dry_run import MOVED, dry_run
+from offload.runtime.blocks import find_blocks
+from tests.offload.helpers.models import Shared, Stack, attached, stack_inputs, tokens
+
+MODES = {
+    "none": Resident,
+    "bounce_linear": lambda: BounceLinear(slots=3),
+    "bounce_linear, all streams, some stay": lambda: BounceLinear(outside="stream", resident="30%"),
+    "layer_stream": lambda: LayerStream(slots=2),
+    "shard_offload": lambda: ShardOffload(shards=2),
+    "tensor_swap": lambda: TensorSwap(Resident(), min_bytes=64),
+    "tensor_swap within a budget": lambda: TensorSwap(Resident(), min_bytes=64, budget=2048, keep_last=1),
+    "both": lambda: TensorSwap(LayerStream(slots=2), min_bytes=64),
+}
+
+
+def losses_of(model, inputs):
+    return [lambda part=part: model(part).float().square().mean() for part in inputs]
+
+
+def a_step(mode, model, inputs, blocks) -> dict[str, float]:
+    """What the third step really moves, and what the host then holds."""
+    with attached(mode, model):
+        undo = recompute(blocks)
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            before = mode.counters()
+            with mode.step():
+                mode.accumulate(losses_of(model, inputs))
+        after = mode.counters()
+        undo()
+    moved = {key: after.get(key, 0) - before.get(key, 0) for key in MOVED}
+    return moved | {"host_bytes": after["host_pageable_bytes"]}
+
+
+def rehearsed(mode, model, inputs, blocks=()):
+    inputs = [part.to("meta") for part in inputs]
+    return dry_run(mode, model, losses_of(model, inputs), recomputed=blocks)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("name", MODES)
+def test_bytes_are_those_of_a_run(name: str, microbatches: int, recomputes: bool):
+    if name == "shard_offload" and recomputes:
+        pytest.skip("the mode recomputes by itself")
+    model = Stack(width=32)
+    inputs = [stack_inputs(0, index) for index in range(microbatches)]
+    imagined = copy.deepcopy(model).to("meta")
+    blocks, imagined_blocks = ([block for _, block in find_blocks(m)] if recomputes else [] for m in (model, imagined))
+    real = a_step(MODES[name](), model, inputs, blocks)
+    found = rehearsed(MODES[name](), imagined, inputs, imagined_blocks)
+    assert {key: found.total(key) for key in MOVED} | {"host_bytes": found.host_bytes} == real
+    assert len(found.phases) == (2 if name == "shard_offload" else 2 * microbatches)
+
+
+def test_tied_weights_move_once():
+    model = Shared()
+    real = a_step(BounceLinear(), model, [tokens(0, 0)], [])
+    with torch.device("meta"):
+        imagined = Shared()
+    found = rehearsed(BounceLinear(), imagined, [tokens(0, 0)])
+    assert found.total("h2d_bytes") == real["h2d_bytes"] > 0
+
+
+def test_the_way_in_is_at_most_what_the_mode_says_by_itself():
+    model = Stack(width=32).to("meta")
+    plan = LayerStream(slots=2).footprint(model)
+    found = rehearsed(LayerStream(slots=2), model, [stack_inputs(0, 0)])
+    assert plan.h2d_bytes / 2 < found.total("h2d_bytes") < plan.h2d_bytes
+    assert found.slot_bytes == plan.slot_bytes
+    assert found.host_bytes == plan.host_weight_bytes + plan.host_gradient_bytes
+
+
+def test_gradients_of_what_stays_are_held_to_the_end():
+    with torch.device("meta"):
+        model = Stack(width=512, depth=6)
+    weights = sum(p.nbytes for p in model.parameters())
+    found = rehearsed(Resident(), model, [stack_inputs(0, 0)])
+    # Five samples of activations are little beside the gradients.
+    assert 0.9 * weights < found.peak_gradient_bytes <= weights < found.peak_bytes < 1.2 * weights
+
+
+def test_later_microbatches_follow_from_the_first():
+    with torch.device("meta"):
+        model = Stack(width=32)
+    parts = [stack_inputs(0, index) for index in range(5)]
+    two, five = (rehearsed(LayerStream(slots=2), copy.deepcopy(model), parts[:count]) for count in (2, 5))
+    assert two.repeated([1, 4]).phases == five.phases
+    two, three, five = (rehearsed(ShardOffload(shards=2), copy.deepcopy(model), parts[:count]) for count in (2, 3, 5))
+    assert two.continued(three, 2) == five
+
+
+def test_save_on_cpu_copies_everything_and_waits():
+    model = Stack(width=32)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
+        model(stack_inputs(0, 0)).float().square().mean()
+    found = rehearsed(SaveOnCpu(Resident()), copy.deepcopy(model).to("meta"), [stack_inputs(0, 0)])
+    # The loss saves its own input outside of the model.
+    assert found.total("d2h_bytes") == found.total("h2d_bytes") == sum(saved) - 5 * 4 * 4
+    assert found.total("waited_for_bytes") == found.total("d2h_bytes") + found.total("h2d_bytes")
+
+
+def test_a_model_that_needs_values_says_so():
+    model = torch.nn.Linear(8, 8).to("meta")
+    with pytest.raises(RuntimeError, match="meta"):
+        dry_run(Resident(), model, [lambda: model(torch.zeros(2, 8, device="meta")).sum() * model.weight.sum().item()])
+
+
+def test_random_numbers_stay_as_they_were():
+    model = Stack(dropout=0.5).to("meta")
+    before = torch.get_rng_state()
+    rehearsed(Resident(), model, [stack_inputs(0, 0)])
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,251 @@
+"""Delete any one wait, record or synchronize of the engine, and the twin must notice."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.modes import shard_offload, tensor_swap
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from offload.modes.none import Resident
+from offload.modes.shard_offload import ShardOffload
+from offload.modes.tensor_swap import TensorSwap
+from offload.optimizer import visiting_states
+from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.worker import UpdateWorker
+from offload.runtime import registry
+from offload.runtime.stream_checker import CheckedEvent, CheckedSignal, CheckedStream, CheckedStreams, StreamOrderError
+from tests.offload.helpers.models import Stack, attached, stack_inputs, train
+
+ENGINE = Path(offload.__file__).parent
+# Call sites of waits and records that the parts below reach. Fewer means that the mutations miss a part of the engine.
+PLACES = 49
+CALLS = (
+    (CheckedStream, "wait_event"),
+    (CheckedEvent, "record"),
+    (CheckedEvent, "synchronize"),
+    (CheckedStreams, "synchronize"),
+    # Of a wait for another thread only what the twin learns is deleted: really not to wait would be a race.
+    (CheckedSignal, "follow"),
+)
+# They act for a caller, or for the one who waits: the line that counts is theirs and his.
+BETWEEN = ("runtime/transfer.py", "optimizer/worker.py")
+
+
+def _site() -> str:
+    """The engine's line that made the call, and for what acts for a caller, his as well."""
+    frame, lines = sys._getframe(2), []
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if ENGINE in path.parents and path.name != "stream_checker.py":
+            name = path.relative_to(ENGINE).as_posix()
+            lines.append(f"{name}:{frame.f_lineno}")
+            if name not in BETWEEN:
+                break
+        frame = frame.f_back
+    return " from ".join(lines)
+
+
+class _Sites:
+    """Notes every call site of the synchronisation primitives and disables the ones in `deleted`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.seen: set[str] = set()
+        self.deleted: str | None = None
+        for owner, name in CALLS:
+            monkeypatch.setattr(owner, name, self._watched(getattr(owner, name), name))
+
+    def notices(self, site: str, part: Callable) -> bool:
+        """Whether the twin raises where `part` runs without the call at `site`."""
+        self.deleted = site
+        try:
+            part()
+        except StreamOrderError:
+            return True
+        finally:
+            self.deleted = None
+        return False
+
+    def _watched(self, original, name: str):
+        def call(*arguments):
+            site = f"{name} at {_site()}"
+            self.seen.add(site)
+            if site != self.deleted:
+                original(*arguments)
+
+        return call
+
+
+def _statistics() -> nn.Module:
+    """Buffers that forward updates."""
+    blocks = (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))
+    return nn.Sequential(OrderedDict(layers=nn.Sequential(*blocks)))
+
+
+def _swapping() -> None:
+    """Activations that come back and are not used, host blocks that make way, a backward after its step."""
+
+    def forward(rows: int) -> torch.Tensor:
+        return model(torch.ones(rows, 8)).square().mean()
+
+    def partial_backward(loss: torch.Tensor) -> None:
+        torch.autograd.grad(loss, list(model.head.parameters()), retain_graph=True)
+
+    model, mode = Stack(), TensorSwap(Resident(), min_bytes=1, host_budget=40 * 4096)
+    with attached(mode, model):
+        with mode.step():
+            loss = forward(5)
+        with mode.step():
+            partial_backward(loss)
+            del loss
+            loss = forward(5)
+            del loss
+            forward(300).backward()
+        with mode.step():
+            loss = forward(5)
+        partial_backward(loss)
+
+
+def _without_backward() -> None:
+    model, mode = Stack(), BounceLinear()
+    with attached(mode, model):
+        for _ in range(3):
+            with mode.step(), torch.no_grad():
+                model.stem(stack_inputs(0, 0))
+                model.blocks[0](torch.ones(5, 16))
+        with torch.no_grad():
+            model(stack_inputs(0, 0))
+
+
+def _buffers(slots: int) -> None:
+    model, mode = _statistics(), LayerStream(layers="layers", slots=slots)
+    train(model, mode, stack_inputs, steps=2)
+    with attached(mode, model), torch.no_grad():
+        model(stack_inputs(0, 0))
+
+
+@contextmanager
+def _paced(at_once: bool) -> Iterator[None]:
+    """The worker makes each update before its offer returns; or none before somebody waits for one."""
+    offer, wait, close, apply = UpdateWorker.offer, CheckedSignal.wait, UpdateWorker.close, HostAdamW.apply
+    signal, signals, gate = CheckedStreams.signal, [], threading.Event()
+
+    def noted_signal(self):
+        signals.append(signal(self))
+        return signals[-1]
+
+    def paced_offer(self, *arguments, **options):
+        if not at_once:
+            gate.clear()
+        offer(self, *arguments, **options)
+        while at_once and not all(made.is_set() for made in signals):
+            time.sleep(0)
+
+    def paced_wait(self):
+        if threading.current_thread().name != "host optimizer":
+            gate.set()
+        wait(self)
+
+    def paced_close(self):
+        gate.set()
+        close(self)
+
+    def paced_apply(self, claims, scale=1.0):
+        if threading.current_thread().name == "host optimizer":
+            gate.wait()
+        apply(self, claims, scale)
+
+    gate.set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckedStreams, "signal", noted_signal)
+        patch.setattr(UpdateWorker, "offer", paced_offer)
+        patch.setattr(UpdateWorker, "close", paced_close)
+        patch.setattr(CheckedSignal, "wait", paced_wait)
+        patch.setattr(HostAdamW, "apply", paced_apply)
+        yield
+
+
+def _updating(early: bool, at_once: bool, device_share: int = 0, visiting_share: float = 0.0) -> None:
+    """Steps of changing shape with updates beside them, an evaluation, and an end while updates are under way."""
+
+    def step(microbatches: int) -> None:
+        losses = [lambda index=index: model(stack_inputs(0, index)).square().mean() for index in range(microbatches)]
+        with mode.step(norms=True):
+            mode.accumulate(losses)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, mode, streams = Stack(), LayerStream(slots=2), registry.acquire("cpu")
+    optimizer = HostAdamW(model.parameters(), threads=1, compile="off", visiting_share=visiting_share)
+    with _paced(at_once):
+        mode.attach(model, streams)
+        try:
+            mode.overlap(optimizer, early, device_share)
+            for microbatches in (2, 1, 1):
+                step(microbatches)
+            with torch.no_grad():
+                model(stack_inputs(0, 0))
+            step(1)
+            optimizer.finish()
+            step(1)
+            mode.detach()
+        finally:
+            # What went wrong on the way must not leave a thread behind.
+            with suppress(Exception):
+                mode.detach()
+            registry.release(streams)
+
+
+def _parts() -> list[Callable[[], object]]:
+    """Fewer slots than units, recompute, accumulation, a lone layer, steps without backward, updates by a worker."""
+    part = functools.partial
+    return [
+        *(part(_recomputing, slots) for slots in (1, 2, 3)),
+        lambda: train(nn.Linear(8, 4), BounceLinear(), steps=2),
+        lambda: train(Stack(), ShardOffload(shards=2), steps=2),
+        _swapping,
+        _without_backward,
+        *(part(_buffers, slots) for slots in (1, 2, 3)),
+        *(part(_updating, early, at_once) for early in (False, True) for at_once in (False, True)),
+        *(part(_updating, early, False, device_share=10**9) for early in (False, True)),
+        *(part(_updating, early, False, visiting_share=1.0) for early in (False, True)),
+    ]
+
+
+def _recomputing(slots: int) -> None:
+    train(Stack(recompute="non-reentrant"), BounceLinear(slots=slots), steps=3)
+
+
+def test_every_wait_and_record_is_needed(monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
+    monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 10000)
+    monkeypatch.setattr(visiting_states, "PIECE", 64)
+    sites = _Sites(monkeypatch)
+    reached: dict[str, list[Callable]] = {}
+    for part in sorted(_parts(), key=_seconds):
+        sites.seen.clear()
+        part()
+        for site in sites.seen:
+            reached.setdefault(site, []).append(part)
+    assert len(reached) >= PLACES, "the mutations must reach every place that they reached before"
+    survivors = [site for site, parts in reached.items() if not any(sites.notices(site, part) for part in parts)]
+    assert not survivors
+
+
+def _seconds(part: Callable) -> float:
+    start = time.perf_counter()
+    part()
+    return time.perf_counter() - start

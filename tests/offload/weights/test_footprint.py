@@ -1,0 +1,56 @@
+"""Plans: bytes before anything is allocated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from offload.modes.none import Resident
+from offload.runtime import registry
+from offload.runtime.bandwidth import measure_bandwidth
+from tests.offload.helpers.models import Shared, Stack
+
+
+def test_a_plan_needs_no_memory():
+    with torch.device("meta"):
+        model = Stack(width=1 << 16, depth=40)
+    plan = LayerStream(slots=2).footprint(model)
+    weights = sum(p.nbytes for p in model.blocks.parameters())
+    assert weights == plan.host_weight_bytes == plan.host_gradient_bytes > 2**41
+    assert plan.slot_bytes == 2 * plan.largest_unit_bytes == 2 * weights // 40
+    assert (plan.h2d_bytes, plan.d2h_bytes) == (2 * weights, weights)
+    assert LayerStream().footprint(model, recompute=True).h2d_bytes == 3 * weights
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_the_parts_of_a_model_add_up():
+    model = Stack(width=64)
+    total = sum(p.nbytes for p in model.parameters())
+    assert Resident().footprint(model).resident_bytes == total
+    for mode in (BounceLinear(), BounceLinear(outside="stream"), LayerStream(), LayerStream(outside="stream")):
+        plan = mode.footprint(model)
+        assert total <= plan.resident_bytes + plan.host_weight_bytes < total + 256 * 20
+
+
+def test_slots_that_do_not_suffice_are_refused_before_the_first_step():
+    """A weight that lives in another unit is used together with that, a bare parameter with the layers around."""
+    with pytest.raises(ValueError, match=r"offload.slots=1: must be at least 2, because layer and again are used"):
+        BounceLinear(slots=1).footprint(Shared())
+    BounceLinear(slots=1, resident=1).footprint(Shared())
+
+    block = nn.Module()
+    block.scale, block.up, block.down = nn.Parameter(torch.ones(4)), nn.Linear(4, 8), nn.Linear(8, 4)
+    BounceLinear(slots=1).footprint(block)
+    with pytest.raises(ValueError, match=r"offload.slots=1: must be at least 2, because up and down are used"):
+        BounceLinear(slots=1, outside="stream").footprint(block)
+    BounceLinear(slots=2, outside="stream").footprint(block)
+
+
+def test_bandwidth_is_measured_each_way_and_both():
+    streams = registry.acquire("cpu")
+    speed = measure_bandwidth(streams, nbytes=2**20, repeats=3)
+    assert min(speed.h2d, speed.d2h, speed.both) > 0.01
+    registry.release(streams)

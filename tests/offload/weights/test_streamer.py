@@ -1,0 +1,202 @@
+"""Steps, attaching and detaching: what may happen around and inside them, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from offload.modes.none import Resident
+from tests.offload.helpers.models import Shared, Stack, assert_same, attached, stack_inputs, tokens, train, twin
+
+
+def test_two_forwards_before_one_backward_and_an_evaluation_in_between():
+    def run(mode, model):
+        with attached(mode, model):
+            with mode.step():
+                first, second = model(stack_inputs(0, 0)), model(stack_inputs(0, 1))
+                with torch.no_grad():
+                    model(stack_inputs(0, 2))
+                (first.square().mean() + second.square().mean()).backward()
+            return [p.grad.clone() for p in model.parameters()]
+
+    streamed, resident = twin(Stack())
+    assert_same(run(BounceLinear(slots=1), streamed), run(Resident(), resident))
+
+
+def test_retained_graph_and_second_derivatives():
+    def run(mode, model):
+        with attached(mode, model), mode.step():
+            inputs = stack_inputs(0, 0).requires_grad_()
+            loss = model(inputs).square().mean()
+            loss.backward(retain_graph=True)
+            (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
+            slope.square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    streamed, resident = twin(Stack())
+    assert_same(run(BounceLinear(slots=1), streamed), run(Resident(), resident))
+
+
+def test_weights_changed_between_evaluations_are_seen():
+    model, mode = Stack(), BounceLinear(slots=9)
+    with attached(mode, model), torch.no_grad():
+        for _ in range(3):
+            for parameter in model.parameters():
+                parameter.data.mul_(1.5)
+            assert torch.equal(model(stack_inputs(0, 0)), copy.deepcopy(model)(stack_inputs(0, 0)))
+
+
+def test_weights_changed_between_forward_and_backward_are_refused():
+    model, mode = Stack(), BounceLinear(slots=1)
+    with attached(mode, model), mode.step():
+        loss = model(stack_inputs(0, 0)).sum()
+        with torch.no_grad():
+            model.blocks[1].up.weight.add_(1)
+        with pytest.raises(
+            RuntimeError, match=r"blocks.1.up.weight, needed for gradient computation, has been modified"
+        ):
+            loss.backward()
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_weights_may_change_when_backward_needs_them_no_more(place: str):
+    with torch.device(place):
+        model, mode = Stack(), LayerStream(slots=1)
+    with attached(mode, model), mode.step():
+        loss = model(stack_inputs(0, 0)).sum()
+        with torch.no_grad():
+            # Backward of a layer does not ask for its bias, though it lies beside its weight.
+            model.blocks[1].up.bias.add_(1)
+        loss.backward()
+
+
+def test_an_in_place_edit_of_a_saved_activation_raises_as_autograd_does():
+    model, mode = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4)), BounceLinear()
+    with attached(mode, model), mode.step():
+        hidden = model[0](stack_inputs(0, 0))
+        out = model[1](hidden)
+        hidden.detach().add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_that_raises_leaves_the_next_one_right(where: str):
+    class Raising(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden):
+            if where == "forward":
+                raise KeyboardInterrupt
+            return hidden.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ZeroDivisionError
+
+    model, mode = Stack(), BounceLinear(slots=2)
+    expected = train(copy.deepcopy(model), Resident(), steps=1, microbatches=1)
+    body = model.blocks[2].up.forward
+    with attached(mode, model):
+        model.blocks[2].up.forward = lambda hidden: Raising.apply(body(hidden))
+        with pytest.raises((KeyboardInterrupt, ZeroDivisionError)), mode.step():
+            model(stack_inputs(0, 0)).sum().backward()
+        del model.blocks[2].up.forward
+        model.zero_grad()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert_same(train(model, mode, steps=1, microbatches=1), expected)
+
+
+def test_deep_copy_is_an_independent_host_model():
+    model, mode = Stack(), BounceLinear(slots=1)
+    with attached(mode, model):
+        ema = copy.deepcopy(model)
+        before = mode.counters()["h2d_bytes"]
+        with torch.no_grad():
+            for parameter in ema.parameters():
+                parameter.zero_()
+            assert ema(stack_inputs(0, 0)).abs().sum() == 0
+            assert mode.counters()["h2d_bytes"] == before
+            assert model(stack_inputs(0, 0)).abs().sum() > 0
+
+
+def test_two_models_on_one_device_keep_apart():
+    first, second = Stack(), Stack(depth=2)
+    one, other = BounceLinear(slots=1), BounceLinear(slots=1)
+    expected = train(copy.deepcopy(second), Resident())
+    with attached(one, first):
+        with attached(other, second), torch.no_grad():
+            first(second(stack_inputs(0, 0)).repeat(1, 2))
+        assert_same(train(second, BounceLinear(slots=2)), expected)
+        with one.step():
+            first(stack_inputs(0, 0)).sum().backward()
+
+
+def test_detach_gives_the_model_back():
+    model = Stack()
+    parameters = list(model.parameters())
+    mode = BounceLinear()
+    state = copy.deepcopy(model.state_dict())
+    with attached(mode, model):
+        assert list(model.state_dict()) == list(state)
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    model(stack_inputs(0, 0)).sum().backward()
+
+
+def test_meta_models_materialise_at_home():
+    with torch.device("meta"):
+        model = Shared()
+    mode = BounceLinear()
+    with attached(mode, model):
+        assert not any(p.is_meta for p in model.parameters())
+        assert model.head.weight is model.embed.weight
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        with mode.step():
+            model(tokens(0, 0)).sum().backward()
+
+
+def test_gradients_outside_a_step_are_refused():
+    model, mode = Stack(), BounceLinear()
+    with attached(mode, model):
+        with pytest.raises(RuntimeError, match=r"with mode\.step"):
+            model(stack_inputs(0, 0))
+        with torch.no_grad():
+            model(stack_inputs(0, 0))
+
+
+def test_moving_an_attached_model_is_refused():
+    model, mode = Stack(), BounceLinear()
+    with attached(mode, model):
+        moved = [p.data for p in model.parameters()]
+        model.stem.to(torch.float64)
+        with pytest.raises(RuntimeError, match=r"stem\.weight was moved or replaced while attached"), mode.step():
+            pass
+        for parameter, data in zip(model.parameters(), moved, strict=True):
+            parameter.data = data
+
+
+def test_a_parameter_that_was_frozen_when_attached_cannot_train_before_it_is_attached_again():
+    model = Stack()
+    frozen = model.blocks[1].up.weight.requires_grad_(False)
+    mode = LayerStream()
+    with attached(mode, model):
+        frozen.requires_grad_(True)
+        with (
+            pytest.raises(RuntimeError, match=r"blocks.1.up.weight was frozen .*: detach and attach again"),
+            mode.step(),
+        ):
+            pass
+        frozen.requires_grad_(False)
+        with mode.step():
+            model(stack_inputs(0, 0)).sum().backward()
+        frozen.requires_grad_(True)
+    with attached(mode := LayerStream(), model), mode.step():
+        model(stack_inputs(0, 0)).sum().backward()
+    assert frozen.grad is not None

@@ -1,0 +1,131 @@
+"""The wandb workspace as a specification: it is one that wandb-workspaces reads, and names what the runs record."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+
+import pytest
+import yaml
+
+from tests import ROOT
+from training.comparison import wandb_workspace
+
+pytest.importorskip("wandb_workspaces", reason="wandb-workspaces is not installed (pip install wandb-workspaces)")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it is behind the times of pydantic
+    import wandb_workspaces.reports.v2 as wr
+    from wandb_workspaces.workspaces import Workspace, internal
+
+from scripts.dashboard import PROJECT, main
+from training.errors import UserError
+from training.metrics.names import METRIC_KEYS, SUMMARY_KEYS
+
+RECORDED = {*METRIC_KEYS, *SUMMARY_KEYS, "status", "reason", wandb_workspace.TIMELINE}
+
+
+@pytest.fixture(autouse=True)
+def no_login(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def read(specification: str) -> Workspace:
+    return Workspace._from_model(internal.View.model_validate_json(specification))
+
+
+def run(monkeypatch, *arguments: str) -> None:
+    monkeypatch.setattr("sys.argv", ["scripts/dashboard.py", *arguments])
+    main()
+
+
+@pytest.mark.parametrize("group", [None, "2031-01-02-03-04-05"])
+def test_the_specification_validates_and_reads_back_equal(group):
+    written = wandb_workspace.specification(wandb_workspace.workspace("someone", "offload", group))
+    again = read(written)
+    assert wandb_workspace.specification(again) == written
+    assert (again.entity, again.project) == ("someone", "offload")
+    assert [str(key.name) for key in again.runset_settings.groupby] == ["choices.offload"]
+    assert (group or "") in again.runset_settings.filters
+    assert bool(again.runset_settings.filters) == (group is not None)
+
+
+def test_it_shows_what_people_compare():
+    panels = [panel for section in wandb_workspace.workspace("", "offload").sections for panel in section.panels]
+    scatter = next(panel for panel in panels if isinstance(panel, wr.ScatterPlot))
+    assert (scatter.x.name, scatter.y.name) == ("memory/vram_peak_gib", "perf/step_ms")
+    bars = {panel.metrics[0] for panel in panels if isinstance(panel, wr.BarPlot)}
+    assert {"perf/step_ms", "memory/vram_peak_gib", "transfer/stall_ms"} <= bars
+    lines = [panel for panel in panels if isinstance(panel, wr.LinePlot)]
+    assert lines[0].y == ["train/loss"]
+    assert all(line.x == "train/step" for line in lines)
+    assert all(bar.groupby == wr.Config("choices.offload") for bar in panels if isinstance(bar, wr.BarPlot))
+
+
+def test_every_metric_it_names_is_one_that_runs_record():
+    written = wandb_workspace.specification(wandb_workspace.workspace("", "offload"))
+    named = set(re.findall(r'"(?:summary:)?((?:train|perf|memory|transfer|optimizer|trace)/\w+)"', written))
+    assert {"train/loss", "perf/step_ms", "trace/timeline"} <= named <= RECORDED
+    assert {column.partition(":")[2] for column in wandb_workspace.COLUMNS} <= RECORDED
+
+
+def test_without_a_login_it_writes_a_file_and_says_how_to_publish(monkeypatch, capsys, tmp_path):
+    run(monkeypatch, "--group", "my sweep")
+    specification, publish = capsys.readouterr().out.splitlines()
+    assert specification == "specification: wandb_workspace.json"
+    assert publish == "to publish it: wandb login && python scripts/dashboard.py --group 'my sweep' --publish"
+    assert "my sweep" in read((tmp_path / "wandb_workspace.json").read_text()).name
+
+
+def test_publishing_without_a_login_is_one_line(monkeypatch, capsys, tmp_path):
+    with pytest.raises(UserError, match="--publish: no wandb API key is set: run `wandb login`"):
+        run(monkeypatch, "--publish", "--out=mine.json")
+    assert json.loads((tmp_path / "mine.json").read_text())["project"] == "offload"
+
+
+def test_publishing_saves_the_workspace_for_the_default_entity(monkeypatch, capsys):
+    import wandb
+
+    def upsert(view) -> dict:
+        assert (view.entity, view.project) == ("someone", "offload")
+        return {"upsertView": {"view": {"name": "nw-abc-v", "id": "1"}}}
+
+    class Api:
+        default_entity = "someone"
+
+    monkeypatch.setattr(wandb, "login", lambda **_: True)
+    monkeypatch.setattr(wandb, "Api", Api)
+    monkeypatch.setattr(internal, "upsert_view2", upsert)
+    monkeypatch.setattr("wandb_workspaces.workspaces.interface.get_app_url", lambda _: "https://wandb.ai")
+    run(monkeypatch, "--publish")
+    assert capsys.readouterr().out.splitlines()[-1] == "workspace: https://wandb.ai/someone/offload?nw=abc"
+
+
+def test_what_wandb_refuses_is_one_line(monkeypatch):
+    import wandb
+
+    def refuse() -> None:
+        raise ValueError("no such entity\nat all")
+
+    monkeypatch.setattr(wandb, "login", lambda **_: True)
+    monkeypatch.setattr(wandb, "Api", refuse)
+    with pytest.raises(
+        UserError, match=r"^--publish: wandb did not take the workspace for offload \(no such entity\)$"
+    ):
+        run(monkeypatch, "--publish")
+
+
+def test_without_the_package_it_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(wandb_workspace, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match="pip install wandb-workspaces"):
+        run(monkeypatch)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_project_is_the_one_that_runs_go_to():
+    for path in (ROOT / "conf" / "tracking").glob("*.yaml"):
+        assert yaml.safe_load(path.read_text())["project"] == PROJECT

@@ -1,0 +1,250 @@
+"""The configuration: every option composes, and what does not belong is refused by name."""
+
+import importlib
+import inspect
+from dataclasses import fields
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import CompactHydraException
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from tests import ROOT
+from training import sweep
+from training.config import schema
+from training.config.validation import check
+from training.errors import UserError
+from training.runs.compose_errors import explain_refusal
+
+CONF = ROOT / "conf"
+GROUPS = ("offload", "model", "dataset", "optimizer", "schedule", "recompute", "tracking")
+OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
+EXPERIMENTS = [path.stem for path in sorted((CONF / "experiment").glob("*.yaml"))]
+OFFLOADS = (
+    "bounce_linear, bounce_linear_swap, layer_stream, layer_stream_swap, none, save_on_cpu, shard_offload, tensor_swap"
+)
+# Options that name something only the user knows.
+REQUIRED = {"text": ["dataset.files=a.txt"], "hub": ["dataset.name=some/text"]}
+
+schema.register()
+sweep.register()
+
+
+def composed(*overrides):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("config", list(overrides))
+
+
+def refused(*overrides):
+    """The line that a user reads about these overrides."""
+    with pytest.raises(CompactHydraException) as caught:
+        composed(*overrides)
+    line = explain_refusal(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def checked(*overrides):
+    check(composed(*overrides))
+
+
+@pytest.fixture
+def overlay(tmp_path):
+    """Writes an experiment overlay outside the repository and gives the overrides that choose it."""
+
+    def write(text):
+        (tmp_path / "experiment").mkdir()
+        (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\n" + text)
+        return f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine"
+
+    return write
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_composes_under_its_schema(group, option):
+    config = composed(f"{group}={option}", *REQUIRED.get(option, []))
+    check(config)
+    assert OmegaConf.get_type(config[group]) in schema.SCHEMAS[group].values()
+    OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_composes(name):
+    checked(f"experiment={name}")
+
+
+def test_an_experiment_chooses_options_and_sets_their_keys():
+    config = composed("experiment=llama7b_speed")
+    assert config.model.num_hidden_layers == 32
+    assert config.optimizer.lr == 1e-5
+    assert config.optimizer.weight_decay == composed().optimizer.weight_decay
+
+
+def test_the_default_run_is_small_and_fp32():
+    config = composed()
+    assert config.model.hidden_size == 128
+    assert config.precision is schema.Precision.fp32
+    assert OmegaConf.get_type(config.offload) is schema.Resident
+
+
+def test_schemas_are_not_offered_as_options():
+    line = refused("offload=x")
+    assert line.endswith(f"choose from {OFFLOADS}")
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("stepz=3", ["stepz", "Did you mean steps?", "batch_size"]),
+        ("ofload=none", ["ofload", "Did you mean offload?"]),
+        ("optimizer.lrr=1", ["optimizer.lrr", "Did you mean optimizer.lr?", "weight_decay"]),
+        ("offload.slots=2", ["offload.slots", "offload, as chosen, has no keys"]),
+        ("offload=bounce_liner", ["offload=bounce_liner", OFFLOADS]),
+        ("optimizer=adam", ["optimizer=adam", "adamw, host_adamw"]),
+        ("schedule=step", ["schedule=step", "constant, cosine, linear"]),
+        ("on_nonfinite=ignore", ["on_nonfinite", "'ignore'", "stop, skip"]),
+        ("optimizer.state_dtype=bf16", ["optimizer.state_dtype", "optimizer, as chosen, has: betas"]),
+        ("schedule.final=0.1", ["schedule.final", "schedule, as chosen, has: warmup"]),
+        ("experiment=quick", ["experiment=quick", "quickstart"]),
+        ("precision=fp16", ["precision", "'fp16'", "bf16, fp32"]),
+        ("tracking.mode=on", ["tracking.mode", "'on'", "auto, online, offline, disabled"]),
+        ("steps=many", ["steps", "'many'", "Integer"]),
+        ("steps=null", ["steps=null", "must have a value"]),
+        ("seed=1.5", ["seed", "'1.5'", "Integer"]),
+        ("clip_norm=[1]", ["clip_norm"]),
+        ("optimizer.lr=fast", ["optimizer.lr", "'fast'", "Float"]),
+        ("optimizer.betas=0.9", ["optimizer.betas=0.9", "must be a list, such as [0.9]"]),
+        ("model.tie_word_embeddings=perhaps", ["model.tie_word_embeddings", "perhaps"]),
+        ("steps=", ["steps", "''"]),
+        ("steps", ["steps: is not KEY=VALUE"]),
+        ("dataset.files=[a", ["dataset.files=[a: is not KEY=VALUE"]),
+        ("steps=1,2", ["steps=1,2", "--multirun"]),
+    ],
+)
+def test_a_refusal_names_the_key_and_the_choices(override, named):
+    line = refused(override)
+    assert [words for words in named if words not in line] == []
+
+
+@pytest.mark.parametrize("override", ["offload.resident=2.5", "offload.include=mlp", "offload.pin=on"])
+def test_keys_of_bounce_linear_are_typed(override):
+    assert override.partition("=")[0] in refused("offload=bounce_linear", override)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("stepz: 3", ["experiment/mine", "stepz", "Did you mean steps?"]),
+        ("steps: many", ["experiment/mine", "steps", "'many'"]),
+        ("precision: fp16", ["experiment/mine", "precision", "bf16, fp32"]),
+        ("optimizer:\n  lrr: 1", ["experiment/mine", "optimizer.lrr", "Did you mean optimizer.lr?"]),
+        ("defaults:\n  - override /offload: bounce_liner", ["offload=bounce_liner", OFFLOADS]),
+        ("defaults:\n  - override /ofload: none", ["ofload"]),
+        ("defaults:\n  - override /offload: bounce_linear\noffload:\n  slot: 2", ["offload.slot", "offload.slots?"]),
+    ],
+)
+def test_an_overlay_is_held_to_the_same_types(overlay, text, named):
+    line = refused(*overlay(text))
+    assert [words for words in named if words not in line] == []
+
+
+def test_a_sound_overlay_is_accepted(overlay):
+    overrides = overlay("defaults:\n  - override /offload: bounce_linear\nsteps: 3\noffload:\n  slots: 9")
+    config = composed(*overrides)
+    check(config)
+    assert (config.steps, config.offload.slots) == (3, 9)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["steps=0"], "steps=0: must be at least 1"),
+        (["seed=-1"], "seed=-1: must be at least 0"),
+        (["batch_size=0"], "batch_size=0: must be at least 1"),
+        (["microbatches=0"], "microbatches=0: must be at least 1"),
+        (["batch_size=4", "microbatches=5"], "microbatches=5: must be between 1 and batch_size=4"),
+        (["seq_len=0"], "seq_len=0: must be at least 1"),
+        (["log_every=0"], "log_every=0: must be at least 1"),
+        (["warmup_steps=-1"], "warmup_steps=-1: must be at least 0"),
+        (["clip_norm=0"], "clip_norm=0.0: must be above 0"),
+        (["clip_norm=nan"], "clip_norm=nan: must be above 0"),
+        (["device=gpu"], "device=gpu: must be auto, cuda, cuda:N"),
+        (["device=cuda:"], "device=cuda:: must be auto, cuda, cuda:N"),
+        (["optimizer.lr=-0.1"], "optimizer.lr=-0.1: must be at least 0"),
+        (["optimizer.betas=[0.9,1]"], "optimizer.betas=[0.9, 1.0]: must be two numbers"),
+        (["offload=bounce_linear", "offload.slots=0"], "offload.slots=0: must be at least 1"),
+        (["offload=bounce_linear", "offload.prefetch=4"], "offload.prefetch=4: must be below offload.slots=4"),
+        (["offload=bounce_linear", "offload.resident=some"], "offload.resident=some: must be a number of units"),
+        (["offload=bounce_linear", "offload.resident=-1"], "offload.resident=-1: must be a number of units"),
+        (["offload=shard_offload", "offload.shards=0"], "offload.shards=0: must be at least 1"),
+        (["offload=shard_offload", "offload.prefetch=2"], "offload.prefetch=2: must be below offload.slots=2"),
+        (["offload=shard_offload", "offload.shard_bytes=2GB"], "offload.shard_bytes=2GB: must be bytes, such as 2GiB"),
+        (["model.num_attention_heads=3"], "model.hidden_size=128: must be a multiple of 6"),
+        (["model.num_key_value_heads=3"], "model.num_key_value_heads=3: must divide model.num_attention_heads=4"),
+        (["model.vocab_size=0"], "model.vocab_size=0: must be at least 1"),
+        (["dataset=text"], "dataset.files has no value: give it one, dataset.files=VALUE"),
+        (["dataset=hub"], "dataset.name has no value"),
+        (["dataset=text", "dataset.files=3"], "dataset.files=3: must be a path or pattern"),
+        (["dataset=text", "dataset.files=[a.txt,3]"], "dataset.files=['a.txt', 3]: must be a path or pattern"),
+        (["dataset=text", "dataset.files=[]"], "dataset.files=[]: must be a path or pattern"),
+        (["+optimizer.lrr=1"], "optimizer.lrr is no key of the configuration. Did you mean optimizer.lr?"),
+        (["+stepz=1"], "stepz is no key of the configuration. Did you mean steps?"),
+        (["~steps"], "steps has no value"),
+    ],
+)
+def test_check_names_key_value_and_range(overrides, message):
+    with pytest.raises(UserError) as caught:
+        checked(*overrides)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_fewer_slots_need_no_second_key():
+    checked("offload=bounce_linear", "offload.slots=1")
+
+
+@pytest.mark.parametrize("resident", ["0", "8", "25%", "12.5%", "2GiB", "1.5GiB", "512MiB"])
+def test_resident_is_a_count_a_share_or_bytes(resident):
+    checked("offload=bounce_linear", f"offload.resident={resident}")
+
+
+@pytest.mark.parametrize("files", ["a.txt", "texts/*.txt", "[a.txt,b.jsonl]"])
+def test_files_is_a_pattern_or_a_list(files):
+    checked("dataset=text", f"dataset.files={files}")
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:1"])
+def test_device_names(device):
+    checked(f"device={device}")
+
+
+@pytest.mark.parametrize("option", [option for group, option in OPTIONS if group == "offload"])
+def test_an_offload_option_makes_its_mode(option):
+    config = composed(f"offload={option}").offload
+    mode = instantiate(config)
+    assert f"{type(mode).__module__}.{type(mode).__name__}" == config._target_
+
+
+# What the builder adds to, and takes from, the keys of a group.
+ADDED = {
+    "dataset": {"seed", "seq_len", "batch_size"},
+    "optimizer": {"params"},
+    "schedule": {"optimizer", "steps"},
+}
+TAKEN = {"model": {"weights"}}
+
+
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [(group, name) for group, options in schema.SCHEMAS.items() for name in options],
+)
+def test_the_keys_of_a_schema_are_arguments_of_its_target(group, name):
+    option = schema.SCHEMAS[group][name]
+    if not issubclass(option, schema.Built):
+        assert "_target_" not in {entry.name for entry in fields(option)}
+        return
+    module, _, target = option._target_.rpartition(".")
+    signature = inspect.signature(getattr(importlib.import_module(module), target))
+    keys = {entry.name for entry in fields(option) if not entry.name.startswith("_")}
+    signature.bind(**dict.fromkeys(keys - TAKEN.get(group, set()) | ADDED.get(group, set())))

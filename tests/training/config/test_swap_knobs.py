@@ -1,0 +1,78 @@
+"""Activation swapping over a mode for the weights, as it is written in the configuration and on the command line."""
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from offload.modes.none import Resident
+from offload.modes.save_on_cpu import SaveOnCpu
+from offload.modes.tensor_swap import TensorSwap
+from tests import ROOT
+from training import sweep
+from training.config import schema
+from training.config.validation import check
+from training.errors import UserError
+
+CONF = ROOT / "conf"
+
+schema.register()
+sweep.register()
+
+
+def composed(*overrides: str) -> DictConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("config", list(overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mode", "weights"),
+    [
+        (["offload=tensor_swap"], TensorSwap, Resident),
+        (["offload=tensor_swap", "offload@offload.weights=bounce_linear"], TensorSwap, BounceLinear),
+        (["offload=layer_stream_swap"], TensorSwap, LayerStream),
+        (["offload=bounce_linear_swap"], TensorSwap, BounceLinear),
+        (["offload=bounce_linear_swap", "offload@offload.weights=none"], TensorSwap, Resident),
+        (["offload=save_on_cpu"], SaveOnCpu, Resident),
+        (["offload=save_on_cpu", "offload@offload.weights=layer_stream"], SaveOnCpu, LayerStream),
+    ],
+)
+def test_any_mode_for_the_weights(overrides: list[str], mode: type, weights: type):
+    config = composed(*overrides)
+    check(config)
+    built = instantiate(config.offload)
+    assert type(built) is mode
+    assert type(built._weights) is weights
+
+
+def test_the_keys_of_both():
+    config = composed("offload=layer_stream_swap", "offload.weights.slots=5", "offload.layers=[model.layers.*]")
+    check(config)
+    assert (config.offload.weights.slots, config.offload.layers) == (5, ["model.layers.*"])
+    assert composed("offload=tensor_swap", "offload.budget=8GiB").offload.budget == "8GiB"
+    assert composed("offload=tensor_swap", "offload.host_budget=4096").offload.host_budget == 4096
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["offload.weights.prefetch=3"], "offload.weights.prefetch=3: must be below offload.weights.slots=3"),
+        (["offload.weights.resident=some"], "offload.weights.resident=some: must be"),
+        (["offload.weights.slots=0"], "offload.weights.slots=0: must be at least 1"),
+        (["+offload.weights.slotz=4"], "offload.weights.slotz is no key .* Did you mean offload.weights.slots"),
+        (["offload.keep_last=-1"], "offload.keep_last=-1: must be at least 0"),
+        (["offload.min_bytes=some"], "offload.min_bytes=some: must be bytes, such as 2GiB, 512MiB or 4096$"),
+        (["offload.prefetch=-1"], "offload.prefetch=-1: must be bytes"),
+        (["offload.budget=automatic"], "offload.budget=automatic: must be bytes, .*, or auto"),
+        (["offload.host_budget=all"], "offload.host_budget=all: must be bytes, .*, or null for what is free"),
+        (
+            ["offload@offload.weights=shard_offload", "offload.weights.shard_bytes=2GB"],
+            "offload.weights.shard_bytes=2GB: must be bytes",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_its_full_name(overrides: list[str], line: str):
+    with pytest.raises(UserError, match=line):
+        check(composed("offload=layer_stream_swap", *overrides))

@@ -1,0 +1,217 @@
+"""Configurations as nobody should write them: each is refused in one line, before anything is built or called.
+
+Values of every kind are put in the place of every key. In this process, because each costs a tenth of a second then; a
+few go through train.py.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
+
+from tests.training.helpers.in_process import CONF, command_here
+from training.config.validation import check
+from training.errors import UserError
+from training.runs.compose_errors import explain_refusal, is_refusal
+
+PROFILE = settings(
+    derandomize=True, max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+BASES = (
+    (),
+    ("offload=bounce_linear", "schedule=cosine"),
+    ("offload=layer_stream_swap", "optimizer=host_adamw"),
+    ("offload=shard_offload", "recompute=block"),
+    ("offload=save_on_cpu", "dataset=hub", "dataset.name=some/text"),
+    ("dataset=text", "dataset.files=a.txt", "schedule=linear"),
+    ("dataset=synthetic", "tracking=disabled"),
+)
+# What no key takes, whatever its type.
+NEVER = (
+    "{}",
+    "{a: 1}",
+    "[[1]]",
+    "[null]",
+    "{_target_: os.system, command: id}",
+    "[{_target_: os.system}]",
+    "${nowhere}",
+)
+NUMBERS = ("nan", "inf", "-inf", "-1", "1e400", "1000000000000000000000000000000")
+ODD = ("''", "abc", "1.5", "true", "null", "[]", "[1,2]", "-5GiB", "nanGiB", "101%", "../..", "???", "${oc.env:NOPE}")
+
+
+@cache
+def keys(base: tuple[str, ...]) -> tuple[str, ...]:
+    """Every key of a configuration that holds a value, not those that hold other keys."""
+
+    def within(node: DictConfig, prefix: str = ""):
+        for name in node:
+            if not OmegaConf.is_missing(node, name) and OmegaConf.is_dict(node[name]):
+                yield from within(node[name], f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}"
+
+    return tuple(within(composed(base)))
+
+
+def composed(overrides) -> DictConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("config", list(overrides))
+
+
+def refusal(*overrides: str) -> str | None:
+    """The line that a user reads about a configuration, None where it is accepted. All else is raised."""
+    try:
+        check(composed(overrides))
+        return None
+    except UserError as error:
+        return str(error)
+    except Exception as error:
+        if not is_refusal(error):
+            raise
+        return explain_refusal(error)
+
+
+BASE_AND_KEY = st.sampled_from(BASES).flatmap(lambda base: st.tuples(st.just(base), st.sampled_from(keys(base))))
+
+
+@PROFILE
+@given(BASE_AND_KEY, st.sampled_from(NEVER))
+def test_what_fits_no_key_is_refused(base_and_key, value):
+    base, key = base_and_key
+    line = refusal(*base, f"{key}={value}")
+    assert line is not None
+    assert "\n" not in line
+    assert key.rpartition(".")[2] in line
+
+
+@PROFILE
+@given(BASE_AND_KEY, st.sampled_from(NUMBERS + ODD))
+def test_what_is_refused_is_refused_in_one_line(base_and_key, value):
+    base, key = base_and_key
+    line = refusal(*base, f"{key}={value}")
+    assert line is None or ("\n" not in line and key.rpartition(".")[2] in line)
+
+
+@PROFILE
+@given(BASE_AND_KEY, st.text(max_size=8).filter(lambda text: "\x00" not in text))
+def test_any_text_is_refused_in_one_line_or_kept_as_it_is(base_and_key, text):
+    base, key = base_and_key
+    quoted = "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    line = refusal(*base, f"{key}={quoted}")
+    assert line is None or "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "key", ["offload.slots", "offload.shards", "steps", "optimizer.lr", "clip_norm", "model.rope_theta"]
+)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1"])
+def test_numbers_that_are_none(key: str, value: str):
+    assert refusal("offload=shard_offload", f"{key}={value}").startswith(key)
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("model.num_hidden_layers=1000000000000", "model.num_hidden_layers=1000000000000: must be at most 10000"),
+        ("batch_size=1000000000000", "batch_size=1000000000000: must be at most 1000000"),
+        ("seed=1000000000000000000000000000000", "seed=1000000000000000000000000000000: must be at most"),
+    ],
+)
+def test_numbers_that_would_never_end(override: str, line: str):
+    assert refusal(override).startswith(line)
+
+
+@pytest.mark.parametrize("betas", ["[[1]]", "[null,0.9]", "[0.9]", "[0.9,0.9,0.9]", "[]", "[nan,0.9]", "[0.9,{a: 1}]"])
+def test_betas_are_two_numbers(betas: str):
+    assert refusal(f"optimizer.betas={betas}").startswith("optimizer.betas")
+
+
+TARGETS = ("os.system", "subprocess.Popen", "builtins.eval", "offload.modes.tensor_swap._imported", "")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("group", ["offload", "model", "dataset", "optimizer", "schedule", "offload.weights"])
+def test_no_configuration_names_other_code(group: str, target: str):
+    line = refusal("offload=tensor_swap", f"{group}._target_={target}")
+    assert line.startswith(f"{group}._target_=")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "offload._convert_=none",
+        "+offload._args_=[id]",
+        "+offload._partial_=true",
+        "+offload._recursive_=false",
+        "+offload.weights={_target_: os.system, command: id}",
+        "+more._target_=os.system",
+        "+hook={_target_: os.system, command: id}",
+        "++tracking._target_=os.system",
+        "++recompute._target_=os.system",
+    ],
+)
+def test_no_other_way_to_call_code(override: str):
+    assert refusal(override) is not None
+
+
+def handed(text: str, folder: Path) -> str | None:
+    """The refusal of an overlay that somebody else wrote."""
+    (folder / "experiment").mkdir()
+    (folder / "experiment" / "theirs.yaml").write_text("# @package _global_\n" + text)
+    return refusal(f"hydra.searchpath=[file://{folder}]", "experiment=theirs")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "offload:\n  _target_: os.system\n",
+        "offload:\n  _target_: os.system\n  command: id\n",
+        "model:\n  weights:\n    _target_: os.system\n    command: id\n",
+        "offload: 3\n",
+        "offload: null\n",
+        "offload: [none]\n",
+        "dataset: some text\n",
+        "steps: {a: 1}\n",
+        "steps: [1]\n",
+        "defaults:\n  - override /offload: tensor_swap\noffload:\n  weights: 3\n",
+        "defaults:\n  - override /offload: tensor_swap\noffload:\n  weights: {_target_: os.system}\n",
+        "defaults:\n  - override /dataset: text\ndataset:\n  files: [{_target_: os.system, command: id}]\n",
+        "!!python/object/apply:os.system [id]\n",
+        "steps: !!python/object/apply:os.system [id]\n",
+        "steps: [1\n",
+        "\x00",
+        "- a\n- b\n",
+    ],
+)
+def test_overlays_of_others(text: str, tmp_path: Path):
+    line = handed(text, tmp_path)
+    assert line is not None
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (("offload._target_=os.system",), "error: offload._target_=os.system: is not to be set"),
+        (("offload=3",), "error: choose options by name, GROUP=OPTION, such as offload=none"),
+        (("tracking=null",), "error: choose options by name"),
+        (("model=[null]",), "error: choose options by name"),
+        (("steps=${nowhere}",), "error: steps: Interpolation key 'nowhere' not found"),
+        (
+            ("optimizer=host_adamw", "optimizer.threads=1000000", "device=cpu"),
+            "error: optimizer.threads=1000000: must be at most ",
+        ),
+        (("model.hidden_size=1000000000000", "device=cpu"), "error: model: its sizes are beyond any memory"),
+    ],
+)
+def test_on_the_command_line(tmp_path: Path, overrides: tuple[str, ...], line: str):
+    process = command_here(*overrides, "tracking.mode=disabled", f"hydra.run.dir={tmp_path}")
+    assert process.returncode == 1
+    assert process.stderr.startswith(line)
+    assert process.stderr.count("\n") == 1
+    assert not (tmp_path / "metrics.jsonl").exists()

@@ -1,0 +1,161 @@
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+from tests import ROOT
+from tests.training.helpers.hub_server import hub_server
+from training.data.datasets import HubText
+from training.errors import UserError
+
+SIZES = {"seed": 0, "seq_len": 8, "batch_size": 2}
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> str:
+    """A folder laid out as a dataset on the Hub: four shards of ten rows."""
+    folder = tmp_path / "repository" / "data"
+    folder.mkdir(parents=True)
+    for shard in range(4):
+        rows = [f'{{"n": 1, "text": "shard {shard} row {row}"}}\n' for row in range(10)]
+        (folder / f"train-{shard}.jsonl").write_text("".join(rows))
+    return str(folder.parent)
+
+
+def tokens_of(dataset: HubText, num_batches: int) -> list[int]:
+    """The stream behind the first batches, the shared tokens once."""
+    batches = [dataset.batch(index) for index in range(num_batches)]
+    return [int(batches[0][0, 0]), *torch.cat(batches)[:, 1:].flatten().tolist()]
+
+
+def documents_of(tokens: list[int]) -> list[bytes]:
+    return bytes(min(token, 255) for token in tokens).split(b"\xff")
+
+
+def test_batches_do_not_depend_on_what_was_asked_before(repository: str) -> None:
+    sequential = HubText(repository, **SIZES, shuffle_buffer=10)
+    expected = [sequential.batch(index) for index in range(60)]
+    assert expected[0].shape == (2, 9)
+    assert expected[0].dtype == torch.int64
+    jumping = HubText(repository, **SIZES, shuffle_buffer=10)
+    for index in (7, 8, 50, 3, 3, 59, 0):
+        assert torch.equal(jumping.batch(index), expected[index])
+
+
+def test_batches_follow_one_another_without_a_gap(repository: str) -> None:
+    dataset = HubText(repository, **SIZES)
+    rows = torch.cat([dataset.batch(index) for index in range(5)])
+    assert torch.equal(rows[1:, 0], rows[:-1, -1])
+
+
+def test_an_epoch_holds_every_row_once_and_the_next_is_in_another_order(repository: str) -> None:
+    documents = documents_of(tokens_of(HubText(repository, **SIZES, shuffle_buffer=10), 100))
+    first, second = documents[:40], documents[40:80]
+    expected = sorted(b"shard %d row %d" % (shard, row) for shard in range(4) for row in range(10))
+    assert sorted(first) == sorted(second) == expected
+    assert first != second
+    assert first != expected
+    other_seed = HubText(repository, **(SIZES | {"seed": 1}), shuffle_buffer=10)
+    assert documents_of(tokens_of(other_seed, 100))[:40] != first
+
+
+def test_max_tokens_cuts_the_epoch(repository: str) -> None:
+    tokens = tokens_of(HubText(repository, **SIZES, max_tokens=20), 20)
+    # A row is 13 characters and a separator, so a cut epoch is one row and the start of another.
+    epochs = [documents_of(tokens[start : start + 20]) for start in range(0, 300, 20)]
+    assert all(len(documents) == 2 and documents[1].startswith(b"shard") for documents in epochs)
+    assert len({documents[0] for documents in epochs}) > 1
+
+
+def test_what_the_repository_does_not_have_is_refused(repository: str) -> None:
+    cases = {
+        r"dataset\.name=.* dataset\.split=trian: Bad split: trian": {"split": "trian"},
+        r"dataset\.name=.* dataset\.config_name=en .*BuilderConfig 'en' not found": {"config_name": "en"},
+        r"dataset\.text_column=body: no such column in .*; it has n, text": {"text_column": "body"},
+        r"dataset\.text_column=n: holds int, not text": {"text_column": "n"},
+    }
+    for message, options in cases.items():
+        with pytest.raises(UserError, match=f"^{message}") as refusal:
+            HubText(repository, **SIZES, **options).batch(0)
+        assert "\n" not in str(refusal.value)
+    with pytest.raises(UserError, match=r"^dataset\.name is empty"):
+        HubText("", **SIZES)
+
+
+def test_a_repository_without_any_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(UserError, match=r"column text holds no text at all$"):
+        HubText(str(tmp_path), **SIZES).batch(0)
+
+
+def test_reading_that_fails_later_is_one_line(repository: str) -> None:
+    dataset = HubText(repository, **SIZES)
+    for shard in Path(repository, "data").iterdir():
+        shard.unlink()
+    with pytest.raises(UserError, match=r"^dataset\.name=.*: reading failed \(.*\); check the network and start again"):
+        dataset.batch(0)
+
+
+def test_no_network_is_one_error_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+        started = time.monotonic()
+        with pytest.raises(
+            UserError, match=r"the Hugging Face Hub did not answer \(.*\); check the network, or train on"
+        ):
+            HubText("owner/name", **SIZES)
+        assert time.monotonic() - started < 5
+        # Connections are accepted and never answered, as behind a firewall.
+        silent.listen(8)
+        monkeypatch.setattr("training.data.hub.HUB_TIMEOUT_S", 0.5)
+        started = time.monotonic()
+        with pytest.raises(UserError, match=r"the Hugging Face Hub did not answer \(timed out\)"):
+            HubText("owner/name", **SIZES)
+        assert time.monotonic() - started < 5
+
+
+FROM_THE_HUB = """
+import torch
+from training.data.datasets import HubText
+from training.errors import UserError
+
+sizes = {"seed": 0, "seq_len": 32, "batch_size": 2, "cache_dir": "run"}
+dataset = HubText("me/tiny", **sizes)
+batches = [dataset.batch(index) for index in range(20)]
+assert torch.equal(HubText("me/tiny", **sizes).batch(13), batches[13])
+text = bytes(torch.cat(batches)[:, 1:].flatten().clamp(max=255).tolist())
+assert b"of shard 0\\xffrow " in text and b"of shard 1\\xffrow " in text, text[:500]
+for name in ("me/typo", "not a name", "too/many/parts"):
+    try:
+        HubText(name, **sizes)
+    except UserError as error:
+        assert str(error).startswith(f"dataset.name={name}: no such dataset on the Hub; check the spelling"), error
+    else:
+        raise AssertionError(name)
+"""
+
+
+def test_a_dataset_comes_from_the_hub_and_only_the_given_folder_is_written(tmp_path: Path) -> None:
+    for name in ("home", "tmp", "here"):
+        (tmp_path / name).mkdir()
+    own = {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(ROOT)}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "XDG_", "PYTHON"))}
+    with hub_server() as address:
+        completed = subprocess.run(
+            [sys.executable, "-c", FROM_THE_HUB],
+            env={**kept, **own, "HF_ENDPOINT": address},
+            cwd=tmp_path / "here",
+            capture_output=True,
+            text=True,
+        )
+    assert completed.returncode == 0, completed.stderr
+    written = {path.relative_to(tmp_path).parts[:2] for path in tmp_path.rglob("*") if path.is_file()}
+    assert written == {("here", "run")}

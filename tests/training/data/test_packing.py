@@ -1,0 +1,102 @@
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+
+from training.data import packing
+from training.data.packing import PackedTokens, epoch_order, pack, random_words, take, tokenise
+from training.data.tokenizer import ByteTokenizer
+from training.errors import UserError
+
+SEQ_LEN = 4
+
+
+def packed(num_tokens: int, batch_size: int = 3, seed: int = 0) -> PackedTokens:
+    tokens = np.arange(num_tokens, dtype=np.uint16)
+    return PackedTokens(tokens, vocab_size=num_tokens, seed=seed, seq_len=SEQ_LEN, batch_size=batch_size)
+
+
+def test_an_epoch_predicts_every_token_but_the_first_once() -> None:
+    dataset = packed(41, batch_size=2)
+    assert dataset.num_blocks == 10
+    labels = torch.cat([dataset.batch(index)[:, 1:].flatten() for index in range(5)])
+    assert sorted(labels.tolist()) == list(range(1, 41))
+
+
+def test_a_batch_is_consecutive_tokens_in_int64() -> None:
+    batch = packed(41).batch(2)
+    assert batch.dtype == torch.int64
+    assert batch.shape == (3, SEQ_LEN + 1)
+    assert torch.equal(batch, batch[:, :1] + torch.arange(SEQ_LEN + 1))
+    assert not (batch[:, 0] % SEQ_LEN).any()
+
+
+def test_the_digest_is_that_of_all_tokens_whatever_the_machine() -> None:
+    tokens = np.arange(41)
+    digests = {
+        PackedTokens(tokens.astype(dtype), vocab_size=41, seed=seed, seq_len=SEQ_LEN, batch_size=3).tokens_sha256
+        for dtype, seed in (("<u2", 0), (">u2", 1))
+    }
+    assert digests == {hashlib.sha256(b"".join(bytes([token, 0]) for token in tokens)).hexdigest()}
+    assert packed(42).tokens_sha256 not in digests
+
+
+def test_epochs_and_seeds_differ_in_order() -> None:
+    first, second = epoch_order(100, 0, 0), epoch_order(100, 0, 1)
+    assert sorted(first) == sorted(second) == list(range(100))
+    assert not np.array_equal(first, second)
+    assert not np.array_equal(first, epoch_order(100, 1, 0))
+    assert not np.array_equal(first, np.arange(100))
+
+
+def test_the_order_is_the_same_on_every_machine() -> None:
+    # Computed once; a numpy that answers otherwise would change what every resumed run reads.
+    assert epoch_order(8, 7, 3).tolist() == [2, 4, 7, 3, 5, 1, 0, 6]
+    assert random_words(2, 7, 3).tolist() == [17986194428743177670, 16317385439118320161]
+
+
+def test_a_batch_does_not_depend_on_what_was_asked_before() -> None:
+    forwards, backwards = packed(203), packed(203)
+    expected = [forwards.batch(index) for index in range(60)]
+    for index in reversed(range(60)):
+        assert torch.equal(backwards.batch(index), expected[index])
+
+
+def test_a_batch_may_span_epochs() -> None:
+    dataset = packed(41, batch_size=7)
+    rows = torch.cat([dataset.batch(index)[:, 0] for index in range(10)]) // SEQ_LEN
+    for epoch in range(7):
+        assert rows[epoch * 10 : epoch * 10 + 10].tolist() == epoch_order(10, 0, epoch).tolist()
+
+
+def test_less_than_a_block_is_refused_with_the_numbers() -> None:
+    assert packed(SEQ_LEN + 1).num_blocks == 1
+    with pytest.raises(UserError, match=r"^dataset: 4 tokens are less than one block of seq_len \+ 1 = 5"):
+        packed(SEQ_LEN)
+
+
+def test_documents_are_separated_and_pieces_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "CHARACTERS_PER_CALL", 3)
+    pieces = [("ab", False), ("cd", False), ("", True), ("e", True)]
+    tokens = np.concatenate(list(tokenise(pieces, ByteTokenizer())))
+    assert tokens.tolist() == [*b"abcd", 256, *b"e", 256]
+
+
+def test_take_stops_reading() -> None:
+    def endless():
+        while True:
+            yield np.zeros(3, dtype=np.uint16)
+
+    assert sum(map(len, take(endless(), 7))) == 7
+    assert len(list(take([np.zeros(3)] * 2, None))) == 2
+    with pytest.raises(UserError, match=r"dataset\.max_tokens=0: must be at least 1"):
+        list(take(endless(), 0))
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])
+def test_tokens_take_as_few_bytes_as_the_vocabulary_allows(vocab_size: int, dtype: type) -> None:
+    ids = [0, vocab_size - 1]
+    tokens = pack([np.array(ids, dtype=np.uint32), np.array([], dtype=np.uint32)], vocab_size)
+    assert tokens.dtype == dtype
+    assert tokens.tolist() == ids

@@ -1,0 +1,123 @@
+"""train.py within the process of a test, which has imported everything: a tenth of the time of one of its own."""
+
+from __future__ import annotations
+
+import logging
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import hydra._internal.utils
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, open_dict
+
+from tests import ROOT
+from training import sweep
+from training.build import build
+from training.config import schema
+from training.config.validation import check
+from training.loop import train
+from training.runs.signals import SIGNALS
+
+# A model and a batch that take a fraction of a second a step.
+SMALL_MODEL = (
+    "model.hidden_size=32",
+    "model.intermediate_size=64",
+    "model.num_hidden_layers=2",
+    "batch_size=4",
+    "device=cpu",
+    # Not measured anew by each run.
+    "hardware=h200",
+)
+# A run of six steps, in a second or two.
+TINY_RUN = (
+    "model.hidden_size=16",
+    "model.intermediate_size=32",
+    "model.num_hidden_layers=2",
+    "batch_size=4",
+    "seq_len=32",
+    "steps=6",
+    "log_every=2",
+    "warmup_steps=1",
+    "device=cpu",
+    "hardware=h200",
+    "tracking=disabled",
+)
+CONF = ROOT / "conf"
+
+schema.register()
+sweep.register()
+
+
+@contextmanager
+def composed(*overrides: str) -> Iterator[DictConfig]:
+    """The configuration, which Hydra takes for that of the running job for the length of the block."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("config", list(overrides), return_hydra_config=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HydraConfig.instance(), "cfg", None)
+        HydraConfig.instance().set_config(config)
+        with open_dict(config):
+            del config["hydra"]
+        yield config
+
+
+@contextmanager
+def signals_as_before() -> Iterator[None]:
+    """A run that is saved ignores signals until its process ends, which is not the one of the tests."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_here(folder: Path, *overrides: str) -> dict:
+    """`python train.py` with its files in `folder`; returns the summary, and raises errors as they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with composed(*overrides) as config, signals_as_before():
+        check(config)
+        with build(config, folder) as job:
+            return train(job)
+
+
+@contextmanager
+def hydra_as_before() -> Iterator[None]:
+    """What Hydra, and `refusals.run`, change in a process that is theirs."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hydra._internal.utils, "run_and_report", hydra._internal.utils.run_and_report)
+        patch.setattr(HydraConfig.instance(), "cfg", None)
+        try:
+            yield
+        finally:
+            for handler in set(root.handlers) - set(handlers):
+                handler.close()
+            root.handlers[:] = handlers
+            root.setLevel(level)
+
+
+def command_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python train.py ARGUMENTS`: what it prints, and its exit status.
+
+    Not for a sweep, which starts processes like its own.
+    """
+    output, errors, status = StringIO(), StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, signals_as_before(), hydra_as_before():
+        patch.setattr(sys, "argv", ["train.py", *arguments])
+        patch.chdir(ROOT)
+        with redirect_stdout(output), redirect_stderr(errors):
+            try:
+                runpy.run_path("train.py", run_name="__main__")
+            except SystemExit as end:
+                status = end.code or 0
+    return subprocess.CompletedProcess(["train.py", *arguments], status, output.getvalue(), errors.getvalue())

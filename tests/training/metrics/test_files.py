@@ -1,0 +1,216 @@
+import errno
+import json
+import math
+import os
+import weakref
+from pathlib import Path
+
+import pytest
+
+from training.errors import UserError
+from training.metrics.files import MetricsWriter, read_metrics, read_summary, write_summary
+from training.metrics.names import METRIC_KEYS
+from training.metrics.run_summary import RunFigures, summarise
+
+needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+
+
+def test_records_are_read_back_in_order(tmp_path):
+    records = [{"train/step": step, "train/loss": 1 / step} for step in (1, 2, 3)]
+    writer = MetricsWriter(tmp_path)
+    for written, record in enumerate(records, start=1):
+        writer.write(record)
+        assert read_metrics(tmp_path) == records[:written]  # in the file at once
+
+
+def test_a_loss_that_diverged_stays_visible_in_strict_json(tmp_path):
+    MetricsWriter(tmp_path).write({"train/step": 7, "train/loss": math.nan, "train/grad_norm": -math.inf})
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text, parse_constant=refuse) == {
+        "train/step": 7,
+        "train/loss": None,
+        "train/grad_norm": None,
+        "nonfinite": {"train/loss": "nan", "train/grad_norm": "-inf"},
+    }
+    (record,) = read_metrics(tmp_path)
+    assert math.isnan(record["train/loss"])
+    assert record["train/grad_norm"] == -math.inf
+    assert "nonfinite" not in record
+
+
+def test_an_unfinished_last_line_is_no_record(tmp_path):
+    MetricsWriter(tmp_path).write({"train/step": 1})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"train/step": 2}')  # valid JSON, but a killed run may have meant 25
+    assert read_metrics(tmp_path) == [{"train/step": 1}]
+
+    MetricsWriter(tmp_path, after_step=1).write({"train/step": 3})  # the run resumed
+    assert read_metrics(tmp_path) == [{"train/step": 1}, {"train/step": 3}]
+
+
+@pytest.mark.parametrize("damage", ["{", "[1]", "NaN"])
+def test_a_damaged_line_is_named(tmp_path, damage):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"train/step": 1}}\n{damage}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 is not a record"):
+        read_metrics(tmp_path)
+
+
+BROKEN = ["\0\0\0\0", "{", "[1]", '{"train/step": "4"}', '{"nonfinite": 3}', "1" * 5000, "[" * 10**5, "\r", "\udc80"]
+
+
+def lines_of(*steps_or_lines: int | str) -> bytes:
+    lines = [line if isinstance(line, str) else json.dumps({"train/step": line}) for line in steps_or_lines]
+    return "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=[repr(line[:12]) for line in BROKEN])
+@pytest.mark.parametrize("after", [(), (6,), ("\0", 6, 8)], ids=str)
+def test_a_resumed_run_cuts_a_broken_line_and_makes_again_what_followed(tmp_path, caplog, broken, after):
+    (tmp_path / "metrics.jsonl").write_bytes(lines_of(1, 2, broken, *after))
+    MetricsWriter(tmp_path, after_step=3)
+    assert read_metrics(tmp_path) == [{"train/step": 1}, {"train/step": 2}]
+    assert (tmp_path / "metrics.jsonl").read_bytes() == lines_of(1, 2)
+    assert "metrics.jsonl: line 3 is not a record: it is cut off" in caplog.text
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=[repr(line[:12]) for line in BROKEN])
+def test_a_broken_line_before_records_that_would_be_lost_is_refused(tmp_path, broken):
+    content = lines_of(1, broken, 6, 2, 8)
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 is not a record; the file is damaged"):
+        MetricsWriter(tmp_path, after_step=3)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == content
+
+
+@pytest.mark.parametrize(("step", "left"), [(0, 0), (2, 2), (3, 2), (8, 4)])
+def test_a_resumed_run_drops_later_records(tmp_path, caplog, step, left):
+    (tmp_path / "metrics.jsonl").write_bytes(lines_of(1, 2, 6, 8) + b'{"train')
+    MetricsWriter(tmp_path, after_step=step)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == lines_of(*(1, 2, 6, 8)[:left])
+    assert not caplog.text
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(UserError, match=r"metrics\.jsonl: no such file"):
+        read_metrics(tmp_path)
+    with pytest.raises(UserError, match=r"summary\.json: no such file"):
+        read_summary(tmp_path)
+
+
+@needs_dev_full
+def test_a_full_disk_is_one_clear_line(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    for name in ("metrics.jsonl", "summary.json.partial"):
+        (tmp_path / name).symlink_to("/dev/full")
+    for write in (lambda: writer.write({"train/step": 1}), lambda: write_summary(tmp_path, {"status": "ok"})):
+        with pytest.raises(UserError) as error:
+            write()
+        assert str(tmp_path) in str(error.value)
+        assert "full" in str(error.value)
+        assert "\n" not in str(error.value)
+    assert not (tmp_path / "summary.json").exists()
+    assert not (tmp_path / "summary.json.partial").is_symlink()
+
+
+def test_a_line_that_fits_in_part_is_taken_back(tmp_path, monkeypatch):
+    writer = MetricsWriter(tmp_path)
+    writer.write({"train/step": 1})
+    real_open = open
+
+    def open_on_a_nearly_full_disk(*args, **kwargs):
+        file = real_open(*args, **kwargs)
+
+        class NearlyFull:
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *exception):
+                file.close()
+
+            def tell(self):
+                return file.tell()
+
+            def write(self, line):
+                return file.write(line[:5])
+
+        return NearlyFull()
+
+    monkeypatch.setattr("builtins.open", open_on_a_nearly_full_disk)
+    with pytest.raises(UserError, match="full"):
+        writer.write({"train/step": 2})
+    monkeypatch.undo()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"train/step": 1}\n'
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path):
+    missing = tmp_path / "gone"
+    for write in (lambda: MetricsWriter(missing), lambda: write_summary(missing, {})):
+        with pytest.raises(UserError, match=f"{missing}: cannot write"):
+            write()
+
+
+def test_summary_is_replaced_whole(tmp_path, monkeypatch):
+    write_summary(tmp_path, {"status": "ok", "train/final_loss": 2.5})
+    assert read_summary(tmp_path) == {"status": "ok", "train/final_loss": 2.5}
+
+    def full(file):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match="full"):
+        write_summary(tmp_path, {"status": "failed"})
+    assert read_summary(tmp_path)["status"] == "ok"
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def record(step, **values):
+    return {"train/step": step, "train/loss": 10.0 - step} | {k.replace("__", "/"): v for k, v in values.items()}
+
+
+def test_summarise_leaves_warm_up_out_of_times_but_not_of_peaks():
+    records = [
+        record(1, perf__step_ms=900.0, memory__vram_peak_gib=9.0, transfer__h2d_gib=50.0),
+        record(5, perf__step_ms=30.0, memory__vram_peak_gib=2.0, transfer__h2d_gib=4.0),
+        record(6, perf__step_ms=10.0, memory__vram_peak_gib=3.0, transfer__h2d_gib=8.0),
+        record(7, perf__step_ms=20.0, memory__vram_peak_gib=1.0, transfer__h2d_gib=3.0),
+    ]
+    assert summarise(records, warmup_steps=4, total_steps=9) == {
+        "steps": 9,
+        "train/first_loss": 9.0,
+        "train/final_loss": 3.0,
+        "perf/step_ms": 20.0,
+        "memory/vram_peak_gib": 9.0,
+        "transfer/h2d_gib": 5.0,
+    }
+
+
+def test_summarise_short_and_empty_runs():
+    assert summarise([record(2, perf__step_ms=7.0)], warmup_steps=5, total_steps=2)["perf/step_ms"] == 7.0
+    assert summarise([], warmup_steps=5, total_steps=0) == {"steps": 0}
+
+
+def test_figures_keep_no_record():
+    class Record(dict):
+        """A dict does not tell when it goes."""
+
+    figures = RunFigures(warmup_steps=0)
+    kept = Record(record(1, perf__step_ms=7.0, memory__rss_gib=2.0))
+    gone = weakref.ref(kept)
+    figures.add(kept)
+    del kept
+    assert gone() is None
+    assert figures.summary()["perf/step_ms"] == 7.0
+
+
+def test_every_metric_has_its_unit_in_its_name_or_is_named_in_the_table():
+    for key, metric in METRIC_KEYS.items():
+        assert metric.description
+        if key.endswith("_gib"):
+            assert metric.unit.startswith("GiB")
+        if key.endswith("_ms"):
+            assert metric.unit == "ms"

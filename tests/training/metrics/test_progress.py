@@ -1,0 +1,167 @@
+import io
+import logging
+import math
+import os
+import pty
+import re
+import sys
+import termios
+
+import pytest
+
+from training.metrics.names import METRIC_KEYS
+from training.metrics.progress import Progress, format_value, print_plan, report
+
+RECORD = {
+    "train/loss": 5.25,
+    "perf/tokens_per_s": 12345.6,
+    "memory/vram_peak_gib": 3.21,
+    "memory/rss_gib": 1.5,
+}
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+    for variable in ("FORCE_COLOR", "TTY_COMPATIBLE", "NO_COLOR"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def test_into_a_file_one_plain_line_for_each_logged_step():
+    stream = io.StringIO()
+    progress = Progress(200, stream=stream)
+    for step in range(1, 201):
+        progress.update(step, RECORD if step % 100 == 0 else None)
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("step 100/200  loss 5.2500  12.3k tokens/s  VRAM 3.21 GiB  ETA 00:")
+    assert lines[1].startswith("step 200/200")
+    assert stream.getvalue().isascii()
+    assert not re.search(r"[\x00-\x09\x0b-\x1f]", stream.getvalue())
+
+
+def test_eta_is_the_time_that_the_steps_left_will_take(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("training.metrics.progress.time.monotonic", lambda: now[0])
+    stream = io.StringIO()
+    progress = Progress(50, initial_step=10, stream=stream)
+    now[0] += 20.0  # 10 steps of 2 s, 30 to go
+    progress.update(20, RECORD)
+    assert stream.getvalue().rstrip().endswith("ETA 01:00")
+
+
+def test_without_a_gpu_host_memory_is_shown_and_a_diverged_loss_as_it_is():
+    stream = io.StringIO()
+    Progress(9, stream=stream).update(1, RECORD | {"memory/vram_peak_gib": 0.0, "train/loss": math.nan})
+    assert "RSS 1.50 GiB" in stream.getvalue()
+    assert "VRAM" not in stream.getvalue()
+    assert "loss nan" in stream.getvalue()
+
+
+def test_on_a_terminal_a_bar_within_80_columns():
+    controller, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    with open(terminal, "w") as stream:
+        progress = Progress(1000, stream=stream)
+        for step in (1, 500, 1000):
+            progress.update(step, RECORD)
+        progress.close()
+        drawn = re.split(r"[\r\n]+", os.read(controller, 2**16).decode())
+    os.close(controller)
+    last = [line for line in drawn if "1000/1000" in line][-1]
+    for part in ("training 1000/1000 |", "ETA 00:00", "loss 5.2500", "12.3k tokens/s", "VRAM 3.21 GiB"):
+        assert part in last
+    assert max(len(line) for line in drawn) <= 80
+
+
+def test_a_resumed_bar_starts_where_the_run_was():
+    stream = Terminal()
+    progress = Progress(100, initial_step=60, stream=stream)
+    assert "60/100" in stream.getvalue()
+    progress.update(61, RECORD)
+    progress.close()
+    progress.close()
+    assert "61/100" in stream.getvalue()
+
+
+def test_log_lines_do_not_run_through_the_bar(monkeypatch):
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stdout", stream)
+    handler = logging.StreamHandler(stream)
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [handler])
+    progress = Progress(10, stream=stream)
+    progress.update(3, RECORD)
+    before_line = stream.tell()
+    root.warning("disk nearly full")
+    added = stream.getvalue()[before_line:]
+    progress.close()
+    before, after = added.split("disk nearly full\n")
+    assert not before.rsplit("\r", 1)[-1].strip()  # the line starts on an emptied row
+    assert "3/10" in after  # and the bar is drawn again below
+    assert root.handlers == [handler]
+
+
+def test_plan_shows_every_row_and_folds_long_values():
+    stream = io.StringIO()
+    path = "/somewhere/" + "long/" * 30
+    print_plan({"model": "tiny", "run directory": path}, stream=stream)
+    lines = stream.getvalue().splitlines()
+    assert max(len(line) for line in lines) <= 120
+    assert "".join(re.findall(r"[\w/]+(?= +│$)", "\n".join(lines[3:]), re.MULTILINE)) == path
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_report_has_every_figure_with_its_unit_and_where_to_look(tmp_path):
+    run_dir = tmp_path / ("deep" * 20)
+    (run_dir / "wandb").mkdir(parents=True)
+    summary = {key: 1234.5 for key, metric in METRIC_KEYS.items() if metric.summary}
+    summary |= {"steps": 100, "train/final_loss": 2.5, "status": "ok", "reason": None}
+    stream = io.StringIO()
+    report(summary, run_dir, stream=stream)
+    text = stream.getvalue()
+    for key in summary.keys() - {"status", "reason"}:
+        (row,) = [line for line in text.splitlines() if line.startswith(f"│ {key} ")]
+        assert len(row) <= 80
+        if key in METRIC_KEYS:
+            assert METRIC_KEYS[key].unit in row
+            assert METRIC_KEYS[key].summary in row
+    assert re.search(r"perf/step_ms +│ +1,234 │ ms, median", text)
+    assert f"files   {run_dir}\n" in text
+    assert f"wandb leet {run_dir}/wandb\n" in text
+    assert "run ok\n" in text
+
+
+def test_report_of_a_failed_run_says_why(tmp_path):
+    stream = io.StringIO()
+    reason = "out of memory on cuda:0 [7.9 of 8.0 GiB]"
+    report({"steps": 0, "status": "out_of_memory", "reason": reason}, tmp_path, stream=stream)
+    assert f"run out_of_memory: {reason}\n" in stream.getvalue()
+    assert "wandb" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (100, "100"),
+        (123456, "123,456"),
+        (123456.7, "123,457"),
+        (12.3456, "12.35"),
+        (0.0, "0"),
+        (1e-5, "1e-05"),
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        ("ok", "ok"),
+    ],
+)
+def test_format_value(value, text):
+    assert format_value(value) == text

@@ -1,0 +1,368 @@
+import logging
+import os
+import pty
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from enum import Enum
+from pathlib import Path
+
+import psutil
+import pytest
+from omegaconf import OmegaConf
+
+from tests.training.helpers.in_process import composed
+from tests.training.helpers.wandb_files import records_of, summary_of, wandb_runs, without_internals
+from training.build import build_tracker
+from training.errors import UserError
+from training.metrics import wandb_tracker
+from training.metrics.files import MetricsWriter, read_metrics
+from training.metrics.names import METRIC_KEYS
+from training.metrics.wandb_tracker import Tracker, chosen_options, plain, run_name, run_tags
+
+FAKE_KEY = "0123456789" * 4
+
+
+@pytest.fixture(autouse=True)
+def newcomer(tmp_path, monkeypatch, caplog):
+    """A user without wandb account, settings or key; his home is tmp_path/home."""
+    home = tmp_path / "home"
+    home.mkdir()
+    for variable in [name for name in os.environ if name.startswith(("WANDB_", "XDG_", "OFFLOAD_"))]:
+        monkeypatch.delenv(variable)
+    # Set before it is deleted, so that what a Tracker puts there is undone after the test.
+    for variable in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("NETRC", str(home / ".netrc"))
+    caplog.set_level(logging.INFO, logger="training.metrics.wandb_tracker")
+    # A killed service leaves its socket there; the path must stay short.
+    with tempfile.TemporaryDirectory(prefix="w") as sockets:
+        monkeypatch.setenv("TMPDIR", sockets)
+        yield
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    directory = tmp_path / "run"
+    directory.mkdir()
+    return directory
+
+
+def tracking_lines(caplog, level):
+    records = [record for record in caplog.records if record.name == "training.metrics.wandb_tracker"]
+    return [record.getMessage() for record in records if record.levelno == level]
+
+
+def warnings(caplog):
+    return tracking_lines(caplog, logging.WARNING)
+
+
+def service():
+    (process,) = [
+        child
+        for child in psutil.Process().children()
+        if child.name().startswith("wandb-core") and child.status() != psutil.STATUS_ZOMBIE
+    ]
+    return process
+
+
+def full_record(step):
+    values = {key: 1.5 * step + place / 7 for place, key in enumerate(METRIC_KEYS)}
+    return values | {"train/step": step, "train/skipped_steps": step // 10}
+
+
+def test_an_offline_run_reads_back_equal_to_metrics_jsonl(run_dir, tmp_path, caplog, capfd):
+    config = {"seed": 1, "model": {"name": "tiny", "layers": [1, 2]}, "note": None}
+    tracker = Tracker(
+        "auto", run_dir=run_dir, config=config, project="offload", tags=["offload=none"], name="tiny-none-1"
+    )
+    writer = MetricsWriter(run_dir)
+    for step in (10, 20, 30):
+        writer.write(full_record(step))
+        tracker.log(full_record(step), step)
+    tracker.finish({})
+
+    (wandb_run,) = wandb_runs(run_dir)
+    summary = summary_of(wandb_run)
+    assert without_internals(summary["summary"]) == read_metrics(run_dir)[-1]
+    assert summary["config"] == config
+    assert summary["project"] == "offload"
+    assert summary["name"] == "tiny-none-1"
+    assert summary["tags"] == ["offload=none"]
+    assert (summary["state"], summary["exit_code"]) == ("finished", 0)
+    history = [without_internals(line["item"]) for line in records_of(wandb_run, "history")]
+    assert history == read_metrics(run_dir)
+    step_metrics = {line.get("glob_name"): line.get("step_metric") for line in records_of(wandb_run, "metric")}
+    assert step_metrics["*"] == "train/step"
+
+    (line,) = tracking_lines(caplog, logging.INFO)
+    assert "no API key" in line
+    assert f"wandb sync {wandb_run}" in line
+    assert warnings(caplog) == []
+    assert capfd.readouterr() == ("", "")  # nothing from wandb itself
+    assert list((tmp_path / "home").iterdir()) == []  # nothing written outside the run's directory
+
+
+def test_the_closing_summary_replaces_last_values_and_a_failure_is_marked(run_dir):
+    tracker = Tracker("offline", run_dir=run_dir, config={})
+    tracker.log({"train/step": 1, "perf/step_ms": 900.0, "train/loss": 3.0}, 1)
+    tracker.finish({"perf/step_ms": 20.0, "train/first_loss": 3.0, "status": "failed"}, exit_code=1)
+    tracker.finish({"perf/step_ms": 0.0})  # a second finish does nothing
+    tracker.log({"perf/step_ms": 0.0}, 2)
+
+    (wandb_run,) = wandb_runs(run_dir)
+    summary = summary_of(wandb_run)
+    assert without_internals(summary["summary"]) == {
+        "train/step": 1,
+        "perf/step_ms": 20.0,
+        "train/loss": 3.0,
+        "train/first_loss": 3.0,
+        "status": "failed",
+    }
+    assert summary["exit_code"] == 1
+
+
+def test_trackers_one_after_another_are_runs_of_their_own(tmp_path):
+    ids = []
+    for place in (1, 2):
+        run_dir = tmp_path / f"run{place}"
+        run_dir.mkdir()
+        tracker = Tracker("offline", run_dir=run_dir, config={"place": place})
+        tracker.log({"train/step": place, "train/loss": float(place)}, place)
+        tracker.finish({})
+        (wandb_run,) = wandb_runs(run_dir)
+        summary = summary_of(wandb_run)
+        assert summary["config"] == {"place": place}
+        assert without_internals(summary["summary"]) == {"train/step": place, "train/loss": place}
+        ids.append(summary["run_id"])
+    assert ids[0] != ids[1]
+
+
+@pytest.mark.parametrize(("explicit", "expected"), [(None, "sweep-7"), ("mine", "mine")])
+def test_group(run_dir, monkeypatch, explicit, expected):
+    monkeypatch.setenv("OFFLOAD_SWEEP_GROUP", "sweep-7")
+    Tracker("offline", run_dir=run_dir, config={}, group=explicit).finish({})
+    (wandb_run,) = wandb_runs(run_dir)
+    assert records_of(wandb_run, "run")[0]["run_group"] == expected
+
+
+def test_a_service_killed_in_mid_run_warns_once(run_dir, tmp_path, caplog):
+    tracker = Tracker("offline", run_dir=run_dir, config={})
+    tracker.log({"train/step": 1}, 1)
+    process = service()
+    process.kill()
+    psutil.wait_procs([process], timeout=5)
+    start = time.monotonic()
+    for step in range(2, 50):
+        tracker.log({"train/step": step}, step)
+    tracker.finish({"status": "ok"})
+    assert time.monotonic() - start < 5
+    (warning,) = warnings(caplog)
+    assert "tracking stopped" in warning
+    assert "\n" not in warning
+
+    next_dir = tmp_path / "next"
+    next_dir.mkdir()
+    tracker = Tracker("offline", run_dir=next_dir, config={})
+    tracker.log({"train/step": 5}, 5)
+    tracker.finish({})
+    assert summary_of(*wandb_runs(next_dir))["step"] == 5
+
+
+def test_a_service_of_a_parent_process_is_left_alone(run_dir, monkeypatch, caplog):
+    monkeypatch.setenv("WANDB_SERVICE", f"3-{os.getppid()}-unix-/nowhere/socket")
+    tracker = Tracker("offline", run_dir=run_dir, config={})
+    tracker.log({"train/step": 1}, 1)
+    tracker.finish({})
+    assert warnings(caplog) == []
+    assert summary_of(*wandb_runs(run_dir))["step"] == 1
+
+
+def test_a_service_that_hangs_is_ended_within_the_limit(run_dir, monkeypatch, caplog):
+    monkeypatch.setattr(wandb_tracker, "_FINISH_LIMIT_S", 0.5)
+    tracker = Tracker("offline", run_dir=run_dir, config={})
+    process = service()
+    process.send_signal(signal.SIGSTOP)
+    start = time.monotonic()
+    tracker.log({"train/step": 1}, 1)
+    assert time.monotonic() - start < 0.1
+    tracker.finish({})
+    assert time.monotonic() - start < 5
+    (warning,) = warnings(caplog)
+    assert "did not finish within" in warning
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_records_that_no_one_takes_do_not_pile_up(run_dir, monkeypatch, caplog):
+    monkeypatch.setattr(wandb_tracker, "_QUEUE_LENGTH", 20)
+    tracker = Tracker("offline", run_dir=run_dir, config={})
+    service().send_signal(signal.SIGSTOP)
+    large = {"text": "x" * 2**20}  # fills the socket
+    for step in range(1, 100):
+        tracker.log(large | {"train/step": step}, step)
+    tracker.finish({})
+    (warning,) = warnings(caplog)
+    assert "does not answer" in warning
+
+
+def test_a_start_that_hangs_is_left_behind(run_dir, monkeypatch, caplog):
+    import wandb
+
+    monkeypatch.setattr(wandb_tracker, "_START_LIMIT_S", 0.2)
+    monkeypatch.setattr(wandb, "setup", lambda settings: time.sleep(2))
+    start = time.monotonic()
+    tracker = Tracker("offline", run_dir=run_dir, config={})
+    tracker.log({"train/step": 1}, 1)
+    assert time.monotonic() - start < 1.5
+    tracker.finish({})
+    (warning,) = warnings(caplog)
+    assert "did not start within" in warning
+
+
+@pytest.mark.parametrize("network", ["refused", "silent"])
+def test_a_key_without_network_falls_back_to_offline(run_dir, monkeypatch, caplog, network):
+    monkeypatch.setitem(wandb_tracker._SETTINGS, "init_timeout", 1.0)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if network == "silent":
+            server.listen()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
+        start = time.monotonic()
+        tracker = Tracker("auto", run_dir=run_dir, config={})
+        assert time.monotonic() - start < 10
+        tracker.log({"train/step": 3, "train/loss": 2.0}, 3)
+        tracker.finish({})
+    (wandb_run,) = wandb_runs(run_dir)  # and none from the attempt
+    assert without_internals(summary_of(wandb_run)["summary"]) == {"train/step": 3, "train/loss": 2.0}
+    (warning,) = warnings(caplog)
+    assert f"wandb sync {wandb_run}" in warning
+    assert "\n" not in warning
+    assert FAKE_KEY not in caplog.text
+
+
+@pytest.mark.parametrize("source", ["tracking.mode", "WANDB_MODE", "bad key"])
+def test_online_without_a_usable_key_warns_once_and_records_offline(run_dir, monkeypatch, caplog, source):
+    if source == "WANDB_MODE":
+        monkeypatch.setenv("WANDB_MODE", "online")
+    if source == "bad key":
+        monkeypatch.setenv("WANDB_API_KEY", "short")
+    Tracker("online" if source == "tracking.mode" else "auto", run_dir=run_dir, config={}).finish({})
+    (wandb_run,) = wandb_runs(run_dir)
+    assert wandb_run.name.startswith("offline-run-")
+    (warning,) = warnings(caplog)
+    assert f"wandb sync {wandb_run}" in warning
+
+
+def test_a_key_in_netrc_makes_auto_go_online(run_dir, monkeypatch, caplog):
+    monkeypatch.setitem(wandb_tracker._SETTINGS, "init_timeout", 1.0)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    Path(os.environ["NETRC"]).write_text(f"machine 127.0.0.1:9 login user password {FAKE_KEY}\n")
+    Tracker("auto", run_dir=run_dir, config={}).finish({})
+    (warning,) = warnings(caplog)
+    assert "online fails" in warning
+
+
+def test_on_a_terminal_nothing_is_asked(run_dir):
+    code = (
+        "import logging; from pathlib import Path; from training.metrics.wandb_tracker import Tracker\n"
+        "logging.basicConfig(level=logging.INFO)\n"
+        f"Tracker('online', run_dir=Path({str(run_dir)!r}), config={{}}).finish({{}}); print('trained')"
+    )
+    controller, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=terminal, stdout=terminal, stderr=terminal, close_fds=True
+    )
+    os.close(terminal)
+    shown = b""
+    try:
+        while b"trained" not in shown:
+            assert select.select([controller], [], [], 30)[0], shown
+            shown += os.read(controller, 4096)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        os.close(controller)
+    assert b"no API key" in shown
+
+
+@pytest.mark.parametrize(("mode", "environment"), [("disabled", {}), ("auto", {"WANDB_MODE": "disabled"})])
+def test_disabled_does_not_import_wandb(run_dir, mode, environment):
+    code = (
+        "import sys; from pathlib import Path; from training.metrics.wandb_tracker import Tracker\n"
+        f"tracker = Tracker({mode!r}, run_dir=Path({str(run_dir)!r}), config={{}})\n"
+        "tracker.log({'train/step': 1}, 1); tracker.finish({})\n"
+        "assert 'wandb' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | environment)
+    assert list(run_dir.iterdir()) == []
+
+
+def test_a_process_whose_service_died_keeps_its_exit_code_and_ends_quietly(run_dir):
+    code = (
+        "import sys, psutil; from pathlib import Path; from training.metrics.wandb_tracker import Tracker\n"
+        f"tracker = Tracker('offline', run_dir=Path({str(run_dir)!r}), config={{}})\n"
+        "[child.kill() for child in psutil.Process().children()]\n"
+        "tracker.log({'train/step': 1}, 1); tracker.finish({}); sys.exit(3)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 3
+    assert ended.stdout == ""
+    assert len(ended.stderr.splitlines()) == 1  # the warning
+    assert "tracking stopped" in ended.stderr
+
+
+def test_an_unknown_mode_names_the_choices(run_dir):
+    with pytest.raises(UserError, match=r"tracking\.mode=maybe: .*auto, online, offline, disabled"):
+        Tracker("maybe", run_dir=run_dir, config={})
+
+
+def test_config_becomes_plain_and_resolved(tmp_path):
+    class Precision(Enum):
+        BF16 = "bf16"
+
+    node = OmegaConf.create({"seed": 3, "nested": {"twice": "${seed}", "list": [1, "${seed}"]}})
+    config = plain({"job": node, "path": tmp_path, "pair": (1, 2.5), "on": True, "none": None, 4: Precision.BF16})
+    assert config == {
+        "job": {"seed": 3, "nested": {"twice": 3, "list": [1, 3]}},
+        "path": str(tmp_path),
+        "pair": [1, 2.5],
+        "on": True,
+        "none": None,
+        "4": "Precision.BF16",
+    }
+    assert type(config["job"]["nested"]) is dict
+
+
+def test_choices_are_those_of_the_run_and_have_plain_names():
+    choices = {
+        "offload": "tensor_swap", "offload@offload.weights": "bounce_linear", "model": "tiny", "experiment": None,
+        "hydra/launcher": "process", "hydra": "default",
+    }  # fmt: skip
+    expected = {"offload": "tensor_swap", "offload_weights": "bounce_linear", "model": "tiny"}
+    assert chosen_options(choices, ["offload", "model", "seed"]) == expected
+    assert chosen_options(choices | {"experiment": "mine"}, ["offload"])["experiment"] == "mine"
+
+
+def test_name_and_tags_come_from_the_chosen_options():
+    choices = {"offload": "bounce_linear", "model": "llama7b", "optimizer": "adamw"}
+    assert run_name(choices, seed=2) == "llama7b-bounce_linear-2"
+    assert run_tags(choices) == ["model=llama7b", "offload=bounce_linear", "optimizer=adamw"]
+    assert len(run_tags({"experiment": "x" * 100})[0]) == 64
+
+
+def test_the_config_has_every_group_and_beside_them_the_machine(tmp_path, monkeypatch):
+    given = {}
+    monkeypatch.setattr("training.build.Tracker", lambda **arguments: given.update(arguments))
+    with composed("hardware=h200", "offload=layer_stream") as config:
+        build_tracker(config, tmp_path, {"gpu": None})
+    assert set(config) < set(given["config"])
+    assert given["config"]["hardware"]["name"] == "H200"
+    assert given["config"]["machine"] == {"gpu": None}
+    assert given["config"]["choices"]["hardware"] == "h200"

@@ -1,0 +1,231 @@
+"""plan=true as a user runs it, and the plan of a run beside what it measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.llama import Llama
+from offload.runtime.byte_sizes import GIB
+from tests.training.helpers.in_process import ROOT, command_here, composed
+from training.config.validation import check
+from training.errors import UserError
+from training.planning.machine import figures_of
+from training.planning.plan import draw_timeline, plan_run
+from training.planning.report import RunPlan
+
+
+def run(folder: Path, *overrides: str, status: int = 0) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "disabled")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        result = command_here(*overrides, f"hydra.run.dir={folder}")
+    assert result.returncode == status, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+@pytest.fixture
+def planned() -> Callable[..., RunPlan]:
+    """A plan made in this process."""
+
+    def planned(*overrides: str, has_gpu: bool = True) -> RunPlan:
+        with composed("hardware=h200", "seq_len=64", *overrides) as config:
+            check(config)
+            return plan_run(config, figures_of(config, torch.device("cpu")), has_gpu)
+
+    return planned
+
+
+def read(folder: Path, name: str) -> dict:
+    return json.loads((folder / name).read_text())
+
+
+def test_a_model_of_any_size_in_seconds_and_without_memory(tmp_path: Path):
+    program = (
+        "import resource, runpy, sys; sys.argv[0] = 'train.py'; runpy.run_path('train.py', run_name='__main__');"
+        "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    arguments = ["plan=true", "offload=layer_stream", "model=llama70b", "precision=bf16", "recompute=block"]
+    arguments += ["hardware=h200", "optimizer=host_adamw", f"hydra.run.dir={tmp_path}"]
+    start = time.perf_counter()
+    result = subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    assert time.perf_counter() - start < 120, "some ten seconds on an idle machine"
+    assert int(result.stdout.split("peak")[-1]) < 2 * 2**20, "KiB: 68.9 B parameters would take 64 times that"
+    plan = read(tmp_path, "plan.json")
+    assert plan["fits"] == {"vram_budget": True, "host_budget": False}
+    assert 127 < plan["host_bytes"]["weights"] / GIB < 128
+    assert plan["host_bytes"]["optimizer"] / plan["host_bytes"]["weights"] == pytest.approx(6, rel=0.01)
+    assert plan["bound"] == "host optimizer"
+    summary = read(tmp_path, "summary.json")
+    assert summary["status"] == "planned"
+    assert summary["reason"].startswith("host_budget: ")
+    assert summary["planned/perf/step_ms"] == plan["step_ms"] > plan["floors_ms"]["compute"] > 0
+    assert "DOES NOT FIT" in result.stdout
+
+
+def test_a_sweep_of_plans(tmp_path: Path):
+    overrides = ["plan=true", "hardware=rtx4090,a100", "offload=layer_stream", "seq_len=64"]
+    command = [sys.executable, "train.py", "-m", *overrides, f"hydra.sweep.dir={tmp_path}"]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300).stdout
+    bus = [read(tmp_path / job, "plan.json")["hardware"]["name"] for job in "01"]
+    assert bus == ["RTX 4090", "A100 80GB"]
+    assert output.count("predicted step") == 2
+
+
+def test_unknown_hardware_is_refused(tmp_path: Path):
+    output = run(tmp_path, "plan=true", "hardware=h2000", status=1)
+    assert output.startswith("error: ")
+    assert output.count("\n") == 1
+    assert all(word in output for word in ("h2000", "h200,", "rtx4090"))
+
+
+def test_figures_that_were_not_measured_are_refused(planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(UserError, match=r"hardware=measured: nothing is kept of .*: run python scripts/probe\.py"):
+        planned("hardware=measured")
+
+
+def test_a_run_says_what_was_planned_beside_what_it_measured(tmp_path: Path):
+    overrides = ("offload=bounce_linear", "optimizer=host_adamw", "batch_size=4", "microbatches=2", "seq_len=32")
+    output = run(tmp_path, *overrides, "steps=4", "log_every=2", "warmup_steps=2", "device=cpu")
+    summary = read(tmp_path, "summary.json")
+    for key in ("transfer/h2d_gib", "transfer/d2h_gib"):
+        assert summary[f"planned/{key}"] == summary[key] > 0
+    assert summary["planned/memory/rss_gib"] == pytest.approx(summary["memory/rss_gib"], rel=0.3)
+    assert summary["planned/perf/step_ms"] > 0
+    assert output.rindex("ratio") > output.rindex("planned")
+    assert read(tmp_path, "plan.json")["fits"]["vram_budget"] is None
+
+
+@pytest.mark.parametrize(("budget", "fits"), [("2GiB", True), ("3MiB", False)])
+def test_budgets(planned, budget: str, fits: bool):
+    plan = planned("offload=layer_stream", f"vram_budget={budget}", f"host_budget={budget}")
+    assert plan.fits == {"vram_budget": fits, "host_budget": fits}
+    assert (plan.misfit() is None) == fits
+
+
+def test_a_budget_beyond_the_machine_is_the_machines(planned):
+    machine = ("hardware.vram_gib=0.004", "hardware.host_gib=0.003")
+    plan = planned(*machine, "offload=layer_stream", "vram_budget=200GiB", "host_budget=1TiB")
+    assert plan.fits == {"vram_budget": False, "host_budget": False}
+    assert plan.misfit().startswith("vram_budget: ")
+    assert "host_budget: " in plan.misfit()
+    assert plan.misfit().count("3.07 MiB (H200) there") == 1
+    assert plan.rows()["host: in all"].endswith("of 3.07 MiB (H200): DOES NOT FIT")
+    smaller = planned(*machine, "offload=layer_stream", "vram_budget=1MiB").rows()["device: at its peak"]
+    assert smaller.endswith("of 1.00 MiB (vram_budget): DOES NOT FIT")
+
+
+def test_parts_add_up_to_the_model_and_its_states(planned):
+    parameters = 0.8e6
+    for mode in ("none", "layer_stream", "bounce_linear"):
+        plan = planned(f"offload={mode}", "precision=bf16")
+        both = {part: plan.device_bytes[part] + plan.host_bytes.get(part, 0) for part in ("weights", "optimizer")}
+        assert both["weights"] == pytest.approx(2 * parameters, rel=0.1)
+        assert both["optimizer"] == pytest.approx(6 * both["weights"], rel=0.01)
+    assert sum(plan.host_bytes.values()) == plan.totals["host_budget"]
+
+
+def test_without_a_gpu_the_device_is_the_host(planned):
+    plan = planned("offload=layer_stream", has_gpu=False)
+    assert plan.host_bytes["device"] == sum(plan.device_bytes.values())
+    assert plan.fits["vram_budget"] is None
+    assert "memory/vram_peak_gib" not in plan.metrics()
+
+
+def test_states_on_the_device_take_work_from_the_host(planned):
+    job = ("offload=layer_stream", "optimizer=host_adamw", "precision=bf16")
+    none, some, all_that_fit = (planned(*job, f"optimizer.device_share={share}") for share in ("0", "5MiB", "auto"))
+    moved = [plan.device_bytes["optimizer"] - none.device_bytes["optimizer"] for plan in (some, all_that_fit)]
+    assert moved[1] == pytest.approx(none.host_bytes["optimizer"], rel=1e-3)
+    # Whole blocks, of which there are four.
+    assert moved[0] == moved[1] // 2 < 5 * 2**20
+    assert none.host_bytes["optimizer"] - some.host_bytes["optimizer"] == pytest.approx(moved[0], rel=1e-3)
+    assert some.step_bytes["out"] > none.step_bytes["out"]
+    floors = [plan.forecast.floors["host optimizer"] for plan in (none, some, all_that_fit)]
+    assert floors[0] > floors[1] > floors[2] == 0
+    assert all_that_fit.host_bytes["optimizer"] == 0
+
+
+def test_updates_that_the_step_waits_for_are_noted(planned):
+    sizes = ("model.hidden_size=2048", "model.intermediate_size=8192", "precision=bf16", "offload=layer_stream")
+    (note,) = planned(*sizes).notes
+    assert note.startswith("optimizer=host_adamw hides updates")
+    assert planned(*sizes, "optimizer=host_adamw", "clip_norm=null").notes == ()
+    assert planned(*sizes[:-1]).notes == ()
+
+
+def test_states_that_visit_take_the_bus_instead(planned):
+    job = ("offload=layer_stream", "optimizer=host_adamw", "precision=bf16")
+    none, some, every = (planned(*job, f"optimizer.visiting_share={share}") for share in (0, 0.25, 1))
+    assert some.forecast.floors["host optimizer"] == pytest.approx(0.75 * none.forecast.floors["host optimizer"])
+    # A gradient in, a weight out, and a master and two moments of four bytes each.
+    trained = none.host_bytes["weights"] / 2
+    for way in ("in", "out"):
+        assert every.step_bytes[way] - none.step_bytes[way] == pytest.approx(14 * trained, rel=0.01)
+    assert every.device_bytes["optimizer"] > none.device_bytes["optimizer"]
+    assert every.host_bytes["optimizer"] == none.host_bytes["optimizer"]
+
+
+def test_an_automatic_budget_keeps_what_copies_would_not_hide(planned):
+    job = ("offload=tensor_swap", "offload.min_bytes=1KiB")
+    everything, slow = planned(*job), planned(*job, "offload.budget=auto", "hardware.d2h_gb_s=0.001")
+    assert everything.step_bytes["activations out"] > 0.9 * everything.host_bytes["activations"] > 0
+    assert slow.step_bytes["activations out"] < 0.1 * everything.step_bytes["activations out"]
+    assert slow.device_bytes["activations"] > everything.device_bytes["activations"]
+    assert "hidden behind compute" in slow.notes[0]
+
+
+@pytest.mark.parametrize(("count", "some"), [(1, ""), (6, " of some of 6 microbatches")])
+def test_the_picture_of_a_plan_says_which_part_of_the_step_it_shows(
+    planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, some: str
+):
+    titles = []
+    monkeypatch.setattr("training.planning.plan.draw", lambda timeline, path, title: titles.append(title))
+    plan = planned("offload=layer_stream", f"microbatches={count}")
+    draw_timeline(plan, count, tmp_path / "plan.png", "planned: layer_stream")
+    step_ms = f"{plan.forecast.step_ms:,.1f} ms"
+    assert titles == [f"planned: layer_stream; step of {step_ms}, of it forward and backward{some}"]
+
+
+@pytest.mark.parametrize("mode", ["layer_stream", "shard_offload"])
+def test_microbatches_beyond_those_rehearsed(planned, mode: str):
+    job = (f"offload={mode}", "model.num_hidden_layers=2", "batch_size=12", "seq_len=16")
+    one, four, six = (planned(*job, f"microbatches={count}").step_bytes["in"] for count in (1, 4, 6))
+    if mode == "shard_offload":
+        assert six == pytest.approx(one, rel=0.2)
+    else:
+        assert six - four == pytest.approx(2 * (four - one) / 3, rel=0.2)
+
+
+def test_a_model_that_cannot_be_rehearsed_is_planned_by_bounds(planned, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Llama, "forward", lambda self, ids, labels: ids.sum().item())
+    plan = planned("offload=layer_stream")
+    assert "activations are not in the plan" in plan.notes[0]
+    assert plan.device_bytes["activations"] == 0
+    assert min(plan.step_bytes["out"], plan.forecast.step_ms) > 0
+
+
+def test_a_rehearsal_that_ends_early_gives_neither_a_timeline_nor_a_time(planned, monkeypatch: pytest.MonkeyPatch):
+    forward = Llama.forward
+    monkeypatch.setattr(Llama, "forward", lambda self, ids, labels: forward(self, ids, labels).item())
+    plan = planned("offload=layer_stream")
+    assert plan.timeline == ()
+    assert plan.forecast.step_ms >= sum(plan.forecast.phases_ms)
+
+
+def test_figures_given_by_hand_go_before_a_preset(planned):
+    plan = planned("hardware.host_gib=1", "hardware.name=mine")
+    assert (plan.figures.name, plan.budgets["host_budget"]) == ("mine", GIB)
+    with pytest.raises(UserError, match=r"hardware\.h2d_gb_s=0\.0: must be above 0"):
+        planned("hardware.h2d_gb_s=0")

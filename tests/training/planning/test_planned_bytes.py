@@ -1,0 +1,51 @@
+"""On the CPU the bytes that a plan says are copied in a step are those that a run then counts, to the byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from offload.modes import tensor_swap
+from tests.training.helpers.in_process import CONF, SMALL_MODEL, run_here
+
+MODES = sorted(path.stem for path in (CONF / "offload").glob("*.yaml"))
+KEYS = (
+    "transfer/h2d_gib",
+    "transfer/d2h_gib",
+    "transfer/activations_h2d_gib",
+    "transfer/activations_d2h_gib",
+)
+JOB = ("steps=2", "warmup_steps=1", "log_every=1", "seq_len=32", "dataset=synthetic", "tracking=disabled")
+# Groups of query heads share a key, which attention then saves once.
+HEADS = ("model.num_attention_heads=4", "model.num_key_value_heads=2")
+
+
+@pytest.fixture(autouse=True)
+def little_in_flight(monkeypatch: pytest.MonkeyPatch):
+    """Small activations would all be back before their memory was given up, and none would be copied in."""
+    monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 2**14)
+
+
+def moved(folder: Path, mode: str, *overrides: str) -> dict[str, float]:
+    """What a run under `mode` measures, which has to be what was planned."""
+    swaps = ("offload.min_bytes=4KiB",) if "swap" in mode else ()
+    summary = run_here(folder, *SMALL_MODEL, *JOB, *HEADS, f"offload={mode}", *swaps, *overrides)
+    measured = {key: summary[key] for key in KEYS}
+    assert {key: summary[f"planned/{key}"] for key in KEYS} == measured
+    return measured
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("mode", MODES)
+def test_planned_bytes_are_measured(tmp_path: Path, mode: str, precision: str, recompute: str):
+    measured = moved(tmp_path, mode, f"precision={precision}", f"recompute={recompute}", "microbatches=2")
+    if mode != "none":
+        assert min(measured["transfer/h2d_gib"], measured["transfer/d2h_gib"]) > 0
+
+
+@pytest.mark.parametrize("mode", ["tensor_swap", "layer_stream_swap", "shard_offload"])
+def test_of_microbatches_that_are_not_alike(tmp_path: Path, mode: str):
+    """More than are rehearsed, of two sequences and of one."""
+    moved(tmp_path, mode, "batch_size=11", "microbatches=6")

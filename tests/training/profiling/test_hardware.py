@@ -1,0 +1,213 @@
+import json
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from offload.runtime.bandwidth import Bandwidth
+from training.errors import UserError
+from training.profiling import hardware
+
+CPU = torch.device("cpu")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def pretend_gpus(monkeypatch, count):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Card {index}")
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "expected"),
+    [
+        ("cpu", 2, "cpu"),
+        ("auto", 0, "cpu"),
+        ("auto", 2, "cuda:0"),
+        ("cuda", 1, "cuda:0"),
+        ("cuda:1", 2, "cuda:1"),
+    ],
+)
+def test_resolve_device(monkeypatch, name, count, expected):
+    pretend_gpus(monkeypatch, count)
+    assert str(hardware.resolve_device(name)) == expected
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cuda:-1", "mps", "", "cuda:1:2"])
+def test_an_unknown_device_names_the_choices(name):
+    with pytest.raises(UserError, match=f"device={name}: unknown device; choose auto, cuda, cuda:N"):
+        hardware.resolve_device(name)
+
+
+def test_an_absent_index_names_the_gpus_that_are_there(monkeypatch):
+    pretend_gpus(monkeypatch, 2)
+    with pytest.raises(UserError, match=r"device=cuda:2: .*cuda:0 \(Card 0\), cuda:1 \(Card 1\)"):
+        hardware.resolve_device("cuda:2")
+
+
+def test_an_absent_gpu_names_the_cause(monkeypatch):
+    pretend_gpus(monkeypatch, 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(UserError, match=r"device=cuda: .*nvidia-smi.*device=cpu"):
+        hardware.resolve_device("cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES is ''"):
+        hardware.resolve_device("cuda")
+
+
+def test_a_torch_without_cuda_is_named(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    with pytest.raises(UserError, match=r"device=cuda:0: this torch \(.*\) was built without CUDA"):
+        hardware.resolve_device("cuda:0")
+
+
+def test_describe_on_the_cpu():
+    facts = hardware.describe(CPU)
+    assert facts["device"] == "cpu"
+    assert facts["cpu_cores"] >= 1
+    assert facts["cpu_name"]
+    assert 0.1 < facts["host_memory_gib"] < 100_000
+    assert json.loads(json.dumps(facts)) == facts
+
+
+def test_the_bus_is_measured_once_for_each_device(monkeypatch):
+    measured = []
+    monkeypatch.setattr(hardware, "_bandwidths", {})
+    monkeypatch.setattr(hardware, "measure_bandwidth", lambda streams, **_: measured.append(streams.device) or 7.0)
+    cpu = SimpleNamespace(device=CPU)
+    assert hardware.measured_bandwidth(cpu) == hardware.measured_bandwidth(cpu) == 7.0
+    assert measured == [CPU]
+
+
+def test_the_record_of_a_gpu_has_its_bus(tmp_path, monkeypatch):
+    monkeypatch.setattr(hardware, "_bandwidths", {CPU: Bandwidth(50.5, 40.25, 30.0)})
+    bus = {"h2d_gb_s": 50.5, "d2h_gb_s": 40.25, "both_gb_s": 30.0}
+    facts = hardware.record_hardware(SimpleNamespace(device=CPU, asynchronous=True), tmp_path)
+    assert facts == hardware.describe(CPU) | bus
+    assert json.loads((tmp_path / "hardware.json").read_text()) == facts
+    assert hardware.record_hardware(SimpleNamespace(device=CPU, asynchronous=False), tmp_path) == hardware.describe(CPU)
+
+
+@pytest.mark.parametrize(
+    ("output", "facts"),
+    [
+        ("570.86, 5, 16\n", {"driver": "570.86", "pcie_generation": 5, "pcie_width": 16}),
+        ("570.86, [N/A], [N/A]\n", {"driver": "570.86"}),
+        ("No devices were found\n", {}),
+    ],
+)
+def test_nvidia_smi_answers(output, facts):
+    assert hardware._parse_nvidia_smi(output) == facts
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["exec sleep 30", "echo broken >&2; exit 9"],
+    ids=["hangs", "fails"],
+)
+def test_an_nvidia_smi_that_does_not_answer_costs_little(tmp_path, monkeypatch, script):
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    start = time.monotonic()
+    assert hardware._nvidia_smi_facts("GPU-0") == {}
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("gpu_name", "bf16_tflops", "fp32_tflops"),
+    [
+        ("NVIDIA H200", 989.4, 66.9),
+        ("NVIDIA H200 NVL", 835.5, 60.0),
+        ("NVIDIA H100 80GB HBM3", 989.4, 66.9),
+        ("NVIDIA H100 PCIe", 756.0, 51.2),
+        ("NVIDIA A100-SXM4-80GB", 312.0, 19.5),
+        ("NVIDIA A100 80GB PCIe", 312.0, 19.5),
+        ("NVIDIA L40S", 362.0, 91.6),
+        ("NVIDIA L4", 121.0, 30.3),
+        ("NVIDIA GeForce RTX 4090", 165.2, 82.6),
+        ("NVIDIA GeForce RTX 3090", 71.0, 35.6),
+        ("NVIDIA GeForce RTX 3090 Ti", 80.0, 40.0),
+    ],
+)
+def test_datasheet_peaks(gpu_name, bf16_tflops, fp32_tflops):
+    assert hardware._datasheet_flops(gpu_name, torch.bfloat16) == bf16_tflops * 1e12
+    assert hardware._datasheet_flops(gpu_name, torch.float32) == fp32_tflops * 1e12
+
+
+@pytest.mark.parametrize(
+    "gpu_name",
+    [
+        "NVIDIA H20",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+        "Tesla V100-SXM2-16GB",
+    ],
+)
+def test_a_gpu_outside_the_datasheet_is_not_taken_for_another(gpu_name):
+    assert hardware._datasheet_flops(gpu_name, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_peak_of_the_cpu_is_measured_once_and_leaves_the_random_state_alone(dtype):
+    hardware.peak_flops.cache_clear()
+    state = torch.get_rng_state()
+    peak = hardware.peak_flops(CPU, dtype)
+    assert 1e8 < peak < 1e14
+    assert hardware.peak_flops(CPU, dtype) == peak  # a second measurement would differ
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_memory_on_the_cpu():
+    before_gib = hardware.rss_gib()
+    held = torch.ones(64 * 2**20, dtype=torch.uint8)
+    assert hardware.rss_gib() - before_gib > 0.03
+    del held
+    hardware.reset_peaks(CPU)
+    assert hardware.vram_peak_gib(CPU) == hardware.vram_reserved_gib(CPU) == 0.0
+
+
+def test_importing_touches_no_gpu():
+    code = "import torch, training.profiling.hardware; assert not torch.cuda.is_initialized()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_gpu_is_described_and_its_peaks_are_counted():
+    device = hardware.resolve_device("cuda")
+    facts = hardware.describe(device)
+    assert facts["gpu_name"] == torch.cuda.get_device_name(device)
+    assert facts["gpu_memory_gib"] > 1
+    assert json.loads(json.dumps(facts)) == facts
+
+    torch.cuda.empty_cache()
+    hardware.reset_peaks(device)
+    start_gib = hardware.vram_peak_gib(device)
+    held = torch.empty(2**28, dtype=torch.uint8, device=device)
+    del held
+    assert hardware.vram_peak_gib(device) - start_gib == pytest.approx(0.25, abs=0.01)
+    assert hardware.vram_reserved_gib(device) >= hardware.vram_peak_gib(device)
+    torch.cuda.empty_cache()
+    hardware.reset_peaks(device)
+    assert hardware.vram_peak_gib(device) == pytest.approx(start_gib, abs=0.01)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_measured_gpu_stays_below_its_datasheet_and_gives_its_memory_back(dtype):
+    device = hardware.resolve_device("cuda")
+    reserved_bytes = torch.cuda.memory_reserved(device)
+    measured = hardware._measured_flops(device, dtype)
+    datasheet = hardware._datasheet_flops(torch.cuda.get_device_name(device), dtype)
+    if datasheet is not None:
+        assert 0.4 * datasheet < measured < 1.05 * datasheet
+    # cuBLAS keeps a workspace of some MiB.
+    assert torch.cuda.memory_reserved(device) <= reserved_bytes + 64 * 2**20

@@ -1,0 +1,153 @@
+"""What one step computes: gradients by microbatch, their norm, clipping, and what happens where they are not finite."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload.modes.none import Resident
+from tests.training.helpers.in_process import TINY_RUN, command_here
+from training.loop import clip_scale, forward_backward, gradient_norm, microbatch_seed
+
+SMALL = (*TINY_RUN, "steps=4", "log_every=1", "dataset=synthetic")
+
+
+class Bigram(nn.Module):
+    """Mean loss of the next token given this one."""
+
+    def __init__(self, dropout: float = 0.0):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.head(self.dropout(self.embed(tokens)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def batch(rows: int = 5) -> Tensor:
+    return torch.randint(11, (rows, 7), generator=torch.Generator().manual_seed(0))
+
+
+def with_gradients(*gradients: Tensor | None) -> nn.Module:
+    model = nn.Module()
+    for index, gradient in enumerate(gradients):
+        parameter = nn.Parameter(torch.zeros(3) if gradient is None else torch.zeros_like(gradient))
+        parameter.grad = gradient
+        model.register_parameter(f"p{index}", parameter)
+    return model
+
+
+@pytest.mark.parametrize("microbatches", [2, 3, 5])
+def test_loss_and_gradients_are_those_of_the_whole_batch(microbatches: int):
+    whole = Bigram()
+    parts = copy.deepcopy(whole)
+    one = forward_backward(Resident(), whole, batch(), 1, seed=0, step=1)
+    other = forward_backward(Resident(), parts, batch(), microbatches, seed=0, step=1)
+    assert (other.shape, other.dtype) == ((), torch.float32)
+    torch.testing.assert_close(one, other)
+    for left, right in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(left.grad, right.grad)
+
+
+def test_random_numbers_depend_on_seed_step_and_microbatch_alone():
+    model = Bigram(dropout=0.5)
+    losses = {
+        (seed, step): forward_backward(Resident(), model, batch(), 2, seed, step).item()
+        for seed in (0, 1)
+        for step in (1, 2)
+    }
+    assert len(set(losses.values())) == 4
+    torch.rand(5)
+    assert forward_backward(Resident(), model, batch(), 2, 1, 2).item() == losses[1, 2]
+
+
+def test_microbatches_have_seeds_of_their_own():
+    seeds = {microbatch_seed(seed, step, index) for seed in range(3) for step in range(12) for index in range(12)}
+    assert len(seeds) == 3 * 12 * 12
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_the_norm_is_that_of_all_gradients():
+    model = with_gradients(torch.randn(5, 3), None, torch.randn(7))
+    expected = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert gradient_norm(model, {}) == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_norms_that_are_known_are_not_computed_again():
+    model = with_gradients(torch.full((2,), math.nan), torch.tensor([4.0]))
+    assert gradient_norm(model, {model.p0: torch.tensor(3.0)}) == pytest.approx(5.0)
+    # Known or not, what has no gradient counts for nothing.
+    model.p0.grad = None
+    assert gradient_norm(model, {model.p0: torch.tensor(3.0)}) == pytest.approx(4.0)
+
+
+def test_the_norm_of_bf16_gradients_is_float32():
+    gradient = torch.randn(1000).bfloat16()
+    model = with_gradients(gradient)
+    expected = gradient.double().norm().item()
+    assert gradient_norm(model, {}) == pytest.approx(expected, rel=1e-6)
+    assert gradient.norm().item() != pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_shows_in_the_norm(value: float):
+    model = with_gradients(torch.randn(5), torch.tensor([1.0, value]))
+    assert not math.isfinite(gradient_norm(model, {}))
+
+
+@pytest.mark.parametrize("clip_norm", [0.1, 1.0, 100.0])
+def test_clipping_is_torchs(clip_norm: float):
+    gradient = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    model = with_gradients(gradient.clone())
+    scale = clip_scale(gradient_norm(model, {}), clip_norm)
+    nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+    torch.testing.assert_close(gradient * scale, model.p0.grad, rtol=1e-6, atol=0)
+
+
+def test_what_is_small_enough_is_not_scaled():
+    assert clip_scale(5.0, None) == 1.0
+    assert clip_scale(0.5, 1.0) == 1.0
+    assert clip_scale(0.0, 1.0) == 1.0
+    assert clip_scale(4.0, 1.0) == pytest.approx(0.25)
+
+
+def run(folder: Path, *overrides: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    result = command_here(*SMALL, *overrides, f"hydra.run.dir={folder}")
+    assert result.returncode == status, result.stdout + result.stderr
+    return result
+
+
+def records(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# Adam's step is lr in every weight, so after one step activations overflow.
+OVERFLOW = ("optimizer.lr=1e30",)
+
+
+@pytest.mark.parametrize("options", [(), ("optimizer=host_adamw", "offload=layer_stream", "clip_norm=null")])
+def test_stop_ends_the_run_with_one_line(tmp_path: Path, options: tuple[str, ...]):
+    result = run(tmp_path, *options, *OVERFLOW, status=1)
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("error: step 2: the gradient norm is ")
+    assert "on_nonfinite=stop" in line
+    assert "lower optimizer.lr" in line
+    assert len(records(tmp_path)) == 1
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+
+
+def test_skip_goes_on_and_counts(tmp_path: Path):
+    run(tmp_path, "optimizer=host_adamw", "offload=layer_stream", *OVERFLOW, "on_nonfinite=skip")
+    written = records(tmp_path)
+    assert [record["train/skipped_steps"] for record in written] == [0, 1, 2, 3]
+    assert all(record["optimizer/gparams_per_s"] == 0 for record in written[2:])
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "ok"

@@ -1,0 +1,253 @@
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offload.optimizer import kernels
+from training.optim import AdamW
+
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+STEPS = 5
+SHAPES = [(7, 45), (1,), (), (64, 16), (0,), (3, 5, 2)]
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a parameter of a few hundred elements span several tiles, the last one ragged."""
+    monkeypatch.setattr(kernels, "HOST_TILE", 64)
+    monkeypatch.setattr(kernels, "DEVICE_TILE", 64)
+
+
+def parameters(dtype: torch.dtype, device: str = "cpu") -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in SHAPES]
+
+
+def gradient(of: Tensor, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + of.numel())
+    return torch.randn(of.shape, generator=generator).to(of.device, of.dtype)
+
+
+def train(optimizer: torch.optim.Optimizer, steps: range = range(STEPS)) -> None:
+    for step in steps:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = gradient(parameter, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def reference(shadows: list[nn.Parameter], dtype: torch.dtype) -> list[Tensor]:
+    """torch's fused AdamW by hand on float32 masters of `shadows`, each step's value rounded to `dtype`."""
+    masters = [nn.Parameter(shadow.detach().float()) for shadow in shadows]
+    fused = torch.optim.AdamW(masters, **SETTINGS, fused=True)
+    for step in range(STEPS):
+        for master, shadow in zip(masters, shadows, strict=True):
+            master.grad = gradient(shadow, step).float()
+        fused.step()
+    return [master.detach().to(dtype) for master in masters]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_equals_fused_adamw_on_float32_masters_bitwise(dtype: torch.dtype, device: str) -> None:
+    expected = reference(parameters(dtype, device), dtype)
+    trained = parameters(dtype, device)
+    train(AdamW(trained, **SETTINGS))
+    assert all(torch.equal(value, target) for value, target in zip(trained, expected, strict=True))
+
+
+def test_one_call_on_a_large_parameter_equals_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "HOST_TILE", 1 << 14)
+    shadow = [nn.Parameter(torch.randn(100_003).bfloat16())]
+    expected = reference(shadow, torch.bfloat16)
+    train(AdamW(shadow, **SETTINGS))
+    assert torch.equal(shadow[0], expected[0])
+
+
+def test_updates_too_small_for_bf16_add_up() -> None:
+    ours, alone = (nn.Parameter(torch.ones(8, dtype=torch.bfloat16)) for _ in range(2))
+    settings = SETTINGS | {"lr": 1e-4, "weight_decay": 0.0}
+    for weights, adamw in ((ours, AdamW([ours], **settings)), (alone, torch.optim.AdamW([alone], **settings))):
+        for _ in range(100):
+            weights.grad = torch.ones_like(weights)
+            adamw.step()
+    assert torch.equal(alone, torch.ones_like(alone))
+    torch.testing.assert_close(ours, torch.full_like(ours, 0.99))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda flat: flat[16:256].view(4, 60),
+        lambda flat: flat.view(2, 4, 4, 8).to(memory_format=torch.channels_last),
+        lambda flat: flat.view(16, 16).t(),
+        lambda flat: flat.view(16, 16)[:, 3:11],
+    ],
+    ids=["slice of a flat buffer", "channels last", "transposed", "columns"],
+)
+def test_any_layout_of_parameter_and_gradient(view: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    flat = torch.randn(256).to(dtype)
+    before = flat.clone()
+    parameter = nn.Parameter(view(flat))
+    plain = nn.Parameter(parameter.detach().clone(memory_format=torch.contiguous_format))
+    train(AdamW([parameter], **SETTINGS))
+    train(AdamW([plain], **SETTINGS))
+    assert torch.equal(parameter, plain)
+    assert not torch.equal(parameter, view(before))
+    # The parameter is still the same memory, and nothing beside it was written.
+    if parameter.data_ptr() - flat.data_ptr() in range(flat.numel() * flat.element_size()):
+        assert torch.equal(view(flat), parameter)
+        assert (flat != before).sum() <= parameter.numel()
+
+
+def test_a_gradient_of_another_layout_meets_its_own_element() -> None:
+    straight, crossed = (nn.Parameter(torch.zeros(4, 6)) for _ in range(2))
+    straight.grad = torch.randn(4, 6)
+    crossed.grad = straight.grad.t().contiguous().t()
+    for parameter in (straight, crossed):
+        AdamW([parameter], **SETTINGS).step()
+    assert torch.equal(straight, crossed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_version_of_an_updated_parameter_rises_and_of_no_other(dtype: torch.dtype) -> None:
+    updated, frozen = (nn.Parameter(torch.ones(4, dtype=dtype)) for _ in range(2))
+    updated.grad = torch.ones_like(updated)
+    versions = updated._version, frozen._version
+    adamw = AdamW([updated, frozen], **SETTINGS)
+    adamw.step()
+    assert updated._version > versions[0]
+    assert frozen._version == versions[1]
+    assert frozen not in adamw.state
+
+
+def test_state_is_float32_and_masters_only_where_needed() -> None:
+    single, half = (nn.Parameter(torch.ones(4, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16))
+    adamw = AdamW([single, half], **SETTINGS)
+    train(adamw)
+    assert set(adamw.state[single]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert set(adamw.state[half]) == {"step", "exp_avg", "exp_avg_sq", "master"}
+    for state in adamw.state.values():
+        assert all(value.dtype == torch.float32 for value in state.values())
+        assert state["step"] == STEPS
+
+
+def test_groups_and_schedules_have_their_own_settings() -> None:
+    first, second = (nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
+    adamw = AdamW([{"params": [first]}, {"params": [second], "lr": 0.0}], **SETTINGS)
+    schedule = torch.optim.lr_scheduler.LambdaLR(adamw, lambda step: 1.0 if step == 0 else 0.0)
+    train(adamw, range(1))
+    schedule.step()
+    after_one = first.detach().clone()
+    assert (after_one < 1).any()
+    train(adamw, range(1, 3))
+    assert torch.equal(first, after_one)
+    assert torch.equal(second, torch.ones_like(second))
+
+
+def test_a_closure_is_evaluated_with_gradients() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    adamw = AdamW([weight], **SETTINGS)
+
+    def closure() -> Tensor:
+        loss = (weight**2).sum()
+        loss.backward()
+        return loss
+
+    assert adamw.step(closure) == 3
+    assert (weight < 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_resumed_from_its_state_dict_goes_on_bitwise(dtype: torch.dtype, tmp_path) -> None:
+    straight = parameters(dtype)
+    train(AdamW(straight, **SETTINGS), range(6))
+
+    stopped = parameters(dtype)
+    first_half = AdamW(stopped, **SETTINGS)
+    train(first_half, range(3))
+    torch.save({"weights": stopped, "optimizer": first_half.state_dict()}, tmp_path / "checkpoint.pt")
+
+    loaded = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    resumed = [nn.Parameter(weight.detach()) for weight in loaded["weights"]]
+    second_half = AdamW(resumed, **SETTINGS | {"lr": 123.0})
+    second_half.load_state_dict(loaded["optimizer"])
+    train(second_half, range(3, 6))
+    assert all(torch.equal(value, target) for value, target in zip(resumed, straight, strict=True))
+
+
+def test_state_of_torchs_adamw_loads() -> None:
+    ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 9)) for _ in range(2))
+    torchs = torch.optim.AdamW([theirs], **SETTINGS)
+    train(torchs, range(3))
+    adamw = AdamW([ours], **SETTINGS)
+    adamw.load_state_dict(copy.deepcopy(torchs.state_dict()))
+    with torch.no_grad():
+        ours.copy_(theirs)
+    train(adamw, range(3, 5))
+    train(torchs, range(3, 5))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_state_dict_of_another_model_is_refused() -> None:
+    adamw = AdamW(parameters(torch.float32), **SETTINGS)
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        adamw.load_state_dict(AdamW(parameters(torch.float32)[:2], **SETTINGS).state_dict())
+
+
+class LargestAllocation(TorchDispatchMode):
+    """Watches for the largest storage that operations make, other than those of `known` tensors."""
+
+    def __init__(self, known: list[Tensor]):
+        super().__init__()
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self.known:
+                self.num_bytes = max(self.num_bytes, tensor.untyped_storage().nbytes())
+        return result
+
+
+def test_scratch_is_a_tile_of_the_gradient() -> None:
+    weights = nn.Parameter(torch.randn(1024, 16).bfloat16())
+    adamw = AdamW([weights], **SETTINGS)
+    train(adamw)
+    weights.grad = torch.randn_like(weights)
+    with LargestAllocation([weights, weights.grad, *adamw.state[weights].values()]) as largest:
+        adamw.step()
+    assert largest.num_bytes == kernels.HOST_TILE * 4
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_host_and_device_parameters_in_one_model() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        host, device = parameters(dtype), parameters(dtype, "cuda")
+        train(AdamW([*host, *device], **SETTINGS))
+        expected = [*reference(parameters(dtype), dtype), *reference(parameters(dtype, "cuda"), dtype)]
+        assert all(torch.equal(value, target) for value, target in zip([*host, *device], expected, strict=True))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_torchs_clipping_takes_host_and_device_gradients_together() -> None:
+    mixed, host = [*parameters(torch.float32, "cuda"), *parameters(torch.float32)], parameters(torch.float32) * 2
+    host = [nn.Parameter(weight.detach().clone()) for weight in host]
+    for group in (mixed, host):
+        for weight in group:
+            weight.grad = gradient(weight, 0)
+    norms = [nn.utils.clip_grad_norm_(group, 1.0).cpu() for group in (mixed, host)]
+    torch.testing.assert_close(norms[0], norms[1])
+    for one, other in zip(mixed, host, strict=True):
+        torch.testing.assert_close(one.grad.cpu(), other.grad)

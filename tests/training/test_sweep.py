@@ -1,0 +1,375 @@
+"""Sweeps: a process a job, and what a job does to itself stays with it."""
+
+import csv
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from hydra.core.utils import JobStatus
+from omegaconf import OmegaConf
+
+from tests import ROOT
+from training.comparison.page import FIGURES
+from training.errors import UserError
+from training.runs.signals import SAME_REQUEST_S
+from training.sweep import Job, _job_return
+
+# A script as train.py is one, without a model: `act` says what the job does to itself.
+SCRIPT = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from training import sweep
+from training.errors import UserError
+from training.runs import compose_errors
+from training.runs.failures import failures_recorded
+from training.metrics.files import write_summary
+from training.runs.signals import StopRequest
+
+sweep.register()
+
+
+@hydra.main(version_base="1.3", config_path="settings", config_name="wrong")
+def main(config):
+    job = HydraConfig.get()
+    run_dir = Path(job.runtime.output_dir)
+    if config.act == "early":
+        os._exit(4)
+    OmegaConf.save(config, run_dir / "config.yaml")
+    with failures_recorded(run_dir):
+        seen = {
+            "pid": os.getpid(),
+            # A process that a job starts and does not end, as a tracking service or a data worker.
+            "started": subprocess.Popen(["sleep", "60"]).pid if config.act == "sleep" else None,
+            "parent": os.getppid(),
+            "group": os.environ["OFFLOAD_SWEEP_GROUP"],
+            "number": job.job.num,
+            "kind": job.runtime.choices.kind,
+            "note": config.note,
+            "warnings": sys.warnoptions,
+            "torch": "torch" in sys.modules,
+        }
+        (run_dir / "seen.partial").write_text(json.dumps(seen))
+        (run_dir / "seen.partial").rename(run_dir / "seen.json")
+        if config.act == "raise":
+            raise ValueError("a broken [job]")
+        if config.act == "refuse":
+            raise UserError("act=refuse: take another")
+        if config.act == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if config.act == "sleep":
+            time.sleep(60)
+        if config.act == "save":
+            with StopRequest(enabled=True) as stop:
+                while stop.signal is None:
+                    time.sleep(0.01)
+                (run_dir / "saving").write_text("{}")
+                time.sleep(float(config.note))
+                stop.settle()
+                write_summary(run_dir, {"status": "stopped", "reason": stop.signal})
+                return
+        summary = {"status": "ok", "perf/step_ms": 12.345, "memory/vram_peak_gib": 1.5}
+        write_summary(run_dir, {**summary, "reason": None})
+        if config.act == "exit":
+            os._exit(3)
+
+
+if __name__ == "__main__":
+    compose_errors.run(main)
+"""
+
+CONFIG = """
+defaults:
+  - kind: plain
+  - _self_
+  - override hydra/launcher: process
+act: ok
+note: ""
+hydra:
+  output_subdir: null
+"""
+
+
+def write_script(folder):
+    (folder / "settings" / "kind").mkdir(parents=True)
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "settings" / "config.yaml").write_text(CONFIG)
+    (folder / "settings" / "kind" / "plain.yaml").write_text("color: grey\n")
+    # A folder that --config-dir names, with an option that the script's own folder does not have.
+    (folder / "more" / "kind").mkdir(parents=True)
+    (folder / "more" / "kind" / "special.yaml").write_text("color: red\n")
+
+
+def start(folder, *arguments, python=(), **options):
+    command = [sys.executable, *python, "script.py", "--config-name", "config", *arguments]
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def name(path):
+    return Path(path).name
+
+
+class Sweep:
+    """A finished sweep: what it printed and what its jobs saw."""
+
+    def __init__(self, process, directory):
+        self.stdout, self.stderr = process.communicate(timeout=60)
+        self.exit_status = process.returncode
+        self.pid = process.pid
+        self.directory = directory
+
+    def seen(self, number):
+        return json.loads((self.directory / str(number) / "seen.json").read_text())
+
+    def summary(self, number):
+        return json.loads((self.directory / str(number) / "summary.json").read_text())
+
+    def row(self, number):
+        """Of the comparison that the sweep closes with: the row of this job."""
+        with open(self.directory / "compare.csv", newline="") as file:
+            (row,) = [row for row in csv.DictReader(file) if str(number) in map(name, row["directories"].split(";"))]
+        return row
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    # A directory whose name Hydra's grammar would take apart, were it not quoted.
+    folder = tmp_path_factory.mktemp("a=b, {c}")
+    write_script(folder)
+    directory = folder / "multirun" / "2031-01-02, it's" / "03-04-05"
+    # What earlier sweeps left where this one's jobs write nothing: figures, and why one failed.
+    for number, summary in ((6, {"status": "ok", "perf/step_ms": 99.0}), (7, {"status": "failed", "reason": "old"})):
+        (directory / str(number)).mkdir(parents=True)
+        (directory / str(number) / "summary.json").write_text(json.dumps(summary))
+    process = start(
+        folder,
+        "--config-dir=more",
+        "-m",
+        "act=ok,raise,kill,refuse,exit,ok,early,early",
+        "kind=special",
+        "note='[a, b]'",
+        f"hydra.sweep.dir='{str(directory).replace(chr(39), chr(92) + chr(39))}'",
+        python=("-W", "ignore::ImportWarning"),
+    )
+    return Sweep(process, directory)
+
+
+def test_every_job_has_a_fresh_process(sweep):
+    jobs = [sweep.seen(number) for number in range(6)]
+    assert len({job["pid"] for job in jobs} | {sweep.pid}) == 7
+    assert {job["parent"] for job in jobs} == {sweep.pid}
+    assert not any(job["torch"] for job in jobs)
+
+
+def test_a_job_is_the_same_command_as_the_sweep(sweep):
+    for number in range(6):
+        job = sweep.seen(number)
+        assert (job["number"], job["kind"], job["note"]) == (number, "special", "[a, b]")
+        assert "ignore::ImportWarning" in job["warnings"]
+
+
+def test_jobs_know_their_sweep(sweep):
+    assert {sweep.seen(number)["group"] for number in range(6)} == {"2031-01-02, it's-03-04-05"}
+
+
+def test_directories_are_numbered_and_the_sweep_is_written_down(sweep):
+    written = {path.name for path in sweep.directory.iterdir()}
+    assert written == {*"01234567", "multirun.yaml", "compare.csv", "compare.md", "compare.html", FIGURES[0]}
+
+
+def test_a_job_that_ends_badly_does_not_stop_the_others(sweep):
+    assert sweep.summary(5)["status"] == "ok"
+
+
+def test_the_comparison_says_what_became_of_each_job(sweep):
+    columns = ("name", "status", "why", "step_ms", "vram_peak_gib")
+    rows = [tuple(sweep.row(number)[column] for column in columns) for number in (0, 1, 2, 3, 4)]
+    assert rows == [
+        ("act=ok", "ok", "", "12.345", "1.5"),
+        ("act=raise", "failed", "ValueError: a broken [job]", "", ""),
+        ("act=kill", "killed", "SIGKILL, as the kernel does when the host is out of memory", "", ""),
+        ("act=refuse", "failed", "act=refuse: take another", "", ""),
+        ("act=exit", "failed", "exit status 3", "12.345", "1.5"),
+    ]
+
+
+def test_the_terminal_says_it_too(sweep):
+    lines = [line.split() for line in sweep.stdout.splitlines()]
+    assert any(line[:2] == ["act=ok", "12.3"] for line in lines)
+    assert "act=raise: failed: ValueError: a broken [job]" in sweep.stdout.splitlines()
+
+
+def test_a_job_that_cannot_say_how_it_ended_has_it_written_down(sweep):
+    assert sweep.summary(2)["status"] == "killed"
+    assert sweep.summary(4) == {
+        "status": "failed",
+        "reason": "exit status 3",
+        "perf/step_ms": 12.345,
+        "memory/vram_peak_gib": 1.5,
+    }
+
+
+def test_the_failure_of_an_earlier_sweep_is_not_taken_for_the_jobs(sweep):
+    assert (sweep.row(7)["why"], sweep.row(7)["step_ms"]) == ("exit status 4", "")
+
+
+def test_the_figures_of_an_earlier_sweep_are_left_and_the_terminal_says_so(sweep):
+    assert sweep.summary(6) == {"status": "ok", "perf/step_ms": 99.0}
+    kept = f"{sweep.directory / '6'} has an earlier run, which is left as it was"
+    assert f"job 6: failed: exit status 4; {kept}" in sweep.stdout.splitlines()
+
+
+def test_only_a_broken_program_shows_a_traceback(sweep):
+    assert sweep.stderr.count("Traceback") == 1
+    assert "error: act=refuse: take another" in sweep.stderr.splitlines()
+
+
+def test_a_sweep_with_a_failed_job_ends_non_zero(sweep):
+    assert sweep.exit_status == 1
+    assert sweep.stderr.splitlines()[-1] == "error: job 1 failed: ValueError: a broken [job]"
+
+
+def test_a_sweep_without_failures_ends_with_zero(tmp_path):
+    write_script(tmp_path)
+    done = Sweep(start(tmp_path, "-m", "note=a,b", "hydra.sweep.dir=sweep"), tmp_path / "sweep")
+    assert done.exit_status == 0, done.stderr
+    rows = [done.row(number) for number in (0, 1)]
+    assert [(row["name"], row["status"]) for row in rows] == [("note=a", "ok"), ("note=b", "ok")]
+
+
+@pytest.mark.parametrize(
+    ("override", "directory"),
+    [
+        ("hydra.sweep.subdir=${hydra.job.override_dirname}", "act=ok,note=a"),
+        ("hydra.sweep.subdir=job_${hydra.job.num}", "job_0"),
+        ("++hydra.sweep.subdir=job_${hydra.job.num}", "job_0"),
+        ("hydra.job.name=${hydra.job.num}", "0"),
+    ],
+)
+def test_a_job_is_told_its_directory_and_resolves_what_else_refers_to_others(tmp_path, override, directory):
+    write_script(tmp_path)
+    done = Sweep(start(tmp_path, "-m", "act=ok", "note=a", override, "hydra.sweep.dir=sweep"), tmp_path / "sweep")
+    assert done.exit_status == 0, done.stderr
+    assert done.seen(directory)["note"] == "a"
+
+
+def test_a_comparison_that_fails_does_not_hide_what_became_of_the_jobs(tmp_path):
+    write_script(tmp_path)
+    # Where the table should go there is a folder.
+    (tmp_path / "sweep" / "compare.csv").mkdir(parents=True)
+    done = Sweep(start(tmp_path, "-m", "act=ok,refuse", "hydra.sweep.dir=sweep"), tmp_path / "sweep")
+    assert done.exit_status == 1
+    assert {"job 0: ok", "job 1: failed: act=refuse: take another"} <= {*done.stdout.splitlines()}
+    (warning,) = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+    assert warning.startswith("warning: the comparison failed (")
+    assert warning.endswith("; try again: python scripts/compare.py sweep")
+    assert done.stderr.splitlines()[-1] == "error: job 1 failed: act=refuse: take another"
+
+
+def test_a_sweep_that_does_not_compose_starts_no_job(tmp_path):
+    write_script(tmp_path)
+    done = Sweep(start(tmp_path, "-m", "kind=plain,other", "hydra.sweep.dir=sweep"), tmp_path / "sweep")
+    assert done.exit_status == 1
+    assert done.stderr == "error: kind=other: there is no such option; choose from plain\n"
+    assert not (done.directory / "0").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_sweep_takes_its_job_with_it(tmp_path, number):
+    write_script(tmp_path)
+    process = start(tmp_path, "-m", "act=sleep,ok", "hydra.sweep.dir=sweep")
+    seen = wait_for(tmp_path / "sweep" / "0" / "seen.json")
+    process.send_signal(number)
+    done = Sweep(process, tmp_path / "sweep")
+    assert done.exit_status == 130
+    assert done.summary(0) == {"status": "interrupted", "reason": "interrupted"}
+    assert done.row(0)["status"] == "interrupted"
+    assert "not run, because the sweep was interrupted: 1" in done.stdout.splitlines()
+    assert "Traceback" not in done.stderr
+    assert not runs(seen["pid"])
+    assert not runs(seen["started"])
+
+
+def test_a_sweep_in_the_background_that_ignores_ctrl_c_can_be_ended(tmp_path):
+    write_script(tmp_path)
+    in_background = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    process = start(tmp_path, "-m", "act=sleep,ok", "hydra.sweep.dir=sweep", preexec_fn=in_background)
+    seen = wait_for(tmp_path / "sweep" / "0" / "seen.json")
+    process.send_signal(signal.SIGTERM)
+    done = Sweep(process, tmp_path / "sweep")
+    assert done.exit_status == 130
+    assert done.summary(0) == {"status": "interrupted", "reason": "interrupted"}
+    assert not runs(seen["pid"])
+
+
+def test_an_interrupted_sweep_waits_until_its_job_is_saved(tmp_path):
+    write_script(tmp_path)
+    process = start(tmp_path, "-m", "act=save,ok", "note=3", "hydra.sweep.dir=sweep")
+    wait_for(tmp_path / "sweep" / "0" / "seen.json")
+    # As `timeout` does it, to the process and to its group.
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    done = Sweep(process, tmp_path / "sweep")
+    assert done.exit_status == 130
+    assert done.summary(0) == {"status": "stopped", "reason": "SIGTERM"}
+    assert "waiting for job 0 to finish its step and save; a second signal kills it" in done.stdout
+
+
+def test_the_second_request_kills_the_job_and_the_sweep_says_that_it_did(tmp_path):
+    write_script(tmp_path)
+    process = start(tmp_path, "-m", "act=save,ok", "note=60", "hydra.sweep.dir=sweep")
+    seen = wait_for(tmp_path / "sweep" / "0" / "seen.json")
+    process.send_signal(signal.SIGTERM)
+    wait_for(tmp_path / "sweep" / "0" / "saving")
+    time.sleep(SAME_REQUEST_S)
+    process.send_signal(signal.SIGTERM)
+    done = Sweep(process, tmp_path / "sweep")
+    assert done.exit_status == 130
+    assert done.summary(0) == {"status": "interrupted", "reason": "ended before its step was done and saved"}
+    assert not runs(seen["pid"])
+
+
+def runs(pid):
+    with suppress(psutil.NoSuchProcess):
+        # A killed process stays listed until the machine's first process takes note of its end.
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_sweepers_get_summaries_and_exceptions():
+    config = OmegaConf.create({"hydra": {"job": {"name": "train"}}, "seed": 1})
+    good = _job_return(Job(0, ["seed=1"], Path("0"), exit_status=0, summary={"train/final_loss": 2.5}), config)
+    assert good.return_value == {"train/final_loss": 2.5}
+    assert (good.overrides, good.cfg, good.task_name) == (["seed=1"], {"seed": 1}, "train")
+    bad = _job_return(Job(1, ["seed=2"], Path("1"), exit_status=-signal.SIGKILL), config)
+    assert bad.status is JobStatus.FAILED
+    with pytest.raises(UserError, match="job 1 killed: SIGKILL"):
+        _ = bad.return_value
+
+
+def wait_for(path):
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} was not written"
+        time.sleep(0.02)
+    return json.loads(path.read_text())

@@ -1,0 +1,211 @@
+"""What the types of the configuration cannot say: keys that are unknown or have no value, ranges, rules across keys.
+
+Nothing here imports torch: `python train.py --cfg job` answers at once.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from offload.runtime.byte_sizes import parse_bytes
+from training.config.schema import SCHEMAS, AdamW, HostAdamW, Llama, ShardOffload, TensorSwap, TextFiles, WeightMode
+from training.errors import UserError
+
+
+def check(config: DictConfig) -> None:
+    """Refuses what the types let through, before anything is built.
+
+    Raises UserError naming the key, its value and what it may be: a reference that leads nowhere, an option or a class
+    to build that is none of ours, a key that is unknown (added with +) or has no value, a number out of range, a
+    combination of keys that contradicts itself.
+    """
+    _check_references(config)
+    for group, options in SCHEMAS.items():
+        _check_option(config, group, group, options)
+    if "weights" in config.offload:
+        _check_option(config.offload, "weights", "offload.weights", SCHEMAS["offload"])
+    for key, node in _sections(config):
+        _check_keys(key, node)
+    for key, node in _sections(config):
+        _check_ranges(key, node)
+    _check_rules(config)
+
+
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """One line about a key that does not exist: the one probably meant, and those that do exist beside it."""
+    parent, _, name = key.rpartition(".")
+    prefix = f"{parent}." if parent else ""
+    known = sorted(name for name in known if not name.startswith("_") and name != "hydra")
+    close = get_close_matches(name, known, n=1)
+    meant = f" Did you mean {prefix}{close[0]}?" if close else ""
+    where = f"{parent}, as chosen," if parent else "the top level"
+    there = f"Keys that {where} has: {', '.join(known)}" if known else f"{where} has no keys"
+    return f"{key} is no key of the configuration.{meant} {there}"
+
+
+def _sections(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, DictConfig]]:
+    yield prefix, config
+    for name in config:
+        if not OmegaConf.is_missing(config, name) and OmegaConf.is_dict(config[name]):
+            yield from _sections(config[name], f"{prefix}{name}.")
+
+
+def _check_references(config: DictConfig) -> None:
+    try:
+        OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {str(error).partition(chr(10))[0]}") from error
+
+
+def _check_option(parent: DictConfig, name: str, key: str, options: Mapping[str, type]) -> None:
+    """`parent.name`, called `key`, must hold one of the options, as the option says what it becomes.
+
+    So nothing in a configuration names other code to be called, but for `offload.predicate`, which is there to do so.
+    """
+    choose = f"choose an option with {key if key == name else f'offload@{key}'}=OPTION; --help lists them"
+    node = None if OmegaConf.is_missing(parent, name) else parent.get(name)
+    schema = OmegaConf.get_type(node) if OmegaConf.is_dict(node) else None
+    if schema not in options.values():
+        raise UserError(f"{key}={node}: is no option: {choose}")
+    for entry in fields(schema):
+        if entry.name.startswith("_") and node.get(entry.name) != entry.default:
+            raise UserError(f"{key}.{entry.name}={node.get(entry.name)}: is not to be set: {choose}")
+
+
+def _check_keys(prefix: str, node: DictConfig) -> None:
+    schema = OmegaConf.get_type(node)
+    known = [entry.name for entry in fields(schema)] if schema is not dict else []
+    for name in node:
+        if name not in known:
+            raise UserError(unknown_key(f"{prefix}{name}", known))
+    for name in known:
+        if name not in node:  # removed with ~, or nothing but ??? in YAML
+            raise UserError(f"{prefix}{name} has no value: give it one, {prefix}{name}=VALUE")
+
+
+def _check_ranges(prefix: str, node: DictConfig) -> None:
+    for entry in fields(OmegaConf.get_type(node)):
+        value = node[entry.name]
+        if value is None:
+            continue
+        at_least, above, at_most = (entry.metadata.get(bound) for bound in ("at_least", "above", "at_most"))
+        if isinstance(value, float) and math.isinf(value):
+            raise UserError(f"{prefix}{entry.name}={value}: must be finite")
+        # Written so that NaN is refused.
+        if at_least is not None and not value >= at_least:
+            raise UserError(f"{prefix}{entry.name}={value}: must be at least {at_least}")
+        if above is not None and not value > above:
+            raise UserError(f"{prefix}{entry.name}={value}: must be above {above}")
+        if at_most is not None and not value <= at_most:
+            raise UserError(f"{prefix}{entry.name}={value}: must be at most {at_most}")
+
+
+def _check_rules(config: DictConfig) -> None:
+    if config.microbatches > config.batch_size:
+        raise UserError(
+            f"microbatches={config.microbatches}: must be between 1 and batch_size={config.batch_size},"
+            " the sequences that it divides"
+        )
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
+        raise UserError(f"device={config.device}: must be auto, cuda, cuda:N (N counts from 0) or cpu")
+    if config.vram_budget is not None:
+        _check_bytes("vram_budget", config.vram_budget, "null for all of the GPU's memory")
+    if config.host_budget is not None:
+        _check_bytes("host_budget", config.host_budget, "null for all of the host's memory")
+    if config.trace_step is not None and config.trace_step > config.steps:
+        raise UserError(f"trace_step={config.trace_step}: must be between 1 and steps={config.steps}")
+    _check_schedule(config)
+    rules = {
+        WeightMode: _check_weight_mode,
+        ShardOffload: _check_shard_offload,
+        TensorSwap: _check_tensor_swap,
+        Llama: _check_llama,
+        TextFiles: _check_files,
+        AdamW: _check_adamw,
+        HostAdamW: _check_host_adamw,
+    }
+    for prefix, node in _sections(config):
+        for schema, rule in rules.items():
+            if issubclass(OmegaConf.get_type(node), schema):
+                rule(prefix, node)
+
+
+def _check_weight_mode(prefix: str, mode: DictConfig) -> None:
+    if mode.prefetch is not None and mode.prefetch >= mode.slots:
+        raise UserError(
+            f"{prefix}prefetch={mode.prefetch}: must be below {prefix}slots={mode.slots},"
+            " because the unit that computes holds a slot as well"
+        )
+    if not re.fullmatch(r"\d+|\d+(\.\d+)?(%|[KMGT]iB)", str(mode.resident)):
+        raise UserError(
+            f"{prefix}resident={mode.resident}: must be a number of units (8), a share of the bytes (25%)"
+            " or bytes (2GiB, 512MiB)"
+        )
+
+
+def _check_shard_offload(prefix: str, mode: DictConfig) -> None:
+    _check_bytes(f"{prefix}shard_bytes", mode.shard_bytes)
+
+
+def _check_tensor_swap(prefix: str, mode: DictConfig) -> None:
+    _check_bytes(f"{prefix}min_bytes", mode.min_bytes)
+    _check_bytes(f"{prefix}prefetch", mode.prefetch)
+    if mode.host_budget is not None:
+        _check_bytes(f"{prefix}host_budget", mode.host_budget, "null for what is free")
+    if mode.budget != "auto":
+        _check_bytes(f"{prefix}budget", mode.budget, "auto")
+
+
+def _check_host_adamw(prefix: str, optimizer: DictConfig) -> None:
+    if optimizer.device_share != "auto":
+        _check_bytes(f"{prefix}device_share", optimizer.device_share, "auto")
+
+
+def _check_bytes(key: str, value: str | int, alternative: str = "") -> None:
+    try:
+        parse_bytes(key, value)
+    except ValueError as error:
+        raise UserError(f"{error}, or {alternative}" if alternative else str(error)) from None
+
+
+def _check_llama(prefix: str, model: DictConfig) -> None:
+    heads = model.num_attention_heads
+    if model.hidden_size % (2 * heads):
+        raise UserError(
+            f"model.hidden_size={model.hidden_size}: must be a multiple of {2 * heads},"
+            f" twice model.num_attention_heads={heads}"
+        )
+    if heads % model.num_key_value_heads:
+        raise UserError(
+            f"model.num_key_value_heads={model.num_key_value_heads}: must divide model.num_attention_heads={heads}"
+        )
+
+
+def _check_files(prefix: str, dataset: DictConfig) -> None:
+    files = dataset.files
+    if isinstance(files, str):
+        return
+    if not OmegaConf.is_list(files) or not files or not all(isinstance(name, str) for name in files):
+        raise UserError(
+            f"dataset.files={files}: must be a path or pattern (texts/*.txt), or a list of them ([a.txt,b.txt])"
+        )
+
+
+def _check_adamw(prefix: str, optimizer: DictConfig) -> None:
+    betas = list(optimizer.betas)
+    # A tuple of numbers is a list of anything to OmegaConf.
+    if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
+        raise UserError(f"{prefix}betas={optimizer.betas}: must be two numbers, at least 0 and below 1")
+
+
+def _check_schedule(config: DictConfig) -> None:
+    schedule = config.schedule
+    if schedule.warmup >= config.steps:
+        raise UserError(f"schedule.warmup={schedule.warmup}: must be below steps={config.steps}")
+    if "final" in schedule and schedule.final > 1:
+        raise UserError(f"schedule.final={schedule.final}: a share of the learning rate, it must be at most 1")

@@ -1,0 +1,155 @@
+"""What a run shows on the terminal: its plan, its progress and its closing figures.
+
+On a terminal a bar that is drawn in place; into a file or a pipe plain lines, one for each logged step, without
+control characters. Everything goes to standard output.
+"""
+
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from training.metrics.files import METRICS_FILE, SUMMARY_FILE
+from training.metrics.names import METRIC_KEYS, PLANNED, SUMMARY_KEYS
+
+
+class Progress:
+    """Progress of a run over `total_steps` optimizer steps.
+
+    Args:
+        description: one or two words before the bar.
+        initial_step: steps done before, in a resumed run.
+        stream: where to show it; standard output by default.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        description: str = "training",
+        *,
+        initial_step: int = 0,
+        stream: TextIO | None = None,
+    ):
+        self._total_steps = total_steps
+        self._initial_step = initial_step
+        self._stream = stream or sys.stdout
+        self._started_at = time.monotonic()
+        self._bar: tqdm | None = None
+        self._redirect = ExitStack()
+        if self._stream.isatty():
+            self._bar = tqdm(
+                total=total_steps,
+                initial=initial_step,
+                desc=description,
+                file=self._stream,
+                dynamic_ncols=True,
+                bar_format="{desc} {n_fmt}/{total_fmt} |{bar}| ETA {remaining}{postfix}",
+            )
+            # Log lines go above the bar rather than through it.
+            self._redirect.enter_context(logging_redirect_tqdm())
+
+    def update(self, step: int, record: Mapping[str, Any] | None = None) -> None:
+        """Show that `step` steps are done, and the figures of `record` where the step was logged."""
+        if self._bar is not None:
+            if record:
+                self._bar.set_postfix_str("  ".join(_figures(record)), refresh=False)
+            self._bar.update(step - self._bar.n)
+        elif record:
+            width = len(str(self._total_steps))
+            parts = [f"step {step:{width}}/{self._total_steps}", *_figures(record), f"ETA {self._eta(step)}"]
+            print("  ".join(parts), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Leave the last state on the screen; a second call does nothing."""
+        if self._bar is not None:
+            self._bar.close()
+        self._redirect.close()
+
+    def _eta(self, step: int) -> str:
+        done = max(step - self._initial_step, 1)
+        seconds = (time.monotonic() - self._started_at) / done * (self._total_steps - step)
+        return tqdm.format_interval(seconds)
+
+
+def print_plan(plan: Mapping[str, str], title: str = "Plan", *, stream: TextIO | None = None) -> None:
+    """Print `plan` as a table of two columns, one row for each entry."""
+    table = _table(title)
+    table.show_header = False
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in plan.items():
+        table.add_row(name, value)
+    _console(stream).print(table)
+
+
+def report(summary: Mapping[str, Any], run_dir: Path, *, stream: TextIO | None = None) -> None:
+    """Print the closing figures of a run under the names of its metrics, then where its files are.
+
+    What the plan said of a figure stands beside it, with the ratio of what was measured to that.
+    """
+    table = _table("Summary")
+    table.add_column("metric", style="cyan", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("unit")
+    planned = {key: summary[PLANNED + key] for key in METRIC_KEYS if PLANNED + key in summary}
+    if planned:
+        table.add_column("planned", justify="right", no_wrap=True)
+        table.add_column("ratio", justify="right", no_wrap=True)
+    for key, metric in {**SUMMARY_KEYS, **METRIC_KEYS}.items():
+        if key in summary:
+            beside = _beside_plan(summary[key], planned[key]) if key in planned else ()
+            unit = ", ".join(filter(None, (metric.unit, metric.summary)))
+            table.add_row(key, format_value(summary[key]), unit, *beside)
+    console = _console(stream)
+    console.print(table)
+    status, reason = summary.get("status", "ok"), summary.get("reason")
+    # Never wrapped: a path is there to be copied.
+    lines = [f"run {status}{f': {reason}' if reason else ''}", f"files   {run_dir}"]
+    lines.append(f"figures {METRICS_FILE} (a line for each logged step), {SUMMARY_FILE}")
+    if (run_dir / "wandb").is_dir():
+        lines.append(f"charts  wandb leet {run_dir / 'wandb'}")
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _beside_plan(measured: float, planned: float) -> tuple[str, str]:
+    return format_value(planned), f"{measured / planned:.2f}" if planned else ""
+
+
+def format_value(value: Any) -> str:
+    """A figure for reading: thousands separated, at most four significant digits after a decimal point."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _figures(record: Mapping[str, Any]) -> list[str]:
+    """Loss, speed and memory of a logged step, those that it has: about 45 characters."""
+    figures = []
+    if "train/loss" in record:
+        figures.append(f"loss {record['train/loss']:.4f}")
+    if "perf/tokens_per_s" in record:
+        figures.append(f"{tqdm.format_sizeof(record['perf/tokens_per_s'])} tokens/s")
+    if vram_gib := record.get("memory/vram_peak_gib"):
+        figures.append(f"VRAM {vram_gib:.2f} GiB")
+    elif rss_gib := record.get("memory/rss_gib"):
+        figures.append(f"RSS {rss_gib:.2f} GiB")
+    return figures
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, box=box.ROUNDED, title_justify="left", title_style="bold")
+
+
+def _console(stream: TextIO | None) -> Console:
+    stream = stream or sys.stdout
+    # A file or a pipe has no width, and what is cut off there is lost.
+    return Console(file=stream, width=None if stream.isatty() else 120)

@@ -1,0 +1,319 @@
+"""Tracking in wandb that can fail in any way without harming the run.
+
+One thread owns wandb: it alone imports it, starts it, logs and finishes. The training thread hands it
+records and waits for it in two places only, at the start and at the end, each for a bounded time. Whatever
+wandb raises, and whatever it hangs on, ends in one warning; `metrics.jsonl` and `summary.json` do not depend
+on it.
+"""
+
+import logging
+import os
+import queue
+import secrets
+import shlex
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from omegaconf import OmegaConf
+
+from training.errors import UserError
+from training.runs.failures import explain
+
+if TYPE_CHECKING:
+    import wandb
+
+logger = logging.getLogger(__name__)
+
+MODES = ("auto", "online", "offline", "disabled")
+SWEEP_GROUP_VARIABLE = "OFFLOAD_SWEEP_GROUP"
+
+_SETTINGS = {
+    "silent": True,
+    "console": "off",
+    # No sampling process beside the measured one.
+    "x_disable_stats": True,
+    "init_timeout": 10.0,
+    "finish_timeout": 30.0,
+    "finish_timeout_raises": True,
+    # Otherwise a run left open would be returned in place of a new one.
+    "reinit": "create_new",
+    # Files that are kept with the run stay in it when its directory is moved.
+    "symlink": False,
+}
+# Longest waits for the wandb thread. wandb's own limits above are shorter and let it say what went wrong; these
+# end the wait for a wandb that does not answer.
+_START_LIMIT_S = 20.0
+_FINISH_LIMIT_S = 40.0
+_KILLED_LIMIT_S = 2.0
+# Records that may wait for wandb: far more than a working one leaves waiting, little memory for a hung one.
+_QUEUE_LENGTH = 10_000
+
+_Task = Callable[["wandb.Run"], object]
+
+
+def run_name(choices: Mapping[str, str], seed: int) -> str:
+    """`model-offload-seed` from the chosen options of the config groups."""
+    return f"{choices['model']}-{choices['offload']}-{seed}"
+
+
+def chosen_options(choices: Mapping[str, str | None], groups: Iterable[str]) -> dict[str, str]:
+    """The options of a run by group, without Hydra's own and groups that none was chosen of.
+
+    An option that stands inside another is under the path of its key, underscored: `offload_weights`.
+    """
+    chosen = {}
+    for group, option in choices.items():
+        base, _, package = group.partition("@")
+        if option is not None and (base in groups or base == "experiment"):
+            chosen[(package or base).replace(".", "_")] = option
+    return chosen
+
+
+def run_tags(choices: Mapping[str, str]) -> list[str]:
+    """One `group=option` tag for each chosen option, as on the command line; wandb takes at most 64 characters."""
+    return [f"{group}={option}"[:64] for group, option in sorted(choices.items())]
+
+
+class Tracker:
+    """A wandb run in `run_dir/wandb`; one at a time in a process.
+
+    Never raises for anything that goes wrong in wandb, and never asks on the terminal.
+
+    Args:
+        mode: `online`, `offline`, `disabled` (wandb is not even imported), or `auto`: what WANDB_MODE or the
+            command `wandb offline` chose, else online where an API key is configured, else offline.
+        project, entity: None leaves the choice to wandb's own settings.
+        group: None takes the sweep's, which the sweep launcher puts in OFFLOAD_SWEEP_GROUP.
+        config: the whole configuration, a plain dict or an OmegaConf node; logged resolved.
+        resume_id: the `id` of the run that this one continues.
+
+    Raises:
+        UserError: `mode` is none of these.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        *,
+        run_dir: Path,
+        config: Mapping[str, Any],
+        project: str | None = None,
+        entity: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] = (),
+        name: str | None = None,
+        resume_id: str | None = None,
+    ):
+        if mode not in MODES:
+            raise UserError(f"tracking.mode={mode}: unknown mode; choose one of {', '.join(MODES)}")
+        self._mode = mode
+        self._run_dir = run_dir
+        self.id: str | None = resume_id or secrets.token_hex(4)
+        """The run's in wandb; None where it has none."""
+        self._init_arguments = {
+            "id": self.id,
+            "resume": "allow" if resume_id else None,
+            "project": project,
+            "entity": entity,
+            "job_type": "train",
+            "group": group or os.environ.get(SWEEP_GROUP_VARIABLE),
+            "tags": list(tags),
+            "name": name,
+            "config": plain(config),
+        }
+        self._sync_dir: Path | None = None
+        self._tasks: queue.Queue[_Task | None] = queue.Queue(_QUEUE_LENGTH)
+        self._started = threading.Event()
+        self._closed = False
+        self._closing = threading.Lock()
+        self._thread: threading.Thread | None = None
+        if mode == "disabled" or (mode == "auto" and os.environ.get("WANDB_MODE") == "disabled"):
+            self.id = resume_id
+            return
+        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self._thread.start()
+        if not self._started.wait(_START_LIMIT_S):
+            self._give_up(f"wandb did not start within {_START_LIMIT_S:.0f} s")
+            _kill_service()
+
+    def log(self, record: Mapping[str, Any], step: int) -> None:
+        """Hand `record` to wandb as the history of optimizer step `step`; returns at once."""
+        values = dict(record)
+        self._submit(lambda run: run.log(values, step=step, commit=True))
+
+    def log_files(self, pictures: Mapping[str, Path], files: Sequence[Path], step: int) -> None:
+        """Hand wandb pictures, shown under their keys at optimizer step `step`, and files of the run's directory.
+
+        Returns at once; the files are to stay as they are.
+        """
+        paths = dict(pictures)
+
+        def log(run: "wandb.Run") -> None:
+            import wandb
+
+            shown = {key: wandb.Image(str(path)) for key, path in paths.items()}
+            # Not committed: the metrics of this step may follow.
+            run.log({"train/step": step, **shown}, step=step, commit=False)
+            for path in files:
+                run.save(path, base_path=self._run_dir, policy="now", glob=False)
+
+        self._submit(log)
+
+    def fail(self, error: BaseException) -> None:
+        """End the wandb run as failed, with the status and reason that summary.json gives for `error`."""
+        failure = explain(error)
+        self.finish({"status": failure.status, "reason": failure.reason}, exit_code=1)
+
+    @contextmanager
+    def failures_told(self) -> Iterator[None]:
+        """Around a part of a run: what ends it early, ends the wandb run too."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def finish(self, summary: Mapping[str, Any], exit_code: int = 0) -> None:
+        """End the wandb run; `summary` replaces the last values logged under the same names.
+
+        Waits for the upload, at most 40 s. A second call does nothing.
+        """
+        if self._thread is None:
+            return
+        values = dict(summary)
+        self._submit(lambda run: run.summary.update(values))
+        self._submit(lambda run: run.finish(exit_code=exit_code))
+        self._submit(None)
+        self._thread.join(_KILLED_LIMIT_S if self._closed else _FINISH_LIMIT_S)
+        if self._thread.is_alive():
+            self._give_up(f"wandb did not finish within {_FINISH_LIMIT_S:.0f} s")
+            _kill_service()
+            self._thread.join(_KILLED_LIMIT_S)
+        self._thread = None
+
+    def _submit(self, task: _Task | None) -> None:
+        if self._thread is None or self._closed:
+            return
+        try:
+            self._tasks.put_nowait(task)
+        except queue.Full:
+            self._give_up("wandb does not answer")
+            _kill_service()
+
+    def _give_up(self, problem: str) -> None:
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        rescue = f"; upload what wandb has: {_sync_command(self._sync_dir)}" if self._sync_dir else ""
+        logger.warning("tracking stopped: %s; the run is unharmed, metrics.jsonl has every record%s", problem, rescue)
+
+    # What follows runs on the wandb thread.
+
+    def _work(self) -> None:
+        try:
+            if run := self._start():
+                self._started.set()
+                while task := self._tasks.get():
+                    task(run)
+        except Exception as error:
+            # wandb raises its own errors, those of its dependencies and the socket's; none may stop a run.
+            self._give_up(_one_line(error))
+        finally:
+            _tear_down(exit_code=int(self._closed))
+            self._closed = True
+            self._started.set()
+
+    def _start(self) -> "wandb.Run | None":
+        wandb_dir = self._run_dir / "wandb"
+        # In the environment, because the service process reads these there.
+        os.environ["WANDB_CACHE_DIR"] = str(wandb_dir / "cache")
+        os.environ["WANDB_DATA_DIR"] = str(wandb_dir / "data")
+        # A service inherited from a parent process would end with the parent.
+        os.environ.pop("WANDB_SERVICE", None)
+        import wandb
+
+        chosen = {} if self._mode == "auto" else {"mode": self._mode}
+        mode = wandb.setup(wandb.Settings(**_SETTINGS, **chosen)).settings.mode
+        if mode == "disabled":
+            return None
+        run, cause, level = None, "offline as asked", logging.INFO
+        if mode not in ("offline", "dryrun"):
+            run, cause, level = self._init_online(wandb)
+        if run is None:
+            run = self._init(wandb, mode="offline")
+        self._sync_dir = Path(run.settings.sync_dir)
+        where = f"upload it: {_sync_command(self._sync_dir)}" if run.offline else f"at {run.url}"
+        logger.log(level, "tracking: wandb run %s; %s", cause, where)
+        run.define_metric("train/step")
+        run.define_metric("*", step_metric="train/step")
+        return run
+
+    def _init_online(self, wandb: ModuleType) -> tuple["wandb.Run | None", str, int]:
+        """The run, or None where there is no key or no network; what to say of it, and at which level."""
+        # Those of a run that is continued here are kept.
+        before = set((self._run_dir / "wandb").glob("run-*"))
+        try:
+            if wandb.login(prompt=False, verify=False):
+                return self._init(wandb, mode="online"), "online", logging.INFO
+        except wandb.Error as error:
+            # It holds the run's id still, which the offline run is to have.
+            _kill_service()
+            _tear_down(exit_code=1)
+            # What the attempt left would be uploaded as an empty run.
+            for abandoned in set((self._run_dir / "wandb").glob(f"run-*-{self.id}")) - before:
+                shutil.rmtree(abandoned, ignore_errors=True)
+            return None, f"offline, because online fails ({_one_line(error)})", logging.WARNING
+        asked = self._mode == "online" or "WANDB_MODE" in os.environ
+        level = logging.WARNING if asked else logging.INFO
+        return None, "offline, because no API key is set (`wandb login` sets one)", level
+
+    def _init(self, wandb: ModuleType, **arguments: str) -> "wandb.Run":
+        return wandb.init(dir=self._run_dir, settings=dict(_SETTINGS), **self._init_arguments, **arguments)
+
+
+def plain(config: Any) -> Any:
+    """`config` as nested dicts and lists of strings, numbers, booleans and None, interpolations resolved."""
+    if OmegaConf.is_config(config):
+        config = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
+    if isinstance(config, Mapping):
+        return {str(key): plain(value) for key, value in config.items()}
+    if isinstance(config, list | tuple):
+        return [plain(value) for value in config]
+    return config if config is None or isinstance(config, str | int | float) else str(config)
+
+
+def _tear_down(exit_code: int) -> None:
+    """End the service, so that the next run starts its own; runs left open get `exit_code`."""
+    wandb = sys.modules.get("wandb")
+    if wandb is None:
+        return
+    # Of a dead service the connection raises, and of one that ended badly wandb calls sys.exit.
+    with suppress(Exception, SystemExit):
+        wandb.teardown(exit_code)
+
+
+def _kill_service() -> None:
+    """Make every call that waits for the service raise, wandb's exit handler included."""
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if child.name().startswith("wandb-core"):
+                child.kill()
+
+
+def _sync_command(sync_dir: Path) -> str:
+    here = Path.cwd()
+    path = sync_dir.relative_to(here) if sync_dir.is_relative_to(here) else sync_dir
+    return f"wandb sync {shlex.quote(str(path))}"
+
+
+def _one_line(error: Exception) -> str:
+    first_line = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first_line[:200]}"

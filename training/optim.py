@@ -1,0 +1,95 @@
+"""The optimizer that updates after the step, and the schedules of the learning rate."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from offload.optimizer.adamw import HostAdamW
+
+
+class AdamW(HostAdamW):
+    """torch's fused AdamW on host and device parameters, mixed in one model, all of them updated in `step`.
+
+    Masters, states and their layout are those of `HostAdamW`; scratch is one tile of float32 gradient, never a whole
+    model's.
+
+    Args:
+        params: parameters or groups of them, as for any torch optimizer.
+        lr, betas, eps, weight_decay: as torch.optim.AdamW; a group may have its own, and a scheduler may change them.
+        decay_norms_and_biases: False leaves parameters of fewer than two dimensions without weight decay.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: Iterable[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        decay_norms_and_biases: bool = True,
+    ):
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            decay_norms_and_biases=decay_norms_and_biases,
+            threads=torch.get_num_threads(),
+            compile="off",
+        )
+
+
+def build_schedule(config: DictConfig, optimizer: Optimizer) -> LambdaLR:
+    """The schedule of `config.schedule` over `config.steps`, which sets the first learning rate at once.
+
+    Its `step()` is due after each step of the optimizer.
+    """
+    # A first step that is left out (on_nonfinite=skip) is no call in the wrong order.
+    warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)`", UserWarning)
+    return instantiate(config.schedule, optimizer=optimizer, steps=config.steps)
+
+
+def constant(optimizer: Optimizer, steps: int, warmup: int) -> LambdaLR:
+    """The full learning rate after the warm-up."""
+    return _after_warmup(optimizer, steps, warmup, lambda progress: 1.0)
+
+
+def linear(optimizer: Optimizer, steps: int, warmup: int, final: float) -> LambdaLR:
+    """From the full learning rate straight towards `final` times it, which step `steps` would have."""
+    return _after_warmup(optimizer, steps, warmup, lambda progress: 1 + (final - 1) * progress)
+
+
+def cosine(optimizer: Optimizer, steps: int, warmup: int, final: float) -> LambdaLR:
+    """As `linear`, along half a cosine (Loshchilov and Hutter 2017, without restarts)."""
+    return _after_warmup(
+        optimizer, steps, warmup, lambda progress: final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
+    )
+
+
+def go_to(schedule: LambdaLR, step: int) -> None:
+    """Sets the learning rates that `step` calls of `schedule.step()` lead to."""
+    schedule.last_epoch = step
+    rates = [base * factor(step) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates
+
+
+def _after_warmup(optimizer: Optimizer, steps: int, warmup: int, factor: Callable[[float], float]) -> LambdaLR:
+    def of_step(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        return factor(min((step - warmup) / max(steps - warmup, 1), 1.0))
+
+    return LambdaLR(optimizer, of_step)

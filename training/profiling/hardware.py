@@ -1,0 +1,260 @@
+"""The device a run uses: choosing it, describing it, and its memory and arithmetic limits."""
+
+import functools
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import torch
+
+from offload.runtime.bandwidth import Bandwidth, measure_bandwidth
+from offload.runtime.byte_sizes import GIB
+from offload.runtime.registry import Streams
+from training.errors import UserError
+
+HARDWARE_FILE = "hardware.json"
+
+_bandwidths: dict[torch.device, Bandwidth] = {}
+
+# Dense datasheet peaks in TFLOP/s, (bfloat16 with fp32 accumulation, fp32 without TF32), by the words of the
+# name that torch reports. The first row whose words all occur in the name wins, so a variant stands before
+# its family.
+_DATASHEET_TFLOPS = (
+    (("B200",), 2250.0, 75.0),
+    (("H200", "NVL"), 835.5, 60.0),
+    (("H200",), 989.4, 66.9),
+    (("GH200",), 989.4, 66.9),
+    (("H100", "PCIe"), 756.0, 51.2),
+    (("H100", "NVL"), 835.5, 60.0),
+    (("H100",), 989.4, 66.9),
+    (("H800", "PCIe"), 756.0, 51.2),
+    (("H800",), 989.4, 66.9),
+    (("A100",), 312.0, 19.5),
+    (("A800",), 312.0, 19.5),
+    (("A40",), 149.7, 37.4),
+    (("A30",), 165.0, 10.3),
+    (("A10",), 125.0, 31.2),
+    (("L40S",), 362.0, 91.6),
+    (("L40",), 181.0, 90.5),
+    (("L4",), 121.0, 30.3),
+    (("6000", "Ada"), 364.2, 91.1),
+    (("A6000",), 154.8, 38.7),
+    (("5090",), 209.5, 104.8),
+    (("4090",), 165.2, 82.6),
+    (("4080", "SUPER"), 104.4, 52.2),
+    (("4080",), 97.5, 48.7),
+    (("3090", "Ti"), 80.0, 40.0),
+    (("3090",), 71.0, 35.6),
+)
+# A slice of a GPU and a cut-down variant do not reach the figures of the card whose name they carry.
+_NOT_THE_WHOLE_CARD = {"MIG", "Laptop", "Max", "D"}
+
+
+def resolve_device(name: str) -> torch.device:
+    """The torch device of `device=name`, with its index; `auto` is the first GPU, or the CPU without one.
+
+    Raises:
+        UserError: the name is none of auto, cuda, cuda:N, cpu; or no such GPU can be used.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if not (match := re.fullmatch(r"cuda(?::(\d+))?", name)):
+        raise UserError(f"device={name}: unknown device; choose auto, cuda, cuda:N (N counts from 0) or cpu")
+    if torch.version.cuda is None and torch.version.hip is None:
+        raise UserError(
+            f"device={name}: this torch ({torch.__version__}) was built without CUDA; "
+            "install a CUDA build of torch, or use device=cpu"
+        )
+    if not torch.cuda.is_available():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        cause = "does nvidia-smi list one?" if visible is None else f"CUDA_VISIBLE_DEVICES is '{visible}'"
+        raise UserError(f"device={name}: torch finds no usable GPU ({cause}); mend that, or use device=cpu")
+    index, count = int(match[1] or 0), torch.cuda.device_count()
+    if index >= count:
+        present = ", ".join(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(count))
+        raise UserError(f"device={name}: no such GPU; here: {present}")
+    return torch.device("cuda", index)
+
+
+def describe(device: torch.device) -> dict[str, str | int | float]:
+    """Facts about the machine that explain a measurement; a fact that cannot be had is left out.
+
+    Keys: device, torch, python, platform, cpu_name, cpu_cores and host_memory_gib (what this process may use); on
+    a GPU also gpu_name, gpu_memory_gib, cuda and, where nvidia-smi answers within two seconds, driver,
+    pcie_generation and pcie_width (of the link at full power: an idle link reports less).
+    """
+    facts: dict[str, str | int | float] = {
+        "device": str(device),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu_name": _cpu_name(),
+        "cpu_cores": _usable_cores(),
+        "host_memory_gib": round(_usable_host_memory_bytes() / GIB, 1),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts["gpu_name"] = properties.name
+        facts["gpu_memory_gib"] = round(properties.total_memory / GIB, 1)
+        facts["cuda"] = torch.version.cuda or f"hip {torch.version.hip}"
+        # Named by UUID: CUDA_VISIBLE_DEVICES renumbers what torch sees, and nvidia-smi ignores it.
+        facts.update(_nvidia_smi_facts(f"GPU-{properties.uuid}"))
+    return facts
+
+
+def measured_bandwidth(streams: Streams) -> Bandwidth:
+    """The bus in GB/s: copies of 64 MiB, which take 0.1 s on a GPU, made once in a process for each device."""
+    device = streams.device
+    if device not in _bandwidths:
+        _bandwidths[device] = measure_bandwidth(streams, nbytes=64 * 2**20, repeats=3)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return _bandwidths[device]
+
+
+def record_hardware(streams: Streams, run_dir: Path) -> dict[str, str | int | float]:
+    """What `describe` says of the streams' device and, of a GPU, its bus: returned, and written to hardware.json.
+
+    The bus is h2d_gb_s, d2h_gb_s and both_gb_s, GB/s of page-locked copies: each way alone, and each of two at once.
+    """
+    facts = describe(streams.device)
+    if streams.asynchronous:
+        speed = measured_bandwidth(streams)
+        facts |= {"h2d_gb_s": speed.h2d, "d2h_gb_s": speed.d2h, "both_gb_s": speed.both}
+    (run_dir / HARDWARE_FILE).write_text(json.dumps(facts, indent=2) + "\n")
+    return facts
+
+
+@functools.cache
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Peak dense matrix-product rate in FLOP/s, the denominator of MFU.
+
+    The datasheet's figure where the GPU is in the table (float32: without TF32). Otherwise the best rate
+    that matrix products reach in 0.12 s, with torch's present threads: an MFU against that compares runs
+    on one machine, not machines.
+    """
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float32):
+        name = torch.cuda.get_device_name(device)
+        if (peak := _datasheet_flops(name, dtype)) is not None:
+            return peak
+    return _measured_flops(device, dtype)
+
+
+def rss_gib() -> float:
+    """Resident host memory of this process in GiB."""
+    return psutil.Process().memory_info().rss / GIB
+
+
+def vram_bytes(device: torch.device) -> int:
+    """The GPU's memory; 0 on the CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+def vram_peak_gib(device: torch.device) -> float:
+    """Most GiB of live tensors on the GPU since the last `reset_peaks`; 0 on the CPU."""
+    return torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else 0.0
+
+
+def vram_reserved_gib(device: torch.device) -> float:
+    """Most GiB that torch's allocator held on the GPU since the last `reset_peaks`; 0 on the CPU."""
+    return torch.cuda.max_memory_reserved(device) / GIB if device.type == "cuda" else 0.0
+
+
+def reset_peaks(device: torch.device) -> None:
+    """Start the GPU's memory peaks again from what is held now; nothing on the CPU."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _cpu_name() -> str:
+    # Only some platforms name the model where Python looks; Linux on ARM nowhere.
+    with suppress(OSError):
+        if named := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return named[1]
+    return platform.processor() or platform.machine()
+
+
+def _usable_cores() -> int:
+    # A container or taskset may grant fewer cores than the machine has; macOS cannot tell.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _usable_host_memory_bytes() -> int:
+    total = psutil.virtual_memory().total
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _nvidia_smi_facts(gpu: str) -> dict[str, str | int]:
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    query = "driver_version,pcie.link.gen.max,pcie.link.width.max"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", f"--id={gpu}"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=2, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return _parse_nvidia_smi(output)
+
+
+def _parse_nvidia_smi(output: str) -> dict[str, str | int]:
+    fields = [field.strip() for field in output.strip().split(",")]
+    if len(fields) != 3:
+        return {}
+    driver, generation, width = fields
+    facts: dict[str, str | int] = {"driver": driver}
+    # A virtual GPU answers "[N/A]" for its link.
+    if generation.isdigit() and width.isdigit():
+        facts.update(pcie_generation=int(generation), pcie_width=int(width))
+    return facts
+
+
+def _datasheet_flops(gpu_name: str, dtype: torch.dtype) -> float | None:
+    words = set(re.split(r"[ -]", gpu_name))
+    if words & _NOT_THE_WHOLE_CARD:
+        return None
+    for required, bf16_tflops, fp32_tflops in _DATASHEET_TFLOPS:
+        if words.issuperset(required):
+            return (bf16_tflops if dtype == torch.bfloat16 else fp32_tflops) * 1e12
+    return None
+
+
+@torch.inference_mode()
+def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
+    best, size = 0.0, 256
+    _product_seconds(size, device, dtype)  # the first product also loads the library
+    deadline = time.perf_counter() + 0.12
+    while best == 0.0 or time.perf_counter() < deadline:
+        seconds = _product_seconds(size, device, dtype)
+        best = max(best, 2 * size**3 / seconds)
+        # A product of some milliseconds hides the cost of starting it, and leaves time to repeat it.
+        if seconds < 0.01 and size < 8192:
+            size *= 2
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return best
+
+
+def _product_seconds(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    matrix = torch.ones(size, size, device=device, dtype=dtype)
+    synchronize()
+    start = time.perf_counter()
+    matrix @ matrix
+    synchronize()
+    return time.perf_counter() - start

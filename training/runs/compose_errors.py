@@ -1,0 +1,75 @@
+"""Composition errors in one line: what was refused, and what may stand there instead."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+import hydra._internal.utils
+from hydra.errors import CompactHydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError
+
+from training.config.validation import unknown_key
+from training.runs.failures import report
+
+
+def run(main: Callable[[], None]) -> None:
+    """Calls a Hydra `main`. What it raises ends the process with one line, or a traceback where that is not enough.
+
+    HYDRA_FULL_ERROR=1 gives the traceback in every case.
+    """
+    # Hydra's own version prints what it caught in several lines and exits; here it comes to the handler below.
+    hydra._internal.utils.run_and_report = lambda function: function()
+    try:
+        main()
+    except (Exception, KeyboardInterrupt) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        if is_refusal(error):
+            print(f"error: {explain_refusal(error)}", file=sys.stderr)
+            sys.exit(1)
+        sys.exit(report(error))
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether `error` says that a configuration cannot be composed as it is written."""
+    if isinstance(error, CompactHydraException | YAMLError):
+        return True
+    # Hydra falls over what stands for an option where that is a number, null, or a list with null in it.
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, ValueError | TypeError) and "/hydra/_internal/" in frames[-1].filename
+
+
+def explain_refusal(error: Exception) -> str:
+    """One line naming the key, the value and what it may be; `error` is a refusal."""
+    if isinstance(error, YAMLError):
+        return f"a configuration file is not YAML: {' '.join(str(error).split())}"
+    if not isinstance(error, CompactHydraException):
+        return f"choose options by name, GROUP=OPTION, such as offload=none ({' '.join(str(error).split())})"
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        return f"{group}={option}: there is no such option; choose from {', '.join(error.options)}"
+    if isinstance(error, OverrideParseException):
+        advice = "put a VALUE with blanks or brackets between two pairs of quotes: KEY=\"'VALUE'\""
+        return f"{error.override}: is not KEY=VALUE; {advice}"
+    cause = _cause(error)
+    if cause is None or cause.full_key is None:
+        return " ".join(str(error).split())
+    # Hydra names the overlay or option that holds the key only in the text of its error.
+    text = str(error)
+    where = text[: text.index("'", 4) + 1] + ": " if text.startswith("In '") else ""
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        return where + unknown_key(cause.full_key, cause.parent_node or [])
+    message = cause.msg.partition("\n")[0]
+    if "is not Optional" in message:
+        return f"{where}{cause.full_key}=null: must have a value"
+    if "is not a ListConfig" in message:
+        return f"{where}{cause.full_key}={cause.value}: must be a list, such as [{cause.value}]"
+    return f"{where}{cause.full_key}: {message}"
+
+
+def _cause(error: BaseException) -> OmegaConfBaseException | None:
+    while error is not None and not isinstance(error, OmegaConfBaseException):
+        error = error.__cause__ or error.__context__
+    return error
