@@ -10,7 +10,7 @@ from offload.weights.partition import CutModel
 
 
 @dataclass(frozen=True)
-class Plan:
+class Footprint:
     """Bytes by place for one model under one mode. Traffic is that of a step with one microbatch.
 
     What depends on the order of use and on activations, a dry run tells (`offload.planning.dry_run`). `layer_major`:
@@ -33,7 +33,7 @@ class Plan:
     trained: tuple[tuple[Tensor, ...], ...] = field(default=(), compare=False, repr=False)
 
     @classmethod
-    def of(cls, model: CutModel, slots: int, recompute: bool) -> Plan:
+    def of(cls, model: CutModel, slots: int, recompute: bool) -> Footprint:
         """The plan of a cut model that streams through `slots` device slots.
 
         Weights come in for forward and for backward, with recompute once more in between. What the slots still hold
@@ -53,7 +53,7 @@ class Plan:
             trained=tuple(tuple(tensor.host for tensor in unit.trained) for unit in model.units),
         )
 
-    def for_microbatches(self, count: int) -> Plan:
+    def for_microbatches(self, count: int) -> Footprint:
         """The plan with the traffic of a step of `count` microbatches.
 
         One after another, weights come in for each; gradients go out for each, and but for the first come back to be

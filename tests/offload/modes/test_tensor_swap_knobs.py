@@ -79,4 +79,4 @@ def test_layers_inside_recomputed_blocks_are_refused(layers: list):
     with pytest.raises(ValueError, match="these lie inside blocks that recompute=block computes again"):
         mode.footprint(Stack(), recompute=True)
     mode.footprint(Stack())
-    swapping(layers=[*layers, "stem"]).plan(Stack(), recompute=True)
+    swapping(layers=[*layers, "stem"]).footprint(Stack(), recompute=True)
