@@ -6,7 +6,6 @@ first write.
 """
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -19,7 +18,6 @@ from models.safetensors_files import (
     pieces,
     read_headers,
     read_into,
-    write_tensors,
 )
 
 SINGLE_FILE = "model.safetensors"
@@ -46,37 +44,6 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     path = Path(path)
     stored = _read_headers(path)
     read_into(_match(_distinct_tensors(model), stored, path), stored)
-
-
-def save_weights(model: nn.Module, folder: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write the model's parameters and buffers, in their dtypes, under Hugging Face's file names.
-
-    Tied parameters are stored once, under their first name. The folder appears complete or not at all: files are
-    written to `FOLDER.partial` beside it, which is then renamed.
-
-    Raises:
-        FileExistsError: `folder` exists and is not an empty folder.
-        OSError: the disk is full, or the folder cannot be written.
-    """
-    folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} exists already: name a new folder for the weights, or remove it")
-    files, index = weight_files(model, max_shard_bytes)
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        for file_name, tensors in files.items():
-            with open(partial / file_name, "wb") as file:
-                write_tensors(file.write, tensors)
-        if index is not None:
-            (partial / INDEX_FILE).write_bytes(index)
-        partial.rename(folder)
-    except OSError as error:
-        advice = "free space there or choose another folder"
-        raise OSError(f"{folder} could not be written ({error.strerror}): {advice}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def weight_files(model: nn.Module, max_shard_bytes: int) -> tuple[dict[str, dict[str, Tensor]], bytes | None]:

@@ -124,7 +124,6 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument("--optimizer", action="store_true", help="with the update by host_adamw")
     options.add_argument("--clip-norm", type=float, default=None)
     options.add_argument("--device-share", default="0", help="bytes of its states that live on the device: 10GiB")
-    options.add_argument("--visiting-share", type=float, default=0.0, help="part of the states that visit the device")
     options.add_argument("--threads", type=int, default=None, help="cores of the host optimizer")
     options.add_argument("--forward", action="store_true", help="forward only, without gradients")
     return options
@@ -156,8 +155,7 @@ class Workload:
             recompute(block for _, block in find_blocks(self.model))
         self.optimizer = None
         if options.optimizer and name != "none":
-            knobs = {"threads": options.threads, "visiting_share": options.visiting_share}
-            self.optimizer = HostAdamW(self.model.parameters(), lr=1e-5, **knobs)
+            self.optimizer = HostAdamW(self.model.parameters(), lr=1e-5, threads=options.threads)
             share = parse_bytes("--device-share", options.device_share)
             self.mode.overlap(self.optimizer, early=options.clip_norm is None, device_share=share)
             self.optimizer.allocate()

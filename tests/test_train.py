@@ -16,9 +16,9 @@ from hydra.errors import InstantiationException
 
 from models.initialise import initialise
 from models.llama import Llama
-from models.weights import save_weights
 from offload.modes import shard_offload, tensor_swap
 from tests import ROOT
+from tests.models.helpers.saving import save_weights
 from tests.training.helpers.in_process import SMALL_MODEL, command_here, run_here
 from training import recorder
 from training.errors import UserError

@@ -194,7 +194,6 @@ def build_optimizer(config: DictConfig, model: nn.Module, mode) -> torch.optim.O
     try:
         if choice == "host_adamw":
             share = 0 if optimizer.device_share == "auto" else optimizer.device_share
-            # States that visit the device get their homes here.
             mode.overlap(optimizer, updates_early(config), share)
         optimizer.allocate()
     except MemoryError as error:

@@ -72,8 +72,6 @@ class HostAdamW(torch.optim.AdamW):
         state_dtype: "fp32", or "bf16" for moments of half the size, computed in float32 and rounded to nearest.
         device_share: bytes of states ("10GiB") that a mode which overlaps the updates places on the device, or "auto":
             as many as find room there. Without such a mode it has no effect.
-        visiting_share: part of the states, from 0 to 1, that such a mode sends to the device to be updated there
-            while the host updates the others (see `VisitingStates`). On a GPU the two round differently.
         threads: cores that update host parameters. None is all but one, which launches the device's work, or all but
             three under a mode that begins updates inside backward (see `leave_cores`).
         compile: "auto" takes the fastest kernel of the host, "off" torch's own (see `fastest_update`).
@@ -92,7 +90,6 @@ class HostAdamW(torch.optim.AdamW):
         decay_norms_and_biases: bool = True,
         state_dtype: str = "fp32",
         device_share: str | int = 0,
-        visiting_share: float = 0.0,
         threads: int | None = None,
         compile: str = "auto",
     ):
@@ -107,14 +104,10 @@ class HostAdamW(torch.optim.AdamW):
         self._chooses_threads = threads is None
         self._state_dtype = STATE_DTYPES[state_dtype]
         self.device_share = device_share if device_share == "auto" else parse_bytes("device_share", device_share)
-        if not 0 <= visiting_share <= 1:
-            raise ValueError(f"visiting_share={visiting_share}: must be between 0 and 1")
-        self.visiting_share = visiting_share
         self._compile = compile
         self._claimed: set[Tensor] = set()
         self._deferral: Deferral | None = None
         self._placed: dict[Tensor, torch.device] = {}
-        self._homes: dict[Tensor, dict[str, Tensor]] = {}
         # Autograd's version counter of parameters when their masters were last equal to them.
         self._versions: dict[Tensor, int] = {}
         super().__init__(groups, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
@@ -263,20 +256,8 @@ class HostAdamW(torch.optim.AdamW):
         """
         for parameter in parameters:
             self._placed[parameter] = device
-            self._homes.pop(parameter, None)
             state = self.state.get(parameter, {})
             state |= {name: tensor.to(device) for name, tensor in state.items()}
-
-    def state_dtypes(self, parameter: Tensor) -> dict[str, torch.dtype]:
-        """The dtypes of a parameter's states by name, but for the step."""
-        master = {} if is_own_master(parameter) else {"master": torch.float32}
-        return dict.fromkeys(MOMENTS, self._state_dtype) | master
-
-    def keep_in(self, parameter: Tensor, name: str, memory: Tensor) -> None:
-        """Has one state of a parameter in `memory`, 1-D of its dtype; what there is of it moves."""
-        home = self._homes.setdefault(parameter, {})[name] = memory.view(parameter.shape)
-        if name in self.state.get(parameter, {}):
-            self.state[parameter][name] = home.copy_(self.state[parameter][name])
 
     def placed_bytes(self, parameters: Iterable[Tensor]) -> int:
         """Bytes of the states that `place` would have made."""
@@ -301,9 +282,9 @@ class HostAdamW(torch.optim.AdamW):
             state["step"] = torch.zeros((), device=self._placed.get(parameter, parameter.device))
             for name in MOMENTS:
                 # Written, not merely promised as by torch.zeros, so that memory that is missing is missed now.
-                state[name] = self._memory(parameter, name, self._state_dtype).zero_()
+                state[name] = self._memory(parameter, self._state_dtype).zero_()
         if (parameter in self._placed or not is_own_master(parameter)) and self._needs_master(parameter):
-            master = state["master"] if "master" in state else self._memory(parameter, "master", torch.float32)
+            master = state["master"] if "master" in state else self._memory(parameter, torch.float32)
             state["master"] = master.copy_(parameter.detach())
             self._versions[parameter] = parameter._version
         return state
@@ -312,10 +293,7 @@ class HostAdamW(torch.optim.AdamW):
         written = parameter.dtype == torch.float32 and self._versions.get(parameter) != parameter._version
         return written or "master" not in self.state[parameter]
 
-    def _memory(self, parameter: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-        home = self._homes.get(parameter, {}).get(name)
-        if home is not None:
-            return home
+    def _memory(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.empty(parameter.shape, dtype=dtype, device=self._placed.get(parameter, parameter.device))
 
     @torch.no_grad()
@@ -325,8 +303,7 @@ class HostAdamW(torch.optim.AdamW):
         Raises MemoryError with both sizes, before anything is made, where the host has no room for them.
         """
         missing = [p for p in self._group_of if p.requires_grad and not self.state.get(p)]
-        elsewhere = self._placed.keys() | self._homes.keys()
-        on_host = [p for p in missing if p.device.type == "cpu" and p not in elsewhere]
+        on_host = [p for p in missing if p.device.type == "cpu" and p not in self._placed]
         needed = self.planned_bytes(on_host, self._state_dtype)
         free = free_host_bytes()
         if free is not None and needed > free:
@@ -337,11 +314,6 @@ class HostAdamW(torch.optim.AdamW):
         with torch_threads(self.threads):
             for parameter in missing:
                 self._state_of(parameter)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the states that there are."""
-        return sum(tensor.nbytes for state in self.state.values() for tensor in state.values())
 
     @staticmethod
     def planned_bytes(parameters: Iterable[Tensor], state_dtype: torch.dtype | str = "fp32") -> int:
@@ -377,19 +349,16 @@ class HostAdamW(torch.optim.AdamW):
 
     def _moved(self, parameter: Tensor, name: str, loaded: Tensor) -> Tensor:
         dtype = self._state_dtype if name in MOMENTS else torch.float32
-        loaded = loaded.to(self._placed.get(parameter, parameter.device), dtype).contiguous()
-        home = self._homes.get(parameter, {}).get(name)
-        return loaded if home is None else home.copy_(loaded)
+        return loaded.to(self._placed.get(parameter, parameter.device), dtype).contiguous()
 
     @property
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ["threads", "_chooses_threads", "device_share", "visiting_share"]
-        names += ["_state_dtype", "_compile", "_claimed", "_group_of"]
+        names = ["threads", "_chooses_threads", "device_share", "_state_dtype", "_compile", "_claimed", "_group_of"]
         # A copy makes its updates itself.
-        own = {"_deferral": None, "_placed": {}, "_homes": {}, "_versions": {}}
+        own = {"_deferral": None, "_placed": {}, "_versions": {}}
         return super().__getstate__() | {name: getattr(self, name) for name in names} | own
 
 

@@ -54,7 +54,7 @@ class SimulatedStreams(CheckedStreams):
         start_ms = _time(stream)
         if stream is self.d2h:
             lane, rate = "copy out", self._bandwidth.both if _time(self.h2d) > start_ms else self._bandwidth.d2h
-        elif stream in (self.h2d, self.visits):
+        elif stream is self.h2d:
             lane, rate = "copy in", self._bandwidth.both if _time(self.d2h) > start_ms else self._bandwidth.h2d
         else:
             lane, rate = "compute", None

@@ -55,15 +55,14 @@ class Stream(Protocol):
 class Streams(Protocol):
     """The streams of one device: the current compute stream and copy streams.
 
-    `h2d` and `d2h` copy what compute waits for, `visits` copies in what it does not. `device` is the device they belong
-    to; `asynchronous` tells whether work outlives the call that queues it.
+    `h2d` and `d2h` copy in and out. `device` is the device they belong to; `asynchronous` tells whether work outlives
+    the call that queues it.
     """
 
     device: torch.device
     asynchronous: bool
     h2d: Stream
     d2h: Stream
-    visits: Stream
 
     @property
     def compute(self) -> Stream:
@@ -106,7 +105,6 @@ class CudaStreams:
         self.device = device
         self.h2d = torch.cuda.Stream(device)
         self.d2h = torch.cuda.Stream(device)
-        self.visits = torch.cuda.Stream(device)
 
     @property
     def compute(self) -> torch.cuda.Stream:

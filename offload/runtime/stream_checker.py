@@ -120,7 +120,6 @@ class CheckedStreams:
         self._host = CheckedStream("host")
         self.h2d = CheckedStream("h2d")
         self.d2h = CheckedStream("d2h")
-        self.visits = CheckedStream("visits")
         self._compute = CheckedStream("compute")
         self._current = self._compute
         self._histories: weakref.WeakKeyDictionary[object, _History] = weakref.WeakKeyDictionary()
@@ -175,7 +174,7 @@ class CheckedStreams:
             history.write, history.reads = access, {}
 
     def synchronize(self) -> None:
-        for stream in (self.h2d, self.d2h, self.visits, self._compute):
+        for stream in (self.h2d, self.d2h, self._compute):
             self.host.follow(stream.clock)
 
     def _access(self, stream: CheckedStream | None, resource: object, what: str):

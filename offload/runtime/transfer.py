@@ -64,22 +64,14 @@ class Transfer:
         self.streams = streams
         self.telemetry = telemetry
 
-    def copy_in(
-        self,
-        device_tensor: torch.Tensor,
-        host_tensor: torch.Tensor,
-        done: Event,
-        what: str,
-        stream: Stream | None = None,
-    ) -> None:
-        """Copies host to device on `stream` (None: h2d) and records `done` behind it. Shapes and dtypes are equal.
+    def copy_in(self, device_tensor: torch.Tensor, host_tensor: torch.Tensor, done: Event, what: str) -> None:
+        """Copies host to device on the h2d stream and records `done` behind it. Shapes and dtypes are equal.
 
         `what` names the copy in a profiler's trace.
         """
-        stream = self.streams.h2d if stream is None else stream
         with profiled(f"copy in {what}"):
-            self.telemetry.h2d_bytes += self._copy(device_tensor, host_tensor, stream)
-        done.record(stream)
+            self.telemetry.h2d_bytes += self._copy(device_tensor, host_tensor, self.streams.h2d)
+        done.record(self.streams.h2d)
 
     def copy_out(self, host_tensor: torch.Tensor, device_tensor: torch.Tensor, done: Event, what: str) -> None:
         """Copies device to host on the d2h stream and records `done` behind it. Shapes and dtypes are equal.

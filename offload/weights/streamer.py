@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.device_states import DeviceStates
-from offload.optimizer.visiting_states import VisitingStates
 from offload.optimizer.worker import UpdateWorker
 from offload.runtime.device_slots import DeviceSlot, DeviceSlots
 from offload.runtime.host_memory import HostArena
@@ -73,7 +72,6 @@ class WeightStreamer:
         self._saved = SavedWeights(self._slots, self._prefetcher, self._final.use)
         self.updates: UpdateWorker | None = None
         self._share: DeviceStates | None = None
-        self._visits: VisitingStates | None = None
         self._optimizer: HostAdamW | None = None
         self._update_early = False
         self._hooks: list[RemovableHandle] = []
@@ -116,8 +114,7 @@ class WeightStreamer:
     def overlap(self, optimizer: HostAdamW, early: bool, device_share: int = 0) -> None:
         """Has `optimizer` update the units on a thread of its own, from now on; its states are not made yet.
 
-        `device_share` is how many bytes of states live on the device, where their units are updated. Of the others,
-        `optimizer.visiting_share` visit it to be updated.
+        `device_share` is how many bytes of states live on the device, where their units are updated.
         `early`: a unit's update may begin when its gradients of the last microbatch have landed, if in the step before
         each landed there once; else the optimizer's `step` starts it. A change to settings, a learning rate set by hand
         between backward and that `step`, then comes too late for what has begun. `state_dict` and `load_state_dict` of
@@ -129,8 +126,6 @@ class WeightStreamer:
         self._optimizer = optimizer
         optimizer.leave_cores(BUSY_CORES if early else LAUNCHING_CORES)
         self.place_states(device_share)
-        others = [unit for unit in self._cut.units if unit not in self._share.units]
-        self._visits = VisitingStates(others, optimizer, self.transfer, self.arena, optimizer.visiting_share)
         optimizer.defer_to(self)
         # A function of its own: a deepcopy of the model leaves it as it is, and would copy what a method is bound to.
         for window in self._cut.windows:
@@ -145,8 +140,6 @@ class WeightStreamer:
         self.finish()
         limit_bytes = GRADIENT_SLOTS * self._cut.largest_unit_bytes
         self._share = DeviceStates(self._cut.units, self._optimizer, self.transfer, nbytes, limit_bytes)
-        if self._visits is not None:
-            self._visits.leave(self._share.units)
 
     def offer_all(self, scale: float) -> None:
         """Starts the update of every unit that has gradients and was not updated in this step."""
@@ -156,8 +149,8 @@ class WeightStreamer:
     def _update(
         self, unit: OffloadUnit, tensors: Sequence[UnitTensor], scale: float = 1.0, after: Sequence[Event] = ()
     ) -> None:
-        on_device = (updates for updates in (self._share, self._visits) if unit in updates.units)
-        next(on_device, self.updates).offer(unit, tensors, scale, after)
+        updates = self._share if unit in self._share.units else self.updates
+        updates.offer(unit, tensors, scale, after)
 
     def finish(self) -> None:
         """Waits for the updates that are under way; afterwards the weights at home are final."""
@@ -205,7 +198,7 @@ class WeightStreamer:
         # They refer back to this object: without them the device memory goes with its last reference.
         self._windowed.clear()
         self._hooks.clear()
-        self._optimizer = self._share = self._visits = None
+        self._optimizer = self._share = None
         self._prefetcher.drop()
         self._streams.synchronize()
         for slot in self._slots:

@@ -216,7 +216,6 @@ class HostAdamW(AdamW):
     _target_: str = "offload.optimizer.adamw.HostAdamW"
     state_dtype: StateDtype = MISSING
     device_share: str | int = MISSING
-    visiting_share: float = number(at_least=0, at_most=1)
     threads: int | None = number(at_least=1, at_most=1024)
     compile: Compile = MISSING
 

@@ -178,7 +178,7 @@ def _assembled(
         "activations": rehearsal.activation_bytes,
     }
     update = PlannedUpdate.of(config, plan, spare_bytes=(vram_budget or 0) - sum(device.values()))
-    device["optimizer"] = update.device_bytes + update.visit_bytes
+    device["optimizer"] = update.device_bytes
     if not updates_early(config):
         # Else they go as soon as they are used, while backward still frees what forward saved.
         device["gradients"] += update.placed_gradient_bytes
@@ -203,8 +203,8 @@ def _assembled(
         logits_bytes=logits_bytes(model, config),
         pinned_bytes=rehearsal.host_bytes if has_gpu and config.offload.get("pin", "auto") != "off" else 0,
         step_bytes={
-            "in": sum(phase.h2d_bytes for phase in phases) + update.in_bytes,
-            "out": sum(phase.d2h_bytes for phase in phases) + update.out_bytes,
+            "in": sum(phase.h2d_bytes for phase in phases),
+            "out": sum(phase.d2h_bytes for phase in phases),
             "activations in": rehearsal.total("activation_h2d_bytes"),
             "activations out": rehearsal.total("activation_d2h_bytes"),
         },

@@ -19,7 +19,7 @@ DELAY_CYCLES = 1_000_000
 
 
 def make_late(monkeypatch: pytest.MonkeyPatch, late: str) -> None:
-    """Spinning kernels go before the work of the stream `late`: "h2d", "d2h", "visits", "compute" (or "nobody")."""
+    """Spinning kernels go before the work of the stream `late`: "h2d", "d2h", "compute" (or "nobody")."""
     copy, visit, await_on = Transfer._copy, Prefetcher.visit, Transfer.await_on
 
     def late_copy(self, destination, source, stream):
