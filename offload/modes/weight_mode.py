@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from offload.microbatches.layer_major import one_after_another
 from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.overlap import Overlap
 from offload.runtime.registry import Streams
 from offload.weights.footprint import Footprint
 from offload.weights.partition import CutModel, CutPoint, cut, keep_on_device, open_at_once
@@ -56,6 +57,7 @@ class WeightMode(ABC):
         self._pin = one_of("pin", pin, "auto", "off") == "auto"
         self._include, self._exclude = tuple(include), tuple(exclude)
         self._streamer: WeightStreamer | None = None
+        self._overlap: Overlap | None = None
 
     @abstractmethod
     def cut_points(self, model: nn.Module) -> Iterable[CutPoint]:
@@ -99,17 +101,20 @@ class WeightMode(ABC):
         return one_after_another(losses, self._streamer.last_microbatch)
 
     def overlap(self, optimizer: HostAdamW, early: bool, device_share: int = 0) -> None:
-        """Hides the updates of `optimizer` behind the step; see `WeightStreamer.overlap`."""
-        self._streamer.overlap(optimizer, early, device_share)
+        """Hides the updates of `optimizer` behind the step; see `Overlap`."""
+        if self._overlap is not None:
+            self._overlap.close()
+        self._overlap = Overlap(optimizer, self._streamer, early, device_share)
+        self._streamer.use_updates(self._overlap)
 
     def place_states(self, nbytes: int) -> None:
         """Between steps: optimizer states of the first units that fit into `nbytes` live on the device from now on."""
-        self._streamer.place_states(nbytes)
+        self._overlap.place_states(nbytes)
 
     def detach(self) -> None:
         """Gives the model back as it was found."""
         self._streamer.detach()
-        self._streamer = None
+        self._streamer = self._overlap = None
 
     def counters(self) -> dict[str, float]:
         """Bytes and ms since `attach`, and the host bytes held now, page-locked and not."""

@@ -105,10 +105,11 @@ class UpdateWorker:
         self.wait_ms += (perf_counter() - start) * 1e3
         self._raise_error()
 
-    def finish(self, units: Iterable[OffloadUnit] | None = None) -> None:
-        """Waits for the updates of `units`, or of all."""
-        for unit in list(self._jobs if units is None else units):
+    def finish(self) -> None:
+        """Blocks the host until all updates are done. Raises the worker's error, now and later."""
+        for unit in list(self._jobs):
             self.wait(unit)
+        self._raise_error()
 
     def counters(self) -> dict[str, float]:
         """Totals: ms that updates took, ms that the host waited for them, and parameters updated."""
@@ -129,7 +130,6 @@ class UpdateWorker:
         for job in itertools.chain.from_iterable(self._jobs.values()):
             job.done.wait()
         self._jobs.clear()
-        self._optimizer.defer_to(None)
 
     def _start(self) -> None:
         if self._thread is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from offload.runtime.byte_sizes import parse_bytes
-from offload.weights.units import OffloadUnit, Place, UnitTensor
+from offload.weights.units import ModuleAttribute, OffloadUnit, UnitTensor
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class CutModel:
 
     units: list[OffloadUnit]
     windows: list[Window]
-    resident: list[tuple[torch.Tensor, list[Place]]]
+    resident: list[tuple[torch.Tensor, list[ModuleAttribute]]]
 
     @property
     def resident_bytes(self) -> int:
@@ -89,13 +89,13 @@ def cut(model: nn.Module, cut_points: Sequence[CutPoint]) -> CutModel:
     """
     cut_points = list({root.module: root for root in reversed(cut_points)}.values())[::-1]
     root_of = _cut_points_by_module(cut_points)
-    places: dict[torch.Tensor, list[Place]] = {}
+    places: dict[torch.Tensor, list[ModuleAttribute]] = {}
     names: dict[torch.Tensor, str] = {}
     for prefix, module in model.named_modules():
         for is_buffer, held in ((False, module._parameters), (True, module._buffers)):
             for attribute, tensor in held.items():
                 if tensor is not None:
-                    places.setdefault(tensor, []).append(Place(module, attribute, is_buffer))
+                    places.setdefault(tensor, []).append(ModuleAttribute(module, attribute, is_buffer))
                     names.setdefault(tensor, f"{prefix}.{attribute}".lstrip("."))
 
     units: dict[str, OffloadUnit] = {}
@@ -119,7 +119,7 @@ def keep_on_device(model: CutModel, amount: str | int) -> CutModel:
     streamed = [unit for index, unit in enumerate(model.units) if index not in kept]
     resident = list(model.resident)
     for index in sorted(kept):
-        resident += [(tensor.host, tensor.places) for tensor in model.units[index].tensors]
+        resident += [(tensor.host, tensor.attributes) for tensor in model.units[index].tensors]
     windows = []
     for window in model.windows:
         read = tuple((unit, tensor) for unit, tensor in window.read if unit.index not in kept)

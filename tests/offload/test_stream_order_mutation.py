@@ -40,7 +40,7 @@ CALLS = (
     (CheckedSignal, "follow"),
 )
 # They act for a caller, or for the one who waits: the line that counts is theirs and his.
-BETWEEN = ("runtime/transfer.py", "optimizer/worker.py")
+BETWEEN = ("runtime/transfer.py", "optimizer/worker.py", "optimizer/overlap.py")
 
 
 def _site() -> str:
