@@ -1,4 +1,4 @@
-"""The rules that hold the layout together, read from the source: what may import what, and where things are made."""
+"""The rules of the layout, checked in the source: imports, where streams are made, and a test file for each file."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import pytest
 
 from tests import ROOT
 
-# Top-level packages, and what each must not import.
+# The top-level packages, each with the modules that it must not import.
 FORBIDDEN = {
     "offload": {"hydra", "omegaconf", "wandb", "datasets", "models", "training", "numpy"},
     "models": {"hydra", "omegaconf", "wandb", "datasets", "training", "offload"},
     "training": {"train"},
 }
-# The floors of the engine, the lowest first: a folder imports from its own floor's folder and from lower floors only.
+# The floors of the engine, from the lowest up. A folder imports from itself and from lower floors only.
 FLOORS = (("runtime",), ("weights", "activations", "microbatches"), ("optimizer",), ("modes",), ("planning",))
 FLOOR_OF = {folder: number for number, floor in enumerate(FLOORS) for folder in floor}
 SOURCES = sorted(path for package in FORBIDDEN for path in (ROOT / package).rglob("*.py"))
 ENGINE = sorted((ROOT / "offload").rglob("*.py"))
-# The modes: files that a mode is one of, and not what several have in common.
+TESTS = ROOT / "tests"
+# The files of offload/modes that are one mode each, without those that several modes share.
 SHARED_BY_MODES = {"__init__", "mode", "weight_mode", "activation_mode"}
 MODES = [path for path in sorted((ROOT / "offload" / "modes").glob("*.py")) if path.stem not in SHARED_BY_MODES]
 
@@ -31,12 +32,12 @@ def imports(tree: ast.AST) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {f"{node.module}"}
     return found
 
 
 def imported_modules(path: Path) -> set[Path]:
-    """The files of this repository that `path` imports, also inside functions."""
+    """Returns the source files of this repository that `path` imports, also inside functions."""
     named = (ROOT / Path(*name.split(".")).with_suffix(".py") for name in imports(ast.parse(path.read_text())))
     return {file for file in named if file in SOURCES}
 
@@ -67,6 +68,10 @@ class TestSource:
     def test_files_stay_readable(self, path: Path):
         assert len(path.read_text().splitlines()) <= 400
 
+    def test_each_file_has_a_test_file_of_its_name(self, path: Path):
+        if path.name != "__init__.py":
+            assert (TESTS / path.relative_to(ROOT).with_name(f"test_{path.name}")).is_file()
+
 
 @pytest.mark.parametrize("path", ENGINE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_floors_import_downwards(path: Path):
@@ -89,8 +94,17 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def test_tests_and_programs_stay_readable():
-    for path in (*(ROOT / "tests").rglob("*.py"), *(ROOT / "scripts").glob("*.py")):
+    for path in (*TESTS.rglob("*.py"), *(ROOT / "scripts").glob("*.py")):
         assert len(path.read_text().splitlines()) <= 400, path
+
+
+def test_tests_import_their_helpers_by_full_name():
+    """`tests.offload.helpers.late`, not `late` or `.helpers.late`."""
+    bare_names = {path.stem for path in TESTS.rglob("*.py")} - FORBIDDEN.keys()
+    for path in TESTS.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        assert not {name.partition(".")[0] for name in imports(tree)} & bare_names, path
+        assert not any(node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)), path
 
 
 @pytest.mark.parametrize("path", MODES, ids=lambda path: path.stem)
