@@ -23,7 +23,7 @@ from offload.planning.meta_kernels import fused_kernels
 from offload.runtime import registry
 from offload.runtime.bandwidth import measure_bandwidth
 from offload.runtime.byte_sizes import GIB
-from training.profiling.hardware import describe
+from training.profiling.hardware import describe_device
 
 # Updates share the host's memory with the copies of a step, which takes a tenth of their speed.
 BESIDE_COPIES = 0.9
@@ -67,7 +67,7 @@ def probe(device: torch.device) -> dict[str, str | float]:
     streams = registry.acquire(device)
     bus = measure_bandwidth(streams, nbytes=(256 if gpu else 32) * 2**20)
     registry.release(streams)
-    facts = describe(device)
+    facts = describe_device(device)
     cores = usable_cores()
     (update_s,) = measure([fastest_update(max(cores - 1, 1))]).values()
     figures = {
@@ -88,7 +88,7 @@ def probe(device: torch.device) -> dict[str, str | float]:
 
 def device_name(device: torch.device) -> str:
     """The name of the GPU, or of the processor."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(describe(device)["cpu_name"])
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(describe_device(device)["cpu_name"])
 
 
 def block_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
