@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from models.loss import Head, tokens_at_once
+from models.loss import Head, tokens_per_chunk
 from offload.planning.cost_model import forecast, hidden_share
 from offload.planning.dry_run import DryRun, Phase, dry_run
 from offload.planning.simulated_streams import SimulatedStreams
@@ -223,7 +223,7 @@ def logits_bytes(model: nn.Module, config: DictConfig) -> int:
     """The logits that exist at once, part of the activations: float32, for as many tokens as the head takes at once."""
     heads = [module for module in model.modules() if isinstance(module, Head)]
     tokens = -(-config.batch_size // config.microbatches) * config.seq_len
-    return max((4 * tokens_at_once(tokens, head.out_features) * head.out_features for head in heads), default=0)
+    return max((4 * tokens_per_chunk(tokens, head.out_features) * head.out_features for head in heads), default=0)
 
 
 def _budget(key: str, value: str | int | None, all_gib: float | None) -> int | None:
