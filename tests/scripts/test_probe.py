@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,8 +40,10 @@ def test_a_dry_run_stores_nothing(cache: Path, monkeypatch, capsys):
     assert list(cache.iterdir()) == []
 
 
-def test_an_unusable_device_is_one_line():
-    script = subprocess.run([sys.executable, SCRIPT, "--device=cuda:99"], capture_output=True, text=True, timeout=200)
-    assert script.returncode == 1
-    assert script.stderr.startswith("error: device=cuda:99")
-    assert script.stderr.count("\n") == 1
+def test_an_unusable_device_is_one_line(cache: Path, monkeypatch, capsys):
+    assert run(monkeypatch, "--device=cuda:99") == 1
+    output, error = capsys.readouterr()
+    assert output == ""
+    assert error.startswith("error: device=cuda:99")
+    assert error.count("\n") == 1
+    assert list(cache.iterdir()) == []

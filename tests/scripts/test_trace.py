@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
+from scripts.trace import main
 from tests import ROOT
 from training.profiling.timeline import read_timeline
 
@@ -21,9 +24,11 @@ def test_a_step_is_traced_and_drawn(tmp_path: Path):
     assert (tmp_path / "layer_stream_slots_2.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_missing_gpu_is_one_line(tmp_path: Path):
-    command = [sys.executable, "scripts/trace.py", f"--out={tmp_path}"]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-    assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr == "error: --device cuda: torch finds no GPU; use --device cpu, which shows the order only\n"
+def test_a_missing_gpu_is_one_line(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["scripts/trace.py", f"--out={tmp_path / 'traces'}"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == "error: --device cuda: torch finds no GPU; use --device cpu, which shows the order only"
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "traces").exists()

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from offload.runtime import registry
 from offload.runtime.transfer import profiled
 from tests import ROOT
+from tests.training.helpers.in_process import command_here
 from tests.training.helpers.wandb_files import records_of, summary_of, wandb_runs
 from training.metrics.files import read_metrics, read_summary
 from training.profiling.hardware import resolve_device
@@ -28,12 +29,12 @@ SMALL = (
 )  # fmt: skip
 
 
-def train(run_dir: Path, *overrides: str, hidden: int = 32) -> subprocess.CompletedProcess[str]:
+def train(run_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable,
         "train.py",
         *SMALL,
-        f"model.hidden_size={hidden}",
+        "model.hidden_size=32",
         *overrides,
         f"hydra.run.dir={run_dir}",
     ]
@@ -118,8 +119,11 @@ def test_wandb_records_configuration_and_machine(run_dir: Path):
     [(2**20, "offload=layer_stream", "take a smaller model"), (32, "optimizer.lr=1e30", "on_nonfinite=stop")],
     ids=["before the first step", "in a step"],
 )
-def test_a_failed_run_is_marked_in_wandb(tmp_path: Path, hidden: int, override: str, reason: str):
-    assert train(tmp_path, override, "steps=9", hidden=hidden).returncode == 1
+def test_a_failed_run_is_marked_in_wandb(tmp_path: Path, monkeypatch, hidden: int, override: str, reason: str):
+    for key in [key for key in os.environ if key.startswith("WANDB_")]:
+        monkeypatch.delenv(key)
+    result = command_here(*SMALL, f"model.hidden_size={hidden}", override, "steps=9", f"hydra.run.dir={tmp_path}")
+    assert result.returncode == 1
     (wandb_run,) = wandb_runs(tmp_path)
     recorded = summary_of(wandb_run)
     summary = read_summary(tmp_path)
@@ -138,7 +142,7 @@ def test_the_traced_step_is_the_chosen_one_or_the_first_after_the_warm_up():
 
 
 def test_a_step_beyond_the_last_is_refused(tmp_path: Path):
-    result = train(tmp_path, "trace=true", "trace_step=7", "steps=3")
+    result = command_here(*SMALL, "trace=true", "trace_step=7", "steps=3", f"hydra.run.dir={tmp_path}")
     assert result.stderr == "error: trace_step=7: must be between 1 and steps=3\n"
 
 
