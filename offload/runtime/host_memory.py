@@ -77,7 +77,7 @@ class HostArena:
             self.pageable_bytes += nbytes
         return block
 
-    def give_back(self, block: HostBlock) -> None:
+    def release(self, block: HostBlock) -> None:
         """Unlocks one block and stops counting it. Its memory goes with the last tensor that views it.
 
         No copy may use the block any more.

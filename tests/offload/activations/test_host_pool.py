@@ -23,7 +23,7 @@ def step(pool: HostPool, *pages: int) -> list[int]:
     assert [block.bytes.numel() for block in blocks] == [count * PAGE_BYTES for count in pages]
     got = [block.block.bytes.numel() // PAGE_BYTES for block in blocks]
     for block in blocks:
-        pool.give_back(block)
+        pool.release(block)
     return got
 
 
@@ -38,7 +38,7 @@ def test_equal_steps_take_the_same_blocks(pool: HostPool):
 def test_a_step_of_many_sizes_takes_each_its_own(pool: HostPool):
     """Though a block of another size is idle when one that is known is asked for."""
     first = [pool.take(count * PAGE_BYTES, "test") for count in (8, 8)]
-    pool.give_back(pool.take(12 * PAGE_BYTES, "test"))
+    pool.release(pool.take(12 * PAGE_BYTES, "test"))
     assert pool.take(8 * PAGE_BYTES, "test").block.bytes.numel() == 8 * PAGE_BYTES
     assert pool.take(12 * PAGE_BYTES, "test").block.bytes.numel() == 12 * PAGE_BYTES
     assert pool.held_bytes == 36 * PAGE_BYTES

@@ -8,20 +8,20 @@ from collections.abc import Sequence
 
 import pytest
 
-from offload.activations.policy import AutomaticBudget, Candidate, Choice, Fate, FixedBudget, peak_bytes, used_first
+from offload.activations.policy import AutomaticBudget, Choice, FixedBudget, Outcome, SpanRecord, peak_bytes, used_first
 
 MS_PER_BYTE = 0.01
 
 
-def record(events: str, sizes: dict[str, int] | None = None) -> list[Candidate]:
-    """Candidates from a string in which each letter saves a span the first time and uses it the second."""
-    found: dict[str, Candidate] = {}
+def record(events: str, sizes: dict[str, int] | None = None) -> list[SpanRecord]:
+    """SpanRecords from a string in which each letter saves a span the first time and uses it the second."""
+    found: dict[str, SpanRecord] = {}
     for time, letter in enumerate(events):
         if letter not in found:
             nbytes = (sizes or {}).get(letter, 10)
-            found[letter] = Candidate(len(found), nbytes, saved_at=time)
+            found[letter] = SpanRecord(len(found), nbytes, saved_at=time)
         else:
-            found[letter].used_at, found[letter].fate = time, Fate.RELEASED
+            found[letter].used_at, found[letter].outcome = time, Outcome.RELEASED
     return list(found.values())
 
 
@@ -45,7 +45,7 @@ def record(events: str, sizes: dict[str, int] | None = None) -> list[Candidate]:
 )
 def test_what_is_used_first_stays(events: str, budget: int, kept: str):
     letters = list(dict.fromkeys(events))
-    assert {letters[ordinal] for ordinal in used_first(record(events), budget)} == set(kept)
+    assert {letters[index] for index in used_first(record(events), budget)} == set(kept)
 
 
 def test_the_budget_is_never_exceeded():
@@ -61,7 +61,7 @@ def test_the_budget_is_never_exceeded():
         sizes = {letter: generator.randrange(1, 20) for letter in "abcdefghijkl"}
         candidates = record(events, sizes)
         kept = used_first(candidates, 40)
-        assert peak_bytes([candidate for candidate in candidates if candidate.ordinal in kept]) <= 40
+        assert peak_bytes([candidate for candidate in candidates if candidate.index in kept]) <= 40
 
 
 def test_the_peak_is_of_what_is_alive_at_once():
@@ -72,9 +72,9 @@ def test_the_peak_is_of_what_is_alive_at_once():
 
 def test_the_first_step_swaps_everything_and_the_next_what_is_over_budget():
     policy = FixedBudget(20)
-    assert all(policy.choose(ordinal, 10, 20) is Choice.SWAP for ordinal in range(4))
+    assert all(policy.choose(index, 10, 20) is Choice.SWAP for index in range(4))
     policy.learn(record("abcddcba"), 0.0, None)
-    assert [policy.choose(ordinal, 10, 20) for ordinal in range(4)] == [Choice.SWAP] * 2 + [Choice.KEEP] * 2
+    assert [policy.choose(index, 10, 20) for index in range(4)] == [Choice.SWAP] * 2 + [Choice.KEEP] * 2
     # Another number of tokens: what would not fit is swapped.
     assert policy.choose(2, 30, 20) is Choice.SWAP
     assert policy.choose(2, 15, 20) is Choice.KEEP
@@ -83,11 +83,11 @@ def test_the_first_step_swaps_everything_and_the_next_what_is_over_budget():
 def test_what_frees_nothing_is_left_alone_for_as_long_as_it_looks_the_same():
     policy = FixedBudget(0)
     first = record("abba")
-    first[0].fate = Fate.HELD
+    first[0].outcome = Outcome.REFERENCED
     policy.learn(first, 0.0, None)
-    assert [policy.choose(ordinal, 10, 0) for ordinal in range(2)] == [Choice.LEAVE, Choice.SWAP]
+    assert [policy.choose(index, 10, 0) for index in range(2)] == [Choice.LEAVE, Choice.SWAP]
     stayed = record("abba")
-    stayed[0].fate = Fate.STAYED
+    stayed[0].outcome = Outcome.STAYED
     policy.learn(stayed, 0.0, None)
     assert policy.choose(0, 10, 0) is Choice.LEAVE
     assert policy.choose(0, 11, 0) is Choice.SWAP
@@ -98,13 +98,15 @@ def test_what_frees_nothing_is_left_alone_for_as_long_as_it_looks_the_same():
 def test_what_was_held_is_tried_again():
     policy = FixedBudget(20)
     held = record("abba")
-    held[0].fate = Fate.HELD
+    held[0].outcome = Outcome.REFERENCED
     policy.learn(held, 0.0, None)
     choices = []
     for _ in range(2 * FixedBudget.RETRY_STEPS):
         choices.append(policy.choose(0, 10, 20))
         step = record("abba")
-        step[0].fate = {Choice.LEAVE: Fate.STAYED, Choice.KEEP: Fate.STAYED, Choice.SWAP: Fate.RELEASED}[choices[-1]]
+        step[0].outcome = {Choice.LEAVE: Outcome.STAYED, Choice.KEEP: Outcome.STAYED, Choice.SWAP: Outcome.RELEASED}[
+            choices[-1]
+        ]
         policy.learn(step, 0.0, None)
     assert choices[: FixedBudget.RETRY_STEPS + 1] == [Choice.LEAVE] * FixedBudget.RETRY_STEPS + [Choice.SWAP]
     # Worth its copy after all, and then within the budget.
@@ -118,7 +120,7 @@ def test_what_is_still_held_is_tried_more_and_more_seldom(budget: int):
     for number in range(16 * FixedBudget.RETRY_STEPS):
         step = record("abba")
         swapped = policy.choose(0, 10, budget) is Choice.SWAP
-        step[0].fate = Fate.HELD if swapped else Fate.STAYED
+        step[0].outcome = Outcome.REFERENCED if swapped else Outcome.STAYED
         if swapped:
             tried.append(number)
         policy.learn(step, 0.0, None)
@@ -129,7 +131,7 @@ def test_what_is_still_held_is_tried_more_and_more_seldom(budget: int):
 def test_another_sequence_of_sizes_forgets_what_was_held():
     policy = FixedBudget(0)
     held = record("abba")
-    held[0].fate = Fate.HELD
+    held[0].outcome = Outcome.REFERENCED
     policy.learn(held, 0.0, None)
     policy.learn(record("abccba"), 0.0, None)
     assert policy.choose(0, 10, 0) is Choice.SWAP
@@ -138,9 +140,9 @@ def test_another_sequence_of_sizes_forgets_what_was_held():
 def test_what_somebody_else_holds_takes_nothing_of_the_budget():
     policy = FixedBudget(10)
     step = record("abba")
-    step[1].fate = Fate.HELD
+    step[1].outcome = Outcome.REFERENCED
     policy.learn(step, 0.0, None)
-    assert [policy.choose(ordinal, 10, 10) for ordinal in range(2)] == [Choice.KEEP, Choice.LEAVE]
+    assert [policy.choose(index, 10, 10) for index in range(2)] == [Choice.KEEP, Choice.LEAVE]
 
 
 def test_steps_that_always_lock_memory_do_not_measure_for_ever():
@@ -170,7 +172,7 @@ def run(
         candidates = record(letters + letters[::-1])
         room, swapped = policy.budget, 0
         for candidate in candidates:
-            choice = policy.choose(candidate.ordinal, candidate.nbytes, room)
+            choice = policy.choose(candidate.index, candidate.nbytes, room)
             room -= candidate.nbytes if choice is Choice.KEEP else 0
             swapped += choice is Choice.SWAP
         shares.append(swapped / 100)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.activations.storages import share_version
+from offload.activations.versions import share_version
 from offload.modes import tensor_swap
 from tests.offload.helpers.models import same_as_resident
 from tests.offload.helpers.swapping import Swap, save, swapping

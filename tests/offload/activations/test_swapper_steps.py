@@ -307,7 +307,7 @@ def test_a_step_ends_with_nothing_on_the_device_though_the_graph_lives_on(swap: 
     with swap.step():
         loss = loss_of(model, swap, inputs())
         torch.autograd.grad(loss, list(model[4].parameters()), retain_graph=True)
-    assert all(parcel.copy is None for parcel in swap._alive())
+    assert all(span.device_copy is None for span in swap._spans.alive())
     loss.backward()
     plain = network()
     loss_of(plain, None, inputs()).backward()
