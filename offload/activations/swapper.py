@@ -23,7 +23,7 @@ from offload.activations.storages import SavedSpan
 from offload.activations.swapped_span import ByteRange, PackedTensor, SwappedSpan, UnswappedTensor
 from offload.activations.versions import VersionHandles
 from offload.runtime.deferred_free import DeferredFrees, PendingFree, StashedTensors
-from offload.runtime.device_slots import free_device_bytes
+from offload.runtime.device_memory import free_device_bytes
 from offload.runtime.host_memory import HostArena
 from offload.runtime.saved_tensor_hooks import Kept, Passed, active_hooks, beneath_claims, claimed
 from offload.runtime.torch_internals import is_in_backward, is_zero_tensor, view_base
