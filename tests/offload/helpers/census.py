@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from offload.runtime import registry
+from offload.runtime.saved_tensor_hooks import active_hooks
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def assert_given_back(model: nn.Module, device: str) -> None:
         assert module.forward.__func__ is type(module).forward
     assert hooks_of(model) == 0
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert active_hooks() is None
     assert registry.holders(device) == 0
     ours = ("lockstep", "host optimizer")
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(ours)]
