@@ -1,4 +1,4 @@
-"""What to swap, as arithmetic over the record of a step."""
+"""Policies choose the spans to swap, by arithmetic over the record of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MS_PER_BYTE = 0.01
 
 
 def record(events: str, sizes: dict[str, int] | None = None) -> list[SpanRecord]:
-    """SpanRecords from a string in which each letter saves a span the first time and uses it the second."""
+    """Makes a record from a string: the first time a letter occurs it saves a span, the second time it uses it."""
     found: dict[str, SpanRecord] = {}
     for time, letter in enumerate(events):
         if letter not in found:
@@ -31,11 +31,11 @@ def record(events: str, sizes: dict[str, int] | None = None) -> list[SpanRecord]
         ("abcddcba", 0, ""),
         ("abcddcba", 25, "cd"),
         ("abcddcba", 40, "abcd"),
-        # Two microbatches, one after the other: each has the budget to itself.
+        # Two microbatches, one after the other: each has the whole budget.
         ("abbacddc", 10, "bd"),
         # Two forwards before a backward share it.
         ("abcddcba", 10, "d"),
-        # Saved in the middle of backward: what is still alive of before counts.
+        # Saved in the middle of backward: spans of before that are still alive count.
         ("abcceeba", 10, "ce"),
         ("abccdedeba", 20, "bcd"),
         # Never used: not worth a byte of the budget.
@@ -59,9 +59,9 @@ def test_the_budget_is_never_exceeded():
             else:
                 events += alive.pop(generator.randrange(len(alive)))
         sizes = {letter: generator.randrange(1, 20) for letter in "abcdefghijkl"}
-        candidates = record(events, sizes)
-        kept = used_first(candidates, 40)
-        assert peak_bytes([candidate for candidate in candidates if candidate.index in kept]) <= 40
+        spans = record(events, sizes)
+        kept = used_first(spans, 40)
+        assert peak_bytes([span for span in spans if span.index in kept]) <= 40
 
 
 def test_the_peak_is_of_what_is_alive_at_once():
@@ -75,12 +75,12 @@ def test_the_first_step_swaps_everything_and_the_next_what_is_over_budget():
     assert all(policy.choose(index, 10, 20) is Choice.SWAP for index in range(4))
     policy.learn(record("abcddcba"), 0.0, None)
     assert [policy.choose(index, 10, 20) for index in range(4)] == [Choice.SWAP] * 2 + [Choice.KEEP] * 2
-    # Another number of tokens: what would not fit is swapped.
+    # Another number of tokens: a span that does not fit is swapped.
     assert policy.choose(2, 30, 20) is Choice.SWAP
     assert policy.choose(2, 15, 20) is Choice.KEEP
 
 
-def test_what_frees_nothing_is_left_alone_for_as_long_as_it_looks_the_same():
+def test_a_span_that_frees_nothing_is_left_as_long_as_its_size_is_the_same():
     policy = FixedBudget(0)
     first = record("abba")
     first[0].outcome = Outcome.REFERENCED
@@ -95,7 +95,7 @@ def test_what_frees_nothing_is_left_alone_for_as_long_as_it_looks_the_same():
     assert policy.choose(0, 10, 0) is Choice.SWAP
 
 
-def test_what_was_held_is_tried_again():
+def test_a_span_that_others_referenced_is_tried_again():
     policy = FixedBudget(20)
     held = record("abba")
     held[0].outcome = Outcome.REFERENCED
@@ -109,12 +109,12 @@ def test_what_was_held_is_tried_again():
         ]
         policy.learn(step, 0.0, None)
     assert choices[: FixedBudget.RETRY_STEPS + 1] == [Choice.LEAVE] * FixedBudget.RETRY_STEPS + [Choice.SWAP]
-    # Worth its copy after all, and then within the budget.
+    # It is worth a copy after all, and then kept within the budget.
     assert set(choices[FixedBudget.RETRY_STEPS + 1 :]) == {Choice.KEEP}
 
 
 @pytest.mark.parametrize("budget", [0, 20])
-def test_what_is_still_held_is_tried_more_and_more_seldom(budget: int):
+def test_a_span_that_others_still_reference_is_tried_ever_more_rarely(budget: int):
     policy = FixedBudget(budget)
     tried = []
     for number in range(16 * FixedBudget.RETRY_STEPS):
@@ -128,7 +128,7 @@ def test_what_is_still_held_is_tried_more_and_more_seldom(budget: int):
     assert waits == [FixedBudget.RETRY_STEPS * factor for factor in (1, 2, 4, 8)]
 
 
-def test_another_sequence_of_sizes_forgets_what_was_held():
+def test_another_sequence_of_sizes_ends_all_pauses():
     policy = FixedBudget(0)
     held = record("abba")
     held[0].outcome = Outcome.REFERENCED
@@ -137,7 +137,7 @@ def test_another_sequence_of_sizes_forgets_what_was_held():
     assert policy.choose(0, 10, 0) is Choice.SWAP
 
 
-def test_what_somebody_else_holds_takes_nothing_of_the_budget():
+def test_a_span_that_others_reference_takes_nothing_of_the_budget():
     policy = FixedBudget(10)
     step = record("abba")
     step[1].outcome = Outcome.REFERENCED
@@ -146,7 +146,7 @@ def test_what_somebody_else_holds_takes_nothing_of_the_budget():
 
 
 def test_steps_that_always_lock_memory_do_not_measure_for_ever():
-    """As with sequences of another length in every step: nothing that was measured would hold."""
+    """With sequences of another length in every step, no measurement would be valid in the next."""
     policy = AutomaticBudget()
     policy.begin_step(lambda: 0)
     steps = 0
@@ -160,29 +160,29 @@ def test_steps_that_always_lock_memory_do_not_measure_for_ever():
 def run(
     policy: AutomaticBudget, hideable: float, steps: int, noise: Sequence[float] = (), free: int | None = 10_000
 ) -> list[float]:
-    """The share swapped in each step on a machine that hides copies of that share of a step's bytes.
+    """Runs steps on a machine that hides copies of the share `hideable` of a step's bytes. Returns the shares swapped.
 
-    A step saves 1,000 bytes; `free` are those of the device. One that page-locks memory takes so long that it hides
-    everything.
+    A step saves 1,000 bytes, and the device has `free` bytes free. A step that page-locks memory takes so long that it
+    hides everything.
     """
     letters = "".join(chr(0x4E00 + number) for number in range(100))
     compute_ms, shares, locked = 100 * 10 * MS_PER_BYTE, [], 0
     for step in range(steps):
         policy.begin_step(lambda: free)
-        candidates = record(letters + letters[::-1])
+        spans = record(letters + letters[::-1])
         room, swapped = policy.budget, 0
-        for candidate in candidates:
-            choice = policy.choose(candidate.index, candidate.nbytes, room)
-            room -= candidate.nbytes if choice is Choice.KEEP else 0
+        for span in spans:
+            choice = policy.choose(span.index, span.nbytes, room)
+            room -= span.nbytes if choice is Choice.KEEP else 0
             swapped += choice is Choice.SWAP
         shares.append(swapped / 100)
         stall_ms = max(0.0, shares[-1] / hideable - 1) * compute_ms
         stall_ms += (noise[step] if step < len(noise) else 0.0) * compute_ms
         grew, locked = swapped > locked, max(swapped, locked)
         if grew:
-            policy.learn(candidates, 0.0, 40 * compute_ms, grew)
+            policy.learn(spans, 0.0, 40 * compute_ms, grew)
         else:
-            policy.learn(candidates, stall_ms, compute_ms + stall_ms)
+            policy.learn(spans, stall_ms, compute_ms + stall_ms)
     return shares
 
 
@@ -194,7 +194,7 @@ def test_auto_settles_in_a_few_steps_on_most_of_what_can_be_hidden(hideable: flo
     assert policy.settled
     assert len(set(shares[17:])) == 1
     assert hideable - 0.06 <= shares[-1] <= 1.02 * hideable
-    # What is tried is page-locked: not much more than is used in the end.
+    # Each trial page-locks memory: not much more than is used in the end.
     assert max(shares) <= max(1.6 * hideable, 0.2)
 
 
@@ -210,7 +210,7 @@ def test_auto_swaps_little_where_nothing_can_be_hidden():
     assert policy.settled
 
 
-def test_auto_swaps_what_the_device_has_no_room_for_though_it_cannot_be_hidden():
+def test_auto_swaps_bytes_without_room_on_the_device_although_copies_cannot_be_hidden():
     policy = AutomaticBudget()
     # 60% of 1,000 bytes stay.
     shares = run(policy, 0.1, 12, free=1000)

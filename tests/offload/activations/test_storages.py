@@ -16,7 +16,7 @@ from tests.offload.helpers.swapping import Swap, save, swapping
 
 
 class Recurrent(nn.Module):
-    """A cell over five steps of time. On the CPU its gates are chunks of one storage with counters of their own."""
+    """A cell over five steps of time. On the CPU its gates are chunks of one storage, each with its own counter."""
 
     def __init__(self, cell: type[nn.Module]):
         super().__init__()

@@ -18,7 +18,7 @@ def threads():
 
 
 def run(streams, *routes):
-    """Sends one function along each route, a list of places, and returns the order in which they got there."""
+    """Runs a function for each route, a list of places. Returns the order in which they reached the places."""
     order = []
 
     def travel(index, route):
@@ -39,7 +39,7 @@ def test_all_pass_a_place_before_any_goes_on(streams):
     assert run(streams, [0, 1, 2], [0, 1, 2]) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
 
 
-def test_whoever_skips_a_place_waits_for_the_others_at_the_next(streams):
+def test_a_function_that_skips_a_place_waits_for_the_others_at_the_next(streams):
     assert run(streams, [0, 2], [0, 1, 2], [1, 2]) == [
         (0, 0), (0, 1), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2),
     ]  # fmt: skip
@@ -51,7 +51,7 @@ def test_places_may_be_passed_several_times(streams):
     ]  # fmt: skip
 
 
-def test_the_caller_s_modes_hold_in_every_function(streams, threads):
+def test_every_function_has_the_callers_modes(streams, threads):
     def modes():
         lockstep.pause(0)
         return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")

@@ -97,7 +97,7 @@ def test_a_failed_page_lock_warns_once_and_leaves_blocks_pageable(monkeypatch: p
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="the system cannot keep memory from a forked process")
 def test_page_locked_memory_stays_with_its_process_until_it_is_unlocked(monkeypatch: pytest.MonkeyPatch):
-    """As in a forked data loader: a copy of a page that the device writes to must not become the training process's."""
+    """A forked data loader must not take over the page that the device writes to, and leave a copy to the trainer."""
 
     class Runtime:
         @staticmethod
