@@ -22,8 +22,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from offload.optimizer.adamw import STATE_DTYPES
-from offload.optimizer.kernels import FusedUpdate, NativeUpdate, Operands, Settings, native_library, usable_cores
+from offload.optimizer.kernels import FusedUpdate, NativeUpdate, Operands, Settings, native_library
 from offload.optimizer.kernels import torch_threads as threads_of_torch
+from offload.runtime.host_cores import usable_cores
 
 SETTINGS = Settings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 

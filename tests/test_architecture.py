@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,10 @@ FLOOR_OF = {folder: number for number, floor in enumerate(FLOORS) for folder in 
 SOURCES = sorted(path for package in FORBIDDEN for path in (ROOT / package).rglob("*.py"))
 ENGINE = sorted((ROOT / "offload").rglob("*.py"))
 TESTS = ROOT / "tests"
+# The one file that uses private names of torch, and the private names that other files may use as well.
+TORCH_INTERNALS = ROOT / "offload" / "runtime" / "torch_internals.py"
+OPEN_NAMES = {"_version", "_parameters", "_buffers"}
+PRIVATE_NAMES = set(re.findall(r"\b_[A-Za-z]\w*", TORCH_INTERNALS.read_text())) - OPEN_NAMES
 # The files of offload/modes that are one mode each, without those that several modes share.
 SHARED_BY_MODES = {"__init__", "mode", "weight_mode", "activation_mode"}
 MODES = [path for path in sorted((ROOT / "offload" / "modes").glob("*.py")) if path.stem not in SHARED_BY_MODES]
@@ -44,6 +49,20 @@ def imported_modules(path: Path) -> set[Path]:
 
 def calls(tree: ast.AST) -> set[str]:
     return {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+
+
+def private_names_of_torch(tree: ast.AST) -> set[str]:
+    """Returns the private names of torch that are imported or looked up, known ones on any object."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "torch":
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name for name in names if "._" in name or name.startswith("torch.multiprocessing.reductions")}
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+            name = ast.unparse(node)
+            if node.attr in PRIVATE_NAMES or name.split(".")[0] in ("torch", "nn", "F"):
+                found.add(name)
+    return found
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -79,6 +98,21 @@ def test_floors_import_downwards(path: Path):
     for other in imported_modules(path):
         imported = other.relative_to(ROOT).parts[1]
         assert imported == folder or FLOOR_OF[imported] < FLOOR_OF[folder], f"{path} imports {other}"
+
+
+@pytest.mark.parametrize("path", ENGINE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_private_names_of_torch_are_used_in_one_file(path: Path):
+    assert path == TORCH_INTERNALS or not private_names_of_torch(ast.parse(path.read_text()))
+
+
+def test_private_names_of_torch_are_found():
+    seen = "import torch\nfrom torch._C import x\nfrom torch.nn.modules.batchnorm import _NormBase\ny = storage._cdata"
+    assert private_names_of_torch(ast.parse(f"{seen}\nz = torch._foreach_add\nself._mine = tensor._version")) == {
+        "torch._C.x",
+        "torch.nn.modules.batchnorm._NormBase",
+        "storage._cdata",
+        "torch._foreach_add",
+    }
 
 
 def test_every_folder_of_the_engine_has_a_floor():

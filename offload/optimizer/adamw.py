@@ -16,11 +16,11 @@ from offload.optimizer.kernels import (
     Update,
     fastest_update,
     torch_threads,
-    usable_cores,
 )
 from offload.optimizer.param_groups import check_group, check_settings, decay_groups, settings_of
 from offload.optimizer.state_dicts import MOMENTS, is_own_master, states_as_torchs, states_to_load
 from offload.runtime.byte_sizes import parse_bytes
+from offload.runtime.host_cores import usable_cores
 from offload.runtime.host_memory import free_host_bytes
 
 # More cannot all be started: the process would end without a word.

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from offload.optimizer.adamw import HostAdamW
@@ -25,6 +24,7 @@ from offload.runtime.device_slots import DeviceSlot, DeviceSlots
 from offload.runtime.host_memory import HostArena
 from offload.runtime.module_contexts import WrappedForward
 from offload.runtime.registry import Event, Streams
+from offload.runtime.torch_internals import NormWithStatistics, gradient_accumulated_hooks, gradient_hooks
 from offload.runtime.transfer import Telemetry, Transfer
 from offload.weights.gradients import FinalGradients, GradientOffloader
 from offload.weights.partition import CutModel, Window
@@ -278,7 +278,7 @@ class WeightStreamer:
             else:
                 tensor.device = nn.Parameter(view, requires_grad=tensor.trains)
                 if tensor.trains:
-                    for hook in (tensor.host._backward_hooks or {}).values():
+                    for hook in gradient_hooks(tensor.host):
                         tensor.device.register_hook(hook)
                     tensor.device.register_post_accumulate_grad_hook(functools.partial(self._land, unit, tensor))
         return tensor.device
@@ -293,7 +293,7 @@ class WeightStreamer:
             if replaced:
                 tensor.device.copy_(place.held)
             # Running statistics are updated by kernels that do not declare it: no version counter tells.
-            counts = isinstance(place.module, _NormBase) and place.module.training
+            counts = isinstance(place.module, NormWithStatistics) and place.module.training
             if replaced or counts or tensor.device._version:
                 updated.append(tensor)
         if updated:
@@ -304,7 +304,7 @@ class WeightStreamer:
         held = self._share is not None and unit in self._share.units
         self._gradients.land(tensor, leaf, self._share.hold if held else None)
         tensor.landed_version = tensor.gradient._version
-        hooks = (tensor.host._post_accumulate_grad_hooks or {}).values()
+        hooks = gradient_accumulated_hooks(tensor.host)
         if hooks or not self._in_step:
             self._settle()
         for hook in hooks:

@@ -9,9 +9,9 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from offload.optimizer.kernels import usable_cores
 from offload.runtime import registry
 from offload.runtime.bandwidth import Bandwidth
+from offload.runtime.host_cores import usable_cores
 from training.components import DTYPES
 from training.errors import UserError
 from training.planning.probe import device_name, kept, kept_path

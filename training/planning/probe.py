@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from models.llama import Block, rotary_tables
-from offload.optimizer.kernels import SAMPLE, fastest_update, measure, usable_cores
+from offload.optimizer.kernels import SAMPLE, fastest_update, measure
 from offload.planning.memory_tracker import MemoryTracker
 from offload.planning.meta_kernels import fused_kernels
 from offload.runtime import registry
 from offload.runtime.bandwidth import measure_bandwidth
 from offload.runtime.byte_sizes import GIB
+from offload.runtime.host_cores import usable_cores
 from training.profiling.hardware import describe_device
 
 # Updates share the host's memory with the copies of a step, which takes a tenth of their speed.

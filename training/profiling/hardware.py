@@ -16,6 +16,7 @@ import torch
 
 from offload.runtime.bandwidth import Bandwidth, measure_bandwidth
 from offload.runtime.byte_sizes import GIB
+from offload.runtime.host_cores import usable_cores
 from offload.runtime.registry import Streams
 from training.errors import UserError
 
@@ -97,7 +98,7 @@ def describe_device(device: torch.device) -> dict[str, str | int | float]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu_name": _cpu_name(),
-        "cpu_cores": _usable_cores(),
+        "cpu_cores": usable_cores(),
         "host_memory_gib": round(_usable_host_memory_bytes() / GIB, 1),
     }
     if device.type == "cuda":
@@ -181,11 +182,6 @@ def _cpu_name() -> str:
         if named := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
             return named[1]
     return platform.processor() or platform.machine()
-
-
-def _usable_cores() -> int:
-    # A container or taskset may grant fewer cores than the machine has; macOS cannot tell.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _usable_host_memory_bytes() -> int:
