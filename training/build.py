@@ -15,9 +15,9 @@ from torch import nn
 from models.initialise import initialise
 from models.weights import load_weights
 from offload.activations.checkpointing import recompute
-from offload.optimizer.kernels import usable_cores
 from offload.runtime import registry
 from offload.runtime.byte_sizes import parse_bytes
+from offload.runtime.host_cores import usable_cores
 from offload.runtime.registry import Streams
 from training.checkpoints.resuming import AUTO, Checkpoint, is_in, starting_point
 from training.checkpoints.saving import Checkpoints

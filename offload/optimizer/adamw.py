@@ -16,12 +16,12 @@ from offload.optimizer.kernels import (
     Update,
     fastest_update,
     torch_threads,
-    usable_cores,
 )
 from offload.optimizer.param_groups import check_group, check_settings, decay_groups, settings_of
 from offload.optimizer.state_dicts import states_as_torchs, states_to_load
 from offload.optimizer.states import StatePlacement, state_bytes
 from offload.runtime.byte_sizes import parse_bytes
+from offload.runtime.host_cores import usable_cores
 from offload.runtime.host_memory import free_host_bytes
 
 # The system could not start more: the process would end without a message.

@@ -9,9 +9,15 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from offload.runtime.torch_internals import (
+    TorchDispatchMode,
+    overload_name,
+    overload_packet,
+    storage_address,
+    tree_leaves,
+)
 
 # What torch's CUDA allocator rounds to.
 ROUNDING_BYTES = 512
@@ -76,7 +82,7 @@ class MemoryTracker:
     def add(self, tensor: Tensor) -> None:
         """Counts the storage of a tensor for as long as it lives, once."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_address(storage)
         if key in self._storages:
             return
         nbytes = -(-storage.nbytes() // ROUNDING_BYTES) * ROUNDING_BYTES
@@ -99,16 +105,16 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _counts(leaf)}
+        known = {storage_address(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if _counts(leaf)}
         for leaf in tree_leaves(result):
             # A view, or what is updated in place, is no new memory.
-            if _counts(leaf) and leaf.untyped_storage()._cdata not in known:
+            if _counts(leaf) and storage_address(leaf.untyped_storage()) not in known:
                 self._tracker.add(leaf)
-        if function._overloadpacket is torch.ops.aten.copy_:
+        if overload_packet(function) is torch.ops.aten.copy_:
             self._tracker.add_copy(result.nbytes)
-        count = flop_registry.get(function._overloadpacket)
+        count = flop_registry.get(overload_packet(function))
         if count is not None:
-            if function._overloadname.startswith("dtype"):
+            if overload_name(function).startswith("dtype"):
                 # The wider dtype of the result comes where the formulas expect its shape.
                 args = tuple(argument for argument in args if isinstance(argument, Tensor))
             self._tracker.add_flops(count(*args, **kwargs, out_val=result))

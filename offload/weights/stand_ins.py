@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from offload.runtime.device_slots import DeviceSlot
+from offload.runtime.torch_internals import NormWithStatistics, gradient_hooks
 from offload.weights.units import OffloadUnit, UnitTensor
 
 Land = Callable[[OffloadUnit, UnitTensor, nn.Parameter], None]
@@ -51,7 +51,7 @@ def _stand_in(unit: OffloadUnit, tensor: UnitTensor, slot: DeviceSlot, land: Lan
         else:
             tensor.device = nn.Parameter(view, requires_grad=tensor.trains)
             if tensor.trains:
-                for hook in (tensor.host._backward_hooks or {}).values():
+                for hook in gradient_hooks(tensor.host):
                     tensor.device.register_hook(hook)
                 tensor.device.register_post_accumulate_grad_hook(functools.partial(land, unit, tensor))
     return tensor.device
@@ -63,5 +63,5 @@ def _has_changed(tensor: UnitTensor) -> bool:
     if replaced:
         tensor.device.copy_(attribute.tensor)
     # Kernels that update running statistics do not raise the version counter.
-    counts = isinstance(attribute.module, _NormBase) and attribute.module.training
+    counts = isinstance(attribute.module, NormWithStatistics) and attribute.module.training
     return replaced or counts or tensor.device._version > 0

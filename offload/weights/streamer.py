@@ -19,6 +19,7 @@ from offload.runtime.device_slots import DeviceSlots
 from offload.runtime.host_memory import HostArena
 from offload.runtime.module_contexts import WrappedForward
 from offload.runtime.registry import Streams
+from offload.runtime.torch_internals import gradient_accumulated_hooks
 from offload.runtime.transfer import Telemetry, Transfer
 from offload.weights.gradients import FinalGradients, GradientOffloader
 from offload.weights.partition import CutModel, Window
@@ -141,7 +142,7 @@ class WeightStreamer:
         leaving = self.gradients.land(tensor, leaf)
         if not self._updates.retain_gradient(unit, tensor, leaving):
             self.gradients.free(leaving)
-        hooks = (tensor.host._post_accumulate_grad_hooks or {}).values()
+        hooks = gradient_accumulated_hooks(tensor.host)
         if hooks or not self._in_step:
             self._settle()
         for hook in hooks:

@@ -27,7 +27,6 @@ At the end of a step the host waits for all streams, the leaves are dropped, and
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -37,6 +36,7 @@ from torch import nn
 
 from offload.runtime.host_memory import HostArena, HostBlock, aligned
 from offload.runtime.registry import Event
+from offload.runtime.torch_internals import refresh_flat_weights
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,7 @@ class ModuleAttribute:
         """Makes the module hold `tensor`."""
         self._tensors[self.name] = tensor
         if isinstance(self.module, nn.RNNBase):
-            # Recurrent layers compute with a list of their own. If it were outdated, they would move the weights out of
-            # the slot into one contiguous piece.
-            flat = [self.module._parameters.get(name) for name in self.module._flat_weights_names]
-            self.module._flat_weights = flat
-            self.module._flat_weight_refs = [weight if weight is None else weakref.ref(weight) for weight in flat]
+            refresh_flat_weights(self.module)
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from offload.runtime.byte_sizes import size
+from offload.runtime.byte_sizes import format_bytes
 from training.components import recomputes
 from training.config.schema import Precision, Resident, WeightMode
 from training.errors import UserError
@@ -38,9 +38,9 @@ def device_memory_told(config: DictConfig, plan: RunPlan) -> Iterator[None]:
 
 def _planned(plan: RunPlan) -> str:
     budget = plan.budgets["vram_budget"]
-    parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in plan.device_bytes.items() if nbytes)
-    there = f" of {size(budget)}" if budget is not None else ""
-    return f"planned were {size(plan.totals['vram_budget'])}{there} ({parts})"
+    parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in plan.device_bytes.items() if nbytes)
+    there = f" of {format_bytes(budget)}" if budget is not None else ""
+    return f"planned were {format_bytes(plan.totals['vram_budget'])}{there} ({parts})"
 
 
 def _advice(config: DictConfig, plan: RunPlan) -> list[str]:

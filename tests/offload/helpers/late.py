@@ -1,4 +1,4 @@
-"""Streams made late on purpose, so that a wait that is missing shows in the numbers."""
+"""Makes streams late on purpose, so that a missing wait shows in the numbers."""
 
 from __future__ import annotations
 

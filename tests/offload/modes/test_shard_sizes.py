@@ -3,7 +3,6 @@ from itertools import combinations, pairwise
 import pytest
 
 from offload.modes.shard_offload import pack, shards_needed
-from offload.runtime.byte_sizes import parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -42,16 +41,3 @@ def test_a_limit_is_kept_but_for_a_block_that_is_larger():
 def test_more_shards_than_blocks_are_refused():
     with pytest.raises(ValueError, match="2 blocks cannot be cut into 3"):
         pack([1, 1], 3)
-
-
-def test_sizes_in_bytes():
-    assert [parse_bytes("k", text) for text in ("2GiB", "1.5MiB", "4096", 7, "8B")] == [
-        2 * 2**30,
-        3 * 2**19,
-        4096,
-        7,
-        8,
-    ]
-    for wrong in ("2GB", "-1", "many", "-2MiB", "infGiB", "1.5"):
-        with pytest.raises(ValueError, match=f"k={wrong}: must be bytes"):
-            parse_bytes("k", wrong)

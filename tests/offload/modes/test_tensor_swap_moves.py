@@ -152,13 +152,13 @@ def test_a_budget_keeps_what_is_used_first_and_saves_its_traffic():
 
 def test_what_was_swapped_comes_back_while_backward_uses_what_stayed(monkeypatch: pytest.MonkeyPatch):
     """Within the budget there is room for what is wanted next as soon as what stayed has been used."""
-    came_back, fetched = ActivationSwapper._return, []
+    came_back, fetched = ActivationSwapper._unpack_swapped, []
 
     def watched(self, packed):
         fetched.append(self.fetched_bytes)
         return came_back(self, packed)
 
-    monkeypatch.setattr(ActivationSwapper, "_return", watched)
+    monkeypatch.setattr(ActivationSwapper, "_unpack_swapped", watched)
     mode, model = TensorSwap(Resident(), min_bytes=1, budget=9000, prefetch=0), Stack(depth=6)
     with attached(mode, model):
         for step in range(2):

@@ -9,8 +9,6 @@ from torch import nn
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
-from offload.runtime import registry
-from offload.runtime.bandwidth import measure_bandwidth
 from tests.offload.helpers.models import Shared, Stack
 
 
@@ -47,10 +45,3 @@ def test_slots_that_do_not_suffice_are_refused_before_the_first_step():
     with pytest.raises(ValueError, match=r"offload.slots=1: must be at least 2, because up and down are used"):
         BounceLinear(slots=1, outside="stream").footprint(block)
     BounceLinear(slots=2, outside="stream").footprint(block)
-
-
-def test_bandwidth_is_measured_each_way_and_both():
-    streams = registry.acquire("cpu")
-    speed = measure_bandwidth(streams, nbytes=2**20, repeats=3)
-    assert min(speed.h2d, speed.d2h, speed.both) > 0.01
-    registry.release(streams)

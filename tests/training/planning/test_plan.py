@@ -179,7 +179,7 @@ def test_the_picture_of_a_plan_says_which_part_of_the_step_it_shows(
     planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, some: str
 ):
     titles = []
-    monkeypatch.setattr("training.planning.plan.draw", lambda timeline, path, title: titles.append(title))
+    monkeypatch.setattr("training.planning.plan.draw_chart", lambda timeline, path, title: titles.append(title))
     plan = planned("offload=layer_stream", f"microbatches={count}")
     draw_timeline(plan, count, tmp_path / "plan.png", "planned: layer_stream")
     step_ms = f"{plan.forecast.step_ms:,.1f} ms"
