@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from offload.runtime.errors import KnobError
+
 # Dotted paths of the block list in well-known models, the usual names first.
 USUAL_PATHS = (
     "model.layers",
@@ -23,7 +25,7 @@ def find_blocks(model: nn.Module, path: str | None = None, key: str = "path") ->
     """The blocks of `model` with their names, in order.
 
     `path` is the dotted path of an nn.ModuleList or nn.Sequential; None looks under the usual names and then takes
-    the ModuleList with the most parameters, or if there is none the Sequential. Raises ValueError naming the path, as
+    the ModuleList with the most parameters, or if there is none the Sequential. Raises KnobError naming the path, as
     the value of `key`, and the lists that there are.
     """
     modules = dict(model.named_modules())
@@ -39,5 +41,5 @@ def find_blocks(model: nn.Module, path: str | None = None, key: str = "path") ->
             )
     if path not in lists or not len(lists[path]):
         known = ", ".join(sorted(name or "(the model itself)" for name in lists)) or "none"
-        raise ValueError(f"{key}={path}: no list of blocks there; the lists of this model: {known}")
+        raise KnobError(key, path, f"no list of blocks there; the lists of this model: {known}")
     return [(f"{path}.{name}".lstrip("."), block) for name, block in lists[path].named_children()]

@@ -190,7 +190,8 @@ class Prefetcher:
         if farthest is None:
             held = ", ".join(str(other) for other in self._slot_of)
             raise RuntimeError(
-                f"a device slot is needed while all {len(self._slots.all)} are in use by {held}: raise offload.slots"
+                f"a device slot is needed while all {len(self._slots.all)} are in use by {held}:"
+                " give the mode more slots"
             )
         return self._evict(self._units[farthest])
 

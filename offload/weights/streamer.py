@@ -21,6 +21,7 @@ from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.device_states import DeviceStates
 from offload.optimizer.visiting_states import VisitingStates
 from offload.optimizer.worker import UpdateWorker
+from offload.runtime.counters import Counters
 from offload.runtime.device_slots import DeviceSlot, DeviceSlots
 from offload.runtime.host_memory import HostArena
 from offload.runtime.module_contexts import WrappedForward
@@ -215,15 +216,16 @@ class WeightStreamer:
         self._placement.restore()
         self.arena.close()
 
-    def counters(self) -> dict[str, float]:
-        """Totals since construction (bytes copied each way, ms that compute stood still) and page-locked bytes."""
-        return {
-            "h2d_bytes": self.telemetry.h2d_bytes,
-            "d2h_bytes": self.telemetry.d2h_bytes,
-            "stall_ms": self.telemetry.stall_ms,
-            "host_pinned_bytes": self.arena.pinned_bytes,
-            "host_pageable_bytes": self.arena.pageable_bytes,
-        } | (self.updates.counters() if self.updates is not None else {})
+    def counters(self) -> Counters:
+        """Counts copies and updates since construction, and the host memory of the units now."""
+        copies = Counters(
+            h2d_bytes=self.telemetry.h2d_bytes,
+            d2h_bytes=self.telemetry.d2h_bytes,
+            stall_ms=self.telemetry.stall_ms,
+            host_pinned_bytes=self.arena.pinned_bytes,
+            host_pageable_bytes=self.arena.pageable_bytes,
+        )
+        return copies if self.updates is None else copies + self.updates.counters()
 
     @contextmanager
     def window(self, window: Window) -> Iterator[None]:

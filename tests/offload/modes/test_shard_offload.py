@@ -203,8 +203,8 @@ def weight_bytes(mode: ShardOffload, model: nn.Module, microbatches: int) -> flo
                 mode.accumulate([lambda batch=batch: model(batch).mean() for batch in batches])
             model.zero_grad()
         after = mode.counters()
-    fetched = {key: after[key] - before[key] for key in ("h2d_bytes", "activation_h2d_bytes")}
-    return fetched["h2d_bytes"] - fetched["activation_h2d_bytes"]
+    moved = after - before
+    return moved.h2d_bytes - moved.activation_h2d_bytes
 
 
 @pytest.mark.parametrize("checkpoint", [True, False])
@@ -227,10 +227,10 @@ def test_boundary_activations_are_on_the_host_between_forward_and_backward():
         with attached(mode, model):
             with mode.step():
                 loss = model(stack_inputs(0, 0)).mean()
-                held[boundary] = mode.counters()["activation_d2h_bytes"]
+                held[boundary] = mode.counters().activation_d2h_bytes
                 loss.backward()
             after = mode.counters()
-        assert after["activation_h2d_bytes"] <= after["activation_d2h_bytes"]
+        assert after.activation_h2d_bytes <= after.activation_d2h_bytes
     assert held == {"host": 4 * 5 * 16 * 4, "device": 0}
 
 
@@ -284,13 +284,13 @@ def test_a_copy_of_the_model_is_an_ordinary_model_and_detach_gives_the_model_bac
 
 def test_wrong_values_name_the_key_and_the_range():
     for arguments, message in (
-        ({"shards": 0}, r"offload.shards=0: must be at least 1"),
-        ({"shard_bytes": "many"}, r"offload.shard_bytes=many: must be bytes"),
-        ({"boundary": "disk"}, r"offload.boundary=disk: must be host or device"),
+        ({"shards": 0}, r"shards=0: must be at least 1"),
+        ({"shard_bytes": "many"}, r"shard_bytes=many: must be bytes"),
+        ({"boundary": "disk"}, r"boundary=disk: must be host or device"),
     ):
         with pytest.raises(ValueError, match=message):
             ShardOffload(**arguments)
-    with pytest.raises(ValueError, match=r"offload\.shards=9: must be between 1 and the number of blocks, 4"):
+    with pytest.raises(ValueError, match=r"shards=9: must be between 1 and the number of blocks, 4"):
         ShardOffload(shards=9).footprint(Stack())
 
 

@@ -77,7 +77,7 @@ def test_equals_resident_with_blocks_that_are_recomputed_after_attaching(weights
         with mode.step():
             swapped(stack_inputs(0, 0)).sum().backward()
         outside = 0 if layers else 5 * 16 * 4
-        assert mode.counters()["swapped_bytes"] == 4 * (5 * 16 * 4) + outside
+        assert mode.counters().swapped_bytes == 4 * (5 * 16 * 4) + outside
         swapped.zero_grad()
     assert_same(
         train(swapped, Recomputed(WEIGHTS[weights](), **options)),
@@ -147,7 +147,7 @@ def test_two_models_side_by_side():
     one, other = swapping(), swapping()
     with attached(one, first), attached(other, second), one.step(), other.step():
         first(second(stack_inputs(0, 0)).repeat(1, 2)).sum().backward()
-        assert other.counters()["swapped_bytes"] < one.counters()["swapped_bytes"]
+        assert other.counters().swapped_bytes < one.counters().swapped_bytes
 
 
 class Attention(nn.Module):
@@ -244,5 +244,5 @@ def test_save_on_cpu_copies_what_is_saved_in_a_step():
         assert hooked is None
         copied = mode.counters()
         assert "_CountedCopies" in seen[0][0].__qualname__
-        assert copied["activation_d2h_bytes"] == copied["d2h_bytes"] == 2 * (model.weight.nbytes + inputs.nbytes)
-        assert "stall_ms" not in copied
+        assert copied.activation_d2h_bytes == copied.d2h_bytes == 2 * (model.weight.nbytes + inputs.nbytes)
+        assert copied.stall_ms is None

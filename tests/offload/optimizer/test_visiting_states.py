@@ -49,7 +49,7 @@ def test_units_are_chosen_evenly_and_the_host_updates_the_others():
         optimizer.step()
         optimizer.finish()
         visits = sorted(unit.name for unit in mode._streamer._visits.units)
-        updated = mode.counters()["updated_parameters"]
+        updated = mode.counters().updated_parameters
     assert visits == ["blocks.1", "blocks.3"]
     assert updated == sum(p.numel() for index in (0, 2) for p in model.blocks[index].parameters())
 
@@ -100,10 +100,10 @@ def test_states_that_were_there_before_move_into_their_homes():
 def test_states_have_their_homes_in_the_arena_and_are_counted():
     model, mode = made(Stack, torch.bfloat16), LayerStream()
     with attached(mode, model):
-        before = mode.counters()["host_pageable_bytes"]
+        before = mode.counters().host_pageable_bytes
         mode.overlap(host_adamw(model, visiting_share=1.0), early=False)
         states = sum(3 * 4 * p.numel() for block in model.blocks for p in block.parameters())
-        assert states <= mode.counters()["host_pageable_bytes"] - before <= 1.5 * states
+        assert states <= mode.counters().host_pageable_bytes - before <= 1.5 * states
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])

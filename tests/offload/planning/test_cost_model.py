@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offload.planning.cost_model import Update, forecast, hidden_share
+from offload.planning.cost_model import UpdateTimes, forecast, hidden_share
 from offload.planning.dry_run import Phase
 from offload.runtime.bandwidth import Bandwidth
 
@@ -18,7 +18,7 @@ def phase(forward: bool, ms: float, into: float = 0.0, out: float = 0.0, acts=(0
 
 
 def times(*phases: Phase, **update) -> tuple[float, str]:
-    found = forecast(phases, BUS, 1e12, Update(**update))
+    found = forecast(phases, BUS, 1e12, UpdateTimes(**update))
     return pytest.approx(found.step_ms), found.bound
 
 

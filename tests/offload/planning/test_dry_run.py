@@ -45,8 +45,8 @@ def a_step(mode, model, inputs, blocks) -> dict[str, float]:
                 mode.accumulate(losses_of(model, inputs))
         after = mode.counters()
         undo()
-    moved = {key: after.get(key, 0) - before.get(key, 0) for key in MOVED}
-    return moved | {"host_bytes": after["host_pageable_bytes"]}
+    moved = {key: getattr(after - before, key) for key in MOVED}
+    return moved | {"host_bytes": after.host_pageable_bytes}
 
 
 def rehearsed(mode, model, inputs, blocks=()):
