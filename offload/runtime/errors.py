@@ -14,8 +14,12 @@ class KnobError(ValueError):
     """
 
     def __init__(self, knob: str, value: object, problem: str):
-        super().__init__(f"{knob}={value}: {problem}")
+        # The arguments as they are, so that the error can be pickled, as between processes.
+        super().__init__(knob, value, problem)
         self.knob, self.value, self.problem = knob, value, problem
+
+    def __str__(self) -> str:
+        return f"{self.knob}={self.value}: {self.problem}"
 
     def under(self, path: str) -> KnobError:
         """The same error with `path.` before the name of the knob."""

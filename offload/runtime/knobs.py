@@ -42,17 +42,19 @@ def nbytes(default: str | int | None, *, or_else: str = "") -> Any:
     The word `or_else` is allowed too, and kept as it is; so is None where it is the default.
     """
 
-    def checked(name: str, value: Any) -> Any:
-        if (or_else and value == or_else) or (value is None and default is None):
-            return value
-        try:
-            return parse_bytes(name, value)
-        except KnobError as error:
-            if not or_else and default is not None:
-                raise
-            raise KnobError(name, value, f"{error.problem}, or {or_else or 'null'}") from None
+    if or_else or default is None:
+        return _declared(default, lambda name, value: bytes_or(or_else or None, name, value))
+    return _declared(default, parse_bytes)
 
-    return _declared(default, checked)
+
+def bytes_or(other: str | None, name: str, value: Any) -> Any:
+    """`value` in bytes, or as it is where it is `other`. Raises KnobError where it is neither."""
+    if value == other:
+        return value
+    try:
+        return parse_bytes(name, value)
+    except KnobError as error:
+        raise KnobError(name, value, f"{error.problem}, or {'null' if other is None else other}") from None
 
 
 def one_of(name: str, value: str, *choices: str) -> str:
