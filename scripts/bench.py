@@ -10,7 +10,7 @@ for `none`, on the host for the streaming modes. The peak printed is that of the
 all steps too.
 
 MODE is any option of conf/offload, KEY any of its knobs. Modes that move activations take the option of their weights
-as a knob, and its knobs as weights.KEY: `tensor_swap:weights=layer_stream,weights.slots=2`. With `budget=auto` they need
+as a knob, and its knobs as weights.KEY: `tensor_swap:weights=layer_stream,weights.slots=2`. `budget=auto` needs
 `--warmup 16`.
 
 The floor of a step is the largest of: the resident step with the same recompute, bytes in over the bandwidth host to

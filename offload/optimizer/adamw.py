@@ -99,8 +99,8 @@ class HostAdamW(torch.optim.AdamW):
     ):
         one_of("state_dtype", state_dtype, *STATE_DTYPES)
         one_of("compile", compile, "auto", "off")
-        if threads is not None:
-            in_range("threads", threads, at_least=1, at_most=MAX_THREADS)
+        if threads is not None and threads not in range(1, MAX_THREADS + 1):
+            raise KnobError("threads", threads, f"must be at least 1 and at most {MAX_THREADS}, or null to choose")
         in_range("lr", lr, at_least=0)
         in_range("eps", eps, above=0)
         in_range("weight_decay", weight_decay, at_least=0)

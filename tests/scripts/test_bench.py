@@ -34,7 +34,7 @@ def test_a_run_compares_modes_and_names_what_failed(tmp_path: Path):
     modes = ["none", "layer_stream", "layer_stream:slots=0"]
     command = [sys.executable, "scripts/bench.py", "--device", "cpu", *shape, "--json", tmp_path / "b.json", "--modes"]
     result = subprocess.run([*command, *modes], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "failed: ValueError: offload.slots=0" in result.stdout
+    assert "failed: UserError: offload.slots=0: must be at least 1" in result.stdout
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
     assert rows[0]["loss"] == rows[1]["loss"]
     assert rows[1]["h2d_bytes"] > 0 == rows[0]["h2d_bytes"]

@@ -197,7 +197,7 @@ def test_overlays_of_others(text: str, tmp_path: Path):
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (("offload._target_=os.system",), "error: offload._target_=os.system: is not to be set"),
+        (("offload._target_=os.system",), "error: offload._target_=os.system: must not be set"),
         (("offload=3",), "error: choose options by name, GROUP=OPTION, such as offload=none"),
         (("tracking=null",), "error: choose options by name"),
         (("model=[null]",), "error: choose options by name"),
