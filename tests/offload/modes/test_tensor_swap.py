@@ -14,7 +14,6 @@ from offload.modes import tensor_swap
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
-from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from tests.offload.helpers.models import (
@@ -220,29 +219,3 @@ def test_autocast():
 
     same_as_resident(Cast(), swapping())
     same_as_resident(Cast(), swapping(LayerStream(layers="body.blocks", slots=1)))
-
-
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("checkpointing", [None, "non-reentrant"])
-def test_save_on_cpu_equals_resident(weights: str, checkpointing: str | None):
-    same_as_resident(Stack(recompute=checkpointing, dropout=0.3), SaveOnCpu(WEIGHTS[weights]()))
-
-
-def test_save_on_cpu_copies_what_is_saved_in_a_step():
-    model, mode = nn.Linear(8, 4), SaveOnCpu(Resident())
-    inputs = stack_inputs(0, 0).requires_grad_()
-    with attached(mode, model):
-        assert mode.footprint(model).resident_bytes == Resident().footprint(model).resident_bytes
-        with mode.step():
-            assert model(inputs).grad_fn._saved_mat1 is not None
-            hooked = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            model.register_forward_pre_hook(
-                lambda *_: seen.append(torch._C._autograd._top_saved_tensors_default_hooks(True))
-            )
-            seen = []
-            model(inputs)
-        assert hooked is None
-        copied = mode.counters()
-        assert "_CountedCopies" in seen[0][0].__qualname__
-        assert copied.activation_d2h_bytes == copied.d2h_bytes == 2 * (model.weight.nbytes + inputs.nbytes)
-        assert copied.stall_ms is None
