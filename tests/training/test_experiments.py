@@ -1,4 +1,4 @@
-"""The overlays in conf/experiment/: they compose, say what they promise, and train when they are made small."""
+"""The overlays in conf/experiment/ compose, contain every mode, and train when they are made small."""
 
 from __future__ import annotations
 

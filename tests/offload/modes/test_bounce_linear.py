@@ -1,4 +1,4 @@
-"""bounce_linear computes the resident model's numbers, bit for bit, and moves what it says it moves."""
+"""bounce_linear computes the resident model's numbers, bit for bit, and moves the bytes of its footprint."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_frozen_layers_get_no_gradient_and_are_not_fetched_for_backward():
 
 @pytest.mark.parametrize("recompute", [None, "non-reentrant"])
 @pytest.mark.parametrize("slots", [1, 3])
-def test_others_stream_with_the_layer_that_follows(slots: int, recompute: str | None):
+def test_parameters_outside_layers_stream_with_the_layer_that_follows(slots: int, recompute: str | None):
     model, mode = Stack(recompute=recompute), BounceLinear(outside="stream", slots=slots)
     plan = mode.footprint(model)
     assert plan.resident_bytes == 0
@@ -99,7 +99,7 @@ def test_others_stream_with_the_layer_that_follows(slots: int, recompute: str | 
     same_as_resident(model, mode=mode)
 
 
-def test_others_stream_in_odd_models():
+def test_parameters_outside_layers_stream_in_odd_models():
     def inputs(step, microbatch):
         return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(10 * step + microbatch))
 
@@ -245,7 +245,7 @@ def checkpointed(depth: int = 3) -> nn.Module:
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 def test_a_weight_unpacked_before_the_recompute_that_its_operation_starts(slots: int):
-    """Autograd may fetch a product's weight first and then its input, whose recompute visits the whole block."""
+    """Autograd may fetch a product's weight first and then its input, whose recompute uses the whole block."""
 
     def inputs(step, microbatch):
         return torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(10 * step + microbatch))
@@ -269,7 +269,7 @@ def test_too_few_slots_for_nested_windows_are_refused():
 
 
 class Wandering(nn.Module):
-    """Uses other blocks in another order each time."""
+    """Uses different blocks in a different order each time."""
 
     def __init__(self):
         super().__init__()
@@ -284,7 +284,7 @@ class Wandering(nn.Module):
         return hidden
 
 
-def test_steps_that_depart_from_the_itinerary():
+def test_steps_that_depart_from_the_recorded_order():
     same_as_resident(Wandering(), mode=BounceLinear(slots=3), steps=8, microbatches=1)
 
 
@@ -310,7 +310,7 @@ def test_knobs_out_of_range_are_refused(options: dict, message: str):
         BounceLinear(**options)
 
 
-def test_what_was_planned_is_what_is_held_and_moved():
+def test_held_and_moved_bytes_are_those_of_the_footprint():
     model, mode = Stack(), BounceLinear(slots=3)
     plan = mode.footprint(model)
     with attached(mode, model):
@@ -321,8 +321,8 @@ def test_what_was_planned_is_what_is_held_and_moved():
             model.zero_grad()
             after = mode.counters()
             assert 0 < after.h2d_bytes - before.h2d_bytes <= plan.h2d_bytes
-        held = sum(p.nbytes for name, p in model.named_parameters() if "norm" not in name)
-        assert after.d2h_bytes - before.d2h_bytes == held
+        streamed = sum(p.nbytes for name, p in model.named_parameters() if "norm" not in name)
+        assert after.d2h_bytes - before.d2h_bytes == streamed
         assert after.host_pageable_bytes == plan.host_weight_bytes + plan.host_gradient_bytes
 
 

@@ -1,4 +1,4 @@
-"""layer_stream computes the resident model's numbers on models of many shapes, buffers included."""
+"""layer_stream computes the resident model's numbers on models of many shapes, with their buffers."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_evaluation_uses_running_statistics():
 
 
 class BareParameters(nn.Module):
-    """Blocks that compute with parameters of their own, and one that is no block's."""
+    """Blocks that compute with parameters of their own, and a parameter outside the blocks."""
 
     class Scale(nn.Module):
         def __init__(self, width: int):
@@ -129,7 +129,7 @@ def test_bare_parameters():
 
 
 def test_bare_parameters_with_checkpointing_wrapped_around_a_blocks_forward_are_read_from_slots():
-    """The recompute must open the window again: the parameter it multiplies with is the slot's, not the host's."""
+    """The recompute must open the window again: it multiplies with the parameter in the slot, not with the host's."""
     model, mode = BareParameters(), LayerStream(slots=1)
     seen = []
     with attached(mode, model):
@@ -292,6 +292,6 @@ def test_knobs_out_of_range_are_refused(options: dict, message: str):
         LayerStream(**options)
 
 
-def test_a_wrong_path_names_the_lists_there_are():
+def test_a_wrong_path_is_refused_with_the_lists_of_the_model():
     with pytest.raises(ValueError, match=r"layers=model.layers: no list of blocks there; .*left, right"):
         LayerStream(layers="model.layers").footprint(TwoTowers())

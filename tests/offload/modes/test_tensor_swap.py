@@ -41,7 +41,7 @@ WEIGHTS = {
 
 @pytest.fixture(autouse=True)
 def little_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So little that most of what is saved really leaves these small models' device."""
+    """So few bytes that most saved tensors really leave the device of these small models."""
     monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 0)
 
 
@@ -58,7 +58,7 @@ def test_equals_resident(weights: str, checkpointing: str | None, layers: list |
 @pytest.mark.parametrize("weights", [name for name in WEIGHTS if "recomputing" not in name])
 @pytest.mark.parametrize("layers", [None, ["blocks.*"]])
 def test_equals_resident_with_blocks_that_are_recomputed_after_attaching(weights: str, layers: list | None):
-    """As in the training loop: the block's forward is replaced, so only what enters it is saved outside."""
+    """As in the training loop: the block's forward is replaced, so only its input is saved outside of it."""
 
     class Recomputed(TensorSwap):
         def attach(self, model, streams):

@@ -1,4 +1,4 @@
-"""Knobs of tensor_swap that do not fit are refused in a line, and a user's predicate that goes wrong says so."""
+"""Knobs of tensor_swap that do not fit are refused in a line, and so is a predicate of the user that goes wrong."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_predicate_by_import_path():
         ("torch.relu", "predicate=torch.relu: returned a Tensor; return True or False"),
     ],
 )
-def test_a_predicate_that_goes_wrong_is_named(predicate: str, message: str):
+def test_an_error_of_a_predicate_names_it(predicate: str, message: str):
     with pytest.raises(ValueError, match=message):
         swapped_in_a_step(predicate=predicate)
 

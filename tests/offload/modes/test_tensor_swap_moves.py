@@ -1,4 +1,4 @@
-"""What tensor_swap moves and what it leaves alone, in steps that end well and in others; its knobs; its end."""
+"""tensor_swap moves the right tensors and no others, in steps that end well and in steps that fail."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.offload.helpers.swapping import swapping
 
 @pytest.fixture(autouse=True)
 def little_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So little that most of what is saved really leaves these small models' device."""
+    """So few bytes that most saved tensors really leave the device of these small models."""
     monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 0)
 
 
@@ -41,7 +41,7 @@ def test_the_input_batch_and_parameters_are_never_swapped():
         assert torch.equal(inputs, stack_inputs(0, 0))
 
 
-def test_what_the_caller_keeps_in_an_object_is_not_swapped():
+def test_tensors_that_the_caller_keeps_in_an_object_are_not_swapped():
     class Reads(nn.Module):
         def __init__(self):
             super().__init__()
@@ -58,7 +58,7 @@ def test_what_the_caller_keeps_in_an_object_is_not_swapped():
         assert mode.counters().swapped_bytes == 0
 
 
-def test_what_is_swapped_is_released_and_comes_back():
+def test_swapped_tensors_are_released_and_come_back():
     model, mode = Stack(), swapping()
     storages = []
     for block in model.blocks[:-1]:
@@ -90,7 +90,7 @@ def test_the_counters_of_weights_and_activations_are_one_set():
     assert both.swapped_bytes > 0
 
 
-def test_one_plan_for_both():
+def test_the_footprint_is_one_for_weights_and_activations():
     model = Stack()
     mode = TensorSwap(LayerStream(), budget="4MiB", prefetch="1MiB", host_budget="2GiB")
     plan, weights = mode.footprint(model, recompute=True), LayerStream().footprint(model, recompute=True)
@@ -138,7 +138,7 @@ def test_the_last_blocks_keep_theirs_over_streamed_weights():
     assert but_two < every
 
 
-def test_a_budget_keeps_what_is_used_first_and_saves_its_traffic():
+def test_a_budget_keeps_the_tensors_used_first_and_saves_their_copies():
     model, mode = Stack(), swapping(budget=2000)
     with attached(mode, model):
         traffic = []
@@ -151,8 +151,8 @@ def test_a_budget_keeps_what_is_used_first_and_saves_its_traffic():
     assert traffic[0] - 2000 <= traffic[1] == traffic[2] < traffic[0] - 1000
 
 
-def test_what_was_swapped_comes_back_while_backward_uses_what_stayed(monkeypatch: pytest.MonkeyPatch):
-    """Within the budget there is room for what is wanted next as soon as what stayed has been used."""
+def test_swapped_tensors_come_back_while_backward_uses_the_others(monkeypatch: pytest.MonkeyPatch):
+    """As soon as tensors that stayed have been used, the budget has room for those needed next."""
     came_back, fetched = ActivationSwapper._return, []
 
     def watched(self, packed):
@@ -167,7 +167,7 @@ def test_what_was_swapped_comes_back_while_backward_uses_what_stayed(monkeypatch
             fetched.clear()
             with mode.step():
                 model(stack_inputs(step, 0)).mean().backward()
-    # At the first use of what was swapped, some of it is on its way already.
+    # At the first use of a swapped tensor, some copies are already under way.
     assert fetched[0] > before
 
 

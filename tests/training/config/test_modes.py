@@ -11,7 +11,7 @@ from training.config.modes import ModeOption, mode_options, modes_table
 def test_every_file_is_an_option_and_none_is_the_first():
     options = mode_options()
     assert set(options) == {path.stem for path in (ROOT / "conf" / "offload").glob("*.yaml")}
-    assert list(options)[0] == "none"
+    assert next(iter(options)) == "none"
     assert all(option.description.endswith(".") for option in options.values())
 
 

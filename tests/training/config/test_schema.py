@@ -1,4 +1,4 @@
-"""The configuration: every option composes, and what does not belong is refused by name."""
+"""Every option composes under its schema, and unknown keys and wrong types are refused by name."""
 
 import importlib
 import inspect
@@ -37,7 +37,7 @@ def composed(*overrides):
 
 
 def refused(*overrides):
-    """The line that a user reads about these overrides."""
+    """Returns the line that a user reads about these overrides."""
     with pytest.raises(CompactHydraException) as caught:
         composed(*overrides)
     line = explain_refusal(caught.value)
@@ -51,7 +51,7 @@ def checked(*overrides):
 
 @pytest.fixture
 def overlay(tmp_path):
-    """Writes an experiment overlay outside the repository and gives the overrides that choose it."""
+    """Writes an experiment overlay outside the repository and returns the overrides that choose it."""
 
     def write(text):
         (tmp_path / "experiment").mkdir()
@@ -235,7 +235,7 @@ def test_an_offload_option_makes_its_mode(option):
     assert f"{type(mode).__module__}.{type(mode).__name__}" == config._target_
 
 
-# What the builder adds to, and takes from, the keys of a group.
+# Arguments that the builder adds to the keys of a group, and keys that it takes away.
 ADDED = {
     "dataset": {"seed", "seq_len", "batch_size"},
     "optimizer": {"params"},

@@ -1,4 +1,4 @@
-"""Activation swapping over a mode for the weights, as it is written in the configuration and on the command line."""
+"""Activation swapping over a mode for the weights: the keys of both, in the configuration and on the command line."""
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -73,6 +73,6 @@ def test_the_keys_of_both():
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_by_its_full_name(overrides: list[str], line: str):
+def test_a_value_that_does_not_fit_is_refused_by_its_whole_key(overrides: list[str], line: str):
     with pytest.raises(UserError, match=line):
         check(composed("offload=layer_stream_swap", *overrides))
