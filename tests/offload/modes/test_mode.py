@@ -36,7 +36,9 @@ class TestEveryMode:
     def test_says_what_it_holds_before_it_attaches(self, name: str):
         model = Stack()
         plan = small(name).footprint(model)
-        assert plan.resident_bytes + plan.host_weight_bytes == sum(p.nbytes for p in model.parameters())
+        # Every parameter is in one place, and the model is as before.
+        assert {*plan.resident, *(p for unit in plan.trained for p in unit)} == set(model.parameters())
+        assert len(plan.resident) + sum(map(len, plan.trained)) == len(list(model.parameters()))
         assert not any("forward" in vars(module) for module in model.modules())
 
     def test_takes_one_model_at_a_time(self, name: str):

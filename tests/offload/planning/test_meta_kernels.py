@@ -58,15 +58,15 @@ def test_real_tensors_are_not_affected():
     assert (F.scaled_dot_product_attention, F.rms_norm, torch.addmm) == functions
 
 
-def test_the_cpu_splits_rms_norm_into_operations_that_save_more():
-    saved = {}
+def test_rms_norm_of_the_cpu_is_that_of_torch():
+    names = {}
     for on_gpu in (True, False):
-        tracker, hidden = MemoryTracker(), meta(4, 16, 128, requires_grad=True)
-        with fused_kernels(tracker.add_flops, on_gpu), tracker.recording():
-            normed = F.rms_norm(hidden, (128,))
-            saved[on_gpu] = tracker.live_bytes
-            del normed
-    assert saved[False] > saved[True]
+        with fused_kernels(lambda count: None, on_gpu):
+            names[on_gpu] = F.rms_norm(meta(4, 128, requires_grad=True), (128,)).grad_fn.name()
+    assert names == {
+        True: "_RMSNormBackward",
+        False: F.rms_norm(meta(4, 128, requires_grad=True), (128,)).grad_fn.name(),
+    }
 
 
 def test_functions_are_restored_after_an_error():
