@@ -147,9 +147,9 @@ def test_the_host_goes_on_while_the_worker_updates(monkeypatch: pytest.MonkeyPat
             model(stack_inputs(0, 0, "cuda")).sum().backward()
         optimizer.step()
         per_block = sum(p.numel() for p in model.blocks[0].parameters())
-        assert mode.counters()["updated_parameters"] < 8 * per_block
+        assert mode.counters().updated_parameters < 8 * per_block
         optimizer.finish()
-        assert mode.counters()["updated_parameters"] == 8 * per_block
+        assert mode.counters().updated_parameters == 8 * per_block
 
 
 def test_a_wait_for_the_worker_that_is_missing_would_show(monkeypatch: pytest.MonkeyPatch):
