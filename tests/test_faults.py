@@ -20,11 +20,9 @@ from offload.optimizer.adamw import HostAdamW
 from offload.runtime import registry
 from offload.runtime.host_memory import HostArena
 from tests import ROOT
-from tests.training.helpers.in_process import SMALL_MODEL, composed
-from training import sweep
-from training.build import build, build_optimizer
-from training.components import build_mode, build_model
-from training.config import schema
+from tests.training.helpers.in_process import SMALL_MODEL, components_of, composed
+from training.build import attached, build, build_optimizer
+from training.components import acquired
 from training.config.validation import check
 from training.data import datasets
 from training.errors import UserError
@@ -50,9 +48,6 @@ MODES = {
 every_mode = pytest.mark.parametrize("mode", MODES)
 HOST_ADAMW = ("offload=layer_stream", "optimizer=host_adamw", "optimizer.compile='off'", "clip_norm=null")
 
-schema.register()
-sweep.register()
-
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
@@ -61,9 +56,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
 
     def run(*overrides: str) -> int:
         try:
-            with composed(*SMALL, *overrides) as config, failures_recorded(tmp_path):
+            config, invocation = composed(*SMALL, *overrides, run_dir=tmp_path)
+            with failures_recorded(tmp_path):
                 check(config)
-                with build(config, tmp_path) as job:
+                with build(config, invocation) as job:
                     train(job)
         except SystemExit as ended:
             return ended.code
@@ -126,7 +122,7 @@ def test_a_gpu_out_of_memory_in_mid_step(run, tmp_path: Path, monkeypatch, capsy
     at_forward(monkeypatch, at, raising(error))
     assert run(*MODES[mode]) == 1
     line = capsys.readouterr().err
-    assert line.startswith("error: the GPU is out of memory (2.50 GiB more wanted): planned were ")
+    assert line.startswith("error: the GPU is out of memory (2.50 GiB more needed): planned were ")
     assert line.count("\n") == 1
     # Numbers of the plan, as they are in its file too, and three things to change.
     planned = json.loads((tmp_path / "plan.json").read_text())["device_bytes"]
@@ -272,16 +268,11 @@ def test_a_worker_that_dies_ends_the_run(run, tmp_path: Path, monkeypatch, capsy
 
 
 def test_a_host_without_room_for_states_that_visit_is_said_with_both_sizes(monkeypatch: pytest.MonkeyPatch):
-    streams = registry.acquire("cpu")
-    with composed(*SMALL, *HOST_ADAMW, "optimizer.visiting_share=1") as config:
-        model = build_model(config, torch.float32)
-        mode, _ = build_mode(config, model)
-        mode.attach(model, streams)
+    components = components_of(*SMALL, *HOST_ADAMW, "optimizer.visiting_share=1")
+    with acquired(components.device) as streams, attached(components, streams):
         monkeypatch.setattr("offload.runtime.host_memory.free_host_bytes", lambda: 1000)
         with pytest.raises(UserError, match=r"optimizer=host_adamw: 0.00 GiB of host memory are needed, 0.00 GiB are"):
-            build_optimizer(config, model, mode)
-        mode.detach()
-    registry.release(streams)
+            build_optimizer(components)
 
 
 DRIVER = """
@@ -310,7 +301,7 @@ def test_a_process_that_runs_out_of_memory_ends_cleanly(tmp_path: Path):
         timeout=120,
     )
     assert process.returncode == 1
-    assert process.stderr.startswith("error: the GPU is out of memory (2.50 GiB more wanted): planned were ")
+    assert process.stderr.startswith("error: the GPU is out of memory (2.50 GiB more needed): planned were ")
     assert process.stderr.count("\n") == 1
     assert read_summary(tmp_path)["status"] == "out_of_memory"
     assert "Traceback" in (tmp_path / "train.log").read_text()

@@ -215,10 +215,10 @@ def test_weights_saved_by_name_load_into_any_mode(tmp_path: Path):
 def test_a_mistake_is_one_line_that_the_user_can_mend(tmp_path: Path, overrides: tuple[str, ...], message: str):
     with pytest.raises((UserError, InstantiationException)) as raised:
         run_here(tmp_path / "run", *QUIET, *STDLIB, *overrides)
-    status, reason, mendable = explain(raised.value)
+    status, reason, fixable = explain(raised.value)
     assert re.search(message, reason), reason
     assert "\n" not in reason
-    assert (status, mendable) == ("failed", True)
+    assert (status, fixable) == ("failed", True)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ SMALL = (
 )
 
 schema.register()
-sweep.register()
+sweep.register_launcher()
 
 
 def composed(*overrides: str) -> DictConfig:

@@ -21,7 +21,7 @@ CONF = ROOT / "conf"
 OPTIMIZERS = [["optimizer=adamw"], ["optimizer=host_adamw", "optimizer.compile='off'", "optimizer.threads=1"]]
 
 schema.register()
-sweep.register()
+sweep.register_launcher()
 
 
 def composed(*overrides: str):

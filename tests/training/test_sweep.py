@@ -17,10 +17,10 @@ from hydra.core.utils import JobStatus
 from omegaconf import OmegaConf
 
 from tests import ROOT
-from training.comparison.page import FIGURES
 from training.errors import UserError
+from training.runs.files import COMPARISON_PICTURES
 from training.runs.signals import SAME_REQUEST_S
-from training.sweep import Job, _job_return
+from training.sweep import SweepJob, _job_return
 
 # A script as train.py is one, without a model: `act` says what the job does to itself.
 SCRIPT = """
@@ -38,7 +38,7 @@ from training.runs.failures import failures_recorded
 from training.metrics.files import write_summary
 from training.runs.signals import StopRequest
 
-sweep.register()
+sweep.register_launcher()
 
 
 @hydra.main(version_base="1.3", config_path="settings", config_name="wrong")
@@ -194,7 +194,14 @@ def test_jobs_know_their_sweep(sweep):
 
 def test_directories_are_numbered_and_the_sweep_is_written_down(sweep):
     written = {path.name for path in sweep.directory.iterdir()}
-    assert written == {*"01234567", "multirun.yaml", "compare.csv", "compare.md", "compare.html", FIGURES[0]}
+    assert written == {
+        *"01234567",
+        "multirun.yaml",
+        "compare.csv",
+        "compare.md",
+        "compare.html",
+        COMPARISON_PICTURES[0],
+    }
 
 
 def test_a_job_that_ends_badly_does_not_stop_the_others(sweep):
@@ -358,10 +365,10 @@ def runs(pid):
 
 def test_sweepers_get_summaries_and_exceptions():
     config = OmegaConf.create({"hydra": {"job": {"name": "train"}}, "seed": 1})
-    good = _job_return(Job(0, ["seed=1"], Path("0"), exit_status=0, summary={"train/final_loss": 2.5}), config)
+    good = _job_return(SweepJob(0, ["seed=1"], Path("0"), exit_status=0, summary={"train/final_loss": 2.5}), config)
     assert good.return_value == {"train/final_loss": 2.5}
     assert (good.overrides, good.cfg, good.task_name) == (["seed=1"], {"seed": 1}, "train")
-    bad = _job_return(Job(1, ["seed=2"], Path("1"), exit_status=-signal.SIGKILL), config)
+    bad = _job_return(SweepJob(1, ["seed=2"], Path("1"), exit_status=-signal.SIGKILL), config)
     assert bad.status is JobStatus.FAILED
     with pytest.raises(UserError, match="job 1 killed: SIGKILL"):
         _ = bad.return_value

@@ -25,6 +25,7 @@ from omegaconf import OmegaConf
 
 from training.errors import UserError
 from training.runs.failures import explain
+from training.runs.files import METRICS_FILE, WANDB_FOLDER
 
 if TYPE_CHECKING:
     import wandb
@@ -213,7 +214,9 @@ class Tracker:
                 return
             self._closed = True
         rescue = f"; upload what wandb has: {_sync_command(self._sync_dir)}" if self._sync_dir else ""
-        logger.warning("tracking stopped: %s; the run is unharmed, metrics.jsonl has every record%s", problem, rescue)
+        logger.warning(
+            "tracking stopped: %s; the run is unharmed, %s has every record%s", problem, METRICS_FILE, rescue
+        )
 
     # What follows runs on the wandb thread.
 
@@ -232,7 +235,7 @@ class Tracker:
             self._started.set()
 
     def _start(self) -> "wandb.Run | None":
-        wandb_dir = self._run_dir / "wandb"
+        wandb_dir = self._run_dir / WANDB_FOLDER
         # In the environment, because the service process reads these there.
         os.environ["WANDB_CACHE_DIR"] = str(wandb_dir / "cache")
         os.environ["WANDB_DATA_DIR"] = str(wandb_dir / "data")
@@ -259,7 +262,7 @@ class Tracker:
     def _init_online(self, wandb: ModuleType) -> tuple["wandb.Run | None", str, int]:
         """The run, or None where there is no key or no network; what to say of it, and at which level."""
         # Those of a run that is continued here are kept.
-        before = set((self._run_dir / "wandb").glob("run-*"))
+        before = set((self._run_dir / WANDB_FOLDER).glob("run-*"))
         try:
             if wandb.login(prompt=False, verify=False):
                 return self._init(wandb, mode="online"), "online", logging.INFO
@@ -268,7 +271,7 @@ class Tracker:
             _kill_service()
             _tear_down(exit_code=1)
             # What the attempt left would be uploaded as an empty run.
-            for abandoned in set((self._run_dir / "wandb").glob(f"run-*-{self.id}")) - before:
+            for abandoned in set((self._run_dir / WANDB_FOLDER).glob(f"run-*-{self.id}")) - before:
                 shutil.rmtree(abandoned, ignore_errors=True)
             return None, f"offline, because online fails ({_one_line(error)})", logging.WARNING
         asked = self._mode == "online" or "WANDB_MODE" in os.environ

@@ -18,8 +18,7 @@ from offload.runtime.bandwidth import Bandwidth, measure_bandwidth
 from offload.runtime.byte_sizes import GIB
 from offload.runtime.registry import Streams
 from training.errors import UserError
-
-HARDWARE_FILE = "hardware.json"
+from training.runs.files import HARDWARE_FILE
 
 _bandwidths: dict[torch.device, Bandwidth] = {}
 

@@ -15,10 +15,11 @@ from omegaconf import DictConfig
 from offload.runtime.registry import Streams
 from training.errors import first_line
 from training.profiling.timeline import draw, read_timeline
+from training.runs.files import TRACE_FOLDER
 
 logger = logging.getLogger(__name__)
 
-TRACE_DIR = "trace"
+
 VIEWER = "https://ui.perfetto.dev"
 
 
@@ -45,7 +46,7 @@ class Tracer:
         self._streams = streams
         self._title = title
         self._profiling = ExitStack()
-        self._trace = run_dir / TRACE_DIR / f"step-{self.step}.json.gz"
+        self._trace = run_dir / TRACE_FOLDER / f"step-{self.step}.json.gz"
 
     def start(self, step: int) -> bool:
         """Before a step: whether it is the one, and is being recorded from now on."""

@@ -22,7 +22,8 @@ import torch._dynamo
 
 import training.build
 import training.loop  # noqa: F401, for the runs
-from training.checkpoints.layout import CHECKPOINTS_FOLDER, checkpoints_in, partials_in
+from training.checkpoints.layout import checkpoints_in, partials_in
+from training.runs.files import CHECKPOINTS_FOLDER
 
 PROGRAM = Path(__file__).parents[3] / "train.py"
 MODES = sorted(path.stem for path in (PROGRAM.parent / "conf" / "offload").glob("*.yaml"))

@@ -130,9 +130,7 @@ def test_other_text_is_refused(tmp_path: Path, run_here):
     run_here(tmp_path / "run", *dataset)
     for place in range(0, len(words), len(words) // 4):
         text.write_bytes(words[:place] + b"T" + words[place + 1 :])
-        with pytest.raises(
-            UserError, match=r"the text is not what it was: dataset\.files, .* has changed; bring it back"
-        ):
+        with pytest.raises(UserError, match=r"the text has changed: dataset\.files, .* is not the same; restore it"):
             run_here(tmp_path / "run", *dataset, "resume=auto")
     text.write_bytes(words)
     run_here(tmp_path / "run", *dataset, "resume=auto", "steps=7")
@@ -146,7 +144,7 @@ def test_a_dataset_that_is_not_in_memory_is_known_by_its_last_batch(
     monkeypatch.setattr(
         "training.data.datasets.SyntheticTokens.batch", lambda self, index: torch.zeros(self._shape).long()
     )
-    with pytest.raises(UserError, match=r"the dataset does not give the batch of step 6 that it gave"):
+    with pytest.raises(UserError, match=r"the dataset has changed: its batch of step 6 is not the same"):
         run_here(tmp_path / "run", *synthetic, "resume=auto")
 
 

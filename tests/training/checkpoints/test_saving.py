@@ -164,7 +164,7 @@ def test_a_full_disk_at_any_moment_costs_one_checkpoint(
             if checkpoints.save(RunState(2)) is not None:
                 break
         (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-        assert re.search(r"step-00000002 could not be saved \(No space left.*the run goes on", warning.getMessage())
+        assert re.search(r"step-00000002 could not be saved \(No space left.*the run continues", warning.getMessage())
         if whole(tmp_path) == [1]:
             assert names(tmp_path) == ["step-00000001"]
         shutil.rmtree(tmp_path / "checkpoints" / "step-00000002", ignore_errors=True)
@@ -241,7 +241,7 @@ def test_what_has_a_checkpoint_s_name_is_left_and_named(
     assert "step-00000009 could not be saved (something of this name is there: move it away): the run" in caplog.text
     with pytest.raises(UserError) as refusal:
         checkpoints.save(RunState(9), required=True)
-    assert "there: move it away): mend that, or choose" in str(refusal.value)
+    assert "there: move it away): fix that, or choose" in str(refusal.value)
     assert names(tmp_path) == ["step-00000001", "step-00000009"]
     assert checkpoints.save(RunState(10)) is not None
 
@@ -251,7 +251,7 @@ def test_the_message_names_what_is_in_the_way(tmp_path: Path, checkpoints: Check
     with pytest.raises(UserError) as refusal:
         checkpoints.save(RunState(9), required=True)
     assert re.search(
-        r"step-00000009 could not be saved \(.*/checkpoints\S*: Not a directory\): mend", str(refusal.value)
+        r"step-00000009 could not be saved \(.*/checkpoints\S*: Not a directory\): fix", str(refusal.value)
     )
 
 

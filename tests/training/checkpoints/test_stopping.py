@@ -44,7 +44,7 @@ def test_a_signal_saves_the_run_after_its_step(tmp_path: Path, finished: Path, r
     signalled(at=4)
     stopped = run_here(tmp_path / "stopped")
     assert (stopped["status"], stopped["steps"]) == ("stopped", 4)
-    assert stopped["reason"] == f"SIGTERM: go on with resume={at(tmp_path / 'stopped', 4)}"
+    assert stopped["reason"] == f"SIGTERM: resume with resume={at(tmp_path / 'stopped', 4)}"
     assert json.loads((tmp_path / "stopped" / "summary.json").read_text())["status"] == "stopped"
     run_here(tmp_path / "stopped", "resume=auto")
     assert content(at(tmp_path / "stopped", 6)) == content(at(finished, 6))

@@ -10,7 +10,7 @@ import pytest
 from training.errors import UserError
 from training.metrics.files import MetricsWriter, read_metrics, read_summary, write_summary
 from training.metrics.names import METRIC_KEYS
-from training.metrics.run_summary import RunFigures, summarise
+from training.metrics.run_summary import RunSummary, summarise
 
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 
@@ -198,13 +198,13 @@ def test_figures_keep_no_record():
     class Record(dict):
         """A dict does not tell when it goes."""
 
-    figures = RunFigures(warmup_steps=0)
+    summary = RunSummary(warmup_steps=0)
     kept = Record(record(1, perf__step_ms=7.0, memory__rss_gib=2.0))
     gone = weakref.ref(kept)
-    figures.add(kept)
+    summary.add(kept)
     del kept
     assert gone() is None
-    assert figures.summary()["perf/step_ms"] == 7.0
+    assert summary.values()["perf/step_ms"] == 7.0
 
 
 def test_every_metric_has_its_unit_in_its_name_or_is_named_in_the_table():

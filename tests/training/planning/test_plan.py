@@ -10,14 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from models.llama import Llama
 from offload.runtime.byte_sizes import GIB
-from tests.training.helpers.in_process import ROOT, command_here, composed
-from training.config.validation import check
+from tests.training.helpers.in_process import ROOT, command_here, components_of
 from training.errors import UserError
-from training.planning.machine import figures_of
+from training.planning.machine import machine_of
 from training.planning.plan import draw_timeline, plan_run
 from training.planning.report import RunPlan
 
@@ -36,9 +34,8 @@ def planned() -> Callable[..., RunPlan]:
     """A plan made in this process."""
 
     def planned(*overrides: str, has_gpu: bool = True) -> RunPlan:
-        with composed("hardware=h200", "seq_len=64", *overrides) as config:
-            check(config)
-            return plan_run(config, figures_of(config, torch.device("cpu")), has_gpu)
+        components = components_of("hardware=h200", "seq_len=64", *overrides)
+        return plan_run(components, machine_of(components), has_gpu)
 
     return planned
 
@@ -120,7 +117,7 @@ def test_a_budget_beyond_the_machine_is_the_machines(planned):
     assert plan.fits == {"vram_budget": False, "host_budget": False}
     assert plan.misfit().startswith("vram_budget: ")
     assert "host_budget: " in plan.misfit()
-    assert plan.misfit().count("3.07 MiB (H200) there") == 1
+    assert plan.misfit().count("3.07 MiB (H200) available") == 1
     assert plan.rows()["host: in all"].endswith("of 3.07 MiB (H200): DOES NOT FIT")
     smaller = planned(*machine, "offload=layer_stream", "vram_budget=1MiB").rows()["device: at its peak"]
     assert smaller.endswith("of 1.00 MiB (vram_budget): DOES NOT FIT")
@@ -226,6 +223,6 @@ def test_a_rehearsal_that_ends_early_gives_neither_a_timeline_nor_a_time(planned
 
 def test_figures_given_by_hand_go_before_a_preset(planned):
     plan = planned("hardware.host_gib=1", "hardware.name=mine")
-    assert (plan.figures.name, plan.budgets["host_budget"]) == ("mine", GIB)
+    assert (plan.machine.name, plan.budgets["host_budget"]) == ("mine", GIB)
     with pytest.raises(UserError, match=r"hardware\.h2d_gb_s=0\.0: must be above 0"):
         planned("hardware.h2d_gb_s=0")

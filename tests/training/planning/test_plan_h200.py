@@ -20,8 +20,8 @@ from offload.runtime.blocks import find_blocks
 from offload.runtime.byte_sizes import GIB
 from scripts.bench import Blocks, build_mode
 from tests import ROOT
-from tests.training.helpers.in_process import composed
-from training.planning.machine import Figures, figures_of
+from tests.training.helpers.in_process import components_of
+from training.planning.machine import Machine, machine_of
 from training.planning.plan import plan_run
 
 GB = 1e9
@@ -45,13 +45,13 @@ FULL_STEPS = [("inside", 807.2), ("at the end", 1231.1)]
 
 
 @pytest.fixture(scope="module")
-def h200() -> Figures:
+def h200() -> Machine:
     values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "hardware" / "h200.yaml"))
-    return Figures(**{key: value for key, value in values.items() if key != "defaults"})
+    return Machine(**{key: value for key, value in values.items() if key != "defaults"})
 
 
 @pytest.fixture
-def timed(h200: Figures) -> SimulatedStreams:
+def timed(h200: Machine) -> SimulatedStreams:
     return SimulatedStreams(torch.device("meta"), h200.bandwidth, h200.flops_per_s(torch.bfloat16))
 
 
@@ -74,7 +74,7 @@ def rehearsed(
     STEPS,
     ids=[f"{spec}-{2 * sequences}k" for spec, sequences, *_ in STEPS],
 )
-def test_forward_and_backward(h200: Figures, timed, spec, sequences, recomputes, ms, peak_gib, gb_in, gb_out):
+def test_forward_and_backward(h200: Machine, timed, spec, sequences, recomputes, ms, peak_gib, gb_in, gb_out):
     resident_bytes, found = rehearsed(spec, sequences, recomputes, timed=timed)
     assert (resident_bytes + found.peak_bytes) / GIB == pytest.approx(peak_gib, rel=0.1)
     assert found.total("h2d_bytes") / GB == pytest.approx(gb_in, rel=0.1)
@@ -88,7 +88,7 @@ def test_forward_and_backward(h200: Figures, timed, spec, sequences, recomputes,
     assert in_time.step_ms == pytest.approx(ms, rel=0.1 if spec == "save_on_cpu" else 0.05)
 
 
-def test_full_steps(h200: Figures):
+def test_full_steps(h200: Machine):
     _, found = rehearsed("layer_stream", 8, True, blocks=16)
     host_ms = 3.24e9 / (h200.update_gparams_s * 1e9) * 1e3
     for begins, ms in FULL_STEPS:
@@ -97,7 +97,7 @@ def test_full_steps(h200: Figures):
         assert predicted.step_ms == pytest.approx(ms, rel=0.15), begins
 
 
-def test_a_budget_that_finds_itself(h200: Figures):
+def test_a_budget_that_finds_itself(h200: Machine):
     resident_bytes, found = rehearsed("tensor_swap:budget=auto", 8, False)
     flops_per_s = h200.flops_per_s(torch.bfloat16)
     found = found.swapping(hidden_share(found.phases, h200.bandwidth, flops_per_s))
@@ -118,8 +118,8 @@ def test_a_budget_that_finds_itself(h200: Figures):
     ids=["7 B, exact states", "11 B, bf16 moments"],
 )
 def test_whole_runs_within_24_gib(overrides, ms, vram_gib, rss_gib, gib_in, gib_out):
-    with composed("experiment=fit_7b_24gib", "dataset=synthetic", "hardware=h200", *overrides) as config:
-        plan = plan_run(config, figures_of(config, torch.device("cpu")), has_gpu=True)
+    components = components_of("experiment=fit_7b_24gib", "dataset=synthetic", "hardware=h200", *overrides)
+    plan = plan_run(components, machine_of(components), has_gpu=True)
     assert plan.forecast.step_ms == pytest.approx(ms, rel=0.15)
     assert plan.totals["vram_budget"] / GIB == pytest.approx(vram_gib, rel=0.1)
     assert plan.totals["host_budget"] / GIB == pytest.approx(rss_gib, rel=0.03)
@@ -127,7 +127,7 @@ def test_whole_runs_within_24_gib(overrides, ms, vram_gib, rss_gib, gib_in, gib_
     assert plan.step_bytes["out"] / GIB == pytest.approx(gib_out, rel=0.1)
 
 
-def test_forward_only_is_at_the_bus(h200: Figures):
+def test_forward_only_is_at_the_bus(h200: Machine):
     _, found = rehearsed("layer_stream", 2, False)
     forward = forecast(found.phases[:1], h200.bandwidth, h200.flops_per_s(torch.bfloat16), Update())
     assert forward.bound == "copies in"

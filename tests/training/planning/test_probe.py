@@ -5,16 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import DictConfig
 
 from tests import ROOT
-from tests.training.helpers.in_process import composed
-from training.planning.machine import Figures, figures_of
+from tests.training.helpers.in_process import components_of
+from training.planning.machine import Machine, machine_of
 from training.planning.probe import keep, kept, kept_path, probe
 
 CPU = torch.device("cpu")
@@ -26,15 +24,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def planning_config() -> Iterator[DictConfig]:
-    with composed() as config:
-        yield config
-
-
 def test_a_cpu_is_measured_in_seconds():
     start = time.perf_counter()
-    figures = Figures(**probe(CPU))
+    figures = Machine(**probe(CPU))
     assert time.perf_counter() - start < 60, "a few seconds on an idle machine"
     assert figures.vram_gib is None
     assert min(figures.h2d_gb_s, figures.both_gb_s, figures.host_gib, figures.cores) > 0.05
@@ -74,9 +66,9 @@ def test_the_script_keeps_what_a_plan_then_takes(tmp_path: Path):
     assert "no GPU here" in plan.stdout
 
 
-def test_figures_of_another_version_are_measured_again(planning_config):
+def test_values_of_another_version_are_measured_again():
     keep(CPU, {"name": "old", "h2d_gb_s": 1.0})
-    assert figures_of(planning_config, CPU).source == "measured in short"
+    assert machine_of(components_of()).source == "measured in short"
 
 
 def test_no_such_device_is_one_line():

@@ -16,7 +16,7 @@ import yaml
 from tests.training.helpers.in_process import ROOT, TINY_RUN, command_here, run_here
 from training.comparison.runs import read_run
 from training.errors import UserError
-from training.runs.directory import holds_figures, locked
+from training.runs.directory import holds_results, locked
 from training.runs.files import RUN_FILES
 
 TINY = (*TINY_RUN, "dataset=synthetic")
@@ -166,7 +166,7 @@ def test_what_figures_are(tmp_path: Path, files: dict[str, str], holds: bool):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert holds_figures(tmp_path) is holds
+    assert holds_results(tmp_path) is holds
 
 
 @pytest.mark.parametrize("name", RUN_FILES)
