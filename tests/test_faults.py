@@ -134,34 +134,6 @@ def test_a_gpu_out_of_memory_in_mid_step(run, tmp_path: Path, monkeypatch, capsy
     assert read_summary(tmp_path) == {"status": "out_of_memory", "reason": line.removeprefix("error: ").strip()}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "advice"),
-    [
-        (("seq_len=256", "microbatches=3"), "microbatches=4, recompute=block or batch_size=2"),
-        (("seq_len=256", "batch_size=1"), "recompute=block, a seq_len below 256 or a smaller model"),
-        (("model.intermediate_size=2048", "batch_size=1"), "offload=layer_stream, precision=bf16 or recompute=block"),
-        (
-            (
-                "model.intermediate_size=2048",
-                "batch_size=1",
-                "seq_len=16",
-                "offload=bounce_linear_swap",
-                "offload.weights.resident=50%",
-            ),
-            "offload.weights.resident=0, offload.weights.slots=3 or recompute=block",
-        ),
-        (
-            ("model.intermediate_size=2048", "batch_size=1", "offload=tensor_swap"),
-            "offload=layer_stream_swap, precision=bf16 or recompute=block",
-        ),
-    ],
-)
-def test_what_to_change_depends_on_what_takes_the_memory(run, monkeypatch, capsys, overrides, advice: str):
-    at_forward(monkeypatch, 1, raising(torch.OutOfMemoryError("CUDA out of memory.")))
-    assert run(*overrides) == 1
-    assert capsys.readouterr().err.strip().endswith(f": take {advice}")
-
-
 def test_what_it_advises_can_be_taken(run, monkeypatch, capsys):
     at_forward(monkeypatch, 1, raising(torch.OutOfMemoryError("CUDA out of memory.")))
     assert run("precision=fp32") == 1

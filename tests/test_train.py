@@ -20,7 +20,6 @@ from models.weights import save_weights
 from offload.modes import shard_offload, tensor_swap
 from tests import ROOT
 from tests.training.helpers.in_process import SMALL_MODEL, command_here, run_here
-from training import recorder
 from training.errors import UserError
 from training.runs.failures import explain
 
@@ -79,25 +78,6 @@ def test_the_default_job_learns(tmp_path: Path):
     # Far from a guess among all bytes, whatever the standard library's files are.
     assert records[-1]["train/loss"] < math.log(256) - 1.5
     assert summary(tmp_path)["status"] == "ok"
-
-
-def test_a_peak_is_that_of_the_steps_of_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    peak, left = 0.0, [8.0, 8.0, 3.0, 2.0]
-
-    def step_and_read(device: torch.device) -> float:
-        nonlocal peak
-        peak = max(peak, left.pop(0))
-        return peak
-
-    def reset(device: torch.device) -> None:
-        nonlocal peak
-        peak = 0.0
-
-    monkeypatch.setattr(recorder, "vram_peak_gib", step_and_read)
-    monkeypatch.setattr(recorder, "reset_peaks", reset)
-    run_here(tmp_path, *QUIET, "steps=4", "log_every=1")
-    assert [record["memory/vram_peak_gib"] for record in metrics(tmp_path)] == [8.0, 8.0, 3.0, 2.0]
-    assert summary(tmp_path)["memory/vram_peak_gib"] == 8.0
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

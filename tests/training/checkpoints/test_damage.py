@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra.errors import InstantiationException
 from safetensors.torch import load_file, save_file
 
 from training.checkpoints.durable import write_folder
 from training.errors import UserError
-from training.runs.failures import explain
 
 
 def flip(file: str, where: float) -> Callable[[Path], None]:
@@ -255,23 +253,6 @@ def test_weights_are_read_from_listed_files_alone(tmp_path: Path, finished: Path
         (folder / place).write_bytes(weights)
     with pytest.raises(UserError, match=reason):
         run_here(tmp_path / "new", f"resume={folder}")
-
-
-HOMELESS = {
-    "resume": ["resume='~nosuchuser/x'"],
-    "dataset.files": ["dataset=text", "dataset.files='~nosuchuser/*.txt'"],
-    "dataset.tokenizer": ["dataset.tokenizer='~nosuchuser/tokenizer.json'"],
-    "model.weights": ["model.weights='~nosuchuser/x'"],
-}
-
-
-@pytest.mark.parametrize("key", HOMELESS)
-def test_a_home_that_is_not_there_is_one_line(tmp_path: Path, run_here, key: str):
-    with pytest.raises((UserError, InstantiationException)) as refusal:
-        run_here(tmp_path / "new", *HOMELESS[key])
-    reason = explain(refusal.value).reason
-    assert re.fullmatch(rf"{key}=~nosuchuser\S*: there is no home directory of that name: give .*", reason)
-    assert explain(refusal.value).fixable
 
 
 def test_home_is_expanded_for_weights(tmp_path: Path, finished: Path, run_here, monkeypatch: pytest.MonkeyPatch):

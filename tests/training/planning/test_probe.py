@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tests import ROOT
-from tests.training.helpers.in_process import components_of
-from training.planning.machine import Machine, machine_of
+from training.planning.machine import Machine
 from training.planning.probe import keep, kept, kept_path, probe
 
 CPU = torch.device("cpu")
@@ -64,11 +63,6 @@ def test_the_script_keeps_what_a_plan_then_takes(tmp_path: Path):
     assert plan.returncode == 0, plan.stderr
     assert f"{figures['name']} (kept by the probe)" in plan.stdout
     assert "no GPU here" in plan.stdout
-
-
-def test_values_of_another_version_are_measured_again():
-    keep(CPU, {"name": "old", "h2d_gb_s": 1.0})
-    assert machine_of(components_of()).source == "measured in short"
 
 
 def test_no_such_device_is_one_line():
