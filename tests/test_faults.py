@@ -1,4 +1,4 @@
-"""What goes wrong in the middle of a run: its user reads one line that helps, and its directory says what happened."""
+"""Faults in the middle of a run: the user gets one line that helps, and the run's directory has the reason."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ HOST_ADAMW = ("offload=layer_stream", "optimizer=host_adamw", "optimizer.compile
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
-    """What train.py does, in this process: trains in `tmp_path`, and returns the exit status."""
+    """Trains in `tmp_path` as train.py does, in this process, and returns the exit status."""
     before = signal.getsignal(signal.SIGTERM)
 
     def run(*overrides: str) -> int:
@@ -124,7 +124,7 @@ def test_a_gpu_out_of_memory_in_mid_step(run, tmp_path: Path, monkeypatch, capsy
     line = capsys.readouterr().err
     assert line.startswith("error: the GPU is out of memory (2.50 GiB more needed): planned were ")
     assert line.count("\n") == 1
-    # Numbers of the plan, as they are in its file too, and three things to change.
+    # The plan's numbers, which are in its file too, and three keys to change.
     planned = json.loads((tmp_path / "plan.json").read_text())["device_bytes"]
     assert f"planned were {planned['total'] / 2**20:.2f} MiB (" in line
     assert f"activations {planned['activations'] / 2**20:.2f} MiB" in line
@@ -147,7 +147,7 @@ def test_a_full_disk_under_the_metrics(run, tmp_path: Path, monkeypatch: pytest.
     def opened(path: Path, mode: str = "r", **options: object):
         if mode == "ab":
             appended.append(path)
-        # The device that is always full; from the third record on.
+        # /dev/full is always full; the third record and later ones go there.
         return open("/dev/full" if len(appended) > 2 and mode == "ab" else path, mode, **options)
 
     monkeypatch.setattr(files, "open", opened, raising=False)
@@ -187,7 +187,7 @@ def test_a_data_file_that_vanishes_later_is_not_missed(run, tmp_path: Path, monk
 
 
 class NoPageLocks:
-    """The CUDA runtime of a machine that locks no page."""
+    """The CUDA runtime of a machine that refuses to page-lock memory."""
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
         return 2
@@ -206,10 +206,10 @@ def test_memory_that_cannot_be_page_locked_is_used_as_it_is(run, tmp_path: Path,
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert run(*MODES[mode]) == 0
-    said = [str(warning.message) for warning in caught if "page-locking" in str(warning.message)]
+    warned = [str(warning.message) for warning in caught if "page-locking" in str(warning.message)]
     # One for each arena, not for each block.
-    assert 1 <= len(said) <= 2
-    assert "copies fall back to pageable memory, several times slower. Raise `ulimit -l`" in said[0]
+    assert 1 <= len(warned) <= 2
+    assert "copies fall back to pageable memory, several times slower. Raise `ulimit -l`" in warned[0]
     assert {record["memory/host_pinned_gib"] for record in read_metrics(tmp_path)} == {0}
 
 

@@ -67,7 +67,7 @@ def summary(folder: Path) -> dict:
 
 
 def curve(folder: Path) -> list[dict]:
-    """What must not depend on the mode: losses and gradient norms."""
+    """Returns the values that must not depend on the mode: losses and gradient norms."""
     return [{k: v for k, v in record.items() if not k.startswith(TRANSFERS)} for record in metrics(folder)]
 
 
@@ -150,7 +150,7 @@ def test_wandb_has_what_the_files_have(tmp_path: Path):
     (sync_dir,) = (tmp_path / "wandb").glob("offline-run-*")
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", sync_dir]
     read = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    # The summary's figures stand for the run; what it does not sum up is that of the last record.
+    # The summary has the statistics of the run, and for other metrics the values of the last record.
     written = {**metrics(tmp_path)[-1], **summary(tmp_path)}
     expected = {key: value for key, value in written.items() if value is not None}
     assert {key: read["summary"][key] for key in expected} == expected

@@ -83,7 +83,7 @@ def build(config: DictConfig, invocation: Invocation, begin: Callable[[], None] 
         print_plan(plan.rows(), title=f"Plan: {invocation.title} on {components.device}")
         # Before anything large is allocated, so that the tracker also records a run that has no memory.
         tracker = build_tracker(config, invocation, hardware, start.tracking_id)
-        with tracker.failures_told(), device_memory_explained(components, plan), attached(components, streams) as model:
+        with tracker.failing_with(), device_memory_explained(components, plan), attached(components, streams) as model:
             if checkpoint is None:
                 fill(model, config, components.device)
             optimizer = build_optimizer(components)

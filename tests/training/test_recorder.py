@@ -1,4 +1,4 @@
-"""What the loop records of its steps."""
+"""The records and the summary of a run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_record_covers_the_steps_since_the_last(tmp_path: Path):
     run_here(tmp_path, *QUIET, "steps=5", "log_every=2", "offload=layer_stream")
     records = metrics(tmp_path)
     assert [record["train/step"] for record in records] == [2, 4, 5]
-    # The first record also has what only the first step copies.
+    # The first record includes copies that only the first step makes.
     assert records[1]["transfer/h2d_gib"] == records[2]["transfer/h2d_gib"] > 0
     assert all(record["transfer/d2h_gib"] > 0 for record in records)
 
@@ -71,7 +71,7 @@ def test_a_traced_step_counts_in_no_speed_and_no_traffic(tmp_path: Path):
     assert not [key for key in metrics(only)[0] if key.startswith(("perf/", "transfer/"))]
 
 
-def test_the_summary_has_the_floor_and_how_far_the_step_is_from_it(tmp_path: Path):
+def test_the_summary_has_the_ratio_of_the_step_to_its_floor(tmp_path: Path):
     run_here(tmp_path, *QUIET, "offload=layer_stream")
     found = summary(tmp_path)
     assert (found["status"], found["steps"], found["reason"]) == ("ok", 6, None)

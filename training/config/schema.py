@@ -268,7 +268,7 @@ class Checkpointing:
 
 @dataclass
 class Hardware:
-    """A machine to plan for; see `training.planning.machine.Figures`. What is null is measured, or kept by the probe"""
+    """A machine to plan for; see `training.planning.machine.Machine`. What is null is measured, or kept by the probe"""
 
     name: str | None = MISSING
     vram_gib: float | None = number(above=0)

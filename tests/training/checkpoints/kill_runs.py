@@ -1,4 +1,4 @@
-"""Kills runs at random moments: `python kill_runs.py RUN_DIR KILLS SEED OVERRIDE...`; the last goes on to its end.
+"""Kills runs at random moments: `python kill_runs.py RUN_DIR KILLS SEED OVERRIDE...`; the last runs to its end.
 
 Each run is `train.py` from its first line on, under an offload mode and an optimizer of its own, forked from a process
 that has imported everything. Half of the kills fall between the start and about the first checkpoint, half after it,

@@ -1,4 +1,4 @@
-"""Changes of a configuration with which a run may resume, or may not."""
+"""Changes of the configuration with which a run may or may not resume."""
 
 from __future__ import annotations
 

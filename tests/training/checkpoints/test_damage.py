@@ -1,4 +1,4 @@
-"""What is damaged, forged or of another model: refused in one line that names the file, before anything is touched."""
+"""Checkpoints that are damaged, forged or of another model: refused in one line that names the file, in time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rewrite(file: str, content: bytes) -> Callable[[Path], None]:
 
 
 def listed(name: str, instead: bool = True) -> Callable[[Path], None]:
-    """The manifest names another file, or one more."""
+    """The manifest lists another file, or one more."""
 
     def damage(folder: Path) -> None:
         manifest = json.loads((folder / "manifest.json").read_text())
@@ -48,7 +48,7 @@ def listed(name: str, instead: bool = True) -> Callable[[Path], None]:
 
 
 def forged_config(folder: Path) -> None:
-    """The manifest fits the file that is no configuration."""
+    """Forges a file that is not a configuration, and the manifest to match."""
     made = forged(folder, folder.with_name("forged"), config=b"a: *b")
     shutil.rmtree(folder)
     made.rename(folder)
@@ -116,14 +116,14 @@ def test_auto_takes_the_one_before_and_keeps_the_damaged_one(
         run_here(finished, "resume=auto")
 
 
-def test_none_before_is_said_so(finished: Path, run_here, at):
+def test_without_an_earlier_checkpoint_the_message_says_so(finished: Path, run_here, at):
     flip("model.safetensors", 0.5)(at(finished, 3))
     with pytest.raises(UserError, match="there is no complete one before it"):
         run_here(finished, f"resume={at(finished, 3)}")
 
 
 def forged(source: Path, target: Path, **changed: bytes) -> Path:
-    """A checkpoint whose manifest fits, made by somebody who can compute one: other contents by file stem."""
+    """Makes a checkpoint with other contents, by file stem, whose manifest matches them."""
     stems = {path.stem: path for path in source.iterdir() if path.name != "manifest.json" and path.suffix != ".json"}
     stems |= {"state": source / "state.json"}
     contents = {path.name: changed.get(stem, path.read_bytes()) for stem, path in stems.items()}
@@ -239,7 +239,7 @@ INDICES = {
 
 @pytest.mark.parametrize("case", INDICES)
 def test_weights_are_read_from_listed_files_alone(tmp_path: Path, finished: Path, run_here, at, case: str):
-    """Those beside them were verified by nobody."""
+    """Files that the manifest does not list were not verified."""
     named, reason = INDICES[case]
     source = at(finished, 6)
     contents = {path.name: path.read_bytes() for path in source.iterdir() if path.name != "manifest.json"}

@@ -1,4 +1,4 @@
-"""From which checkpoint a run goes on, with which changes to its configuration, and where."""
+"""Where a run resumes: from which checkpoint, in which directory, on which data."""
 
 from __future__ import annotations
 

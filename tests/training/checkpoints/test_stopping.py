@@ -20,7 +20,7 @@ from training.runs.signals import SAME_REQUEST_S
 
 @pytest.fixture
 def signalled(monkeypatch: pytest.MonkeyPatch):
-    """Has a signal come in the middle of a step."""
+    """Returns a function that makes a signal arrive in the middle of a step."""
     from training import loop
 
     def signalled(at: int, times: int = 1) -> None:
@@ -76,7 +76,7 @@ def test_a_stop_that_cannot_be_saved_is_an_error(tmp_path: Path, run_here, signa
 
 
 def test_as_a_user_does_it(tmp_path: Path, run_here, at, content):
-    """A second run in the directory is refused; SIGTERM ends the first with status 0; another goes on from there."""
+    """A second run in the directory is refused; SIGTERM ends the first with status 0; another resumes from there."""
     overrides = ["model.hidden_size=16", "model.intermediate_size=32", "model.num_hidden_layers=2", "batch_size=4"]
     overrides += ["seq_len=32", "device=cpu", "dataset.max_tokens=20000", "tracking=disabled", "warmup_steps=1"]
     overrides += ["checkpoint.on_signal=true", "log_every=1", "steps=100000", f"hydra.run.dir={tmp_path / 'run'}"]

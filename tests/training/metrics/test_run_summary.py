@@ -31,9 +31,9 @@ def test_summarise_short_and_empty_runs():
     assert summarise([], warmup_steps=5, total_steps=0) == {"steps": 0}
 
 
-def test_figures_keep_no_record():
+def test_a_summary_keeps_no_record():
     class Record(dict):
-        """A dict does not tell when it goes."""
+        """A dict that can be weakly referenced."""
 
     summary = RunSummary(warmup_steps=0)
     kept = Record(record(1, perf__step_ms=7.0, memory__rss_gib=2.0))

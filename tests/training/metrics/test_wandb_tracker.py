@@ -29,7 +29,7 @@ FAKE_KEY = "0123456789" * 4
 
 @pytest.fixture(autouse=True)
 def newcomer(tmp_path, monkeypatch, caplog):
-    """A user without wandb account, settings or key; his home is tmp_path/home."""
+    """A user without wandb account, settings or key, whose home is tmp_path/home."""
     home = tmp_path / "home"
     home.mkdir()
     for variable in [name for name in os.environ if name.startswith(("WANDB_", "XDG_", "OFFLOAD_"))]:

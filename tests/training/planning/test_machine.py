@@ -35,12 +35,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def test_what_was_not_measured_is_refused():
+def test_hardware_measured_is_refused_if_nothing_was_measured():
     with pytest.raises(UserError, match=r"hardware=measured: nothing is kept of .*: run python scripts/probe\.py"):
         machine_of(components_of("hardware=measured"))
 
 
-def test_what_is_given_by_hand_goes_before_a_preset(planned):
+def test_a_value_given_by_hand_replaces_that_of_a_preset(planned):
     plan = planned("hardware.host_gib=1", "hardware.name=mine")
     assert (plan.machine.name, plan.budgets["host_budget"]) == ("mine", GIB)
     with pytest.raises(UserError, match=r"hardware\.h2d_gb_s=0\.0: must be above 0"):
@@ -48,7 +48,7 @@ def test_what_is_given_by_hand_goes_before_a_preset(planned):
 
 
 @pytest.mark.parametrize("hardware", ["auto", "measured"])
-def test_what_the_probe_kept_is_taken(hardware: str):
+def test_values_that_the_probe_kept_are_used(hardware: str):
     keep(CPU, KEPT)
     machine = machine_of(components_of(f"hardware={hardware}", "hardware.host_gib=4"))
     assert (machine.name, machine.source) == ("this one", "kept by the probe")

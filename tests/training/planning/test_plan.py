@@ -71,7 +71,7 @@ def test_unknown_hardware_is_refused(tmp_path: Path):
     assert all(word in output for word in ("h2000", "h200,", "rtx4090"))
 
 
-def test_a_run_says_what_was_planned_beside_what_it_measured(tmp_path: Path):
+def test_a_summary_has_planned_values_beside_measured_ones(tmp_path: Path):
     overrides = ("offload=bounce_linear", "optimizer=host_adamw", "batch_size=4", "microbatches=2", "seq_len=32")
     output = run(tmp_path, *overrides, "steps=4", "log_every=2", "warmup_steps=2", "device=cpu")
     summary = read(tmp_path, "summary.json")
@@ -105,7 +105,7 @@ def test_the_picture_of_a_plan_says_which_part_of_the_step_it_shows(
 
 
 @pytest.mark.parametrize("mode", ["layer_stream", "shard_offload"])
-def test_microbatches_beyond_those_rehearsed(planned, mode: str):
+def test_microbatches_beyond_those_of_the_dry_run(planned, mode: str):
     job = (f"offload={mode}", "model.num_hidden_layers=2", "batch_size=12", "seq_len=16")
     one, four, six = (planned(*job, f"microbatches={count}").step_bytes["in"] for count in (1, 4, 6))
     if mode == "shard_offload":
@@ -114,7 +114,7 @@ def test_microbatches_beyond_those_rehearsed(planned, mode: str):
         assert six - four == pytest.approx(2 * (four - one) / 3, rel=0.2)
 
 
-def test_a_model_that_cannot_be_rehearsed_is_planned_by_bounds(planned, monkeypatch: pytest.MonkeyPatch):
+def test_a_model_without_a_dry_run_is_planned_by_bounds(planned, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Llama, "forward", lambda self, ids, labels: ids.sum().item())
     plan = planned("offload=layer_stream")
     assert "activations are not in the plan" in plan.notes[0]
@@ -122,7 +122,7 @@ def test_a_model_that_cannot_be_rehearsed_is_planned_by_bounds(planned, monkeypa
     assert min(plan.step_bytes["out"], plan.forecast.step_ms) > 0
 
 
-def test_a_rehearsal_that_ends_early_gives_neither_a_timeline_nor_a_time(planned, monkeypatch: pytest.MonkeyPatch):
+def test_a_dry_run_that_ends_early_gives_neither_a_timeline_nor_a_time(planned, monkeypatch: pytest.MonkeyPatch):
     forward = Llama.forward
     monkeypatch.setattr(Llama, "forward", lambda self, ids, labels: forward(self, ids, labels).item())
     plan = planned("offload=layer_stream")

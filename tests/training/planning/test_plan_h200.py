@@ -37,7 +37,7 @@ STEPS = [
     ("layer_stream", 8, True, 1501.6, 8.7, 24.69, 12.95),
     ("shard_offload", 8, True, 1498.1, 5.3, 25.1 + 3.9, 12.95 + 4.2),
     ("tensor_swap", 2, False, 720.1, 24.7, 19.6, 20.2),
-    # Its copies were not counted then: by its time they are 75 GB, at 50 GB/s what it takes over none.
+    # Its copies were not counted then. Its time over none, at 50 GB/s, makes them 75 GB.
     ("save_on_cpu", 2, False, 1780.6, 24.5, 37.5, 37.5),
 ]
 # When updates begin: ms of a full step of 16 blocks with layer_stream, recompute, 16k tokens.
@@ -55,10 +55,10 @@ def timed(h200: Machine) -> SimulatedStreams:
     return SimulatedStreams(torch.device("meta"), h200.bandwidth, h200.flops_per_s(torch.bfloat16))
 
 
-def rehearsed(
+def dry_run_of(
     spec: str, sequences: int, recomputes: bool, blocks: int = 32, timed: SimulatedStreams | None = None
 ) -> tuple[int, DryRun]:
-    """Bytes of the weights that stay on the device, and the rehearsal."""
+    """Returns the bytes of the weights that stay on the device, and the dry run of a step."""
     with torch.device("meta"):
         model = Blocks(Llama(1, 4096, 11008, blocks, 32, 32).model.layers, 128).bfloat16()
         batch = torch.empty(sequences, 2049, dtype=torch.int64)
@@ -75,7 +75,7 @@ def rehearsed(
     ids=[f"{spec}-{2 * sequences}k" for spec, sequences, *_ in STEPS],
 )
 def test_forward_and_backward(h200: Machine, timed, spec, sequences, recomputes, ms, peak_gib, gb_in, gb_out):
-    resident_bytes, found = rehearsed(spec, sequences, recomputes, timed=timed)
+    resident_bytes, found = dry_run_of(spec, sequences, recomputes, timed=timed)
     assert (resident_bytes + found.peak_bytes) / GIB == pytest.approx(peak_gib, rel=0.1)
     assert found.total("h2d_bytes") / GB == pytest.approx(gb_in, rel=0.1)
     assert found.total("d2h_bytes") / GB == pytest.approx(gb_out, rel=0.1)
@@ -84,12 +84,12 @@ def test_forward_and_backward(h200: Machine, timed, spec, sequences, recomputes,
         for known_ms in (timed.step_ms, None)
     )
     assert by_phase.step_ms == pytest.approx(ms, rel=0.15)
-    # What save_on_cpu copies it copies by itself, on no stream of the engine.
+    # torch makes the copies of save_on_cpu, on no stream of the engine.
     assert in_time.step_ms == pytest.approx(ms, rel=0.1 if spec == "save_on_cpu" else 0.05)
 
 
 def test_full_steps(h200: Machine):
-    _, found = rehearsed("layer_stream", 8, True, blocks=16)
+    _, found = dry_run_of("layer_stream", 8, True, blocks=16)
     host_ms = 3.24e9 / (h200.update_gparams_s * 1e9) * 1e3
     for begins, ms in FULL_STEPS:
         update = Update(host_ms=host_ms, begins=begins)
@@ -98,7 +98,7 @@ def test_full_steps(h200: Machine):
 
 
 def test_a_budget_that_finds_itself(h200: Machine):
-    resident_bytes, found = rehearsed("tensor_swap:budget=auto", 8, False)
+    resident_bytes, found = dry_run_of("tensor_swap:budget=auto", 8, False)
     flops_per_s = h200.flops_per_s(torch.bfloat16)
     found = found.swapping(hidden_share(found.phases, h200.bandwidth, flops_per_s))
     assert found.total("activation_d2h_bytes") / GB == pytest.approx(20.9, rel=0.1)
@@ -128,7 +128,7 @@ def test_whole_runs_within_24_gib(overrides, ms, vram_gib, rss_gib, gib_in, gib_
 
 
 def test_forward_only_is_at_the_bus(h200: Machine):
-    _, found = rehearsed("layer_stream", 2, False)
+    _, found = dry_run_of("layer_stream", 2, False)
     forward = forecast(found.phases[:1], h200.bandwidth, h200.flops_per_s(torch.bfloat16), Update())
     assert forward.bound == "copies in"
     assert forward.step_ms == pytest.approx(237.2, rel=0.15)

@@ -1,4 +1,4 @@
-"""What a command that is refused leaves in a directory, and what a run finds there of another."""
+"""The directory of a run: refused commands leave earlier results alone, and one run at a time writes there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TINY = (*TINY_RUN, "dataset=synthetic")
 
 
 def train(folder: Path, *overrides: str, status: int = 0) -> str:
-    """`python train.py` with its files in `folder`; returns the one line that it says where it fails."""
+    """Runs `python train.py` with its files in `folder`; returns the line that it prints if it fails."""
     result = command_here(*TINY, *overrides, f"hydra.run.dir={folder}")
     assert result.returncode == status, result.stdout + result.stderr
     assert not status or result.stderr.count("\n") == 1, result.stderr
@@ -33,7 +33,7 @@ def train(folder: Path, *overrides: str, status: int = 0) -> str:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """All files but the lock, which names the process that held it last."""
+    """Returns the content of all files except the lock, which names the last process that held it."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock")
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
@@ -164,7 +164,7 @@ def test_where_nothing_was_logged_a_run_begins(tmp_path: Path, logged: str):
         ({"checkpoints/step-00000003/state.json": ""}, True),
     ],
 )
-def test_what_figures_are(tmp_path: Path, files: dict[str, str], holds: bool):
+def test_what_counts_as_results(tmp_path: Path, files: dict[str, str], holds: bool):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -1,4 +1,4 @@
-"""What a run that ends early tells its user, and leaves in its directory."""
+"""Runs that end early: the message for the user, and the files in the run's directory."""
 
 import errno
 import json
@@ -126,7 +126,7 @@ def test_an_interrupted_run_says_so(tmp_path, name):
 
 
 def test_a_signal_that_comes_again_does_not_change_how_a_run_ends(tmp_path):
-    # Once more in the middle of what is written, once when that is done.
+    # Once more while the summary is written, and once after that.
     action = (
         "import atexit, training.runs.failures as failures; again = lambda: os.kill(os.getpid(), signal.SIGTERM);"
         "write = failures.write_summary; failures.write_summary = lambda *a: (again(), write(*a));"

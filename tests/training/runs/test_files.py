@@ -1,4 +1,4 @@
-"""The files of a run, which may not be links."""
+"""The names of files: written in one place, and refused if they are links."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TINY = (*TINY_RUN, "dataset=synthetic")
 
 
 def train(folder: Path, *overrides: str, status: int = 0) -> str:
-    """`python train.py` with its files in `folder`; returns the one line that it says where it fails."""
+    """Runs `python train.py` with its files in `folder`; returns the line that it prints if it fails."""
     result = command_here(*TINY, *overrides, f"hydra.run.dir={folder}")
     assert result.returncode == status, result.stdout + result.stderr
     assert not status or result.stderr.count("\n") == 1, result.stderr

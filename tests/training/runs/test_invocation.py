@@ -1,4 +1,4 @@
-"""How a run was started, as Hydra says it."""
+"""The directory, the options and the overrides with which a run was started."""
 
 from __future__ import annotations
 

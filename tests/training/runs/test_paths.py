@@ -1,4 +1,4 @@
-"""Paths with a home directory, which no shell replaces behind KEY=."""
+"""Paths with a home directory, which the shell leaves alone in KEY=~/file."""
 
 from __future__ import annotations
 

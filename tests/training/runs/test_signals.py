@@ -1,4 +1,4 @@
-"""Requests to stop: what the signals do to a run that can save itself."""
+"""Requests to stop: the effect of signals on a run that can save itself."""
 
 from __future__ import annotations
 
