@@ -1,9 +1,6 @@
 """Trains one model under one offload mode, or a sweep of them: see `python train.py --help`."""
 
-from pathlib import Path
-
 import hydra
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from training import sweep
@@ -12,33 +9,35 @@ from training.config.validation import check
 from training.runs import compose_errors
 from training.runs.directory import locked, refuse_records
 from training.runs.failures import failures_recorded, refusals_reported
+from training.runs.invocation import Invocation
 
 schema.register()
 help.register()
-sweep.register()
+sweep.register_launcher()
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(config: DictConfig) -> None:
-    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    invocation = Invocation.current()
+    run_dir = invocation.run_dir
     with refusals_reported(), locked(run_dir), failures_recorded(run_dir) as directory:
-        directory.propose(config)
+        directory.propose(config, invocation)
         check(config)
-        # After composing, because they import torch.
+        # These modules import torch, which takes seconds: only after the configuration was checked.
         if config.plan:
             from training.planning.plan import plan_only
 
             refuse_records(run_dir)
-            plan_only(config, run_dir)
-            directory.describe(config)
+            plan_only(config, invocation)
+            directory.write_config(config, invocation)
             return
         from training.build import build
         from training.loop import train
-        from training.metrics.progress import report
+        from training.metrics.progress import print_summary
 
-        with build(config, run_dir, lambda: directory.take(config)) as job:
+        with build(config, invocation, begin=lambda: directory.take(config, invocation)) as job:
             summary = train(job)
-        report(summary, run_dir)
+        print_summary(summary, run_dir)
 
 
 if __name__ == "__main__":

@@ -196,7 +196,7 @@ def build_mode(spec: str) -> tuple[str, Mode]:
         key, _, value = pair.partition("=")
         overrides.append(f"offload@offload.weights={value}" if key == "weights" else f"offload.{pair}")
     schema.register()
-    sweep.register()
+    sweep.register_launcher()
     with initialize_config_dir(str(FOLDER.parent), version_base="1.3"):
         return name, make_mode(compose("config", overrides).offload)
 

@@ -34,7 +34,7 @@ def with_table(page: str, options: dict[str, ModeOption]) -> str:
 def described(option: ModeOption) -> str:
     """Returns an option with its knobs, for people."""
     schema.register()
-    sweep.register()
+    sweep.register_launcher()
     with initialize_config_dir(str(FOLDER.parent), version_base="1.3"):
         config = compose("config", [f"offload={option.name}"])
     return f"{option.name}: {option.description}\n  {knobs('offload', config)}\n"

@@ -1,4 +1,4 @@
-"""What goes wrong in the middle of a run: its user reads one line that helps, and its directory says what happened."""
+"""Faults in the middle of a run: the user gets one line that helps, and the run's directory has the reason."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ from offload.optimizer.adamw import HostAdamW
 from offload.runtime import registry
 from offload.runtime.host_memory import HostArena
 from tests import ROOT
-from tests.training.helpers.in_process import SMALL_MODEL, composed
-from training import sweep
-from training.build import build, build_optimizer
-from training.components import build_mode, build_model
-from training.config import schema
+from tests.training.helpers.in_process import SMALL_MODEL, components_of, composed
+from training.build import attached, build, build_optimizer
+from training.components import acquired
 from training.config.validation import check
 from training.data import datasets
 from training.errors import UserError
@@ -50,20 +48,18 @@ MODES = {
 every_mode = pytest.mark.parametrize("mode", MODES)
 HOST_ADAMW = ("offload=layer_stream", "optimizer=host_adamw", "optimizer.compile='off'", "clip_norm=null")
 
-schema.register()
-sweep.register()
-
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
-    """What train.py does, in this process: trains in `tmp_path`, and returns the exit status."""
+    """Trains in `tmp_path` as train.py does, in this process, and returns the exit status."""
     before = signal.getsignal(signal.SIGTERM)
 
     def run(*overrides: str) -> int:
         try:
-            with composed(*SMALL, *overrides) as config, failures_recorded(tmp_path):
+            config, invocation = composed(*SMALL, *overrides, run_dir=tmp_path)
+            with failures_recorded(tmp_path):
                 check(config)
-                with build(config, tmp_path) as job:
+                with build(config, invocation) as job:
                     train(job)
         except SystemExit as ended:
             return ended.code
@@ -126,9 +122,9 @@ def test_a_gpu_out_of_memory_in_mid_step(run, tmp_path: Path, monkeypatch, capsy
     at_forward(monkeypatch, at, raising(error))
     assert run(*MODES[mode]) == 1
     line = capsys.readouterr().err
-    assert line.startswith("error: the GPU is out of memory (2.50 GiB more wanted): planned were ")
+    assert line.startswith("error: the GPU is out of memory (2.50 GiB more needed): planned were ")
     assert line.count("\n") == 1
-    # Numbers of the plan, as they are in its file too, and three things to change.
+    # The plan's numbers, which are in its file too, and three keys to change.
     planned = json.loads((tmp_path / "plan.json").read_text())["device_bytes"]
     assert f"planned were {planned['total'] / 2**20:.2f} MiB (" in line
     assert f"activations {planned['activations'] / 2**20:.2f} MiB" in line
@@ -136,34 +132,6 @@ def test_a_gpu_out_of_memory_in_mid_step(run, tmp_path: Path, monkeypatch, capsy
     first, second, third = line.rpartition(": take ")[2].replace(" or ", ", ").strip().split(", ")
     assert len({first, second, third}) == 3
     assert read_summary(tmp_path) == {"status": "out_of_memory", "reason": line.removeprefix("error: ").strip()}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "advice"),
-    [
-        (("seq_len=256", "microbatches=3"), "microbatches=4, recompute=block or batch_size=2"),
-        (("seq_len=256", "batch_size=1"), "recompute=block, a seq_len below 256 or a smaller model"),
-        (("model.intermediate_size=2048", "batch_size=1"), "offload=layer_stream, precision=bf16 or recompute=block"),
-        (
-            (
-                "model.intermediate_size=2048",
-                "batch_size=1",
-                "seq_len=16",
-                "offload=bounce_linear_swap",
-                "offload.weights.resident=50%",
-            ),
-            "offload.weights.resident=0, offload.weights.slots=3 or recompute=block",
-        ),
-        (
-            ("model.intermediate_size=2048", "batch_size=1", "offload=tensor_swap"),
-            "offload=layer_stream_swap, precision=bf16 or recompute=block",
-        ),
-    ],
-)
-def test_what_to_change_depends_on_what_takes_the_memory(run, monkeypatch, capsys, overrides, advice: str):
-    at_forward(monkeypatch, 1, raising(torch.OutOfMemoryError("CUDA out of memory.")))
-    assert run(*overrides) == 1
-    assert capsys.readouterr().err.strip().endswith(f": take {advice}")
 
 
 def test_what_it_advises_can_be_taken(run, monkeypatch, capsys):
@@ -179,7 +147,7 @@ def test_a_full_disk_under_the_metrics(run, tmp_path: Path, monkeypatch: pytest.
     def opened(path: Path, mode: str = "r", **options: object):
         if mode == "ab":
             appended.append(path)
-        # The device that is always full; from the third record on.
+        # /dev/full is always full; the third record and later ones go there.
         return open("/dev/full" if len(appended) > 2 and mode == "ab" else path, mode, **options)
 
     monkeypatch.setattr(files, "open", opened, raising=False)
@@ -219,7 +187,7 @@ def test_a_data_file_that_vanishes_later_is_not_missed(run, tmp_path: Path, monk
 
 
 class NoPageLocks:
-    """The CUDA runtime of a machine that locks no page."""
+    """The CUDA runtime of a machine that refuses to page-lock memory."""
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
         return 2
@@ -238,10 +206,10 @@ def test_memory_that_cannot_be_page_locked_is_used_as_it_is(run, tmp_path: Path,
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert run(*MODES[mode]) == 0
-    said = [str(warning.message) for warning in caught if "page-locking" in str(warning.message)]
+    warned = [str(warning.message) for warning in caught if "page-locking" in str(warning.message)]
     # One for each arena, not for each block.
-    assert 1 <= len(said) <= 2
-    assert "copies fall back to pageable memory, several times slower. Raise `ulimit -l`" in said[0]
+    assert 1 <= len(warned) <= 2
+    assert "copies fall back to pageable memory, several times slower. Raise `ulimit -l`" in warned[0]
     assert {record["memory/host_pinned_gib"] for record in read_metrics(tmp_path)} == {0}
 
 
@@ -272,17 +240,12 @@ def test_a_worker_that_dies_ends_the_run(run, tmp_path: Path, monkeypatch, capsy
 
 
 def test_a_host_without_room_for_the_optimizers_states_is_refused_with_both_sizes(monkeypatch: pytest.MonkeyPatch):
-    streams = registry.acquire("cpu")
-    with composed(*SMALL, *HOST_ADAMW) as config:
-        model = build_model(config, torch.float32)
-        mode, _ = build_mode(config, model)
-        mode.attach(model, streams)
+    components = components_of(*SMALL, *HOST_ADAMW)
+    with acquired(components.device) as streams, attached(components, streams):
         monkeypatch.setattr("offload.optimizer.adamw.free_host_bytes", lambda: 1000)
         needed = r"optimizer=host_adamw: 0.00 GiB of host memory are needed for the optimizer's states, 0.00 GiB are"
         with pytest.raises(UserError, match=needed):
-            build_optimizer(config, model, mode)
-        mode.detach()
-    registry.release(streams)
+            build_optimizer(components)
 
 
 DRIVER = """
@@ -311,7 +274,7 @@ def test_a_process_that_runs_out_of_memory_ends_cleanly(tmp_path: Path):
         timeout=120,
     )
     assert process.returncode == 1
-    assert process.stderr.startswith("error: the GPU is out of memory (2.50 GiB more wanted): planned were ")
+    assert process.stderr.startswith("error: the GPU is out of memory (2.50 GiB more needed): planned were ")
     assert process.stderr.count("\n") == 1
     assert read_summary(tmp_path)["status"] == "out_of_memory"
     assert "Traceback" in (tmp_path / "train.log").read_text()

@@ -1,13 +1,13 @@
-"""From configuration to a job that can run: device, data, model under its offload mode, optimizer, tracking."""
+"""Builds a job: components, plan, model in its place, optimizer, tracking. Everything is given back afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -15,142 +15,90 @@ from torch import nn
 from models.initialise import initialise
 from models.weights import load_weights
 from offload.activations.checkpointing import recompute
-from offload.runtime import registry
+from offload.optimizer.adamw import HostAdamW
 from offload.runtime.byte_sizes import parse_bytes
 from offload.runtime.host_cores import usable_cores
 from offload.runtime.registry import Streams
 from training.checkpoints.resuming import AUTO, Checkpoint, is_in, starting_point
 from training.checkpoints.saving import Checkpoints
 from training.checkpoints.state import RunState
-from training.components import DTYPES, STATES_OF_SPARE, build_mode, build_model, recomputed_blocks, updates_early
+from training.components import STATES_OF_SPARE, Components, acquired
 from training.config.construct import keys_under
 from training.errors import UserError
 from training.metrics.progress import print_plan
 from training.metrics.wandb_tracker import Tracker, chosen_options, plain, run_name, run_tags
 from training.optim import build_schedule
-from training.planning.machine import figures_of
-from training.planning.oom_advice import device_memory_told
+from training.planning.machine import machine_of
+from training.planning.oom_advice import device_memory_explained
 from training.planning.plan import plan_run
 from training.planning.report import RunPlan
 from training.profiling.hardware import record_hardware, resolve_device, vram_bytes, vram_peak_gib
 from training.runs.directory import refuse_records
+from training.runs.files import DATASETS_FOLDER
+from training.runs.invocation import Invocation
 from training.runs.paths import home_expanded
 
-ROOM = "take a smaller model, precision=bf16, or more on the device with offload.resident"
 
-
-@dataclass
+@dataclass(frozen=True)
 class Job:
-    """Everything a run needs, built once before the loop; a context that gives it all back."""
+    """A run that is ready for its loop.
 
-    config: DictConfig
-    run_dir: Path
-    device: torch.device
-    dtype: torch.dtype
-    streams: Streams
-    model: nn.Module
-    mode: object
+    Attributes:
+        start: how far the run was when it was saved; for a new run, step 0.
+    """
+
+    components: Components
     plan: RunPlan
     dataset: object
-    optimizer: torch.optim.Optimizer
+    start: RunState
+    streams: Streams
+    optimizer: HostAdamW
     schedule: torch.optim.lr_scheduler.LambdaLR
     tracker: Tracker
-    start: RunState
     checkpoints: Checkpoints
 
-    def __enter__(self) -> Job:
-        return self
 
-    def use_spare_vram(self) -> None:
-        """After a step: with optimizer.device_share=auto, states go where that step left room under vram_budget."""
-        if self.optimizer.device_share != "auto":
-            return
-        there, asked = vram_bytes(self.device), self.config.vram_budget
-        budget = there if asked is None else parse_bytes("vram_budget", asked)
-        if self.device.type == "cuda":
-            budget = min(budget, there)
-        spare = budget - vram_peak_gib(self.device) * 2**30
-        self.mode.place_states(max(int(spare * STATES_OF_SPARE), 0))
+@contextmanager
+def build(config: DictConfig, invocation: Invocation, begin: Callable[[], None] = lambda: None) -> Iterator[Job]:
+    """Builds the job that `config` describes, and gives model, memory, streams and tracking back afterwards.
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        """Ends tracking, and gives the model, the memory and the streams back."""
-        if error is not None:
-            self.tracker.fail(error)
-        self.mode.detach()
-        registry.release(self.streams)
+    Calls `begin` once nothing of the run can be refused any more, before files of an earlier run are overwritten.
 
-
-def build(config: DictConfig, run_dir: Path, begin: Callable[[], None] = lambda: None) -> Job:
-    """Builds the job that `config` describes; what it writes goes to `run_dir`.
-
-    Calls `begin` when nothing of the run is refused any more, before it writes over what an earlier run left there.
-
-    Raises UserError for whatever the user can mend, before anything large is allocated where it can be known then.
+    Raises UserError for everything that the user can fix, if possible before anything large is allocated.
     """
     torch.manual_seed(config.seed)
     check_threads(config)
-    device = resolve_device(config.device)
-    dtype = DTYPES[config.precision]
-    checkpoint = starting_point(config, run_dir)
-    if not goes_on_here(config, checkpoint, run_dir):
-        refuse_records(run_dir)
-    dataset = build_dataset(config, run_dir)
+    components = Components.of(config, invocation, resolve_device(config.device))
+    checkpoint = starting_point(config, invocation.run_dir)
+    if not resumes_here(config, checkpoint, invocation.run_dir):
+        refuse_records(invocation.run_dir)
+    dataset = build_dataset(config, invocation.run_dir)
     if checkpoint is not None:
         checkpoint.check_data(dataset)
-    model = build_model(config, dtype)
-    if dataset.vocab_size > config.model.vocab_size:
-        raise UserError(
-            f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's {dataset.vocab_size}:"
-            " take a larger model.vocab_size or another dataset.tokenizer"
-        )
-    choices = HydraConfig.get().runtime.choices
-    mode, _ = build_mode(config, model)
-    blocks = recomputed_blocks(config, model, mode)
-    plan = plan_run(config, figures_of(config, device), has_gpu=device.type == "cuda")
+    plan = plan_run(components, machine_of(components), has_gpu=components.device.type == "cuda")
     begin()
-    streams = registry.acquire(device)
-    hardware = record_hardware(streams, run_dir)
-    plan.write(run_dir)
-    print_plan(plan.rows(), title=f"Plan: offload={choices['offload']} model={choices['model']} on {device}")
     start = RunState() if checkpoint is None else checkpoint.state
-    # Before anything large is allocated, so that a run which has no room for it is seen to have failed there too.
-    tracker = build_tracker(config, run_dir, hardware, start.tracking_id)
-    with tracker.failures_told(), device_memory_told(config, plan):
-        try:
-            with keys_under("offload"):
-                mode.attach(model, streams)
-        except MemoryError as error:
-            raise UserError(f"offload={choices['offload']} model={choices['model']}: {error}: {ROOM}") from error
-        if checkpoint is None:
-            fill(model, config, device)
-        # After the mode has attached, so that the recompute has its weights in place too.
-        recompute(blocks)
-        optimizer = build_optimizer(config, model, mode)
-        schedule = build_schedule(config, optimizer)
-        if checkpoint is not None:
-            checkpoint.restore(model, optimizer, schedule, device)
-            checkpoint.set_aside_later(run_dir)
-        checkpoints = Checkpoints(config, run_dir, model, optimizer, streams)
-    return Job(
-        config,
-        run_dir,
-        device,
-        dtype,
-        streams,
-        model,
-        mode,
-        plan,
-        dataset,
-        optimizer,
-        schedule,
-        tracker,
-        start,
-        checkpoints,
-    )
+    with acquired(components.device) as streams:
+        hardware = record_hardware(streams, invocation.run_dir)
+        plan.write(invocation.run_dir)
+        print_plan(plan.rows(), title=f"Plan: {invocation.title} on {components.device}")
+        # Before anything large is allocated, so that the tracker also records a run that has no memory.
+        tracker = build_tracker(config, invocation, hardware, start.tracking_id)
+        explained = device_memory_explained(components, plan)
+        with tracker.failing_with(), explained, keys_under("offload"), attached(components, streams) as model:
+            if checkpoint is None:
+                fill(model, config, components.device)
+            optimizer = build_optimizer(components)
+            schedule = build_schedule(config, optimizer)
+            if checkpoint is not None:
+                checkpoint.restore(model, optimizer, schedule, components.device)
+                checkpoint.set_aside_later(invocation.run_dir)
+            checkpoints = Checkpoints(config, invocation.run_dir, model, optimizer, streams)
+            yield Job(components, plan, dataset, start, streams, optimizer, schedule, tracker, checkpoints)
 
 
 def check_threads(config: DictConfig) -> None:
-    """Raises UserError where the optimizer is to have more threads than there are cores, of which a plan needs none."""
+    """Raises UserError if the optimizer is to have more threads than there are cores. A plan needs no threads."""
     threads, cores = config.optimizer.get("threads"), usable_cores()
     if threads is not None and threads > cores:
         raise UserError(
@@ -159,10 +107,11 @@ def check_threads(config: DictConfig) -> None:
         )
 
 
-def goes_on_here(config: DictConfig, checkpoint: Checkpoint | None, run_dir: Path) -> bool:
-    """Whether the run goes on with the metrics in `run_dir`: from a checkpoint there, or, with resume=auto, from none.
+def resumes_here(config: DictConfig, checkpoint: Checkpoint | None, run_dir: Path) -> bool:
+    """Tells whether the run continues the metrics in `run_dir`.
 
-    A job that is queued again before its first checkpoint makes its first steps once more.
+    It does if its checkpoint is there, and with resume=auto also without one: a job that is queued again before its
+    first checkpoint repeats its first steps.
     """
     if checkpoint is None:
         return config.resume == AUTO
@@ -170,13 +119,44 @@ def goes_on_here(config: DictConfig, checkpoint: Checkpoint | None, run_dir: Pat
 
 
 def build_dataset(config: DictConfig, run_dir: Path):
-    """The dataset of `config`; what it has to keep on disk goes under `run_dir`."""
+    """Makes the dataset of `config`; its cache goes under `run_dir`. Raises UserError for a vocabulary too large."""
     sizes = {key: config[key] for key in ("seed", "seq_len", "batch_size")}
-    return instantiate(config.dataset, **sizes, cache_dir=run_dir / "datasets")
+    dataset = instantiate(config.dataset, **sizes, cache_dir=run_dir / DATASETS_FOLDER)
+    if dataset.vocab_size > config.model.vocab_size:
+        raise UserError(
+            f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's {dataset.vocab_size}:"
+            " take a larger model.vocab_size or another dataset.tokenizer"
+        )
+    return dataset
+
+
+@contextmanager
+def attached(components: Components, streams: Streams) -> Iterator[nn.Module]:
+    """Attaches the mode to the model, whose parameters become memory, and detaches it afterwards.
+
+    Raises UserError if the host has too little memory.
+    """
+    mode, model = components.mode, components.model
+    try:
+        mode.attach(model, streams)
+    except MemoryError as error:
+        raise UserError(
+            f"{components.invocation.title}: {error}: take a smaller model, precision=bf16, or more on the device with"
+            " offload.resident"
+        ) from error
+    try:
+        # After the mode has attached, so that the recompute has its weights in place too.
+        undo = recompute(components.recomputed_blocks)
+        try:
+            yield model
+        finally:
+            undo()
+    finally:
+        mode.detach()
 
 
 def fill(model: nn.Module, config: DictConfig, device: torch.device) -> None:
-    """Puts values into the parameters wherever the mode has placed them: pretrained, or a function of the seed."""
+    """Fills the parameters where the mode has placed them: from `model.weights`, or as a function of the seed."""
     if config.model.weights is None:
         initialise(model, config.seed, device)
         return
@@ -186,36 +166,52 @@ def fill(model: nn.Module, config: DictConfig, device: torch.device) -> None:
         raise UserError(f"model.weights={config.model.weights}: {error}") from error
 
 
-def build_optimizer(config: DictConfig, model: nn.Module, mode) -> torch.optim.Optimizer:
-    """The optimizer with its states, its updates hidden behind the step where it can do that.
+def build_optimizer(components: Components) -> HostAdamW:
+    """Makes the optimizer and its states; its updates run beside the step if it can do that.
 
-    Raises UserError where host or device have no room for the states.
+    Raises UserError if host or device have too little memory for the states.
     """
-    choice = HydraConfig.get().runtime.choices["optimizer"]
-    optimizer = instantiate(config.optimizer, params=model.parameters())
+    config, mode = components.config, components.mode
+    optimizer = instantiate(config.optimizer, params=components.model.parameters())
     try:
-        if choice == "host_adamw":
+        if optimizer.overlaps:
             share = 0 if optimizer.device_share == "auto" else optimizer.device_share
-            mode.overlap(optimizer, updates_early(config), share)
+            mode.overlap(optimizer, components.updates_begin_early, share)
         optimizer.allocate()
     except MemoryError as error:
+        choice = components.invocation.choices["optimizer"]
         raise UserError(f"optimizer={choice}: {error}: take a smaller model") from error
     return optimizer
 
 
-def build_tracker(config: DictConfig, run_dir: Path, hardware: dict, resume_id: str | None = None) -> Tracker:
-    """The run in wandb: named model-offload-seed, tagged with the chosen options.
+def place_states_in_spare_vram(job: Job) -> None:
+    """After the first step: moves optimizer states to the device memory that the step left free under vram_budget.
 
-    Beside the configuration it has `choices`, the options, and `machine`, what `hardware` says was found and measured.
-    `resume_id` is that of the run that this one continues.
+    Does nothing unless optimizer.device_share=auto.
     """
-    choices = HydraConfig.get().runtime.choices
-    chosen = chosen_options(choices, config)
+    if job.optimizer.device_share != "auto":
+        return
+    components = job.components
+    device, asked = components.device, components.config.vram_budget
+    budget = vram_bytes(device) if asked is None else parse_bytes("vram_budget", asked)
+    if device.type == "cuda":
+        budget = min(budget, vram_bytes(device))
+    spare = budget - vram_peak_gib(device) * 2**30
+    components.mode.place_states(max(int(spare * STATES_OF_SPARE), 0))
+
+
+def build_tracker(config: DictConfig, invocation: Invocation, hardware: dict, resume_id: str | None = None) -> Tracker:
+    """Makes the run in wandb: named model-offload-seed, tagged with the chosen options.
+
+    Its configuration has two more entries: `choices`, the options, and `machine`, which is `hardware`. `resume_id` is
+    that of the run that this one continues.
+    """
+    chosen = chosen_options(invocation.choices, config)
     return Tracker(
         **OmegaConf.to_container(config.tracking, enum_to_str=True)
         | {"tags": [*run_tags(chosen), f"precision={config.precision}", *config.tracking.tags]},
-        name=run_name(choices, config.seed),
-        run_dir=run_dir,
+        name=run_name(invocation.choices, config.seed),
+        run_dir=invocation.run_dir,
         resume_id=resume_id,
         config={**plain(config), "choices": chosen, "machine": hardware},
     )

@@ -17,16 +17,17 @@ from offload.optimizer.adamw import HostAdamW
 
 
 class AdamW(HostAdamW):
-    """torch's fused AdamW on host and device parameters, mixed in one model, all of them updated in `step`.
+    """torch's fused AdamW for parameters on host and device in one model, all updated in `step`.
 
-    Masters, states and their layout are those of `HostAdamW`; scratch is one tile of float32 gradient, never a whole
-    model's.
+    Masters, states and their layout are those of `HostAdamW`; scratch is one tile of float32 gradient.
 
     Args:
         params: parameters or groups of them, as for any torch optimizer.
         lr, betas, eps, weight_decay: as torch.optim.AdamW; a group may have its own, and a scheduler may change them.
         decay_norms_and_biases: False leaves parameters of fewer than two dimensions without weight decay.
     """
+
+    overlaps = False
 
     def __init__(
         self,
@@ -51,34 +52,34 @@ class AdamW(HostAdamW):
 
 
 def build_schedule(config: DictConfig, optimizer: Optimizer) -> LambdaLR:
-    """The schedule of `config.schedule` over `config.steps`, which sets the first learning rate at once.
+    """Makes the schedule of `config.schedule` over `config.steps`, and sets the first learning rate.
 
-    Its `step()` is due after each step of the optimizer.
+    Call its `step()` after each step of the optimizer.
     """
-    # A first step that is left out (on_nonfinite=skip) is no call in the wrong order.
+    # torch warns if the first step is skipped (on_nonfinite=skip), which is intended.
     warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)`", UserWarning)
     return instantiate(config.schedule, optimizer=optimizer, steps=config.steps)
 
 
 def constant(optimizer: Optimizer, steps: int, warmup: int) -> LambdaLR:
-    """The full learning rate after the warm-up."""
+    """Keeps the full learning rate after the warm-up."""
     return _after_warmup(optimizer, steps, warmup, lambda progress: 1.0)
 
 
 def linear(optimizer: Optimizer, steps: int, warmup: int, final: float) -> LambdaLR:
-    """From the full learning rate straight towards `final` times it, which step `steps` would have."""
+    """Falls in a straight line from the full learning rate to `final` times it, reached after the last step."""
     return _after_warmup(optimizer, steps, warmup, lambda progress: 1 + (final - 1) * progress)
 
 
 def cosine(optimizer: Optimizer, steps: int, warmup: int, final: float) -> LambdaLR:
-    """As `linear`, along half a cosine (Loshchilov and Hutter 2017, without restarts)."""
+    """Falls as `linear` does, along half a cosine (Loshchilov and Hutter 2017, without restarts)."""
     return _after_warmup(
         optimizer, steps, warmup, lambda progress: final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
     )
 
 
-def go_to(schedule: LambdaLR, step: int) -> None:
-    """Sets the learning rates that `step` calls of `schedule.step()` lead to."""
+def set_step(schedule: LambdaLR, step: int) -> None:
+    """Sets the learning rates as they are after `step` calls of `schedule.step()`."""
     schedule.last_epoch = step
     rates = [base * factor(step) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
@@ -87,9 +88,9 @@ def go_to(schedule: LambdaLR, step: int) -> None:
 
 
 def _after_warmup(optimizer: Optimizer, steps: int, warmup: int, factor: Callable[[float], float]) -> LambdaLR:
-    def of_step(step: int) -> float:
+    def factor_of_step(step: int) -> float:
         if step < warmup:
             return (step + 1) / (warmup + 1)
         return factor(min((step - warmup) / max(steps - warmup, 1), 1.0))
 
-    return LambdaLR(optimizer, of_step)
+    return LambdaLR(optimizer, factor_of_step)

@@ -1,8 +1,8 @@
 """Sweeps in which every job has a process of its own.
 
-Peaks, caches, streams and crashes of one job would otherwise show in the next. A job is the same command as a single
-run, in a numbered directory of the sweep; one that fails or is killed leaves a row in the closing comparison and the
-rest goes on.
+Otherwise peaks, caches, streams and crashes of one job would affect the next. A job is the same command as a single
+run, in a numbered directory of the sweep; one that fails or is killed gets a row in the closing comparison, and the
+other jobs still run.
 """
 
 import os
@@ -25,13 +25,13 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from training.errors import UserError, first_line
-from training.metrics.files import SUMMARY_FILE, read_summary, write_summary
-from training.runs.directory import holds_figures
-from training.runs.files import CONFIG_FILE
-from training.runs.signals import SIGNALS, once_a_request
+from training.metrics.files import read_summary, write_summary
+from training.runs.directory import holds_results
+from training.runs.failures import INTERRUPTED
+from training.runs.files import CONFIG_FILE, SUMMARY_FILE
+from training.runs.signals import SIGNALS, once_per_request
 
-INTERRUPTED = 130
-# What each job is told anew.
+# Keys that each job gets values of its own for.
 REPLACED = (
     "hydra.mode=",
     "hydra.run.dir=",
@@ -44,30 +44,30 @@ REPLACED = (
 PLUGIN_NAME = "hydra_plugins.process.ProcessLauncher"
 
 
-def register() -> None:
+def register_launcher() -> None:
     """Makes the launcher known to Hydra as `hydra/launcher: process`."""
     Plugins.instance().class_name_to_class[PLUGIN_NAME] = ProcessLauncher
     ConfigStore.instance().store(group="hydra/launcher", name="process", node={"_target_": PLUGIN_NAME})
 
 
 @dataclass
-class Job:
-    """One job of a sweep and what became of it."""
+class SweepJob:
+    """One job of a sweep, and how it ended."""
 
     number: int
     overrides: list[str]
     directory: Path
     exit_status: int | None = None
-    """as subprocess has it: negative is the signal that ended the process; None: not ended"""
+    """as in subprocess: a negative one is the signal that ended the process; None: not ended"""
     summary: dict[str, Any] = field(default_factory=dict)
     sent: set[int] = field(default_factory=set)
     """the signals that the sweep sent it while it ran"""
     refused: bool = False
-    """whether its directory has the figures of an earlier run, which it left as they were"""
+    """True: its directory has the results of an earlier run, which it left as they were"""
 
     @property
     def outcome(self) -> tuple[str, str]:
-        """Status in a word, and why in a line."""
+        """The status in a word, and the reason in a line."""
         if self.exit_status is None:
             return "not run", "the sweep was interrupted"
         if self.exit_status == 0:
@@ -77,7 +77,7 @@ class Job:
         if self.exit_status < 0:
             name = signal.Signals(-self.exit_status).name
             return "killed", name + (", as the kernel does when the host is out of memory" if name == "SIGKILL" else "")
-        # Interrupted before it could write down anything.
+        # Interrupted before it could write a summary.
         if self.exit_status == INTERRUPTED and not self.summary:
             return "interrupted", "interrupted"
         status = self.summary.get("status", "ok")
@@ -90,8 +90,8 @@ class Job:
 class ProcessLauncher(Launcher):
     """Runs the jobs of a sweep one after another, each in a fresh Python process.
 
-    A job's return value is its summary.json as a dict, None where it wrote none. A job that did not end well has the
-    status FAILED, so that its return value raises UserError.
+    The return value of a job is its summary.json as a dict, or None if it wrote none. A job that did not end well has
+    the status FAILED, and reading its return value raises UserError.
     """
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
@@ -99,7 +99,7 @@ class ProcessLauncher(Launcher):
         self._config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Runs a job for each list of overrides. Interrupted by Ctrl-C or SIGTERM, it ends the process with 130."""
+        """Runs a job for each list of overrides. Ctrl-C or SIGTERM ends the process with exit status 130."""
         from training.metrics.wandb_tracker import SWEEP_GROUP_VARIABLE
 
         setup_globals()
@@ -108,12 +108,12 @@ class ProcessLauncher(Launcher):
             self._job_config(number, overrides) for number, overrides in enumerate(job_overrides, initial_job_idx)
         ]
         jobs = [
-            Job(config.hydra.job.num, list(overrides), sweep_dir / str(config.hydra.sweep.subdir))
+            SweepJob(config.hydra.job.num, list(overrides), sweep_dir / str(config.hydra.sweep.subdir))
             for config, overrides in zip(configs, job_overrides, strict=True)
         ]
         environment = os.environ | {SWEEP_GROUP_VARIABLE: "-".join(sweep_dir.parts[-2:])}
         try:
-            with _termination_interrupts():
+            with _signals_interrupt():
                 for job in jobs:
                     print(f"\njob {job.number}: {_title(job)}", flush=True)
                     _run(job, self._command(job), environment)
@@ -127,13 +127,13 @@ class ProcessLauncher(Launcher):
         config = self._hydra_context.config_loader.load_sweep_config(self._config, list(overrides))
         with open_dict(config):
             config.hydra.job.id = config.hydra.job.num = number
-        # For `${hydra:...}` in the name of the job's directory.
+        # `${hydra:...}` in the name of the job's directory reads this global.
         HydraConfig.instance().set_config(config)
         return config
 
-    def _command(self, job: Job) -> list[str]:
+    def _command(self, job: SweepJob) -> list[str]:
         hydra = self._config.hydra
-        # Interpreter options, and the script or `-m module`, as they were given.
+        # The options of the interpreter, and the script or `-m module`, as they were given.
         program = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]
         flags = ["--config-name", hydra.job.config_name]
         for source in hydra.runtime.config_sources:
@@ -142,7 +142,7 @@ class ProcessLauncher(Launcher):
                 flags += ["--config-path", path]
             elif source.provider == "command-line":
                 flags += ["--config-dir", path]
-        # As they were given: what they refer to may be known in a job only.
+        # Not resolved: a key that they refer to may exist only in the job.
         given = OmegaConf.to_container(hydra.overrides.hydra, resolve=False)
         return [
             *program,
@@ -157,28 +157,29 @@ class ProcessLauncher(Launcher):
         ]
 
 
-def _run(job: Job, command: list[str], environment: dict[str, str]) -> None:
-    earlier = _written(job.directory) if holds_figures(job.directory) else None
+def _run(job: SweepJob, command: list[str], environment: dict[str, str]) -> None:
+    """Runs the job's process to its end, and completes its summary."""
+    earlier = _written(job.directory) if holds_results(job.directory) else None
     if earlier is None:
-        # Why an earlier job failed must not be taken for the outcome of this one.
+        # The reason why an earlier job failed must not be taken for the outcome of this one.
         (job.directory / SUMMARY_FILE).unlink(missing_ok=True)
-    # A group of its own: Ctrl-C on the terminal reaches the sweep alone, which passes it on once, and whatever the job
-    # started can be ended with it. Such a group cannot read from the terminal.
+    # In a process group of its own: Ctrl-C on the terminal reaches the sweep alone, which passes it on once, and the
+    # processes that the job started can be ended with it. Such a group cannot read from the terminal.
     process = subprocess.Popen(command, env=environment, process_group=0, stdin=subprocess.DEVNULL)
     try:
         process.wait()
     except KeyboardInterrupt:
         with suppress(KeyboardInterrupt):
-            # Not SIGINT, which a job of a sweep in the background ignores, as the sweep does.
+            # Not SIGINT: in the background, sweep and jobs ignore it.
             _send(job, process, signal.SIGTERM)
-            # Its terminal may be what has gone.
+            # Printing fails if the terminal was closed, which may be the cause of the signal.
             with suppress(OSError):
                 print(f"waiting for job {job.number} to finish its step and save; a second signal kills it", flush=True)
             process.wait()
         raise
     finally:
         _send(job, process, signal.SIGKILL)
-        # Whatever it has started and left.
+        # The processes that it started and left.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         job.exit_status = process.wait()
@@ -188,24 +189,24 @@ def _run(job: Job, command: list[str], environment: dict[str, str]) -> None:
             _record_outcome(job)
 
 
-def _send(job: Job, process: subprocess.Popen, number: signal.Signals) -> None:
+def _send(job: SweepJob, process: subprocess.Popen, number: signal.Signals) -> None:
     if process.poll() is None:
         job.sent.add(number)
         process.send_signal(number)
 
 
 def _written(directory: Path) -> list[tuple[int, int] | None]:
-    """When what a run writes first and last was written, which tells whether a job has written any of it."""
+    """Returns inode and time of the files that a run writes first and last: if they change, a job has written them."""
     paths = [directory / name for name in (CONFIG_FILE, SUMMARY_FILE)]
     return [(path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None for path in paths]
 
 
 @contextmanager
-def _termination_interrupts() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a sweep as Ctrl-C does, so that they leave no job behind either."""
-    # One that is ignored, as nohup does, stays ignored.
+def _signals_interrupt() -> Iterator[None]:
+    """Within the block, SIGTERM and SIGHUP end a sweep as Ctrl-C does, so that no job is left running."""
+    # A signal that is ignored, as under nohup, stays ignored.
     signals = [s for s in (*SIGNALS, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
-    handler = once_a_request(signal.default_int_handler)
+    handler = once_per_request(signal.default_int_handler)
     before = {s: signal.signal(s, handler) for s in signals}
     try:
         yield
@@ -214,7 +215,8 @@ def _termination_interrupts() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _job_return(job: Job, config: DictConfig) -> JobReturn:
+def _job_return(job: SweepJob, config: DictConfig) -> JobReturn:
+    """Converts the outcome of a job into Hydra's."""
     hydra_config = OmegaConf.masked_copy(config, "hydra")
     task_config = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
     result = JobReturn(job.overrides, task_config, hydra_config, os.getcwd(), config.hydra.job.name)
@@ -227,14 +229,14 @@ def _job_return(job: Job, config: DictConfig) -> JobReturn:
 
 
 def _summary(directory: Path) -> dict[str, Any]:
-    # Scripts that are not train.py write none, and neither does a job that is killed.
+    # A script other than train.py may write none, and neither does a job that is killed.
     with suppress(UserError):
         return read_summary(directory)
     return {}
 
 
-def _record_outcome(job: Job) -> None:
-    """Where a job could not say itself how it ended, writes it down for it, beside the figures that it left."""
+def _record_outcome(job: SweepJob) -> None:
+    """Writes into a job's summary how it ended, if the job could not do that itself; keeps the rest of the summary."""
     status, reason = job.outcome
     if status == job.summary.get("status"):
         return
@@ -244,8 +246,8 @@ def _record_outcome(job: Job) -> None:
         write_summary(job.directory, job.summary)
 
 
-def _close(jobs: Sequence[Job], sweep_dir: Path) -> None:
-    """Compares the jobs on the terminal and in the sweep's directory; failing that, says what became of each."""
+def _close(jobs: Sequence[SweepJob], sweep_dir: Path) -> None:
+    """Compares the jobs on the terminal and in the sweep's directory; if that fails, prints how each one ended."""
     ended = [job for job in jobs if job.exit_status is not None]
     try:
         from training.comparison.report import compare
@@ -261,15 +263,16 @@ def _close(jobs: Sequence[Job], sweep_dir: Path) -> None:
         if job.refused:
             kept = f"{job.directory} has an earlier run, which is left as it was"
             print(f"job {job.number}: {': '.join(filter(None, job.outcome))}; {kept}")
-    if left := [job.number for job in jobs if job.exit_status is None]:
-        print(f"not run, because the sweep was interrupted: {left[0]}{f' to {left[-1]}' if left[1:] else ''}")
+    if not_run := [job.number for job in jobs if job.exit_status is None]:
+        numbers = f"{not_run[0]}{f' to {not_run[-1]}' if not_run[1:] else ''}"
+        print(f"not run, because the sweep was interrupted: {numbers}")
     sys.stdout.flush()
 
 
-def _title(job: Job) -> str:
+def _title(job: SweepJob) -> str:
     return " ".join(filter_overrides(job.overrides))
 
 
 def _quote(path: str | Path) -> str:
-    """As a quoted string of Hydra's override grammar: paths may hold spaces, commas and equal signs."""
+    """Quotes a path for Hydra's override grammar: paths may have spaces, commas and equal signs."""
     return "'" + str(path).replace("'", "\\'") + "'"

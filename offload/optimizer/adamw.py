@@ -79,6 +79,9 @@ class HostAdamW(torch.optim.AdamW):
     Raises KnobError for a setting out of range.
     """
 
+    # Updates may run on a thread of their own, beside the step (`Mode.overlap`).
+    overlaps = True
+
     def __init__(
         self,
         params: Iterable[Any],

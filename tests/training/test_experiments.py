@@ -33,7 +33,7 @@ SMALL = (
 )
 
 schema.register()
-sweep.register()
+sweep.register_launcher()
 
 
 def composed(*overrides: str) -> DictConfig:

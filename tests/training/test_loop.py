@@ -1,4 +1,4 @@
-"""What one step computes: gradients by microbatch, their norm, clipping, and what happens where they are not finite."""
+"""One step of the loop: gradients by microbatch, their norm, clipping, and gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = (*TINY_RUN, "steps=4", "log_every=1", "dataset=synthetic")
 
 
 class Bigram(nn.Module):
-    """Mean loss of the next token given this one."""
+    """A model of the next token given this one; forward returns the mean loss."""
 
     def __init__(self, dropout: float = 0.0):
         super().__init__()
@@ -85,7 +85,7 @@ def test_the_norm_is_that_of_all_gradients():
 def test_norms_that_are_known_are_not_computed_again():
     model = with_gradients(torch.full((2,), math.nan), torch.tensor([4.0]))
     assert gradient_norm(model, {model.p0: torch.tensor(3.0)}) == pytest.approx(5.0)
-    # Known or not, what has no gradient counts for nothing.
+    # A parameter without a gradient does not count, even if a norm of it is known.
     model.p0.grad = None
     assert gradient_norm(model, {model.p0: torch.tensor(3.0)}) == pytest.approx(4.0)
 
@@ -113,7 +113,7 @@ def test_clipping_is_torchs(clip_norm: float):
     torch.testing.assert_close(gradient * scale, model.p0.grad, rtol=1e-6, atol=0)
 
 
-def test_what_is_small_enough_is_not_scaled():
+def test_small_gradients_are_not_scaled():
     assert clip_scale(5.0, None) == 1.0
     assert clip_scale(0.5, 1.0) == 1.0
     assert clip_scale(0.0, 1.0) == 1.0
@@ -130,7 +130,7 @@ def records(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-# Adam's step is lr in every weight, so after one step activations overflow.
+# Adam moves every weight by lr, so activations overflow after one step.
 OVERFLOW = ("optimizer.lr=1e30",)
 
 
@@ -145,7 +145,7 @@ def test_stop_ends_the_run_with_one_line(tmp_path: Path, options: tuple[str, ...
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 
 
-def test_skip_goes_on_and_counts(tmp_path: Path):
+def test_skip_continues_the_run_and_counts(tmp_path: Path):
     run(tmp_path, "optimizer=host_adamw", "offload=layer_stream", *OVERFLOW, "on_nonfinite=skip")
     written = records(tmp_path)
     assert [record["train/skipped_steps"] for record in written] == [0, 1, 2, 3]

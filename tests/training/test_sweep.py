@@ -17,12 +17,12 @@ from hydra.core.utils import JobStatus
 from omegaconf import OmegaConf
 
 from tests import ROOT
-from training.comparison.page import FIGURES
 from training.errors import UserError
+from training.runs.files import COMPARISON_PICTURES
 from training.runs.signals import SAME_REQUEST_S
-from training.sweep import Job, _job_return
+from training.sweep import SweepJob, _job_return
 
-# A script as train.py is one, without a model: `act` says what the job does to itself.
+# A script like train.py without a model; `act` chooses what the job does to itself.
 SCRIPT = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
@@ -38,7 +38,7 @@ from training.runs.failures import failures_recorded
 from training.metrics.files import write_summary
 from training.runs.signals import StopRequest
 
-sweep.register()
+sweep.register_launcher()
 
 
 @hydra.main(version_base="1.3", config_path="settings", config_name="wrong")
@@ -157,7 +157,7 @@ def sweep(tmp_path_factory):
     folder = tmp_path_factory.mktemp("a=b, {c}")
     write_script(folder)
     directory = folder / "multirun" / "2031-01-02, it's" / "03-04-05"
-    # What earlier sweeps left where this one's jobs write nothing: figures, and why one failed.
+    # Left by earlier sweeps in directories where this one's jobs write nothing: results, and a reason of failure.
     for number, summary in ((6, {"status": "ok", "perf/step_ms": 99.0}), (7, {"status": "failed", "reason": "old"})):
         (directory / str(number)).mkdir(parents=True)
         (directory / str(number) / "summary.json").write_text(json.dumps(summary))
@@ -194,14 +194,21 @@ def test_jobs_know_their_sweep(sweep):
 
 def test_directories_are_numbered_and_the_sweep_is_written_down(sweep):
     written = {path.name for path in sweep.directory.iterdir()}
-    assert written == {*"01234567", "multirun.yaml", "compare.csv", "compare.md", "compare.html", FIGURES[0]}
+    assert written == {
+        *"01234567",
+        "multirun.yaml",
+        "compare.csv",
+        "compare.md",
+        "compare.html",
+        COMPARISON_PICTURES[0],
+    }
 
 
 def test_a_job_that_ends_badly_does_not_stop_the_others(sweep):
     assert sweep.summary(5)["status"] == "ok"
 
 
-def test_the_comparison_says_what_became_of_each_job(sweep):
+def test_the_comparison_shows_how_each_job_ended(sweep):
     columns = ("name", "status", "why", "step_ms", "vram_peak_gib")
     rows = [tuple(sweep.row(number)[column] for column in columns) for number in (0, 1, 2, 3, 4)]
     assert rows == [
@@ -213,7 +220,7 @@ def test_the_comparison_says_what_became_of_each_job(sweep):
     ]
 
 
-def test_the_terminal_says_it_too(sweep):
+def test_the_terminal_shows_it_too(sweep):
     lines = [line.split() for line in sweep.stdout.splitlines()]
     assert any(line[:2] == ["act=ok", "12.3"] for line in lines)
     assert "act=raise: failed: ValueError: a broken [job]" in sweep.stdout.splitlines()
@@ -233,7 +240,7 @@ def test_the_failure_of_an_earlier_sweep_is_not_taken_for_the_jobs(sweep):
     assert (sweep.row(7)["why"], sweep.row(7)["step_ms"]) == ("exit status 4", "")
 
 
-def test_the_figures_of_an_earlier_sweep_are_left_and_the_terminal_says_so(sweep):
+def test_the_results_of_an_earlier_sweep_are_kept_and_the_terminal_says_so(sweep):
     assert sweep.summary(6) == {"status": "ok", "perf/step_ms": 99.0}
     kept = f"{sweep.directory / '6'} has an earlier run, which is left as it was"
     assert f"job 6: failed: exit status 4; {kept}" in sweep.stdout.splitlines()
@@ -273,7 +280,7 @@ def test_a_job_is_told_its_directory_and_resolves_what_else_refers_to_others(tmp
     assert done.seen(directory)["note"] == "a"
 
 
-def test_a_comparison_that_fails_does_not_hide_what_became_of_the_jobs(tmp_path):
+def test_a_comparison_that_fails_does_not_hide_how_the_jobs_ended(tmp_path):
     write_script(tmp_path)
     # Where the table should go there is a folder.
     (tmp_path / "sweep" / "compare.csv").mkdir(parents=True)
@@ -358,10 +365,10 @@ def runs(pid):
 
 def test_sweepers_get_summaries_and_exceptions():
     config = OmegaConf.create({"hydra": {"job": {"name": "train"}}, "seed": 1})
-    good = _job_return(Job(0, ["seed=1"], Path("0"), exit_status=0, summary={"train/final_loss": 2.5}), config)
+    good = _job_return(SweepJob(0, ["seed=1"], Path("0"), exit_status=0, summary={"train/final_loss": 2.5}), config)
     assert good.return_value == {"train/final_loss": 2.5}
     assert (good.overrides, good.cfg, good.task_name) == (["seed=1"], {"seed": 1}, "train")
-    bad = _job_return(Job(1, ["seed=2"], Path("1"), exit_status=-signal.SIGKILL), config)
+    bad = _job_return(SweepJob(1, ["seed=2"], Path("1"), exit_status=-signal.SIGKILL), config)
     assert bad.status is JobStatus.FAILED
     with pytest.raises(UserError, match="job 1 killed: SIGKILL"):
         _ = bad.return_value

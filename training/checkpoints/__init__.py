@@ -1,1 +1,1 @@
-"""Checkpoints: a run's whole state on disk, from which it goes on as if it had never stopped."""
+"""Checkpoints: the whole state of a run on disk, from which it resumes as if it had never stopped."""

@@ -1,4 +1,4 @@
-"""What of a configuration has changed since a checkpoint, and whether the run may go on with it."""
+"""Compares a configuration with that of a checkpoint, and refuses changes with which a run cannot resume."""
 
 import logging
 from collections.abc import Iterator
@@ -9,17 +9,17 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from training.checkpoints.layout import CONFIG_FILE
 from training.checkpoints.manifest import MAX_JSON_BYTES, DamagedError
 from training.errors import UserError
+from training.runs.files import CONFIG_FILE
 
 logger = logging.getLogger(__name__)
 
-# Makes texts of all values, whatever tag they have, and calls nothing; in C in little time however deep they nest.
+# Reads every value as text, whatever its tag, and calls nothing. The parser in C is fast at any depth.
 _Loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 DEEPEST = 100
 
-# What decides where a run computes, what it shows and when it ends, but not what it computes.
+# Keys that decide where a run computes, what it shows and when it ends, but not what it computes.
 MAY_CHANGE = (
     "steps",
     "warmup_steps",
@@ -41,21 +41,21 @@ MAY_CHANGE = (
     "optimizer.threads",
     "optimizer.compile",
 )
-# Both options of the optimizer compute the same from the same states; one of them has knobs that the other lacks.
+# Both optimizers compute the same from the same states; one has knobs that the other lacks.
 SAME_OPTIMIZER = ("training.optim.AdamW", "offload.optimizer.adamw.HostAdamW")
 ABSENT_OPTIMIZER_KEYS = {"optimizer.state_dtype": "fp32"}
 ABSENT = "absent"
 
 
 def config_text(config: DictConfig) -> str:
-    """The configuration as a checkpoint keeps it: YAML of plain values, interpolations resolved."""
+    """Returns the configuration as a checkpoint keeps it: YAML of plain values, interpolations resolved."""
     return OmegaConf.to_yaml(config, resolve=True)
 
 
 def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key: str) -> None:
-    """Compares `config` with `saved`, which `read_config` gave of the checkpoint in `folder`.
+    """Compares `config` with `saved`, the configuration of the checkpoint in `folder` from `read_config`.
 
-    `key` is what the user gave, to begin the message with. Raises UserError listing what has changed and may not.
+    `key` is what the user gave, with which the message begins. Raises UserError listing the changes that are refused.
     """
     was, now = _flat(saved), _flat(yaml.load(config_text(config), _Loader))
     changed = {
@@ -67,21 +67,21 @@ def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key:
     if refused:
         listed = "; ".join(f"{name}: was {_shown(changed[name][0])}, is {_shown(changed[name][1])}" for name in refused)
         raise UserError(
-            f"{key}: the configuration is not the checkpoint's in {listed}: give the old values to go on,"
+            f"{key}: the configuration is not the checkpoint's in {listed}: give the old values to resume,"
             f" or begin a new run from these weights, model.weights={folder}"
         )
     if "steps" in changed and "schedule.final" in now:
         logger.warning(
-            "steps: was %s, is %s: the learning rate falls over all steps, so the rest of this run is not that of the"
-            " run as it was begun",
+            "steps: was %s, is %s: the learning rate falls over all steps, so the rest of the run differs from what it"
+            " would have been",
             *changed["steps"],
         )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The configuration of the checkpoint in `folder`; nothing in it is instantiated: every value is its text.
+    """Reads the configuration of the checkpoint in `folder`; every value is read as text, nothing is instantiated.
 
-    Raises DamagedError where the file is no configuration.
+    Raises DamagedError if the file is not a configuration.
     """
     path = folder / CONFIG_FILE
     try:
@@ -90,7 +90,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         text = path.read_text()
         depth = 0
         for event in yaml.parse(text, _Loader):
-            # An alias that stands for many others would be a file of astronomical size.
+            # Aliases of aliases could expand to an astronomical size.
             if isinstance(event, yaml.AliasEvent):
                 raise DamagedError(f"{path} has YAML aliases, which no configuration has")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -100,9 +100,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
     except (yaml.YAMLError, ValueError, RecursionError):
-        raise DamagedError(f"{path} is no plain YAML file") from None
+        raise DamagedError(f"{path} is not a plain YAML file") from None
     if not isinstance(values, dict):
-        raise DamagedError(f"{path} is no configuration")
+        raise DamagedError(f"{path} is not a configuration")
     return values
 
 

@@ -1,4 +1,4 @@
-"""Folders that appear on disk complete or not at all, whenever power or process end."""
+"""Writes and removes folders so that they are complete or not there, even after a power failure or a kill."""
 
 import errno
 import hashlib
@@ -10,24 +10,25 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Event
 
-from training.checkpoints.layout import MANIFEST_FILE, PARTIAL_SUFFIX
+from training.checkpoints.layout import MANIFEST_FILE
 from training.checkpoints.manifest import THREADS, FileRecord, manifest_text
+from training.runs.files import partial_path
 
 Write = Callable[[bytes | memoryview], object]
 
 
 def write_folder(folder: Path, files: Mapping[str, Callable[[Write], object]]) -> int:
-    """Makes `folder` of `files`, each by name a function that hands its bytes to the one it is given; returns bytes.
+    """Writes `folder` with `files` and a manifest of them; returns the bytes written.
 
-    Files and a manifest of them are written to `FOLDER.partial`, which is renamed when all is on disk. Several are
-    written at a time, from threads of their own. An interrupt or an error leaves nothing; a process that is killed
-    leaves the partial folder.
+    `files` maps each name to a function, which gets a `write` and calls it with the file's bytes. All files are written
+    to `FOLDER.partial`, several at a time from threads, and the folder is renamed when everything is on disk. An
+    interrupt or an error leaves nothing; a process that is killed leaves the partial folder.
 
-    Raises OSError: the disk is full, something has the folder's name, or it cannot be written.
+    Raises OSError if the disk is full, the folder's name is taken, or the folder cannot be written.
     """
     if os.path.lexists(folder):
         raise FileExistsError(errno.EEXIST, "something of this name is there: move it away", str(folder))
-    partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
+    partial = partial_path(folder)
     partial.mkdir(parents=True)
     given_up = Event()
     try:
@@ -53,14 +54,14 @@ def write_folder(folder: Path, files: Mapping[str, Callable[[Write], object]]) -
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a complete folder; one that is removed in part has a partial's name. Raises OSError."""
-    partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
+    """Removes a complete folder. It is renamed first, so that no reader sees a part of it. Raises OSError."""
+    partial = partial_path(folder)
     folder.rename(partial)
     remove_leftover(partial)
 
 
 def remove_leftover(path: Path) -> None:
-    """Removes whatever lies at `path`: a folder and all in it, a file, a link but never what it leads to."""
+    """Removes what is at `path`: a folder with its content, a file, or a link, but never the target of a link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -68,7 +69,7 @@ def remove_leftover(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
+    """Flushes the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -92,7 +93,7 @@ def _write_file(path: Path, fill: Callable[[Write], object], given_up: Event) ->
         fill(write)
         file.flush()
         os.fsync(file.fileno())
-        # Else a copy of the whole model would stay in memory, as the system's cache of these files.
+        # Otherwise the system would keep a copy of the whole model in memory, as cache of these files.
         if hasattr(os, "posix_fadvise"):
             with suppress(OSError):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""The config.json with which transformers builds the model that a checkpoint's weights are of."""
+"""Writes the config.json with which transformers builds the model of a checkpoint's weights."""
 
 import json
 
@@ -6,8 +6,7 @@ from omegaconf import DictConfig
 
 from training.config.schema import Precision
 
-HUGGING_FACE_FILE = "config.json"
-SIZES = (
+COPIED_KEYS = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -21,7 +20,7 @@ SIZES = (
 
 
 def hugging_face_config(config: DictConfig) -> bytes:
-    """For a `models.llama.Llama` of `config.model`: the keys of transformers' LlamaConfig."""
+    """Returns the keys of transformers' LlamaConfig for the `models.llama.Llama` of `config.model`, as JSON."""
     dtype = "bfloat16" if config.precision == Precision.bf16 else "float32"
     values = {
         "architectures": ["LlamaForCausalLM"],
@@ -30,10 +29,10 @@ def hugging_face_config(config: DictConfig) -> bytes:
         "attention_bias": False,
         "mlp_bias": False,
         "max_position_embeddings": config.seq_len,
-        # Token ids of nothing in particular would be wrong; the tokenizer knows its own.
+        # The model does not know these ids; the tokenizer does.
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": dtype,
-        **{key: config.model[key] for key in SIZES},
+        **{key: config.model[key] for key in COPIED_KEYS},
     }
     return json.dumps(values, indent=2).encode()

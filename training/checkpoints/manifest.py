@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: the size and SHA-256 of each of its files, and whether the files are still these."""
+"""The manifest of a checkpoint: the size and SHA-256 of each of its files, written with them and verified later."""
 
 import hashlib
 import json
@@ -12,39 +12,39 @@ from typing import Any
 from training.checkpoints.layout import MANIFEST_FILE
 
 FORMAT = 2
-# Hashing lets go of Python's lock: as many files at a time as disks like to read.
+# Hashing releases Python's lock, so files are hashed in parallel; disks do not gain from more threads.
 THREADS = 4
 PIECE_BYTES = 2**24
-# Far more than any manifest or state has; what is larger was made by somebody else.
+# Far more than any manifest or state has: a larger file is not ours.
 MAX_JSON_BYTES = 2**24
 
 
 class DamagedError(Exception):
-    """A checkpoint that cannot be used: one line that names the file and the reason."""
+    """A checkpoint cannot be used; the message is one line that names the file and the reason."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file as it was written."""
+    """The size and the hash of a file when it was written."""
 
     nbytes: int
     sha256: str
 
 
 def manifest_text(files: Mapping[str, FileRecord]) -> str:
-    """The content of a manifest of `files` by name."""
+    """Returns the content of a manifest of `files`, by name."""
     return json.dumps({"format": FORMAT, "files": {name: asdict(record) for name, record in files.items()}}, indent=2)
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """The files that the checkpoint in `folder` should have, by name; nothing of them is read yet.
+    """Reads which files the checkpoint in `folder` must have, by name; the files themselves are not read.
 
-    Raises DamagedError where the manifest is missing or is none, or names what is no file of this folder.
+    Raises DamagedError if the manifest is missing or is not one, or names a file that is not in this folder.
     """
     path = folder / MANIFEST_FILE
     manifest = read_json(path)
     if manifest.get("format") != FORMAT:
-        raise DamagedError(f"{path} has format {manifest.get('format')!r}, and only {FORMAT} is known here")
+        raise DamagedError(f"{path} has format {manifest.get('format')!r}: this version reads only format {FORMAT}")
     files = manifest.get("files")
     if not isinstance(files, dict) or not files:
         raise DamagedError(f"{path} lists no files")
@@ -52,7 +52,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
 
 
 def verify(folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """Reads all files. Raises DamagedError naming the first that is missing, of another size or of other content."""
+    """Reads and hashes all files. Raises DamagedError naming the first that is missing, or has another size or hash."""
     for name, record in files.items():
         path = folder / name
         try:
@@ -71,26 +71,26 @@ def verify(folder: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file that holds one JSON object. Raises DamagedError where it does not."""
+    """Reads a file with one JSON object. Raises DamagedError if it is anything else."""
     try:
         if not path.is_file():
             raise DamagedError(f"{path} is missing: the checkpoint is not complete, or there is none")
         if path.stat().st_size > MAX_JSON_BYTES:
-            raise DamagedError(f"{path} has {path.stat().st_size} bytes, too many for what it should hold")
+            raise DamagedError(f"{path} has {path.stat().st_size} bytes, too many for this file")
         values = json.loads(path.read_bytes())
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError):
-        raise DamagedError(f"{path} is no JSON file") from None
+        raise DamagedError(f"{path} is not a JSON file") from None
     if not isinstance(values, dict):
-        raise DamagedError(f"{path} is no JSON object")
+        raise DamagedError(f"{path} is not a JSON object")
     return values
 
 
 def _record(path: Path, name: str, entry: Any) -> FileRecord:
-    # A checkpoint may come from anywhere: no name may lead out of its folder.
+    # A checkpoint may come from an untrusted source: no name may lead out of its folder.
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or name == MANIFEST_FILE:
-        raise DamagedError(f"{path} names {name!r}, which is no file of a checkpoint")
+        raise DamagedError(f"{path} names {name!r}, which is not a file of a checkpoint")
     values = entry if isinstance(entry, dict) else {}
     nbytes, digest = values.get("nbytes"), values.get("sha256")
     if type(nbytes) is not int or not isinstance(digest, str):

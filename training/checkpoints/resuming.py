@@ -1,4 +1,4 @@
-"""Where a run begins: at its first step, or behind a checkpoint that is whole and is this run's."""
+"""Decides where a run starts: at its first step, or after a checkpoint that is complete and belongs to it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from training.checkpoints.changes import read_config, refuse_changes
 from training.checkpoints.layout import (
-    CHECKPOINTS_FOLDER,
-    CONFIG_FILE,
     MANIFEST_FILE,
     RANDOM_FILE,
     STATE_FILE,
@@ -27,7 +25,8 @@ from training.checkpoints.manifest import DamagedError, FileRecord, read_manifes
 from training.checkpoints.state import RunState, digest_of, digest_of_all, read_state, restore_random_states
 from training.checkpoints.tensors import load_tensors
 from training.errors import UserError
-from training.optim import go_to
+from training.optim import set_step
+from training.runs.files import CHECKPOINTS_FOLDER, CONFIG_FILE
 from training.runs.paths import home_expanded
 
 logger = logging.getLogger(__name__)
@@ -37,63 +36,71 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files are all what was written."""
+    """A checkpoint whose files were verified against its manifest."""
 
     folder: Path
     files: dict[str, FileRecord]
     state: RunState
     config: dict[str, Any]
-    """as texts"""
+    """every value as text"""
 
     def check_data(self, dataset) -> None:
-        """Raises UserError unless `dataset` has the tokens that it had, or gives the last step's batch as it did."""
+        """Raises UserError if the tokens of `dataset`, or its batch for the last step, are not those of the run."""
         if digest_of_all(dataset) != self.state.tokens_sha256:
             changed = (
-                "the text is not what it was: dataset.files, the file of dataset.tokenizer or the release of Python"
-                " has changed"
+                "the text has changed: dataset.files, the file of dataset.tokenizer or the release of Python is not the"
+                " same"
             )
         elif self.state.step and digest_of(dataset.batch(self.state.step - 1)) != self.state.batch_sha256:
-            changed = f"the dataset does not give the batch of step {self.state.step} that it gave: it has changed"
+            changed = f"the dataset has changed: its batch of step {self.state.step} is not the same"
         else:
             return
         raise UserError(
-            f"resume={self.folder}: {changed}; bring it back, or begin a new run from these weights,"
+            f"resume={self.folder}: {changed}; restore it, or begin a new run from these weights,"
             f" model.weights={self.folder}"
         )
 
     def restore(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: LambdaLR, device: torch.device
     ) -> None:
-        """Writes the run's state into what has been built, wherever that lives.
+        """Copies the saved state into model, optimizer and schedule, on whatever device their tensors are.
 
-        Raises UserError naming the file that does not fit, before the model is touched.
+        Raises UserError naming the file that does not fit, before the model is changed.
         """
         try:
             restore_random_states(self.folder, device)
             load_tensors(self.folder, self.files, model, optimizer)
         except DamagedError as error:
             raise UserError(f"resume={self.folder}: {error}") from error
-        go_to(schedule, self.state.step)
-        logger.info("goes on after step %d of %s", self.state.step, self.folder)
+        set_step(schedule, self.state.step)
+        logger.info("resuming after step %d of %s", self.state.step, self.folder)
 
     def set_aside_later(self, run_dir: Path) -> None:
-        """Renames what `run_dir` has of later steps: this run makes them anew, and they may be damaged."""
+        """Renames the checkpoints of later steps in `run_dir`: this run makes them anew, and they may be damaged."""
         for folder in checkpoints_in(run_dir / CHECKPOINTS_FOLDER):
             if step_of(folder) > self.state.step:
                 aside = folder.rename(free_aside(folder))
-                logger.warning("%s is not gone on from: renamed to %s, remove it if you do not want it", folder, aside)
+                logger.warning(
+                    "%s is later than the checkpoint that the run resumes from: renamed to %s, remove it if you do not"
+                    " want it",
+                    folder,
+                    aside,
+                )
 
 
 def starting_point(config: DictConfig, run_dir: Path) -> Checkpoint | None:
-    """The checkpoint that `config.resume` asks for, read and checked from end to end; None: the run begins anew.
+    """Finds and verifies the checkpoint that `config.resume` asks for; None: the run starts at its first step.
 
-    Raises UserError in one line: there is none, it is damaged (then naming the one before), it is beyond the last
-    step, or of another configuration; also where a new run would mix its checkpoints with those that are there.
+    Raises UserError if there is no such checkpoint, or it is damaged (naming the one before it), after the last step or
+    of another configuration; also if a new run would mix its checkpoints with those in `run_dir`.
     """
     if config.resume is None:
         _refuse_foreign(run_dir)
         return None
-    checkpoint = _newest_whole(run_dir) if config.resume == AUTO else _asked_for(home_expanded("resume", config.resume))
+    if config.resume == AUTO:
+        checkpoint = _newest_complete(run_dir)
+    else:
+        checkpoint = _requested(home_expanded("resume", config.resume))
     if checkpoint is None:
         return None
     if config.resume != AUTO and not is_in(run_dir, checkpoint.folder):
@@ -106,7 +113,7 @@ def starting_point(config: DictConfig, run_dir: Path) -> Checkpoint | None:
 
 
 def is_in(run_dir: Path, folder: Path) -> bool:
-    """Whether the checkpoint `folder` is one of `run_dir`, whose folder of checkpoints may link to another disk."""
+    """Tells whether the checkpoint `folder` is in `run_dir`, whose folder of checkpoints may link to another disk."""
     homes = (run_dir.resolve(), (run_dir / CHECKPOINTS_FOLDER).resolve())
     return any(folder.resolve().is_relative_to(home) for home in homes)
 
@@ -114,13 +121,13 @@ def is_in(run_dir: Path, folder: Path) -> bool:
 def _refuse_foreign(run_dir: Path) -> None:
     if found := checkpoints_in(run_dir / CHECKPOINTS_FOLDER):
         raise UserError(
-            f"{run_dir} has checkpoints of another run, the newest {found[0].name}: go on from it with resume=auto, or"
+            f"{run_dir} has checkpoints of another run, the newest {found[0].name}: resume from it with resume=auto, or"
             " choose another place with hydra.run.dir=PATH"
         )
 
 
-def _newest_whole(run_dir: Path) -> Checkpoint | None:
-    """The newest checkpoint of this directory that is whole; None where there are none at all."""
+def _newest_complete(run_dir: Path) -> Checkpoint | None:
+    """Opens the newest checkpoint of `run_dir` that is not damaged; None if there are no checkpoints at all."""
     found = checkpoints_in(run_dir / CHECKPOINTS_FOLDER)
     for folder in found:
         try:
@@ -133,8 +140,8 @@ def _newest_whole(run_dir: Path) -> Checkpoint | None:
     return None
 
 
-def _asked_for(path: Path) -> Checkpoint:
-    """The checkpoint in `path`, or the newest of the run in `path`."""
+def _requested(path: Path) -> Checkpoint:
+    """Opens the checkpoint in `path`, or the newest of the run in `path`."""
     folder = path
     if not (path / MANIFEST_FILE).exists() and step_of(path) is None:
         found = checkpoints_in(path / CHECKPOINTS_FOLDER)
@@ -144,12 +151,12 @@ def _asked_for(path: Path) -> Checkpoint:
     try:
         return _opened(folder)
     except DamagedError as error:
-        before = _whole_before(folder)
-        advice = f"the one before it is whole, resume={before}" if before else "there is none before it that is whole"
+        before = _complete_before(folder)
+        advice = f"the one before it is complete, resume={before}" if before else "there is no complete one before it"
         raise UserError(f"resume={path}: {error}: {advice}") from error
 
 
-def _whole_before(folder: Path) -> Path | None:
+def _complete_before(folder: Path) -> Path | None:
     step = step_of(folder)
     for other in checkpoints_in(folder.parent):
         if step is not None and step_of(other) < step:
@@ -161,7 +168,7 @@ def _whole_before(folder: Path) -> Path | None:
 
 
 def _opened(folder: Path) -> Checkpoint:
-    """Raises DamagedError naming the file and the reason."""
+    """Opens and verifies a checkpoint. Raises DamagedError naming the file and the reason."""
     files = read_manifest(folder)
     for name in (STATE_FILE, CONFIG_FILE, RANDOM_FILE):
         if name not in files:

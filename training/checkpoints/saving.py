@@ -1,4 +1,4 @@
-"""When a run saves itself, what it writes, and which checkpoints it keeps."""
+"""Saves a run: when, which files, and how many checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from offload.runtime.byte_sizes import format_bytes
 from offload.runtime.registry import Streams
 from training.checkpoints.changes import config_text
 from training.checkpoints.durable import remove_folder, remove_leftover, write_folder
-from training.checkpoints.hugging_face import HUGGING_FACE_FILE, hugging_face_config
+from training.checkpoints.hugging_face import hugging_face_config
 from training.checkpoints.layout import (
-    CONFIG_FILE,
+    HUGGING_FACE_FILE,
     OPTIMIZER_STEM,
     RANDOM_FILE,
     STATE_FILE,
@@ -33,15 +33,15 @@ from training.checkpoints.layout import (
 from training.checkpoints.state import RunState, random_states
 from training.checkpoints.tensors import optimizer_tensors
 from training.errors import UserError
+from training.runs.files import CONFIG_FILE
 
 logger = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """The checkpoints of one run, in its directory.
+    """Saves the checkpoints of one run in its directory.
 
-    Saving stops the step for as long as it takes: tensors go from where they are to the disk one by one, and a step
-    in between would change them.
+    Training waits meanwhile: tensors are written one by one from where they are, and a step would change them.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class Checkpoints:
         self._streams = streams
 
     def due(self, step: int) -> bool:
-        """Whether to save after `step`: every `checkpoint.every` steps, and after the last."""
+        """Tells whether to save after `step`: every `checkpoint.every` steps, and after the last."""
         every = self._config.checkpoint.every
         return every is not None and (step % every == 0 or step == self._config.steps)
 
     def save(self, state: RunState, required: bool = False) -> float | None:
-        """Writes a checkpoint, then removes those beyond `checkpoint.keep`; returns ms.
+        """Writes a checkpoint, then removes those beyond `checkpoint.keep`; returns the ms this took.
 
-        Where the disk refuses it, the run has those that it had: one warning and None, or, where it is `required`,
-        UserError.
+        If the disk refuses it, the earlier checkpoints stay; this is one warning, and None is returned. If the
+        checkpoint is `required`, UserError is raised instead.
         """
         folder = folder_of(self._run_dir, state.step)
         start = perf_counter()
@@ -81,7 +81,7 @@ class Checkpoints:
         return save_ms
 
     def latest(self) -> Path:
-        """The newest checkpoint there is."""
+        """Returns the folder of the newest checkpoint."""
         return checkpoints_in(folder_of(self._run_dir, 0).parent)[0]
 
     def _files(self, state: RunState) -> dict:
@@ -99,9 +99,9 @@ class Checkpoints:
     def _refused(self, folder: Path, error: OSError, required: bool) -> None:
         cause = f"{folder} could not be saved ({_reason(error, folder)})"
         if required:
-            advice = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "mend that"
+            advice = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "fix that"
             raise UserError(f"{cause}: {advice}, or choose another place with hydra.run.dir=PATH") from error
-        logger.warning("%s: the run goes on, and the checkpoints before it are as they were", cause)
+        logger.warning("%s: the run continues, and the checkpoints before it stay as they are", cause)
 
     def _remove_partials(self) -> None:
         for leftover in partials_in(folder_of(self._run_dir, 0).parent):
@@ -117,7 +117,7 @@ class Checkpoints:
 
 
 def _reason(error: OSError, folder: Path) -> str:
-    """What is wrong, and where, if that is not `folder`."""
+    """Returns what is wrong, and with which file, if that is not `folder`."""
     reason = error.strerror or str(error)
     return reason if error.filename in (None, str(folder)) else f"{error.filename}: {reason}"
 

@@ -1,4 +1,4 @@
-"""What a run is besides its tensors: how far it came, and the random generators."""
+"""The state of a run besides its tensors: its step, and the random generators."""
 
 import hashlib
 import json
@@ -17,29 +17,29 @@ from training.checkpoints.manifest import DamagedError, read_json
 
 @dataclass(frozen=True)
 class RunState:
-    """How far a run came; a new run's is the default.
+    """How far a run has come; the defaults are those of a new run.
 
-    The learning rate and the batches are functions of the step, so that is their state too.
+    The learning rate and the batches are functions of the step, so `step` is their state too.
     """
 
     step: int = 0
     """optimizer steps done"""
     skipped_steps: int = 0
-    """of these, left out because gradients were not finite"""
+    """those among them that were skipped because gradients were not finite"""
     batch_sha256: str | None = None
-    """of the last step's batch: a dataset that has changed may not give it again"""
+    """of the last step's batch, which a dataset that has changed does not give again"""
     tokens_sha256: str | None = None
-    """of all tokens of a dataset that has them in memory: no change of its text goes unseen"""
+    """of all tokens, if the dataset has them in memory: it shows every change of the text"""
     tracking_id: str | None = None
-    """of the run in wandb"""
+    """the id of the run in wandb"""
 
     def to_json(self) -> bytes:
-        """The content of a checkpoint's state.json."""
+        """Returns the content of a checkpoint's state.json."""
         return json.dumps(asdict(self), indent=2).encode()
 
 
 def read_state(folder: Path) -> RunState:
-    """The state of the checkpoint in `folder`. Raises DamagedError where the file does not hold one."""
+    """Reads the state of the checkpoint in `folder`. Raises DamagedError if the file does not have a valid one."""
     path = folder / STATE_FILE
     values = read_json(path)
     checks = {
@@ -47,29 +47,29 @@ def read_state(folder: Path) -> RunState:
         "skipped_steps": _is_count,
         "batch_sha256": lambda value: isinstance(value, str),
         "tokens_sha256": lambda value: value is None or isinstance(value, str),
-        # It becomes part of a folder's name.
+        # It becomes part of a folder's name, so it may not lead elsewhere.
         "tracking_id": lambda value: value is None or re.fullmatch(r"[A-Za-z0-9_-]{1,64}", str(value)),
     }
     for field in fields(RunState):
         if field.name not in values or not checks[field.name](values[field.name]):
-            raise DamagedError(f"{path} has no {field.name} that a run could have: {values.get(field.name)!r:.80}")
+            raise DamagedError(f"{path} has no valid {field.name}: {values.get(field.name)!r:.80}")
     return RunState(**{field.name: values[field.name] for field in fields(RunState)})
 
 
 def digest_of(batch: Tensor) -> str:
-    """The SHA-256 of a batch (int64, on any device)."""
+    """Computes the SHA-256 of a batch (int64, on any device)."""
     return hashlib.sha256(batch.cpu().contiguous().numpy()).hexdigest()
 
 
 def digest_of_all(dataset) -> str | None:
-    """The SHA-256 of all tokens of `dataset`, None where it does not have them in memory."""
+    """Returns the SHA-256 of all tokens of `dataset`, None if it does not have them in memory."""
     return getattr(dataset, "tokens_sha256", None)
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """The states of torch's generators, of the host and of `device`: uint8 [bytes], by kind of device.
+    """Returns the states of torch's generators of the host and of `device`: uint8 [bytes], by kind of device.
 
-    Each microbatch sets them anew from seed and step, so they matter to what draws between steps alone.
+    Each microbatch seeds the generators anew, so these states matter only to code that draws between steps.
     """
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
@@ -78,9 +78,9 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random_states(folder: Path, device: torch.device) -> None:
-    """Sets torch's generators as they were; that of a GPU only where there was one and is one.
+    """Restores torch's generators; that of a GPU only if the saved run had one and this run has one.
 
-    Raises DamagedError where the file holds no states of them.
+    Raises DamagedError if the file does not have their states.
     """
     path = folder / RANDOM_FILE
     try:
@@ -90,7 +90,7 @@ def restore_random_states(folder: Path, device: torch.device) -> None:
         if device.type == "cuda" and "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"], device)
     except (KeyError, ValueError, RuntimeError, TypeError) as error:
-        raise DamagedError(f"{path} does not hold the states of torch's random generators ({error})") from None
+        raise DamagedError(f"{path} does not have the states of torch's random generators ({error})") from None
 
 
 def _is_count(value: Any) -> bool:

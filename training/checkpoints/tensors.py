@@ -1,6 +1,6 @@
-"""The tensors of a run by name: weights as Hugging Face calls them, optimizer states by parameter.
+"""The tensors of a run by name: weights under Hugging Face's names, optimizer states under their parameter's.
 
-Names and layout are those of the model alone: an offload mode, or a share of the states on a GPU, leaves no trace.
+Names and layout depend on the model alone, not on the offload mode or on the states' device.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from models.safetensors_files import DTYPE_NAMES, StoredTensor, read_headers, read_into
 from models.weights import INDEX_FILE, SINGLE_FILE, checkpoint_files, load_weights
-from training.checkpoints.layout import MANIFEST_FILE, OPTIMIZER_STEM
+from training.checkpoints.layout import MANIFEST_FILE, OPTIMIZER_STEM, WEIGHTS_STEM
 from training.checkpoints.manifest import DamagedError
 
 MASTER = "master"
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's states as PARAMETER.STATE, in the model's order.
+    """Returns the optimizer's states as PARAMETER.STATE, in the model's order.
 
-    A float32 parameter has no other master than itself, wherever its states live.
+    The master of a float32 parameter is left out: it equals the parameter.
     """
     return {
         f"{name}.{key}": tensor
@@ -31,17 +31,17 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def load_tensors(folder: Path, names: Iterable[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fills the model and the states of its optimizer, which exist already, wherever they live.
+    """Copies a checkpoint into the model and the optimizer's states, which exist already, on any device.
 
-    `names` are the files of the checkpoint in `folder`; no other is read. Raises DamagedError naming the file that is
-    not among them or the tensor that does not fit, before anything is written.
+    `names` are the files of the checkpoint in `folder`; no other file is read. Raises DamagedError naming a file that
+    is not among them or a tensor that does not fit, before anything is changed.
     """
     names = [name for name in names if name.endswith(".safetensors") or name == INDEX_FILE]
     states = optimizer_tensors(model, optimizer)
     try:
         stored = read_headers(folder / name for name in names if _has_stem(name, OPTIMIZER_STEM))
         _check(states, stored, folder)
-        weights = read_headers(folder / name for name in names if _has_stem(name, "model") and name != INDEX_FILE)
+        weights = read_headers(folder / name for name in names if _has_stem(name, WEIGHTS_STEM) and name != INDEX_FILE)
         _check({name: tensor for name, tensor in model.state_dict().items() if name in weights}, weights, folder)
         root = folder / (INDEX_FILE if INDEX_FILE in names else SINGLE_FILE)
         if unlisted := {root, *checkpoint_files(root)} - {folder / name for name in names}:
@@ -58,7 +58,7 @@ def _has_stem(name: str, stem: str) -> bool:
 
 
 def _check(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], folder: Path) -> None:
-    """Raises ValueError unless the same names are stored with the same shapes and dtypes."""
+    """Raises ValueError unless the stored tensors have the same names, shapes and dtypes as `tensors`."""
     if absent := [name for name in tensors if name not in stored]:
         raise ValueError(f"{folder} lacks tensor {absent[0]}, which this run has")
     for name, entry in stored.items():
@@ -76,7 +76,7 @@ def _shown(dtype: str, shape: tuple[int, ...]) -> str:
 
 @torch.no_grad()
 def _renew_masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Where states live on the device, a float32 parameter has a master there, made before its value was known."""
+    """Copies float32 parameters into their masters, which exist only if states are on the device."""
     for parameter in model.parameters():
         master = optimizer.state.get(parameter, {}).get(MASTER)
         if master is not None and parameter.dtype == torch.float32:

@@ -14,8 +14,7 @@ from training.comparison.memory_figure import memory_figure, memory_key
 from training.comparison.rows import Row, losses
 from training.comparison.table import WORDS, cells, explanations
 from training.comparison.time_figure import time_figure
-
-FIGURES = ("compare_memory.png", "compare_time.png", "compare_loss.png")
+from training.runs.files import COMPARISON_PICTURES
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ def draw(rows: Sequence[Row]) -> list[Picture]:
     with style():
         return [
             Picture(file, caption, png(figure(shown)))
-            for file, (figure, shown, caption) in zip(FIGURES, wanted, strict=True)
+            for file, (figure, shown, caption) in zip(COMPARISON_PICTURES, wanted, strict=True)
             if shown
         ]
 

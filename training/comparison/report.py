@@ -8,8 +8,13 @@ from training.comparison.rows import Row, build_rows
 from training.comparison.runs import find_runs
 from training.comparison.settings import all_settings, in_common
 from training.comparison.table import print_tables, to_csv, to_markdown
-
-CSV_FILE, MARKDOWN_FILE, PAGE_FILE = "compare.csv", "compare.md", "compare.html"
+from training.runs.files import (
+    COMPARISON_CSV,
+    COMPARISON_MARKDOWN,
+    COMPARISON_PAGE,
+    COMPARISON_PICTURES,
+    partial_path,
+)
 
 
 def compare(directories: Sequence[Path], out: Path) -> list[Row]:
@@ -29,26 +34,28 @@ def compare(directories: Sequence[Path], out: Path) -> list[Row]:
     print(flush=True)
     print_tables(rows, title)
     out.mkdir(parents=True, exist_ok=True)
-    write_whole(out / CSV_FILE, to_csv(rows).encode())
-    write_whole(out / MARKDOWN_FILE, to_markdown(rows, title, common).encode())
+    write_whole(out / COMPARISON_CSV, to_csv(rows).encode())
+    write_whole(out / COMPARISON_MARKDOWN, to_markdown(rows, title, common).encode())
     # Late: they import matplotlib, which takes a second.
-    from training.comparison.page import FIGURES, draw, page
+    from training.comparison.page import draw, page
 
     figures = draw(rows)
     for figure in figures:
         write_whole(out / figure.file, figure.png)
-    for file in {*FIGURES} - {figure.file for figure in figures}:
+    for file in {*COMPARISON_PICTURES} - {figure.file for figure in figures}:
         # What an earlier comparison drew is no picture of this one.
         (out / file).unlink(missing_ok=True)
-    write_whole(out / PAGE_FILE, page(rows, figures, title, common).encode())
-    print(f"page    {out / PAGE_FILE}")
-    print(f"files   {', '.join([CSV_FILE, MARKDOWN_FILE, *(figure.file for figure in figures)])}", flush=True)
+    write_whole(out / COMPARISON_PAGE, page(rows, figures, title, common).encode())
+    print(f"page    {out / COMPARISON_PAGE}")
+    print(
+        f"files   {', '.join([COMPARISON_CSV, COMPARISON_MARKDOWN, *(figure.file for figure in figures)])}", flush=True
+    )
     return rows
 
 
 def write_whole(path: Path, content: bytes) -> None:
     """Writes the file aside and renames it, so that a reader sees the old one or the new one."""
-    partial = path.with_name(f"{path.name}.partial")
+    partial = partial_path(path)
     try:
         partial.write_bytes(content)
         os.replace(partial, path)

@@ -14,13 +14,19 @@ from typing import Any
 import yaml
 
 from training.errors import UserError
-from training.metrics.files import METRICS_FILE, SUMMARY_FILE, is_number, read_metrics, read_summary
+from training.metrics.files import is_number, read_metrics, read_summary
 from training.metrics.names import PLANNED
 from training.metrics.run_summary import summarise
-from training.runs.files import CHOICES_FILE, CONFIG_FILE, LOCK_FILE
+from training.runs.files import (
+    CHOICES_FILE,
+    CONFIG_FILE,
+    HARDWARE_FILE,
+    LOCK_FILE,
+    METRICS_FILE,
+    PLAN_FILE,
+    SUMMARY_FILE,
+)
 
-HARDWARE_FILE = "hardware.json"
-PLAN_FILE = "plan.json"
 # Among the floors of a plan.
 HOST_OPTIMIZER = "host optimizer"
 

@@ -191,7 +191,7 @@ class Checkpointing:
 
 @dataclass
 class Hardware:
-    """A machine to plan for; see `training.planning.machine.Figures`. Null: measured, now or by the probe."""
+    """A machine to plan for; see `training.planning.machine.Machine`. Null: measured, now or by the probe."""
 
     name: str | None = MISSING
     vram_gib: float | None = number(above=0)

@@ -1,8 +1,8 @@
-"""What a run measures: the metric names, the files they are written to, and the figures that sum up a run.
+"""The files that hold a run's measurements: metrics.jsonl, one record for each logged step, and summary.json.
 
-Both files are strict JSON, so a value that is not finite (a loss that diverged) is written as null and
-named, with its kind, under the extra key `nonfinite`: {"train/loss": null, "nonfinite": {"train/loss":
-"nan"}}. The readers below put the float back. A value that was not measured is left out, never null.
+Both are strict JSON. A value that is not finite (a loss that diverged) is written as null, and its kind under the extra
+key `nonfinite`: {"train/loss": null, "nonfinite": {"train/loss": "nan"}}. The readers below restore the float. A value
+that was not measured is left out, never null.
 """
 
 import errno
@@ -18,25 +18,24 @@ from typing import Any
 
 from training.errors import UserError
 from training.metrics.names import COUNTS, METRIC_KEYS, PLANNED, SUMMARY_KEYS
+from training.runs.files import METRICS_FILE, SUMMARY_FILE, partial_path
 
 logger = logging.getLogger(__name__)
 
-METRICS_FILE = "metrics.jsonl"
-SUMMARY_FILE = "summary.json"
-# No time, rate, size or count is larger, whatever the machine.
+# No time, rate, size or count of any machine is larger.
 LARGEST = 1e18
-# Sums of larger losses would leave the range of floats.
+# Sums of larger losses would overflow a float.
 LARGEST_LOSS = 1e300
 
 
 class MetricsWriter:
-    """Appends records to `metrics.jsonl` in `run_dir`, which must exist; a resumed run goes on with its file.
+    """Appends records to `metrics.jsonl` in `run_dir`, which must exist; a resumed run continues its file.
 
     Args:
-        after_step: the step that the run goes on after. Records of later steps are dropped: it makes them again.
+        after_step: the step after which the run resumes. Records of later steps are dropped: the run makes them again.
 
     Raises:
-        UserError: the file cannot be written, as when the disk is full, or holds a line that is not a record.
+        UserError: the file cannot be written, for example on a full disk, or has a line that is not a record.
     """
 
     def __init__(self, run_dir: Path, after_step: int = 0):
@@ -48,18 +47,18 @@ class MetricsWriter:
             _drop_after(self._path, after_step)
 
     def sync(self) -> None:
-        """Has what was written on disk, for power failures that a checkpoint is to survive."""
+        """Flushes the records to the disk, so that a checkpoint saved next is never newer than them."""
         with _disk_errors(self._run_dir), open(self._path, "ab") as file:
             os.fsync(file.fileno())
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append `record` as one line; the operating system has it by the time this returns.
+        """Appends `record` as one line; the operating system has it when this returns.
 
         Raises:
-            UserError: the disk is full; what was written of the line is taken back.
+            UserError: the disk is full; the part of the line that was written is removed again.
         """
         line = (_to_json(record) + "\n").encode()
-        # Unbuffered: one call writes the line, and nothing is retried when the file is closed.
+        # Unbuffered: one call writes the line, and closing the file does not try again.
         with _disk_errors(self._run_dir), open(self._path, "ab", buffering=0) as file:
             end = file.tell()
             if file.write(line) != len(line):
@@ -68,10 +67,10 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The records of a run, in order; a last line that a killed run did not finish is ignored.
+    """Reads the records of a run, in order; a last line that a killed run did not finish is ignored.
 
     Raises:
-        UserError: there is no metrics file, it cannot be read, or it holds a line that is not a record.
+        UserError: there is no metrics file, it cannot be read, or it has a line that is not a record.
     """
     path = run_dir / METRICS_FILE
     *lines, _incomplete = _content(path, "name the directory of a run").split(b"\n")
@@ -85,13 +84,13 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    """Write `summary.json` in `run_dir` whole or not at all: a reader sees the old file or the new one.
+    """Writes `summary.json` in `run_dir` completely or not at all: a reader sees the old file or the new one.
 
     Raises:
-        UserError: the file cannot be written, as when the disk is full.
+        UserError: the file cannot be written, for example on a full disk.
     """
     path = run_dir / SUMMARY_FILE
-    partial = path.with_suffix(".json.partial")
+    partial = partial_path(path)
     text = _to_json(summary, indent=2) + "\n"
     with _disk_errors(run_dir):
         try:
@@ -106,13 +105,13 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """The summary of a run.
+    """Reads the summary of a run.
 
     Raises:
-        UserError: there is none (the run goes on, or was killed), it cannot be read, or it is damaged.
+        UserError: there is no summary (the run is not over, or was killed), it cannot be read, or it is damaged.
     """
     path = run_dir / SUMMARY_FILE
-    content = _content(path, "the run goes on or was killed, or this is no run's directory")
+    content = _content(path, "the run is not over or was killed, or this is not the directory of a run")
     try:
         return _from_json(content)
     except ValueError as error:
@@ -120,7 +119,7 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value that was read from JSON is a number, finite or not."""
+    """Tells whether a value that was read from JSON is a number, finite or not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -141,16 +140,16 @@ def _content(path: Path, advice: str) -> bytes:
 
 
 def _from_json(text: bytes) -> dict[str, Any]:
-    """What one object of JSON says; raises ValueError with the reason where no run writes such a thing."""
+    """Parses one JSON object; raises ValueError with the reason if no run writes such an object."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
-        raise ValueError("it is no JSON") from None
+        raise ValueError("it is not JSON") from None
     if not isinstance(values, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     kinds = values.pop("nonfinite", {})
     if not (isinstance(kinds, dict) and all(kind in ("nan", "inf", "-inf") for kind in kinds.values())):
-        raise ValueError(f"nonfinite is {reprlib.repr(kinds)}, not nan, inf or -inf by names")
+        raise ValueError(f"nonfinite is {reprlib.repr(kinds)}: it must map names to nan, inf or -inf")
     values |= {key: float(kind) for key, kind in kinds.items()}
     for key, value in values.items():
         _check(key, value)
@@ -158,34 +157,34 @@ def _from_json(text: bytes) -> dict[str, Any]:
 
 
 def _check(key: str, value: Any) -> None:
-    """Raises ValueError where the metric of that name never has such a value."""
+    """Raises ValueError if the metric `key` never has such a value."""
     metric = key.removeprefix(PLANNED)
     if metric not in METRIC_KEYS and metric not in SUMMARY_KEYS:
         return
-    wanted, found = "a number", is_number(value)
-    if found and metric in COUNTS:
-        wanted, found = "a count", isinstance(value, int) and 0 <= value <= LARGEST
-    elif found and metric.startswith("train/"):
-        # Infinite it may be.
-        wanted, found = "a number that a loss reaches", not LARGEST_LOSS < abs(value) < math.inf
-    elif found:
-        wanted, found = "a quantity", 0 <= value <= LARGEST
-    if not found:
-        raise ValueError(f"{key} is {reprlib.repr(value)}, not {wanted}")
+    expected, valid = "a number", is_number(value)
+    if valid and metric in COUNTS:
+        expected, valid = "a count", isinstance(value, int) and 0 <= value <= LARGEST
+    elif valid and metric.startswith("train/"):
+        # Infinity is allowed.
+        expected, valid = "a number that a loss reaches", not LARGEST_LOSS < abs(value) < math.inf
+    elif valid:
+        expected, valid = "a quantity", 0 <= value <= LARGEST
+    if not valid:
+        raise ValueError(f"{key} is {reprlib.repr(value)}, not {expected}")
 
 
 def _drop_incomplete_line(path: Path) -> None:
-    # Else the next record would continue the line that a killed run left unfinished.
+    # Otherwise the next record would continue the line that a killed run left unfinished.
     content = path.read_bytes()
     if content and not content.endswith(b"\n"):
         os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def _drop_after(path: Path, step: int) -> None:
-    """Cuts the file before its first record of a later step.
+    """Cuts the file before its first record of a step after `step`.
 
-    A line that is no record, such as a power failure leaves, is cut with what follows it, which the run makes again.
-    Raises UserError where a record follows that the run would not make again.
+    A line that is not a record, such as a power failure leaves, is cut with the lines after it, which the run makes
+    again. Raises UserError if a record follows that the run would not make again.
     """
     *lines, _ = path.read_bytes().split(b"\n")
     records = [_record_of(line) for line in lines]
@@ -194,12 +193,12 @@ def _drop_after(path: Path, step: int) -> None:
     if end < len(records) and records[end] is None:
         if any(to_keep[end:]):
             raise UserError(f"{path}: line {end + 1} is not a record; the file is damaged")
-        logger.warning("%s: line %d is not a record: it is cut off with what follows", path, end + 1)
+        logger.warning("%s: line %d is not a record: it is cut off with the lines after it", path, end + 1)
     os.truncate(path, sum(len(line) + 1 for line in lines[:end]))
 
 
 def _record_of(line: bytes) -> dict[str, Any] | None:
-    """The record in a line, None where there is none that has a step."""
+    """Returns the record in a line, None if the line has no record with a step."""
     try:
         record = _from_json(line)
     except ValueError:

@@ -1,15 +1,15 @@
-"""The names of what a run measures, with their units."""
+"""The names of all metrics, with their units."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-# Before the name of a metric in a summary: what the plan of the run said of it.
+# Prefix of a metric's name in a summary: the value that the plan predicted.
 PLANNED = "planned/"
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One measured quantity. `summary` says which figure stands for a whole run; None: not in the summary."""
+    """One measured quantity. `summary` is the statistic that stands for a whole run; None: not in the summary."""
 
     unit: str
     description: str
@@ -21,28 +21,28 @@ METRIC_KEYS: dict[str, Metric] = {
     "train/loss": Metric("nats/token", "mean cross-entropy of the step's batch"),
     "train/grad_norm": Metric("", "L2 norm of all gradients before clipping"),
     "train/lr": Metric("", "learning rate of the first parameter group"),
-    "train/skipped_steps": Metric("steps", "left out because gradients were not finite", "max"),
+    "train/skipped_steps": Metric("steps", "skipped because gradients were not finite", "max"),
     "perf/step_ms": Metric("ms", "time of one step", "median"),
     "perf/tokens_per_s": Metric("tokens/s", "tokens trained in a second", "median"),
     "perf/mfu": Metric("", "model FLOPs over the device's peak, 0 to 1", "median"),
-    "memory/vram_peak_gib": Metric("GiB", "most live tensors on the GPU since the last record", "max"),
-    "memory/vram_reserved_gib": Metric("GiB", "most memory its allocator held since then", "max"),
+    "memory/vram_peak_gib": Metric("GiB", "peak of live tensors on the GPU since the last record", "max"),
+    "memory/vram_reserved_gib": Metric("GiB", "peak of the memory that its allocator held since then", "max"),
     "memory/host_pinned_gib": Metric("GiB", "page-locked host memory", "max"),
     "memory/rss_gib": Metric("GiB", "resident host memory of the process", "max"),
     "transfer/h2d_gib": Metric("GiB/step", "copied from host to device", "mean"),
     "transfer/d2h_gib": Metric("GiB/step", "copied from device to host", "mean"),
-    "transfer/activations_h2d_gib": Metric("GiB/step", "of these, activations that came back to the device", "mean"),
-    "transfer/activations_d2h_gib": Metric("GiB/step", "of these, activations that went to the host", "mean"),
+    "transfer/activations_h2d_gib": Metric("GiB/step", "activations among the bytes of h2d_gib", "mean"),
+    "transfer/activations_d2h_gib": Metric("GiB/step", "activations among the bytes of d2h_gib", "mean"),
     "transfer/stall_ms": Metric("ms", "compute waiting for copies, in one step", "median"),
-    "optimizer/host_ms": Metric("ms", "updates made beside the device, in one step", "mean"),
+    "optimizer/host_ms": Metric("ms", "updates on the optimizer's own thread, in one step", "mean"),
     "optimizer/wait_ms": Metric("ms", "the step waiting for these updates", "mean"),
-    "checkpoint/save_ms": Metric("ms", "the run standing still to be saved, since the last record", "mean"),
+    "checkpoint/save_ms": Metric("ms", "the run waiting for its checkpoint to be saved, since the last record", "mean"),
     "optimizer/gparams_per_s": Metric("Gparam/s", "parameters updated in a second of host_ms", "mean"),
 }
-# RunFigures that only a summary has.
+# Metrics that only a summary has.
 SUMMARY_KEYS: dict[str, Metric] = {
     "steps": Metric("steps", "optimizer steps done"),
-    "perf/floor_ms": Metric("ms", "by the plan: compute, copies either way or the host's update alone, the longest"),
+    "perf/floor_ms": Metric("ms", "planned: the longest of compute, copies in, copies out and the host's update alone"),
     "perf/floor_ratio": Metric("", "step time over that floor"),
     "train/first_loss": Metric("nats/token", "loss of the first logged step"),
     "train/final_loss": Metric("nats/token", "loss of the last logged step"),

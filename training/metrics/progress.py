@@ -1,6 +1,6 @@
-"""What a run shows on the terminal: its plan, its progress and its closing figures.
+"""The output of a run on the terminal: its plan, its progress and its summary.
 
-On a terminal a bar that is drawn in place; into a file or a pipe plain lines, one for each logged step, without
+A terminal gets a bar that is redrawn in place; a file or a pipe gets plain lines, one for each logged step, without
 control characters. Everything goes to standard output.
 """
 
@@ -17,17 +17,17 @@ from rich.table import Table
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from training.metrics.files import METRICS_FILE, SUMMARY_FILE
 from training.metrics.names import METRIC_KEYS, PLANNED, SUMMARY_KEYS
+from training.runs.files import METRICS_FILE, SUMMARY_FILE, WANDB_FOLDER
 
 
 class Progress:
-    """Progress of a run over `total_steps` optimizer steps.
+    """Shows the progress of a run over `total_steps` optimizer steps.
 
     Args:
         description: one or two words before the bar.
         initial_step: steps done before, in a resumed run.
-        stream: where to show it; standard output by default.
+        stream: the file to write to; standard output by default.
     """
 
     def __init__(
@@ -57,18 +57,18 @@ class Progress:
             self._redirect.enter_context(logging_redirect_tqdm())
 
     def update(self, step: int, record: Mapping[str, Any] | None = None) -> None:
-        """Show that `step` steps are done, and the figures of `record` where the step was logged."""
+        """Shows that `step` steps are done, and for a logged step the values of its `record`."""
         if self._bar is not None:
             if record:
-                self._bar.set_postfix_str("  ".join(_figures(record)), refresh=False)
+                self._bar.set_postfix_str("  ".join(_headline(record)), refresh=False)
             self._bar.update(step - self._bar.n)
         elif record:
             width = len(str(self._total_steps))
-            parts = [f"step {step:{width}}/{self._total_steps}", *_figures(record), f"ETA {self._eta(step)}"]
+            parts = [f"step {step:{width}}/{self._total_steps}", *_headline(record), f"ETA {self._eta(step)}"]
             print("  ".join(parts), file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Leave the last state on the screen; a second call does nothing."""
+        """Leaves the last state on the screen; a second call does nothing."""
         if self._bar is not None:
             self._bar.close()
         self._redirect.close()
@@ -80,7 +80,7 @@ class Progress:
 
 
 def print_plan(plan: Mapping[str, str], title: str = "Plan", *, stream: TextIO | None = None) -> None:
-    """Print `plan` as a table of two columns, one row for each entry."""
+    """Prints `plan` as a table of two columns, one row for each entry."""
     table = _table(title)
     table.show_header = False
     table.add_column(style="cyan", no_wrap=True)
@@ -90,10 +90,10 @@ def print_plan(plan: Mapping[str, str], title: str = "Plan", *, stream: TextIO |
     _console(stream).print(table)
 
 
-def report(summary: Mapping[str, Any], run_dir: Path, *, stream: TextIO | None = None) -> None:
-    """Print the closing figures of a run under the names of its metrics, then where its files are.
+def print_summary(summary: Mapping[str, Any], run_dir: Path, *, stream: TextIO | None = None) -> None:
+    """Prints the summary of a run under the names of its metrics, then where its files are.
 
-    What the plan said of a figure stands beside it, with the ratio of what was measured to that.
+    If the plan predicted a metric, two more columns show the planned value and the ratio of measured to planned.
     """
     table = _table("Summary")
     table.add_column("metric", style="cyan", no_wrap=True)
@@ -111,11 +111,11 @@ def report(summary: Mapping[str, Any], run_dir: Path, *, stream: TextIO | None =
     console = _console(stream)
     console.print(table)
     status, reason = summary.get("status", "ok"), summary.get("reason")
-    # Never wrapped: a path is there to be copied.
+    # Never wrapped, so that a path can be copied.
     lines = [f"run {status}{f': {reason}' if reason else ''}", f"files   {run_dir}"]
-    lines.append(f"figures {METRICS_FILE} (a line for each logged step), {SUMMARY_FILE}")
-    if (run_dir / "wandb").is_dir():
-        lines.append(f"charts  wandb leet {run_dir / 'wandb'}")
+    lines.append(f"metrics {METRICS_FILE} (a line for each logged step), {SUMMARY_FILE}")
+    if (run_dir / WANDB_FOLDER).is_dir():
+        lines.append(f"charts  wandb leet {run_dir / WANDB_FOLDER}")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -125,24 +125,24 @@ def _beside_plan(measured: float, planned: float) -> tuple[str, str]:
 
 
 def format_value(value: Any) -> str:
-    """A figure for reading: thousands separated, at most four significant digits after a decimal point."""
+    """Formats a value for people: thousands separated, at most four significant digits."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _figures(record: Mapping[str, Any]) -> list[str]:
-    """Loss, speed and memory of a logged step, those that it has: about 45 characters."""
-    figures = []
+def _headline(record: Mapping[str, Any]) -> list[str]:
+    """Returns loss, speed and memory of a logged step, as far as it has them: about 45 characters."""
+    parts = []
     if "train/loss" in record:
-        figures.append(f"loss {record['train/loss']:.4f}")
+        parts.append(f"loss {record['train/loss']:.4f}")
     if "perf/tokens_per_s" in record:
-        figures.append(f"{tqdm.format_sizeof(record['perf/tokens_per_s'])} tokens/s")
+        parts.append(f"{tqdm.format_sizeof(record['perf/tokens_per_s'])} tokens/s")
     if vram_gib := record.get("memory/vram_peak_gib"):
-        figures.append(f"VRAM {vram_gib:.2f} GiB")
+        parts.append(f"VRAM {vram_gib:.2f} GiB")
     elif rss_gib := record.get("memory/rss_gib"):
-        figures.append(f"RSS {rss_gib:.2f} GiB")
-    return figures
+        parts.append(f"RSS {rss_gib:.2f} GiB")
+    return parts
 
 
 def _table(title: str) -> Table:
@@ -151,5 +151,5 @@ def _table(title: str) -> Table:
 
 def _console(stream: TextIO | None) -> Console:
     stream = stream or sys.stdout
-    # A file or a pipe has no width, and what is cut off there is lost.
+    # A file or a pipe has no width, and text that is cut off there is lost.
     return Console(file=stream, width=None if stream.isatty() else 120)

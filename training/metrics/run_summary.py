@@ -1,4 +1,4 @@
-"""The figures that sum up a run."""
+"""The statistics that sum up a run."""
 
 import statistics
 from array import array
@@ -11,15 +11,15 @@ from training.metrics.names import METRIC_KEYS
 _STATISTICS = {"median": statistics.median, "mean": statistics.fmean}
 
 
-class RunFigures:
-    """The figures that stand for a run, under the names of the metrics they sum up, without its records.
+class RunSummary:
+    """Sums up a run, one record after another, without keeping the records.
 
-    Medians of times and rates, means of transferred GiB: over the logged records with `train/step` >
-    `warmup_steps`, or over all where there is none. Peaks of memory and the losses: over all records. A
-    metric that no record has is left out; without records there are none.
+    Each statistic has the name of its metric. Medians of times and rates, and means of transferred GiB, are over the
+    logged records with `train/step` > `warmup_steps`, or over all records if there are none. Peaks of memory, and the
+    first and last loss, are over all records. A metric that no record has is left out.
 
     Args:
-        warmup_steps: first steps whose times do not count: they allocate, compile, record the access order.
+        warmup_steps: first steps whose times do not count: they allocate, compile and record the access order.
     """
 
     def __init__(self, warmup_steps: int):
@@ -27,11 +27,11 @@ class RunFigures:
         self._warm = False
         self._losses: dict[str, float] = {}
         self._peaks: dict[str, float] = {}
-        # Of a number 8 bytes, in a run of any length.
+        # An array takes 8 bytes for each number, which a run of any length can afford.
         self._values: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
 
     def add(self, record: dict[str, Any]) -> None:
-        """Takes in the next record, as MetricsWriter writes it."""
+        """Adds the next record, as MetricsWriter writes it."""
         if "train/loss" in record:
             self._losses.setdefault("train/first_loss", record["train/loss"])
             self._losses["train/final_loss"] = record["train/loss"]
@@ -46,16 +46,16 @@ class RunFigures:
             else:
                 self._values[key].append(record[key])
 
-    def summary(self) -> dict[str, float]:
-        """The figures of all records so far."""
+    def values(self) -> dict[str, float]:
+        """Returns the statistics of all records so far."""
         typical = {key: _STATISTICS[METRIC_KEYS[key].summary](values) for key, values in self._values.items()}
-        figures = self._peaks | typical
-        return self._losses | {key: figures[key] for key in METRIC_KEYS if key in figures}
+        found = self._peaks | typical
+        return self._losses | {key: found[key] for key in METRIC_KEYS if key in found}
 
 
 def summarise(records: Iterable[dict[str, Any]], *, warmup_steps: int, total_steps: int) -> dict[str, Any]:
-    """The `RunFigures` of `records`, which are in order, and under `steps` the optimizer steps done."""
-    figures = RunFigures(warmup_steps)
+    """Returns the `RunSummary` of `records`, which are in order, and under `steps` the optimizer steps done."""
+    summary = RunSummary(warmup_steps)
     for record in records:
-        figures.add(record)
-    return {"steps": total_steps} | figures.summary()
+        summary.add(record)
+    return {"steps": total_steps} | summary.values()

@@ -1,4 +1,4 @@
-"""Step times measured on the device's own clock, without making the host wait."""
+"""Step times measured by the device's own clock, without making the host wait."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from offload.runtime.registry import Streams
 
 
 class StepTimer:
-    """Times steps by events on the compute stream; on a device without streams, by the host's clock."""
+    """Times steps with events on the compute stream; on a device without streams, with the host's clock."""
 
     def __init__(self, streams: Streams):
         self._streams = streams
         self._steps: list[tuple] = []
 
     def start(self) -> None:
-        """A step begins."""
+        """Marks the start of a step."""
         self._start = self._now()
 
     def stop(self) -> None:
-        """The step has been queued to its end, the optimizer's update included."""
+        """Marks the end of the step, when its last work is queued, the optimizer's update included."""
         self._steps.append((self._start, self._now()))
 
     def collect(self) -> list[float]:
-        """The ms of each step since the last call. The host waits for the device: call it where a step is logged."""
+        """Returns the ms of each step since the last call. Waits for the device: call it where a step is logged."""
         if self._streams.asynchronous:
             self._streams.synchronize()
             times_ms = [start.elapsed_time(end) for start, end in self._steps]

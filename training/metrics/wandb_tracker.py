@@ -1,9 +1,8 @@
 """Tracking in wandb that can fail in any way without harming the run.
 
-One thread owns wandb: it alone imports it, starts it, logs and finishes. The training thread hands it
-records and waits for it in two places only, at the start and at the end, each for a bounded time. Whatever
-wandb raises, and whatever it hangs on, ends in one warning; `metrics.jsonl` and `summary.json` do not depend
-on it.
+One thread owns wandb: only this thread imports it, starts it, logs and finishes. The training thread passes records to
+it, and waits for it only at the start and at the end, each time for a bounded time. Every error of wandb, and every
+hang, ends in one warning; the files of the run's directory do not depend on it.
 """
 
 import logging
@@ -25,6 +24,7 @@ from omegaconf import OmegaConf
 
 from training.errors import UserError
 from training.runs.failures import explain
+from training.runs.files import METRICS_FILE, WANDB_FOLDER
 
 if TYPE_CHECKING:
     import wandb
@@ -47,26 +47,26 @@ _SETTINGS = {
     # Files that are kept with the run stay in it when its directory is moved.
     "symlink": False,
 }
-# Longest waits for the wandb thread. wandb's own limits above are shorter and let it say what went wrong; these
-# end the wait for a wandb that does not answer.
+# Longest waits for the wandb thread. wandb's own limits above are shorter, so that it can report what went wrong; these
+# limits end the wait for a wandb that does not answer.
 _START_LIMIT_S = 20.0
 _FINISH_LIMIT_S = 40.0
 _KILLED_LIMIT_S = 2.0
-# Records that may wait for wandb: far more than a working one leaves waiting, little memory for a hung one.
+# Records that may wait for wandb: far more than wait while it works, and little memory if it hangs.
 _QUEUE_LENGTH = 10_000
 
 _Task = Callable[["wandb.Run"], object]
 
 
 def run_name(choices: Mapping[str, str], seed: int) -> str:
-    """`model-offload-seed` from the chosen options of the config groups."""
+    """Returns `model-offload-seed`, from the chosen options of the config groups."""
     return f"{choices['model']}-{choices['offload']}-{seed}"
 
 
 def chosen_options(choices: Mapping[str, str | None], groups: Iterable[str]) -> dict[str, str]:
-    """The options of a run by group, without Hydra's own and groups that none was chosen of.
+    """Returns the options of a run by group, without Hydra's own groups and groups without a chosen option.
 
-    An option that stands inside another is under the path of its key, underscored: `offload_weights`.
+    An option inside another one is under the path of its key, with underscores: `offload_weights`.
     """
     chosen = {}
     for group, option in choices.items():
@@ -77,20 +77,20 @@ def chosen_options(choices: Mapping[str, str | None], groups: Iterable[str]) -> 
 
 
 def run_tags(choices: Mapping[str, str]) -> list[str]:
-    """One `group=option` tag for each chosen option, as on the command line; wandb takes at most 64 characters."""
+    """Returns a tag `group=option` for each chosen option, as on the command line; wandb allows 64 characters."""
     return [f"{group}={option}"[:64] for group, option in sorted(choices.items())]
 
 
 class Tracker:
     """A wandb run in `run_dir/wandb`; one at a time in a process.
 
-    Never raises for anything that goes wrong in wandb, and never asks on the terminal.
+    Raises nothing for errors in wandb, and asks nothing on the terminal.
 
     Args:
-        mode: `online`, `offline`, `disabled` (wandb is not even imported), or `auto`: what WANDB_MODE or the
-            command `wandb offline` chose, else online where an API key is configured, else offline.
+        mode: `online`, `offline`, `disabled` (wandb is not imported), or `auto`: the mode that WANDB_MODE or the
+            command `wandb offline` chose, otherwise online if an API key is configured, otherwise offline.
         project, entity: None leaves the choice to wandb's own settings.
-        group: None takes the sweep's, which the sweep launcher puts in OFFLOAD_SWEEP_GROUP.
+        group: None takes the sweep's, which the sweep launcher writes to OFFLOAD_SWEEP_GROUP.
         config: the whole configuration, a plain dict or an OmegaConf node; logged resolved.
         resume_id: the `id` of the run that this one continues.
 
@@ -116,7 +116,7 @@ class Tracker:
         self._mode = mode
         self._run_dir = run_dir
         self.id: str | None = resume_id or secrets.token_hex(4)
-        """The run's in wandb; None where it has none."""
+        """The id of the run in wandb; None if there is no such run."""
         self._init_arguments = {
             "id": self.id,
             "resume": "allow" if resume_id else None,
@@ -144,14 +144,14 @@ class Tracker:
             _kill_service()
 
     def log(self, record: Mapping[str, Any], step: int) -> None:
-        """Hand `record` to wandb as the history of optimizer step `step`; returns at once."""
+        """Passes `record` to wandb as the history of optimizer step `step`; returns at once."""
         values = dict(record)
         self._submit(lambda run: run.log(values, step=step, commit=True))
 
     def log_files(self, pictures: Mapping[str, Path], files: Sequence[Path], step: int) -> None:
-        """Hand wandb pictures, shown under their keys at optimizer step `step`, and files of the run's directory.
+        """Passes pictures to wandb, shown under their keys at optimizer step `step`, and files of the run's directory.
 
-        Returns at once; the files are to stay as they are.
+        Returns at once; the files must not change afterwards.
         """
         paths = dict(pictures)
 
@@ -159,7 +159,7 @@ class Tracker:
             import wandb
 
             shown = {key: wandb.Image(str(path)) for key, path in paths.items()}
-            # Not committed: the metrics of this step may follow.
+            # Not committed, because the metrics of this step may follow.
             run.log({"train/step": step, **shown}, step=step, commit=False)
             for path in files:
                 run.save(path, base_path=self._run_dir, policy="now", glob=False)
@@ -167,13 +167,13 @@ class Tracker:
         self._submit(log)
 
     def fail(self, error: BaseException) -> None:
-        """End the wandb run as failed, with the status and reason that summary.json gives for `error`."""
+        """Ends the wandb run as failed, with the status and reason that summary.json has for `error`."""
         failure = explain(error)
         self.finish({"status": failure.status, "reason": failure.reason}, exit_code=1)
 
     @contextmanager
-    def failures_told(self) -> Iterator[None]:
-        """Around a part of a run: what ends it early, ends the wandb run too."""
+    def failing_with(self) -> Iterator[None]:
+        """Around a part of a run: an error in it ends the wandb run as failed."""
         try:
             yield
         except BaseException as error:
@@ -181,7 +181,7 @@ class Tracker:
             raise
 
     def finish(self, summary: Mapping[str, Any], exit_code: int = 0) -> None:
-        """End the wandb run; `summary` replaces the last values logged under the same names.
+        """Ends the wandb run; `summary` replaces the last values logged under the same names.
 
         Waits for the upload, at most 40 s. A second call does nothing.
         """
@@ -213,9 +213,11 @@ class Tracker:
                 return
             self._closed = True
         rescue = f"; upload what wandb has: {_sync_command(self._sync_dir)}" if self._sync_dir else ""
-        logger.warning("tracking stopped: %s; the run is unharmed, metrics.jsonl has every record%s", problem, rescue)
+        logger.warning(
+            "tracking stopped: %s; the run is unharmed, %s has every record%s", problem, METRICS_FILE, rescue
+        )
 
-    # What follows runs on the wandb thread.
+    # The methods below run on the wandb thread.
 
     def _work(self) -> None:
         try:
@@ -224,7 +226,7 @@ class Tracker:
                 while task := self._tasks.get():
                     task(run)
         except Exception as error:
-            # wandb raises its own errors, those of its dependencies and the socket's; none may stop a run.
+            # wandb raises errors of its own, of its dependencies and of the socket; none of them may stop a run.
             self._give_up(_one_line(error))
         finally:
             _tear_down(exit_code=int(self._closed))
@@ -232,8 +234,8 @@ class Tracker:
             self._started.set()
 
     def _start(self) -> "wandb.Run | None":
-        wandb_dir = self._run_dir / "wandb"
-        # In the environment, because the service process reads these there.
+        wandb_dir = self._run_dir / WANDB_FOLDER
+        # The service process reads these variables from the environment.
         os.environ["WANDB_CACHE_DIR"] = str(wandb_dir / "cache")
         os.environ["WANDB_DATA_DIR"] = str(wandb_dir / "data")
         # A service inherited from a parent process would end with the parent.
@@ -257,18 +259,18 @@ class Tracker:
         return run
 
     def _init_online(self, wandb: ModuleType) -> tuple["wandb.Run | None", str, int]:
-        """The run, or None where there is no key or no network; what to say of it, and at which level."""
-        # Those of a run that is continued here are kept.
-        before = set((self._run_dir / "wandb").glob("run-*"))
+        """Starts the run online; returns the run, or None without key or network, with a log message and its level."""
+        # Folders of the run that this one continues are kept.
+        before = set((self._run_dir / WANDB_FOLDER).glob("run-*"))
         try:
             if wandb.login(prompt=False, verify=False):
                 return self._init(wandb, mode="online"), "online", logging.INFO
         except wandb.Error as error:
-            # It holds the run's id still, which the offline run is to have.
+            # The service still holds the run's id, which the offline run needs.
             _kill_service()
             _tear_down(exit_code=1)
-            # What the attempt left would be uploaded as an empty run.
-            for abandoned in set((self._run_dir / "wandb").glob(f"run-*-{self.id}")) - before:
+            # `wandb sync` would upload the folders of this attempt as an empty run.
+            for abandoned in set((self._run_dir / WANDB_FOLDER).glob(f"run-*-{self.id}")) - before:
                 shutil.rmtree(abandoned, ignore_errors=True)
             return None, f"offline, because online fails ({_one_line(error)})", logging.WARNING
         asked = self._mode == "online" or "WANDB_MODE" in os.environ
@@ -280,7 +282,7 @@ class Tracker:
 
 
 def plain(config: Any) -> Any:
-    """`config` as nested dicts and lists of strings, numbers, booleans and None, interpolations resolved."""
+    """Converts `config` to nested dicts and lists of strings, numbers, booleans and None, interpolations resolved."""
     if OmegaConf.is_config(config):
         config = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
     if isinstance(config, Mapping):
@@ -291,17 +293,17 @@ def plain(config: Any) -> Any:
 
 
 def _tear_down(exit_code: int) -> None:
-    """End the service, so that the next run starts its own; runs left open get `exit_code`."""
+    """Ends the service, so that the next run starts its own; runs that are still open get `exit_code`."""
     wandb = sys.modules.get("wandb")
     if wandb is None:
         return
-    # Of a dead service the connection raises, and of one that ended badly wandb calls sys.exit.
+    # The connection raises if the service is dead, and wandb calls sys.exit if it ended badly.
     with suppress(Exception, SystemExit):
         wandb.teardown(exit_code)
 
 
 def _kill_service() -> None:
-    """Make every call that waits for the service raise, wandb's exit handler included."""
+    """Kills the service, so that every call that waits for it raises, wandb's exit handler included."""
     for child in psutil.Process().children():
         with suppress(psutil.Error):
             if child.name().startswith("wandb-core"):

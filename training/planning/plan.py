@@ -1,7 +1,7 @@
-"""The plan of a run: what it will hold and move, how long a step will take and why, and whether it fits.
+"""Plans a run: the bytes that it will hold and move, the time of a step and its bottleneck, and whether it fits.
 
-Nothing large is allocated and no GPU is needed: a dry run of the step on the meta device (`offload.planning.dry_run`)
-counts bytes, and times follow from the figures of a machine (`training.planning.machine`).
+Nothing large is allocated and no GPU is needed. A dry run of the step on the meta device (`offload.planning.dry_run`)
+counts bytes, and times follow from the speeds of a machine (`training.planning.machine`).
 """
 
 from __future__ import annotations
@@ -14,30 +14,28 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.loss import Head, tokens_per_chunk
 from offload.planning.cost_model import forecast, hidden_share
 from offload.planning.dry_run import DryRun, Phase, dry_run
 from offload.planning.simulated_streams import SimulatedStreams
 from offload.runtime.byte_sizes import GIB, parse_bytes
-from offload.weights.footprint import Footprint
-from training.components import DTYPES, build_mode, build_model, recomputed_blocks, updates_early
+from training.components import Components, left_as_found
 from training.errors import UserError, first_line
 from training.metrics.files import write_summary
 from training.metrics.progress import print_plan
-from training.planning.machine import Figures, figures_of, is_whole
+from training.planning.machine import Machine, is_complete, machine_of
 from training.planning.optimizer import PlannedUpdate
 from training.planning.report import RunPlan
 from training.profiling.hardware import resolve_device, rss_gib
 from training.profiling.timeline import Interval, Timeline, draw_chart
+from training.runs.files import PLAN_PICTURE
+from training.runs.invocation import Invocation
 
-# Microbatches that are rehearsed one by one; more follow from these.
-REHEARSED = 4
-
-TIMELINE_FILE = "plan_timeline.png"
+# Microbatches that the dry run computes one by one; the bytes of more follow from these.
+MOST_DRY = 4
 
 NO_GPU = "no GPU here: the CPU is planned for; hardware=h200, a100 or rtx4090 plans for one"
 
@@ -46,188 +44,194 @@ WAITS_FOR_UPDATES = "optimizer=host_adamw hides updates on the host behind the s
 logger = logging.getLogger(__name__)
 
 
-def plan_only(config: DictConfig, run_dir: Path) -> dict:
-    """All that `plan=true` does: the plan on the terminal, in plan.json, and as a summary, which is returned.
+def plan_only(config: DictConfig, invocation: Invocation) -> dict:
+    """Does all of `plan=true`: prints the plan, writes plan.json and a summary, and returns the summary.
 
-    Its status is "planned", its reason what does not fit. Raises UserError as a run would.
+    The summary's status is "planned", and its reason says what does not fit. Raises UserError as a run would.
     """
-    figures = figures_of(config, resolve_device("auto" if is_whole(config) else config.device))
-    plan = plan_run(config, figures, has_gpu=figures.vram_gib is not None)
+    device = resolve_device("auto" if is_complete(config) else config.device)
+    components = Components.of(config, invocation, device)
+    machine = machine_of(components)
+    plan = plan_run(components, machine, has_gpu=machine.vram_gib is not None)
     if not plan.has_gpu:
         plan = replace(plan, notes=(*plan.notes, NO_GPU))
-    choices = HydraConfig.get().runtime.choices
-    print_plan(plan.rows(), title=f"Footprint: offload={choices['offload']} model={choices['model']}")
-    plan.write(run_dir)
+    print_plan(plan.rows(), title=f"Plan: {invocation.title}")
+    plan.write(invocation.run_dir)
     if plan.timeline:
-        title = f"planned: {choices['offload']}, {choices['model']} on {figures.name}"
-        draw_timeline(plan, config.microbatches, run_dir / TIMELINE_FILE, title)
+        title = f"planned: {invocation.choices['offload']}, {invocation.choices['model']} on {machine.name}"
+        draw_timeline(plan, config.microbatches, invocation.run_dir / PLAN_PICTURE, title)
     summary = {"status": "planned", "reason": plan.misfit(), **plan.summary()}
-    write_summary(run_dir, summary)
+    write_summary(invocation.run_dir, summary)
     return summary
 
 
 def draw_timeline(plan: RunPlan, microbatches: int, path: Path, title: str) -> None:
-    """Forward and backward as they were rehearsed, as a picture; its title says that the step is longer, and how long.
+    """Draws forward and backward of the dry run; the title says that the whole step is longer, and how long.
 
-    Of many `microbatches` a few are rehearsed.
+    Of more than `MOST_DRY` microbatches only the first are drawn.
     """
     intervals = (Interval(work.lane, work.start_ms * 1e3, work.end_ms * 1e3) for work in plan.timeline)
     ordered = tuple(sorted(intervals, key=lambda interval: interval.start_us))
-    some = f" of some of {microbatches} microbatches" if microbatches > REHEARSED else ""
+    some = f" of some of {microbatches} microbatches" if microbatches > MOST_DRY else ""
     part = f"step of {plan.forecast.step_ms:,.1f} ms, of it forward and backward{some}"
     draw_chart(Timeline(ordered, overlaps=True), path, f"{title}; {part}")
 
 
-def plan_run(config: DictConfig, figures: Figures, has_gpu: bool) -> RunPlan:
-    """The plan of the run that `config` describes, on the machine of `figures`.
+def plan_run(components: Components, machine: Machine, has_gpu: bool) -> RunPlan:
+    """Plans the run that `components` make up, on `machine`; leaves the components as they were.
 
-    Where the model cannot be rehearsed without values, activations are not in it, and a note says why.
-    Raises UserError for a configuration that a run would refuse for its model or its mode.
+    If the model cannot run without values, activations are not in the plan, and a note says why.
     """
-    dtype = DTYPES[config.precision]
-    model = build_model(config, dtype)
-    mode, plan = build_mode(config, model)
-    recomputed_blocks(config, model, mode)
+    footprint, flops_per_s = components.footprint, machine.flops_per_s(components.dtype)
     notes = []
-    rehearsal = None
-    timed = SimulatedStreams(torch.device("meta"), figures.bandwidth, figures.flops_per_s(dtype)) if has_gpu else None
+    step = None
+    timed = SimulatedStreams(torch.device("meta"), machine.bandwidth, flops_per_s) if has_gpu else None
     try:
-        rehearsal = rehearsed(config, plan, has_gpu, timed)
+        step = dry_step(components, has_gpu, timed)
     except UserError:
         raise
-    except Exception as error:  # whatever a model does to values that are not there; a run has them
-        logger.debug("no rehearsal", exc_info=error)
+    except Exception as error:  # a model may fail in any way on tensors without values, and yet run on real ones
+        logger.debug("no dry run", exc_info=error)
         notes.append(f"activations are not in the plan: this model needs values to run ({first_line(error)})")
-    if rehearsal is None:
-        # What was timed ends where the rehearsal did.
-        rehearsal, timed = _unrehearsed(config, plan, model), None
-    if plan.activation_budget_bytes is None:
-        share = hidden_share(rehearsal.phases, figures.bandwidth, figures.flops_per_s(dtype))
-        rehearsal = rehearsal.swapping(share)
+    if step is None:
+        # The timeline ends where the dry run failed, so it is of no use.
+        step, timed = _without_dry_run(components), None
+    if footprint.activation_budget_bytes is None:
+        share = hidden_share(step.phases, machine.bandwidth, flops_per_s)
+        step = step.swapping(share)
         notes.append(f"offload.budget=auto: {share:.0%} of the activations taken to be hidden behind compute")
-        # It swaps everything, as the rehearsal did.
+        # The timeline is that of the dry run, which swaps everything.
         timed = None
-    found = _assembled(config, figures, has_gpu, model, plan, rehearsal, timed)
-    if has_gpu and plan.units and found.forecast.bound == "host optimizer" and "device_share" not in config.optimizer:
+    plan = _assembled(components, machine, has_gpu, step, timed)
+    waits = plan.forecast.bound == "host optimizer" and not components.updates_overlap
+    if has_gpu and footprint.units and waits:
         notes.append(WAITS_FOR_UPDATES)
-    return replace(found, notes=tuple(notes))
+    return replace(plan, notes=tuple(notes))
 
 
-def rehearsed(config: DictConfig, plan: Footprint, has_gpu: bool, timed: SimulatedStreams | None = None) -> DryRun:
-    """A rehearsed step of `config`, as far as it is rehearsed on the streams `timed`."""
+def dry_step(components: Components, has_gpu: bool, timed: SimulatedStreams | None = None) -> DryRun:
+    """Runs a step on the meta device; of many microbatches it runs a few and derives the rest."""
+    config = components.config
     count = config.microbatches
     small, larger = divmod(config.batch_size, count)
-    # As tensor_split makes them.
+    # The sizes that tensor_split makes.
     sizes = [small + 1] * larger + [small] * (count - larger)
-    if count <= REHEARSED:
-        return _rehearsed(config, sizes, has_gpu, timed)
-    if plan.layer_major:
-        before = _rehearsed(config, sizes[: REHEARSED - 1], has_gpu)
-        after = _rehearsed(config, sizes[:REHEARSED], has_gpu, timed)
-        return before.continued(after, sum(sizes[REHEARSED:]) / sizes[REHEARSED - 1])
-    # The first one's gradients need not come back to be added to; of the others those of a size are alike.
+    if count <= MOST_DRY:
+        return _dry_run(components, sizes, has_gpu, timed)
+    if components.footprint.layer_major:
+        before = _dry_run(components, sizes[: MOST_DRY - 1], has_gpu)
+        after = _dry_run(components, sizes[:MOST_DRY], has_gpu, timed)
+        return before.continued(after, sum(sizes[MOST_DRY:]) / sizes[MOST_DRY - 1])
+    # The first one differs: it has no earlier gradients to add to. The others are alike if they have the same size.
     others = Counter(sizes[1:])
-    return _rehearsed(config, [sizes[0], *others], has_gpu, timed).repeated([1, *others.values()])
+    return _dry_run(components, [sizes[0], *others], has_gpu, timed).repeated([1, *others.values()])
 
 
-def _rehearsed(
-    config: DictConfig, sizes: Sequence[int], has_gpu: bool, timed: SimulatedStreams | None = None
+def _dry_run(
+    components: Components, sizes: Sequence[int], has_gpu: bool, timed: SimulatedStreams | None = None
 ) -> DryRun:
-    """With microbatches of so many sequences, on a model of its own."""
-    model = build_model(config, DTYPES[config.precision])
-    model.train()
-    mode, _ = build_mode(config, model)
+    """Runs a step with microbatches of `sizes` sequences."""
+    config, model = components.config, components.model
     parts = [torch.empty((size, config.seq_len + 1), dtype=torch.int64, device="meta") for size in sizes]
 
     def loss_of(tokens: Tensor) -> Tensor:
         return model(tokens[:, :-1], tokens[:, 1:]) * (len(tokens) / config.batch_size)
 
-    losses = [partial(loss_of, tokens) for tokens in parts]
-    blocks = recomputed_blocks(config, model, mode)
-    return dry_run(mode, model, losses, recomputed=blocks, norms=True, timed=timed, on_gpu=has_gpu)
+    with left_as_found(model):
+        return dry_run(
+            components.mode,
+            model,
+            [partial(loss_of, tokens) for tokens in parts],
+            recomputed=components.recomputed_blocks,
+            norms=True,
+            timed=timed,
+            on_gpu=has_gpu,
+        )
 
 
-def _unrehearsed(config: DictConfig, plan: Footprint, model: nn.Module) -> DryRun:
-    """What the mode says by itself: bounds, without activations, as two phases."""
-    traffic = plan.for_microbatches(config.microbatches)
-    flops = model.flops_per_token(config.seq_len) * config.seq_len * config.batch_size
-    weights_in = min(plan.host_weight_bytes, traffic.h2d_bytes)
+def _without_dry_run(components: Components) -> DryRun:
+    """Returns the bounds that the mode's footprint gives, without activations, as two phases."""
+    footprint, config = components.footprint, components.config
+    traffic = footprint.for_microbatches(config.microbatches)
+    flops = components.model.flops_per_token(config.seq_len) * config.seq_len * config.batch_size
+    weights_in = min(footprint.host_weight_bytes, traffic.h2d_bytes)
     phases = (
         Phase(True, flops / 3, weights_in, 0, 0, 0),
         Phase(False, flops * 2 / 3, traffic.h2d_bytes - weights_in, traffic.d2h_bytes, 0, 0),
     )
-    gradients = sum(tensor.nbytes for tensor in plan.resident if tensor.requires_grad)
-    host = plan.host_weight_bytes + plan.host_gradient_bytes
-    return DryRun(phases, plan.slot_bytes, plan.slot_bytes + gradients, gradients, 0, host)
+    gradients = sum(tensor.nbytes for tensor in footprint.resident if tensor.requires_grad)
+    host = footprint.host_weight_bytes + footprint.host_gradient_bytes
+    return DryRun(phases, footprint.slot_bytes, footprint.slot_bytes + gradients, gradients, 0, host)
 
 
 def _assembled(
-    config: DictConfig,
-    figures: Figures,
-    has_gpu: bool,
-    model: nn.Module,
-    plan: Footprint,
-    rehearsal: DryRun,
-    timed: SimulatedStreams | None,
+    components: Components, machine: Machine, has_gpu: bool, step: DryRun, timed: SimulatedStreams | None
 ) -> RunPlan:
-    vram_budget = _budget("vram_budget", config.vram_budget, figures.vram_gib) if has_gpu else None
+    """Puts the dry run, the update and the budgets together."""
+    config, footprint = components.config, components.footprint
+    vram_budget = _budget("vram_budget", config.vram_budget, machine.vram_gib) if has_gpu else None
     device = {
-        "weights": plan.resident_bytes,
-        "slots": rehearsal.slot_bytes,
-        "gradients": rehearsal.peak_gradient_bytes,
-        "activations": rehearsal.activation_bytes,
+        "weights": footprint.resident_bytes,
+        "slots": step.slot_bytes,
+        "gradients": step.peak_gradient_bytes,
+        "activations": step.activation_bytes,
     }
-    update = PlannedUpdate.of(config, plan, spare_bytes=(vram_budget or 0) - sum(device.values()))
+    update = PlannedUpdate.of(components, spare_bytes=(vram_budget or 0) - sum(device.values()))
     device["optimizer"] = update.device_bytes
-    if not updates_early(config):
-        # Else they go as soon as they are used, while backward still frees what forward saved.
+    if not components.updates_begin_early:
+        # Early updates free these gradients while backward still frees activations, so they add nothing to the peak.
         device["gradients"] += update.placed_gradient_bytes
     host = {
-        "weights": plan.host_weight_bytes,
-        "gradients": plan.host_gradient_bytes,
-        "activations": max(rehearsal.host_bytes - plan.host_weight_bytes - plan.host_gradient_bytes, 0),
+        "weights": footprint.host_weight_bytes,
+        "gradients": footprint.host_gradient_bytes,
+        "activations": max(step.host_bytes - footprint.host_weight_bytes - footprint.host_gradient_bytes, 0),
         "optimizer": update.host_bytes,
         "process": int(rss_gib() * GIB),
     }
     if not has_gpu:
         host["device"] = sum(device.values())
-    # New weights of what is updated on the device go home from there.
-    last = rehearsal.phases[-1]
-    phases = (*rehearsal.phases[:-1], replace(last, d2h_bytes=last.d2h_bytes + update.placed_gradient_bytes))
-    time = update.time(config, figures, has_gpu, streams=bool(plan.units))
-    flops_per_s = figures.flops_per_s(DTYPES[config.precision])
-    rehearsed_ms = timed.step_ms if timed and config.microbatches <= REHEARSED else None
+    # Weights that were updated on the device are copied to the host.
+    last = step.phases[-1]
+    phases = (*step.phases[:-1], replace(last, d2h_bytes=last.d2h_bytes + update.placed_gradient_bytes))
+    dry_run_ms = timed.step_ms if timed and config.microbatches <= MOST_DRY else None
     return RunPlan(
         device_bytes=device,
         host_bytes=host,
-        logits_bytes=logits_bytes(model, config),
-        pinned_bytes=rehearsal.host_bytes if has_gpu and config.offload.get("pin", "auto") != "off" else 0,
+        logits_bytes=logits_bytes(components),
+        pinned_bytes=step.host_bytes if has_gpu and config.offload.get("pin", "auto") != "off" else 0,
         step_bytes={
             "in": sum(phase.h2d_bytes for phase in phases),
             "out": sum(phase.d2h_bytes for phase in phases),
-            "activations in": rehearsal.total("activation_h2d_bytes"),
-            "activations out": rehearsal.total("activation_d2h_bytes"),
+            "activations in": step.total("activation_h2d_bytes"),
+            "activations out": step.total("activation_d2h_bytes"),
         },
-        forecast=forecast(phases, figures.bandwidth, flops_per_s, time, rehearsed_ms),
+        forecast=forecast(
+            phases,
+            machine.bandwidth,
+            machine.flops_per_s(components.dtype),
+            update.time(components, machine, has_gpu),
+            dry_run_ms,
+        ),
         budgets={
             "vram_budget": vram_budget,
-            "host_budget": _budget("host_budget", config.host_budget, figures.host_gib),
+            "host_budget": _budget("host_budget", config.host_budget, machine.host_gib),
         },
-        figures=figures,
+        machine=machine,
         has_gpu=has_gpu,
         timeline=tuple(timed.work) if timed else (),
     )
 
 
-def logits_bytes(model: nn.Module, config: DictConfig) -> int:
-    """The logits that exist at once, part of the activations: float32, for as many tokens as the head takes at once."""
-    heads = [module for module in model.modules() if isinstance(module, Head)]
+def logits_bytes(components: Components) -> int:
+    """Returns the bytes of the logits that exist at once, in float32: as many tokens as the head computes at a time."""
+    config = components.config
+    heads = [module for module in components.model.modules() if isinstance(module, Head)]
     tokens = -(-config.batch_size // config.microbatches) * config.seq_len
     return max((4 * tokens_per_chunk(tokens, head.out_features) * head.out_features for head in heads), default=0)
 
 
 def _budget(key: str, value: str | int | None, all_gib: float | None) -> int | None:
-    """The bytes asked for, or all that the machine has where these are fewer; None where neither is known."""
+    """Returns the bytes asked for, or all that the machine has if these are fewer; None if neither is known."""
     asked = [] if value is None else [parse_bytes(key, value)]
-    there = [] if all_gib is None else [int(all_gib * GIB)]
-    return min(asked + there, default=None)
+    available = [] if all_gib is None else [int(all_gib * GIB)]
+    return min(asked + available, default=None)

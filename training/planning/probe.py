@@ -1,7 +1,7 @@
-"""How fast this machine is at what a step is made of: measured, and kept for every later plan.
+"""Measures how fast this machine does the parts of a step, and keeps the result for later plans.
 
-What is kept lies in $XDG_CACHE_HOME/offload-training (else ~/.cache/offload-training), one file for each device's
-name; `scripts/probe.py` alone writes there.
+The results are in $XDG_CACHE_HOME/offload-training (else ~/.cache/offload-training), one file for each device name.
+Only `scripts/probe.py` writes there.
 """
 
 from __future__ import annotations
@@ -20,58 +20,58 @@ from models.llama import Block, rotary_tables
 from offload.optimizer.kernels import SAMPLE, fastest_update, measure
 from offload.planning.memory_tracker import MemoryTracker
 from offload.planning.meta_kernels import fused_kernels
-from offload.runtime import registry
 from offload.runtime.bandwidth import measure_bandwidth
 from offload.runtime.byte_sizes import GIB
 from offload.runtime.host_cores import usable_cores
+from training.components import acquired
 from training.profiling.hardware import describe_device
+from training.runs.files import partial_path
 
-# Updates share the host's memory with the copies of a step, which takes a tenth of their speed.
+# Updates share the host's memory with the copies of a step, which costs a tenth of their speed.
 BESIDE_COPIES = 0.9
 
 
 def kept_path(device: torch.device) -> Path:
-    """Where the figures of `device` are kept, whether they are there or not."""
+    """Returns the path of the file for `device`, which may not exist."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = re.sub(r"[^A-Za-z0-9]+", "-", device_name(device)).strip("-").lower()
     return cache / "offload-training" / f"probe-{name}.json"
 
 
 def kept(device: torch.device) -> dict[str, str | float] | None:
-    """The figures that were measured of `device`, under the keys of the group `hardware`; None: there are none.
+    """Reads the values that were measured of `device`, under the names of `Machine`; None if there are none.
 
-    A file that is damaged, or holds something else, counts as none.
+    A damaged file, or one with other content, counts as none.
     """
     try:
-        figures = json.loads(kept_path(device).read_text())
-        return figures if isinstance(figures, dict) and figures.get("name") else None
+        values = json.loads(kept_path(device).read_text())
+        return values if isinstance(values, dict) and values.get("name") else None
     except (OSError, ValueError):
         return None
 
 
-def keep(device: torch.device, figures: dict[str, str | float]) -> Path:
-    """Writes the figures where `kept` finds them, and returns the path."""
+def keep(device: torch.device, values: dict[str, str | float]) -> Path:
+    """Writes the values where `kept` finds them, and returns the path."""
     path = kept_path(device)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(figures, indent=2) + "\n")
+    partial = partial_path(path)
+    partial.write_text(json.dumps(values, indent=2) + "\n")
     os.replace(partial, path)
     return path
 
 
 def probe(device: torch.device) -> dict[str, str | float]:
-    """Measures `device` and its host: under the keys of the group `hardware`. Half a minute at most.
+    """Measures `device` and its host in half a minute at most; returns the values under the names of `Machine`.
 
-    On the CPU, copies and products are small, and what a device has for itself is left out.
+    On the CPU, copies and products are small, and the values of a device with its own memory are left out.
     """
     gpu = device.type == "cuda"
-    streams = registry.acquire(device)
-    bus = measure_bandwidth(streams, nbytes=(256 if gpu else 32) * 2**20)
-    registry.release(streams)
+    with acquired(device) as streams:
+        bus = measure_bandwidth(streams, nbytes=(256 if gpu else 32) * 2**20)
     facts = describe_device(device)
     cores = usable_cores()
     (update_s,) = measure([fastest_update(max(cores - 1, 1))]).values()
-    figures = {
+    values = {
         "name": device_name(device),
         "host_gib": facts["host_memory_gib"],
         "cores": cores,
@@ -83,23 +83,23 @@ def probe(device: torch.device) -> dict[str, str | float]:
         "update_gparams_s": SAMPLE / update_s / 1e9 * BESIDE_COPIES,
     }
     if gpu:
-        figures |= {"vram_gib": facts["gpu_memory_gib"], "device_gb_s": _device_gb_s(device)}
-    return {key: value if isinstance(value, str) else float(f"{value:.4g}") for key, value in figures.items()}
+        values |= {"vram_gib": facts["gpu_memory_gib"], "device_gb_s": _device_gb_s(device)}
+    return {key: value if isinstance(value, str) else float(f"{value:.4g}") for key, value in values.items()}
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the GPU, or of the processor."""
+    """Returns the name of the GPU, or of the processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(describe_device(device)["cpu_name"])
 
 
 def block_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """The rate of forward and backward of Llama blocks, those of a 7B model on a GPU, in FLOP/s."""
+    """Measures forward and backward of a Llama block, on a GPU that of a 7B model; returns FLOP/s."""
     width, inner, heads, tokens = (4096, 11008, 32, 2048) if device.type == "cuda" else (512, 1376, 8, 256)
     shape = (2, tokens, width)
     flops = _counted_flops(Block(width, inner, heads, heads, 1e-5).to("meta", dtype), shape)
     block = Block(width, inner, heads, heads, 1e-5).to(device, dtype)
     seconds = [_seconds(block, torch.randn(shape, device=device, dtype=dtype, requires_grad=True)) for _ in range(8)]
-    # The first ones load libraries and choose kernels.
+    # The first three load libraries and choose kernels.
     return flops / statistics.median(seconds[3:])
 
 
@@ -125,7 +125,7 @@ def _seconds(block: Block, hidden: Tensor) -> float:
 
 
 def _device_gb_s(device: torch.device) -> float:
-    """Bytes read and written in a second, in GB, by copies on the device."""
+    """Returns the GB that a copy within the device reads and writes in a second."""
     source = torch.zeros(GIB, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = []

@@ -1,4 +1,4 @@
-"""What a plan says: to people as a table, to programs as plan.json, to a summary under the names of its metrics."""
+"""A finished plan: for people a table, for programs plan.json, for a run's summary the values of its metrics."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from offload.planning.cost_model import Forecast
 from offload.planning.simulated_streams import Work
 from offload.runtime.byte_sizes import GIB, format_bytes
 from training.metrics.names import PLANNED
-from training.planning.machine import Figures
-
-PLAN_FILE = "plan.json"
+from training.planning.machine import Machine
+from training.runs.files import PLAN_FILE
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A planned run: bytes at their peak by part, bytes of a step each way, its time, and the budgets to fit in.
+    """A planned run: peak bytes by part, bytes copied in a step, the time of a step, and the budgets to fit in.
 
-    `logits_bytes` are part of the activations on the device. `timeline` is what a GPU does when in forward and
-    backward, as far as these were rehearsed. Without a GPU what is on the device is on the host. A budget is what was
-    asked for or what the machine has, whichever is less, and None where there is none.
+    `logits_bytes` are part of the activations on the device. `timeline` is the GPU's work in forward and backward, as
+    far as the dry run went. Without a GPU the bytes of the device are on the host. A budget is what was asked for or
+    what the machine has, whichever is less, and None if neither is known.
     """
 
     device_bytes: Mapping[str, int]
@@ -33,36 +32,36 @@ class RunPlan:
     step_bytes: Mapping[str, float]
     forecast: Forecast
     budgets: Mapping[str, int | None]
-    figures: Figures
+    machine: Machine
     has_gpu: bool
     timeline: tuple[Work, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def totals(self) -> dict[str, int]:
-        """What is held against each budget."""
+        """The planned bytes that each budget limits."""
         return {"vram_budget": sum(self.device_bytes.values()), "host_budget": sum(self.host_bytes.values())}
 
     @property
     def fits(self) -> dict[str, bool | None]:
-        """Whether it fits each budget; None where there is none."""
+        """True or False for each budget; None for a budget that is not known."""
         return {key: None if limit is None else self.totals[key] <= limit for key, limit in self.budgets.items()}
 
     def misfit(self) -> str | None:
-        """One line where a budget is exceeded: which, by what, and what to change."""
+        """Returns one line if a budget is exceeded: the key, both sizes and what to change."""
         advice = {
             "vram_budget": "stream more (offload), recompute=block, smaller batch_size or more microbatches",
             "host_budget": "a smaller model, precision=bf16, optimizer.state_dtype=bf16 or more on the device",
         }
         lines = [
-            f"{key}: {format_bytes(self.totals[key])} wanted, {self._limit(key)} there: {advice[key]}"
+            f"{key}: {format_bytes(self.totals[key])} needed, {self._limit(key)} available: {advice[key]}"
             for key, fits in self.fits.items()
             if fits is False
         ]
         return "; ".join(lines) or None
 
     def metrics(self) -> dict[str, float]:
-        """What the plan says of the figures that a run measures, under their names."""
+        """Returns the planned values of the metrics that a run measures."""
         known = {
             "perf/step_ms": self.forecast.step_ms,
             "memory/rss_gib": self.totals["host_budget"] / GIB,
@@ -77,12 +76,12 @@ class RunPlan:
         return known
 
     def summary(self) -> dict[str, float]:
-        """`metrics`, as a summary holds them beside what was measured, and the floor of a step."""
+        """Returns `metrics` under the names that they have in a run's summary, and the floor of a step."""
         planned = {f"{PLANNED}{key}": value for key, value in self.metrics().items()}
         return {"perf/floor_ms": max(self.forecast.floors.values()), **planned}
 
     def as_dict(self) -> dict[str, Any]:
-        """The whole plan, for plan.json: sizes in bytes, times in ms."""
+        """Returns the whole plan, for plan.json: sizes in bytes, times in ms."""
         return {
             "fits": self.fits,
             "budget_bytes": dict(self.budgets),
@@ -95,16 +94,16 @@ class RunPlan:
             "phases_ms": list(self.forecast.phases_ms),
             "step_ms": self.forecast.step_ms,
             "bound": self.forecast.bound,
-            "hardware": asdict(self.figures),
+            "hardware": asdict(self.machine),
             "notes": list(self.notes),
         }
 
     def rows(self) -> dict[str, str]:
-        """Label and value pairs for people."""
+        """Returns the plan for people: values by label."""
         step = self.step_bytes
         device = "device" if self.has_gpu else "device (here the host)"
         return {
-            "hardware": f"{self.figures.name} ({self.figures.source})",
+            "hardware": f"{self.machine.name} ({self.machine.source})",
             **{f"{device}: {name}": format_bytes(part) for name, part in self.device_bytes.items() if part},
             f"{device}: at its peak": self._against("vram_budget"),
             **{f"host: {name}": format_bytes(part) for name, part in self.host_bytes.items() if part},
@@ -123,10 +122,10 @@ class RunPlan:
         return f"{total} of {self._limit(budget)}: {'fits' if self.fits[budget] else 'DOES NOT FIT'}"
 
     def _limit(self, budget: str) -> str:
-        """A budget that there is, and what sets it: its key, or the machine."""
-        there_gib = {"vram_budget": self.figures.vram_gib, "host_budget": self.figures.host_gib}[budget]
-        is_machines = there_gib is not None and self.budgets[budget] == int(there_gib * GIB)
-        return f"{format_bytes(self.budgets[budget])} ({self.figures.name if is_machines else budget})"
+        """Formats a budget with its origin: its key, or the name of the machine."""
+        all_gib = {"vram_budget": self.machine.vram_gib, "host_budget": self.machine.host_gib}[budget]
+        is_all = all_gib is not None and self.budgets[budget] == int(all_gib * GIB)
+        return f"{format_bytes(self.budgets[budget])} ({self.machine.name if is_all else budget})"
 
     def write(self, run_dir: Path) -> None:
         """Writes plan.json into the run's directory."""

@@ -19,8 +19,7 @@ from offload.runtime.byte_sizes import GIB
 from offload.runtime.host_cores import usable_cores
 from offload.runtime.registry import Streams
 from training.errors import UserError
-
-HARDWARE_FILE = "hardware.json"
+from training.runs.files import HARDWARE_FILE
 
 _bandwidths: dict[torch.device, Bandwidth] = {}
 

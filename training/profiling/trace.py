@@ -15,10 +15,11 @@ from omegaconf import DictConfig
 from offload.runtime.registry import Streams
 from training.errors import first_line
 from training.profiling.timeline import draw_chart, read_timeline
+from training.runs.files import TRACE_FOLDER
 
 logger = logging.getLogger(__name__)
 
-TRACE_DIR = "trace"
+
 VIEWER = "https://ui.perfetto.dev"
 
 
@@ -50,7 +51,7 @@ class Tracer:
         self._streams = streams
         self._title = title
         self._profiling = ExitStack()
-        self._trace = run_dir / TRACE_DIR / f"step-{self.step}.json.gz"
+        self._trace = run_dir / TRACE_FOLDER / f"step-{self.step}.json.gz"
 
     def start(self, step: int) -> bool:
         """Starts recording if `step` is the step to trace; call it before the step. Returns True while recording."""

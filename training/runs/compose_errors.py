@@ -1,4 +1,4 @@
-"""Composition errors in one line: what was refused, and what may stand there instead."""
+"""Configurations that cannot be composed: one line that says what was refused and what is allowed instead."""
 
 import os
 import sys
@@ -11,15 +11,15 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from yaml import YAMLError
 
 from training.config.validation import unknown_key
-from training.runs.failures import report
+from training.runs.failures import FAILED, print_failure
 
 
 def run(main: Callable[[], None]) -> None:
-    """Calls a Hydra `main`. What it raises ends the process with one line, or a traceback where that is not enough.
+    """Calls a Hydra `main`. An error ends the process with one line, or a traceback if one line is not enough.
 
     HYDRA_FULL_ERROR=1 gives the traceback in every case.
     """
-    # Hydra's own version prints what it caught in several lines and exits; here it comes to the handler below.
+    # Hydra's own version catches errors, prints several lines and exits; this one lets them reach the handler below.
     hydra._internal.utils.run_and_report = lambda function: function()
     try:
         main()
@@ -28,21 +28,21 @@ def run(main: Callable[[], None]) -> None:
             raise
         if is_refusal(error):
             print(f"error: {explain_refusal(error)}", file=sys.stderr)
-            sys.exit(1)
-        sys.exit(report(error))
+            sys.exit(FAILED)
+        sys.exit(print_failure(error))
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether `error` says that a configuration cannot be composed as it is written."""
+    """Tells whether `error` means that a configuration cannot be composed as it is written."""
     if isinstance(error, CompactHydraException | YAMLError):
         return True
-    # Hydra falls over what stands for an option where that is a number, null, or a list with null in it.
+    # Hydra crashes if a number, null, or a list with null is given in place of an option's name.
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, ValueError | TypeError) and "/hydra/_internal/" in frames[-1].filename
 
 
 def explain_refusal(error: Exception) -> str:
-    """One line naming the key, the value and what it may be; `error` is a refusal."""
+    """Returns one line that names the key, the value and the allowed values; `error` must be a refusal."""
     if isinstance(error, YAMLError):
         return f"a configuration file is not YAML: {' '.join(str(error).split())}"
     if not isinstance(error, CompactHydraException):
@@ -56,7 +56,7 @@ def explain_refusal(error: Exception) -> str:
     cause = _cause(error)
     if cause is None or cause.full_key is None:
         return " ".join(str(error).split())
-    # Hydra names the overlay or option that holds the key only in the text of its error.
+    # Hydra names the overlay or option that has the key only in the text of its error.
     text = str(error)
     where = text[: text.index("'", 4) + 1] + ": " if text.startswith("In '") else ""
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):

@@ -1,4 +1,4 @@
-"""The directory of one run: whose its files are, and one run at a time in it."""
+"""The directory of one run: who may write its files, and one run at a time in it."""
 
 from __future__ import annotations
 
@@ -9,56 +9,69 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from training.checkpoints.layout import CHECKPOINTS_FOLDER, checkpoints_in
+from training.checkpoints.layout import checkpoints_in
 from training.errors import UserError
-from training.metrics.files import METRICS_FILE, SUMMARY_FILE, read_summary
-from training.runs.files import CHOICES_FILE, CONFIG_FILE, LOCK_FILE, refuse_links
+from training.metrics.files import read_summary
+from training.runs.files import (
+    CHECKPOINTS_FOLDER,
+    CHOICES_FILE,
+    CONFIG_FILE,
+    LOCK_FILE,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    refuse_links,
+)
+from training.runs.invocation import Invocation
+
+logger = logging.getLogger(__name__)
 
 
 class RunDirectory:
     """The directory of one run, which this process has locked.
 
     Attributes:
-        taken: whether its files are this run's to write. A directory without figures is from the start, so that a run
-            which is refused says there why; else it is from when nothing of the run is refused any more.
+        taken: True once this run may write the directory's files. Without results of an earlier run that is from the
+            start, so that a refused run leaves its reason there; otherwise from the moment when nothing of the run can
+            be refused any more.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self.taken = not holds_figures(path)
+        self.taken = not holds_results(path)
 
-    def propose(self, config: DictConfig) -> None:
-        """Before anything is checked: writes down what is asked for, where nothing is lost by that."""
+    def propose(self, config: DictConfig, invocation: Invocation) -> None:
+        """Writes the configuration before it is checked, unless results of an earlier run are there."""
         if self.taken:
-            (self.path / SUMMARY_FILE).unlink(missing_ok=True)
-            self.describe(config)
+            self._start_anew(config, invocation)
 
-    def take(self, config: DictConfig) -> None:
-        """The run begins: what an earlier one left must not be taken for the outcome of this one."""
+    def take(self, config: DictConfig, invocation: Invocation) -> None:
+        """Begins the run: from now on the directory's configuration and summary are this run's."""
         self.taken = True
-        (self.path / SUMMARY_FILE).unlink(missing_ok=True)
-        self.describe(config)
-        # To the file alone.
-        logging.info("begins with %s", " ".join(HydraConfig.get().overrides.task) or "no overrides")
+        self._start_anew(config, invocation)
+        # Goes to the log file only.
+        logging.info("begins with %s", " ".join(invocation.overrides) or "no overrides")
 
-    def describe(self, config: DictConfig) -> None:
-        """Writes the configuration, and beside it the options and overrides that it was composed of."""
-        hydra = HydraConfig.get()
-        made_of = {"choices": hydra.runtime.choices, "overrides": hydra.overrides.task}
+    def write_config(self, config: DictConfig, invocation: Invocation) -> None:
+        """Writes the configuration, and the options and overrides from which it was composed."""
+        composed_from = {"choices": dict(invocation.choices), "overrides": list(invocation.overrides)}
         try:
             OmegaConf.save(config, self.path / CONFIG_FILE, resolve=True)
         except OmegaConfBaseException:
-            # A reference that leads nowhere, which is refused next.
+            # An interpolation of a missing key. The check that follows refuses it.
             OmegaConf.save(config, self.path / CONFIG_FILE)
-        OmegaConf.save(OmegaConf.create(made_of), self.path / CHOICES_FILE)
+        OmegaConf.save(OmegaConf.create(composed_from), self.path / CHOICES_FILE)
+
+    def _start_anew(self, config: DictConfig, invocation: Invocation) -> None:
+        # An earlier summary must not be taken for the outcome of this run.
+        (self.path / SUMMARY_FILE).unlink(missing_ok=True)
+        self.write_config(config, invocation)
 
 
-def holds_figures(run_dir: Path) -> bool:
-    """Whether a run or a plan left more there than why it failed."""
+def holds_results(run_dir: Path) -> bool:
+    """Tells whether an earlier run or plan left more in `run_dir` than the reason of its failure."""
     if _has_records(run_dir) or checkpoints_in(run_dir / CHECKPOINTS_FOLDER):
         return True
     if not (run_dir / SUMMARY_FILE).exists():
@@ -66,12 +79,12 @@ def holds_figures(run_dir: Path) -> bool:
     try:
         return not read_summary(run_dir).keys() <= {"status", "reason"}
     except UserError:
-        # Damaged, so nobody can tell what it said.
+        # A damaged summary may have held results.
         return True
 
 
 def refuse_records(run_dir: Path) -> None:
-    """Raises UserError where another run has logged steps: those of a run that begins anew would mix with them."""
+    """Raises UserError if another run has logged steps in `run_dir`: a new run would mix its records with them."""
     if _has_records(run_dir):
         raise UserError(
             f"{run_dir} has the {METRICS_FILE} of another run: choose another place with hydra.run.dir=PATH, or delete"
@@ -84,23 +97,20 @@ def _has_records(run_dir: Path) -> bool:
     if not path.is_file():
         return False
     with open(path, "rb") as file:
-        # A line that a killed run did not finish is no record.
+        # A line that a killed run did not finish is not a record.
         return file.readline().endswith(b"\n")
-
-
-logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Holds the directory for this process; the system releases it however the process ends.
+    """Locks the directory for this process; the system releases the lock however the process ends.
 
-    The file stays: were it removed, two that wait for it could each hold another file of that name. Raises UserError
-    where another process holds the directory, or a file that a run writes there is a link.
+    The lock file stays: if it were removed, two waiting processes could each lock a different file of that name.
+    Raises UserError if another process has the lock, or if a file that a run writes there is a link.
     """
     refuse_links(run_dir)
     path = run_dir / LOCK_FILE
-    # A link made since would have another file cut to nothing.
+    # O_NOFOLLOW: a link made since the check would let the run truncate another file.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
     with open(descriptor, "a+b", buffering=0) as file:
         try:
@@ -114,7 +124,7 @@ def locked(run_dir: Path) -> Iterator[None]:
             ) from None
         except OSError as error:
             logger.warning("%s: cannot be locked (%s), so two runs at once would go unnoticed", run_dir, error.strerror)
-        # For the message above; a full disk is for the run to report.
+        # The process number is for the message above. A full disk is reported later, by the run.
         with suppress(OSError):
             file.truncate(0)
             file.write(f"{os.getpid()}\n".encode())

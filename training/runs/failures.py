@@ -1,4 +1,4 @@
-"""How a run that ends early tells its user: one line where the user can mend the cause, a traceback where not."""
+"""How a run that ends early tells its user: one line if the user can fix the cause, a traceback if not."""
 
 from __future__ import annotations
 
@@ -14,82 +14,90 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from hydra.errors import InstantiationException
+
 from training.errors import UserError
+from training.metrics.files import write_summary
 from training.runs.directory import RunDirectory
-from training.runs.signals import once_a_request
+from training.runs.files import SUMMARY_FILE
+from training.runs.signals import once_per_request
+
+FAILED = 1
+INTERRUPTED = 130
+"""exit statuses"""
 
 
 class Failure(NamedTuple):
-    """Why a run ended early."""
+    """The reason why a run ended early."""
 
     status: str
     """failed, out_of_memory or interrupted"""
     reason: str
     """one line"""
-    mendable: bool
-    """whether `reason` tells the user enough to mend it, so that a traceback would only hide it"""
+    fixable: bool
+    """True: `reason` tells the user enough to fix it, and a traceback would only hide it"""
 
 
 @contextmanager
 def failures_recorded(run_dir: Path) -> Iterator[RunDirectory]:
-    """Around a run: a failure ends the process with a message, a non-zero status and a summary.json that says why.
+    """Around a run: ends the process after a failure, with a message, a non-zero status and a summary.json.
 
-    The traceback is in train.log too. Neither is written where an earlier run's figures are and the run has not taken
-    the directory. SIGTERM, by which schedulers take a machine back, ends a run as Ctrl-C does.
+    The log file gets the traceback too. Neither file is written while the directory holds results of an earlier run and
+    the run has not taken it. SIGTERM, which schedulers send, ends a run as Ctrl-C does.
     """
-    # Late, because both take UserError from here.
-    from training.metrics.files import SUMMARY_FILE, write_summary
-    from training.runs.directory import RunDirectory
-
-    signal.signal(signal.SIGTERM, once_a_request(signal.default_int_handler))
-    # A log line that a full disk refuses is not worth a traceback of its own.
+    signal.signal(signal.SIGTERM, once_per_request(signal.default_int_handler))
+    # A log line that a full disk refuses does not deserve a traceback of its own.
     logging.raiseExceptions = False
     directory = RunDirectory(run_dir)
     try:
         yield directory
     except (Exception, KeyboardInterrupt) as error:
-        # Another signal would cut off what is written here; SIGTERM, which repeats itself, the exit status too.
+        # Another signal would interrupt the writing below. SIGTERM stays ignored to the end of the process, because
+        # schedulers repeat it and it would change the exit status.
         interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        exit_status, failure = report(error), explain(error)
+        exit_status = print_failure(error)
         if directory.taken:
-            # Below the level that the console shows.
-            logging.info("error: %s", failure.reason, exc_info=error)
-            try:
-                write_summary(run_dir, {"status": failure.status, "reason": failure.reason})
-            except UserError as refused:
-                print(f"warning: no {SUMMARY_FILE}: {refused}", file=sys.stderr)
+            _record(error, run_dir)
         signal.signal(signal.SIGINT, interrupt)
         sys.exit(exit_status)
 
 
+def _record(error: BaseException, run_dir: Path) -> None:
+    """Writes the failure to the log file and to the summary."""
+    failure = explain(error)
+    # At a level that the console does not show.
+    logging.info("error: %s", failure.reason, exc_info=error)
+    try:
+        write_summary(run_dir, {"status": failure.status, "reason": failure.reason})
+    except UserError as refused:
+        print(f"warning: no {SUMMARY_FILE}: {refused}", file=sys.stderr)
+
+
 @contextmanager
 def refusals_reported() -> Iterator[None]:
-    """Around what is refused before a run may write anything: one line, and the process ends."""
+    """Around the checks before a run may write anything: ends the process with one line if they refuse the run."""
     try:
         yield
     except UserError as error:
-        sys.exit(report(error))
+        sys.exit(print_failure(error))
 
 
-def report(error: BaseException) -> int:
-    """Prints what `error` means to the user, and returns the exit status that says so to other programs.
+def print_failure(error: BaseException) -> int:
+    """Prints what `error` means to the user, and returns the exit status for it.
 
-    HYDRA_FULL_ERROR=1 gives the traceback in every case.
+    HYDRA_FULL_ERROR=1 prints the traceback in every case.
     """
     failure = explain(error)
     sys.stdout.flush()
-    if not failure.mendable or os.environ.get("HYDRA_FULL_ERROR") == "1":
+    if not failure.fixable or os.environ.get("HYDRA_FULL_ERROR") == "1":
         traceback.print_exception(error)
     print(f"error: {failure.reason}", file=sys.stderr)
-    return 130 if failure.status == "interrupted" else 1
+    return INTERRUPTED if failure.status == "interrupted" else FAILED
 
 
 def explain(error: BaseException) -> Failure:
-    """What `error` means to the person who started the run."""
-    # Late: tools that compose no configuration raise UserError without Hydra installed.
-    from hydra.errors import InstantiationException
-
+    """Returns what `error` means to the person who started the run."""
     while isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split())
@@ -100,7 +108,7 @@ def explain(error: BaseException) -> Failure:
         return Failure("interrupted", "interrupted", True)
     if is_device_memory(error):
         reason = (
-            f"the GPU is out of memory{more_wanted(error)}: take a smaller batch_size, more microbatches,"
+            f"the GPU is out of memory{requested(error)}: take a smaller batch_size, more microbatches,"
             " recompute=block or another offload mode"
         )
         return Failure("out_of_memory", reason, True)
@@ -120,8 +128,8 @@ def explain(error: BaseException) -> Failure:
 
 
 def is_device_memory(error: BaseException) -> bool:
-    """Whether a GPU had no room for what was asked of it."""
-    # Where torch was never imported, nothing can be its error.
+    """Tells whether a GPU had too little memory."""
+    # If torch was never imported, the error cannot be one of torch's.
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(error, RuntimeError):
         return False
@@ -129,7 +137,7 @@ def is_device_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in known)
 
 
-def more_wanted(error: BaseException) -> str:
-    """What was asked of a GPU in vain, in brackets; nothing where `error` does not say."""
+def requested(error: BaseException) -> str:
+    """Returns in brackets how much memory the failed request was for; nothing if `error` does not say it."""
     asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
-    return f" ({asked[1]} more wanted)" if asked else ""
+    return f" ({asked[1]} more needed)" if asked else ""

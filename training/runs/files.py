@@ -1,4 +1,7 @@
-"""The files that a run writes into its directory by their names, which may not lead out of it."""
+"""The names of the files and folders that a run, a plan or a comparison writes, each of them written here only.
+
+What is inside a checkpoint's folder is named in `training.checkpoints.layout`.
+"""
 
 from pathlib import Path
 
@@ -7,23 +10,48 @@ from training.errors import UserError
 CONFIG_FILE = "config.yaml"
 CHOICES_FILE = "choices.yaml"
 LOCK_FILE = ".lock"
+# Hydra writes it: conf/hydra/job_logging/train.yaml has the name too.
+LOG_FILE = "train.log"
+PLAN_FILE = "plan.json"
+PLAN_PICTURE = "plan_timeline.png"
+HARDWARE_FILE = "hardware.json"
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+CHECKPOINTS_FOLDER = "checkpoints"
+DATASETS_FOLDER = "datasets"
+TRACE_FOLDER = "trace"
+WANDB_FOLDER = "wandb"
+
+COMPARISON_CSV = "compare.csv"
+COMPARISON_MARKDOWN = "compare.md"
+COMPARISON_PAGE = "compare.html"
+COMPARISON_PICTURES = ("compare_memory.png", "compare_time.png", "compare_loss.png")
+
+# A file or folder has this suffix until it is complete.
+PARTIAL_SUFFIX = ".partial"
+
+
+def partial_path(path: Path) -> Path:
+    """Returns the path under which `path` is written until it is complete."""
+    return path.with_name(path.name + PARTIAL_SUFFIX)
+
 
 RUN_FILES = (
     LOCK_FILE,
     CONFIG_FILE,
     CHOICES_FILE,
-    "train.log",
-    "plan.json",
-    "plan_timeline.png",
-    "hardware.json",
-    "metrics.jsonl",
-    "summary.json",
-    "summary.json.partial",
+    LOG_FILE,
+    PLAN_FILE,
+    PLAN_PICTURE,
+    HARDWARE_FILE,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    SUMMARY_FILE + PARTIAL_SUFFIX,
 )
 
 
 def refuse_links(run_dir: Path) -> None:
-    """Raises UserError where one of `RUN_FILES` is a symbolic link: the run would write over what it leads to."""
+    """Raises UserError if one of `RUN_FILES` is a symbolic link: the run would overwrite the file it points to."""
     for path in (run_dir / name for name in RUN_FILES):
         if path.is_symlink():
-            raise UserError(f"{path} is a link to another file, which a run here would write over: remove the link")
+            raise UserError(f"{path} is a link to another file, which the run would overwrite: remove the link")

@@ -1,4 +1,4 @@
-"""Paths as people give them on the command line."""
+"""Paths as people write them on the command line."""
 
 from pathlib import Path
 
@@ -6,9 +6,9 @@ from training.errors import UserError
 
 
 def home_expanded(key: str, path: str | Path) -> Path:
-    """`path` with a leading `~` or `~user` replaced, which no shell does behind `KEY=`.
+    """Replaces a leading `~` or `~user` of `path`, which the shell leaves alone in `KEY=~/file`.
 
-    Raises UserError naming `key` where there is no such user, or he has no home.
+    Raises UserError naming `key` if that user or home directory does not exist.
     """
     try:
         return Path(path).expanduser()

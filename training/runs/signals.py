@@ -12,16 +12,16 @@ from types import FrameType
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# Schedulers and `timeout` signal a process and its group, so that one request comes more than once.
+# Schedulers and `timeout` signal a process and its group, so one request arrives more than once.
 SAME_REQUEST_S = 2.0
 
 Handler = Callable[[int, FrameType | None], None]
 
 
 class StopRequest:
-    """While open, Ctrl-C and SIGTERM are remembered; a second one ends the run at once, as KeyboardInterrupt.
+    """While open, remembers Ctrl-C and SIGTERM; a second one ends the run at once, as KeyboardInterrupt.
 
-    Those within SAME_REQUEST_S of the one before that counted are the same request.
+    Signals within SAME_REQUEST_S of the last one that counted belong to the same request.
 
     Args:
         enabled: False changes nothing: the first signal ends the run, as it does outside.
@@ -29,18 +29,18 @@ class StopRequest:
 
     def __init__(self, enabled: bool):
         self.signal: str | None = None
-        """The name of the signal that came."""
+        """The name of the signal that arrived."""
         self._enabled = enabled
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopRequest:
         if self._enabled:
-            handler = once_a_request(self._note)
+            handler = once_per_request(self._note)
             self._before = {number: signal.signal(number, handler) for number in SIGNALS}
         return self
 
     def settle(self) -> None:
-        """The run is saved or has made its last step: until the process ends, no signal makes a failure of that."""
+        """Ignores signals until the process ends: the run is complete or saved, and must not end as a failure."""
         if self._enabled:
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
@@ -57,8 +57,8 @@ class StopRequest:
         logger.warning("%s: the run ends when this step is done and saved; once more ends it at once", self.signal)
 
 
-def once_a_request(handler: Handler) -> Handler:
-    """A handler of signals that calls `handler` for the first of those that belong together."""
+def once_per_request(handler: Handler) -> Handler:
+    """Returns a signal handler that calls `handler` only for the first signal of each request."""
     last = -math.inf
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -17,13 +17,13 @@ TINY = (*TINY_RUN, "dataset.max_tokens=20000", "checkpoint.every=3")
 
 @pytest.fixture(scope="session")
 def tiny() -> tuple[str, ...]:
-    """The overrides that make a run of seconds."""
+    """The overrides of a run that takes seconds."""
     return TINY
 
 
 @pytest.fixture(scope="session", name="run_here")
 def run_tiny() -> Callable[..., dict]:
-    """`python train.py` of a tiny model with more overrides, in this process; errors are raised as they are."""
+    """Runs `python train.py` of a tiny model with more overrides in this process, and lets errors through."""
 
     def run_tiny(folder: Path, *overrides: str) -> dict:
         return run_here(folder, *TINY, *overrides)
@@ -46,13 +46,13 @@ def finished(tmp_path: Path, finished_once: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def at() -> Callable[[Path, int], Path]:
-    """The checkpoint of a run after a step."""
+    """Returns the checkpoint of a run after a step."""
     return lambda run_dir, step: run_dir / "checkpoints" / f"step-{step:08d}"
 
 
 @pytest.fixture(scope="session")
 def content() -> Callable[[Path], dict[str, str]]:
-    """The checksums of a checkpoint's files, but for the configuration: equal ones are the same state, bit for bit."""
+    """Returns the hashes of a checkpoint's files except the configuration: equal hashes, equal state bit for bit."""
 
     def content(checkpoint: Path) -> dict[str, str]:
         files = json.loads((checkpoint / "manifest.json").read_text())["files"]
@@ -63,7 +63,7 @@ def content() -> Callable[[Path], dict[str, str]]:
 
 @pytest.fixture(scope="session")
 def curve() -> Callable[[Path], list[dict]]:
-    """The records of a run without what is measured."""
+    """Returns the records of a run without measured values."""
     measured = re.compile(r"(perf|memory|transfer|optimizer|checkpoint)/")
 
     def curve(run_dir: Path) -> list[dict]:
@@ -75,7 +75,7 @@ def curve() -> Callable[[Path], list[dict]]:
 
 @pytest.fixture
 def killed_after(finished: Path, tmp_path: Path) -> Callable[[int], Path]:
-    """What the run would have left, had it been killed some time after a step's checkpoint and record."""
+    """Returns a run's directory as if it had been killed some time after a step's checkpoint and record."""
 
     def killed_after(step: int) -> Path:
         folder = tmp_path / f"killed-{step}"

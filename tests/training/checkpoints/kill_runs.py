@@ -1,4 +1,4 @@
-"""Kills runs at random moments: `python kill_runs.py RUN_DIR KILLS SEED OVERRIDE...`; the last goes on to its end.
+"""Kills runs at random moments: `python kill_runs.py RUN_DIR KILLS SEED OVERRIDE...`; the last runs to its end.
 
 Each run is `train.py` from its first line on, under an offload mode and an optimizer of its own, forked from a process
 that has imported everything. Half of the kills fall between the start and about the first checkpoint, half after it,
@@ -22,7 +22,8 @@ import torch._dynamo
 
 import training.build
 import training.loop  # noqa: F401, for the runs
-from training.checkpoints.layout import CHECKPOINTS_FOLDER, checkpoints_in, partials_in
+from training.checkpoints.layout import checkpoints_in, partials_in
+from training.runs.files import CHECKPOINTS_FOLDER
 
 PROGRAM = Path(__file__).parents[3] / "train.py"
 MODES = sorted(path.stem for path in (PROGRAM.parent / "conf" / "offload").glob("*.yaml"))

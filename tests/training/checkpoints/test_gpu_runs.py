@@ -1,4 +1,4 @@
-"""Whole runs on a GPU: the resident model's losses, going on bit for bit, and memory that does not suffice."""
+"""Whole runs on a GPU: the resident model's losses, resuming bit for bit, and too little memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RUN = ("device=cuda", "steps=4", "log_every=1", "checkpoint.every=1", "checkpoin
 
 @pytest.fixture(autouse=True)
 def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels that repeat bit for bit, and activations that leave although they are small."""
+    """Makes kernels repeat bit for bit, and small activations leave the device."""
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1024)
     for mode in (shard_offload, tensor_swap):
         monkeypatch.setattr(mode, "IN_FLIGHT_BYTES", 1024)
@@ -46,13 +46,13 @@ def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def first_losses() -> dict[str, float]:
-    """The first loss of a run by how it updates, whichever mode came first."""
+    """The first loss of a run for each kind of update, from the mode that ran first."""
     return {}
 
 
 @pytest.mark.parametrize("updates", UPDATES)
 @pytest.mark.parametrize("offload", MODES)
-def test_a_run_goes_on_bit_for_bit(
+def test_a_run_resumes_bit_for_bit(
     tmp_path: Path, run_here, at, content, curve, first_losses: dict[str, float], offload: str, updates: str
 ):
     overrides = (*RUN, f"offload={offload}", *MODES[offload], *UPDATES[updates])
@@ -66,9 +66,9 @@ def test_a_run_goes_on_bit_for_bit(
     assert first == first_losses.setdefault(updates, first)
 
 
-def test_memory_that_does_not_suffice_in_mid_step(tmp_path: Path, run_here):
+def test_a_gpu_that_runs_out_of_memory_in_a_step(tmp_path: Path, run_here):
     large = ("device=cuda", "model.hidden_size=256", "model.intermediate_size=1024", "batch_size=64", "seq_len=1024")
-    # What libraries keep for themselves is there then.
+    # Afterwards libraries have allocated what they keep for themselves.
     run_here(tmp_path / "before", "device=cuda", "steps=2")
     before = torch.cuda.memory_allocated()
     total = torch.cuda.get_device_properties(0).total_memory

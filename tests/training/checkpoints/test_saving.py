@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whatever moment a process or the disk fails at, the ones before are whole."""
+"""Saving checkpoints: at whatever moment a process or the disk fails, the earlier ones stay complete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from training.errors import UserError
 
 
 class CrashError(BaseException):
-    """As a process that ends at once: nothing cleans up behind it."""
+    """Stands for a process that is killed: no code handles it."""
 
 
 class Trap:
@@ -88,7 +88,7 @@ def full() -> OSError:
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Iterator[Checkpoints]:
-    """Of a run whose model is a layer, in `tmp_path`, with the default of two kept."""
+    """Checkpoints in `tmp_path` of a model that is one layer; two are kept."""
     model = nn.Linear(3, 2, dtype=torch.bfloat16)
     optimizer = HostAdamW(model.parameters(), compile="off")
     optimizer.allocate()
@@ -99,7 +99,7 @@ def checkpoints(tmp_path: Path) -> Iterator[Checkpoints]:
 
 
 def whole(run_dir: Path) -> list[int]:
-    """The steps of the checkpoints, the newest first; all of them are whole."""
+    """Returns the steps of the checkpoints, the newest first, and verifies them."""
     found = layout.checkpoints_in(run_dir / "checkpoints")
     for folder in found:
         manifest.verify(folder, manifest.read_manifest(folder))
@@ -164,7 +164,7 @@ def test_a_full_disk_at_any_moment_costs_one_checkpoint(
             if checkpoints.save(RunState(2)) is not None:
                 break
         (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-        assert re.search(r"step-00000002 could not be saved \(No space left.*the run goes on", warning.getMessage())
+        assert re.search(r"step-00000002 could not be saved \(No space left.*the run continues", warning.getMessage())
         if whole(tmp_path) == [1]:
             assert names(tmp_path) == ["step-00000001"]
         shutil.rmtree(tmp_path / "checkpoints" / "step-00000002", ignore_errors=True)
@@ -241,7 +241,7 @@ def test_what_has_a_checkpoint_s_name_is_left_and_named(
     assert "step-00000009 could not be saved (something of this name is there: move it away): the run" in caplog.text
     with pytest.raises(UserError) as refusal:
         checkpoints.save(RunState(9), required=True)
-    assert "there: move it away): mend that, or choose" in str(refusal.value)
+    assert "there: move it away): fix that, or choose" in str(refusal.value)
     assert names(tmp_path) == ["step-00000001", "step-00000009"]
     assert checkpoints.save(RunState(10)) is not None
 
@@ -251,7 +251,7 @@ def test_the_message_names_what_is_in_the_way(tmp_path: Path, checkpoints: Check
     with pytest.raises(UserError) as refusal:
         checkpoints.save(RunState(9), required=True)
     assert re.search(
-        r"step-00000009 could not be saved \(.*/checkpoints\S*: Not a directory\): mend", str(refusal.value)
+        r"step-00000009 could not be saved \(.*/checkpoints\S*: Not a directory\): fix", str(refusal.value)
     )
 
 
@@ -266,7 +266,7 @@ def test_a_checkpoint_that_is_a_link_is_removed_as_one(tmp_path: Path, checkpoin
 
 
 def test_files_are_made_without_a_second_copy_of_the_tensors(monkeypatch: pytest.MonkeyPatch):
-    """What is handed over are views of the tensors themselves, in pieces."""
+    """`write_tensors` passes on views of the tensors themselves, in pieces."""
     monkeypatch.setattr(safetensors_files, "PIECE_BYTES", 1000)
     tensor = torch.arange(1200, dtype=torch.float32)
     parts: list[memoryview | bytes] = []

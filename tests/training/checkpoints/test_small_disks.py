@@ -67,7 +67,7 @@ def test_checkpoints_on_a_full_disk(small_disk: Path, run_here, caplog: pytest.L
         UserError, match=r"step-00000006 could not be saved \(No space left on device\): free some space"
     ):
         run_here(run_dir, "checkpoint.every=1", "steps=6", "resume=auto")
-    assert "step-00000004 could not be saved (No space left on device): the run goes on" in caplog.text
+    assert "step-00000004 could not be saved (No space left on device): the run continues" in caplog.text
     assert whole(run_dir) == [3]
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000003"]
     (small_disk / "filling").unlink()
@@ -95,10 +95,10 @@ def test_checkpoints_where_files_may_not_grow(tmp_path: Path, run_here, caplog: 
     run_here(tmp_path / "run", "steps=3")
     with (
         largest_file(2**14),
-        pytest.raises(UserError, match=r"step-00000006 could not be saved \(File too large\): mend"),
+        pytest.raises(UserError, match=r"step-00000006 could not be saved \(File too large\): fix"),
     ):
         run_here(tmp_path / "run", "checkpoint.every=1", "steps=6", "resume=auto")
-    assert "step-00000004 could not be saved (File too large): the run goes on" in caplog.text
+    assert "step-00000004 could not be saved (File too large): the run continues" in caplog.text
     assert whole(tmp_path / "run") == [3]
     assert run_here(tmp_path / "run", "steps=6", "resume=auto")["status"] == "ok"
 

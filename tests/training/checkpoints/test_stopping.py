@@ -14,16 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from tests.training.helpers.in_process import signals_as_before
 from training.errors import UserError
-from training.runs import directory, signals
-from training.runs.directory import locked
-from training.runs.signals import SAME_REQUEST_S, SIGNALS, StopRequest
+from training.runs.signals import SAME_REQUEST_S
 
 
 @pytest.fixture
 def signalled(monkeypatch: pytest.MonkeyPatch):
-    """Has a signal come in the middle of a step."""
+    """Returns a function that makes a signal arrive in the middle of a step."""
     from training import loop
 
     def signalled(at: int, times: int = 1) -> None:
@@ -44,7 +41,7 @@ def test_a_signal_saves_the_run_after_its_step(tmp_path: Path, finished: Path, r
     signalled(at=4)
     stopped = run_here(tmp_path / "stopped")
     assert (stopped["status"], stopped["steps"]) == ("stopped", 4)
-    assert stopped["reason"] == f"SIGTERM: go on with resume={at(tmp_path / 'stopped', 4)}"
+    assert stopped["reason"] == f"SIGTERM: resume with resume={at(tmp_path / 'stopped', 4)}"
     assert json.loads((tmp_path / "stopped" / "summary.json").read_text())["status"] == "stopped"
     run_here(tmp_path / "stopped", "resume=auto")
     assert content(at(tmp_path / "stopped", 6)) == content(at(finished, 6))
@@ -54,14 +51,6 @@ def test_a_signal_saves_the_run_after_its_step(tmp_path: Path, finished: Path, r
 def test_a_signal_that_comes_more_than_once_is_one_request(tmp_path: Path, run_here, signalled):
     signalled(at=4, times=3)
     assert run_here(tmp_path)["status"] == "stopped"
-
-
-def test_once_the_run_is_saved_signals_come_too_late():
-    with signals_as_before():
-        with StopRequest(enabled=True) as stop:
-            stop.settle()
-        for number in SIGNALS:
-            os.kill(os.getpid(), number)
 
 
 def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path, finished: Path, run_here, signalled, at, content):
@@ -86,29 +75,8 @@ def test_a_stop_that_cannot_be_saved_is_an_error(tmp_path: Path, run_here, signa
         run_here(tmp_path)
 
 
-def test_the_second_request_ends_at_once(monkeypatch: pytest.MonkeyPatch):
-    before = signal.getsignal(signal.SIGTERM)
-    now = 100.0
-    monkeypatch.setattr(signals.time, "monotonic", lambda: now)
-    with StopRequest(enabled=True) as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.signal == "SIGTERM"
-        now += 0.9 * SAME_REQUEST_S
-        os.kill(os.getpid(), signal.SIGINT)
-        now += 0.2 * SAME_REQUEST_S
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_where_nothing_is_saved_signals_are_left_alone():
-    before = signal.getsignal(signal.SIGINT)
-    with StopRequest(enabled=False):
-        assert signal.getsignal(signal.SIGINT) is before
-
-
 def test_as_a_user_does_it(tmp_path: Path, run_here, at, content):
-    """A second run in the directory is refused; SIGTERM ends the first with status 0; another goes on from there."""
+    """A second run in the directory is refused; SIGTERM ends the first with status 0; another resumes from there."""
     overrides = ["model.hidden_size=16", "model.intermediate_size=32", "model.num_hidden_layers=2", "batch_size=4"]
     overrides += ["seq_len=32", "device=cpu", "dataset.max_tokens=20000", "tracking=disabled", "warmup_steps=1"]
     overrides += ["checkpoint.on_signal=true", "log_every=1", "steps=100000", f"hydra.run.dir={tmp_path / 'run'}"]
@@ -142,31 +110,6 @@ def test_as_a_user_does_it(tmp_path: Path, run_here, at, content):
     assert content(at(tmp_path / "run", step + 1)) == content(at(tmp_path / "whole", step + 1))
     records = [json.loads(line)["train/step"] for line in metrics.read_text().splitlines()]
     assert records == list(range(1, step + 2))
-
-
-def test_the_lock_goes_with_its_process(tmp_path: Path):
-    with (
-        locked(tmp_path),
-        pytest.raises(UserError, match=rf"another run writes to .*process {os.getpid()}"),
-        locked(tmp_path),
-    ):
-        pass
-    script = (
-        "import os, signal, sys; from pathlib import Path; from training.runs.directory import locked\n"
-        "with locked(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    assert subprocess.run([sys.executable, "-c", script, tmp_path], cwd=ROOT).returncode == -signal.SIGKILL
-    with locked(tmp_path):
-        pass
-
-
-def test_where_locks_are_unknown_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
-    def unknown(*arguments):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(directory.fcntl, "flock", unknown)
-    with locked(tmp_path):
-        assert "cannot be locked" in caplog.text
 
 
 def test_wandb_continues_the_same_run(tmp_path: Path, run_here, at):

@@ -11,10 +11,11 @@ import pytest
 from training.comparison.labels import Box, is_far, place
 from training.comparison.loss_figure import alike, loss_figure, spread
 from training.comparison.memory_figure import memory_figure
-from training.comparison.page import FIGURES, draw
+from training.comparison.page import draw
 from training.comparison.rows import build_rows
 from training.comparison.runs import find_runs
 from training.comparison.time_figure import split, time_figure
+from training.runs.files import COMPARISON_PICTURES
 
 PNG = b"\x89PNG"
 NAN = math.nan
@@ -34,7 +35,7 @@ def test_every_figure_is_drawn(write_run, count: int):
     for i in range(count):
         write_run("layer_stream", knobs={"slots": i}, step_ms=10.0 * 2**i, memory__vram_peak_gib=20.0 - i,
                   transfer__stall_ms=3.0, losses=(4.0, 3.0 + i))  # fmt: skip
-    assert files(draw(rows(write_run))) == list(FIGURES)
+    assert files(draw(rows(write_run))) == list(COMPARISON_PICTURES)
 
 
 def test_without_a_gpu_the_memory_is_that_of_the_process(write_run):

@@ -17,7 +17,7 @@ from training.config.construct import check_optimizer, keys_under, make_mode
 from training.errors import UserError
 
 schema.register()
-sweep.register()
+sweep.register_launcher()
 
 
 def composed(*overrides: str) -> DictConfig:

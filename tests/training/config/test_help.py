@@ -12,7 +12,7 @@ from training.config import help, schema
 from training.config.modes import ModeOption, mode_options
 
 schema.register()
-sweep.register()
+sweep.register_launcher()
 
 
 def knobs(group: str, *overrides: str) -> str:

@@ -28,7 +28,7 @@ OFFLOADS = (
 REQUIRED = {"text": ["dataset.files=a.txt"], "hub": ["dataset.name=some/text"]}
 
 schema.register()
-sweep.register()
+sweep.register_launcher()
 
 
 def composed(*overrides):

@@ -19,7 +19,7 @@ from training.errors import UserError
 CONF = ROOT / "conf"
 
 schema.register()
-sweep.register()
+sweep.register_launcher()
 
 
 def composed(*overrides: str) -> DictConfig:

@@ -1,4 +1,4 @@
-"""train.py within the process of a test, which has imported everything: a tenth of the time of one of its own."""
+"""Runs train.py within the process of a test: a tenth of the time of a new process, which imports everything anew."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import hydra._internal.utils
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
@@ -21,9 +22,11 @@ from omegaconf import DictConfig, open_dict
 from tests import ROOT
 from training import sweep
 from training.build import build
+from training.components import Components
 from training.config import schema
 from training.config.validation import check
 from training.loop import train
+from training.runs.invocation import Invocation
 from training.runs.signals import SIGNALS
 
 # A model and a batch that take a fraction of a second a step.
@@ -33,7 +36,7 @@ SMALL_MODEL = (
     "model.num_hidden_layers=2",
     "batch_size=4",
     "device=cpu",
-    # Not measured anew by each run.
+    # A preset, so that no run measures the machine.
     "hardware=h200",
 )
 # A run of six steps, in a second or two.
@@ -53,25 +56,29 @@ TINY_RUN = (
 CONF = ROOT / "conf"
 
 schema.register()
-sweep.register()
+sweep.register_launcher()
 
 
-@contextmanager
-def composed(*overrides: str) -> Iterator[DictConfig]:
-    """The configuration, which Hydra takes for that of the running job for the length of the block."""
+def composed(*overrides: str, run_dir: Path = Path()) -> tuple[DictConfig, Invocation]:
+    """Composes the configuration as `python train.py OVERRIDES` does; the run would write to `run_dir`."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("config", list(overrides), return_hydra_config=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HydraConfig.instance(), "cfg", None)
-        HydraConfig.instance().set_config(config)
-        with open_dict(config):
-            del config["hydra"]
-        yield config
+    invocation = Invocation.of(config.hydra, run_dir)
+    with open_dict(config):
+        del config["hydra"]
+    return config, invocation
+
+
+def components_of(*overrides: str, device: str = "cpu") -> Components:
+    """Makes the components of a run that is checked and not built."""
+    config, invocation = composed(*overrides)
+    check(config)
+    return Components.of(config, invocation, torch.device(device))
 
 
 @contextmanager
 def signals_as_before() -> Iterator[None]:
-    """A run that is saved ignores signals until its process ends, which is not the one of the tests."""
+    """Restores the signal handlers: a run that is saved ignores signals until its process ends, here the tests'."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
@@ -81,17 +88,17 @@ def signals_as_before() -> Iterator[None]:
 
 
 def run_here(folder: Path, *overrides: str) -> dict:
-    """`python train.py` with its files in `folder`; returns the summary, and raises errors as they are."""
+    """Runs `python train.py` with its files in `folder`; returns the summary, and lets errors through."""
     folder.mkdir(parents=True, exist_ok=True)
-    with composed(*overrides) as config, signals_as_before():
-        check(config)
-        with build(config, folder) as job:
-            return train(job)
+    config, invocation = composed(*overrides, run_dir=folder)
+    check(config)
+    with signals_as_before(), build(config, invocation) as job:
+        return train(job)
 
 
 @contextmanager
 def hydra_as_before() -> Iterator[None]:
-    """What Hydra, and `refusals.run`, change in a process that is theirs."""
+    """Restores what Hydra and `compose_errors.run` change in a process."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     with pytest.MonkeyPatch.context() as patch:
@@ -107,9 +114,9 @@ def hydra_as_before() -> Iterator[None]:
 
 
 def command_here(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python train.py ARGUMENTS`: what it prints, and its exit status.
+    """Runs `python train.py ARGUMENTS`; returns its output and its exit status.
 
-    Not for a sweep, which starts processes like its own.
+    Not for a sweep, which starts processes with the command line of this one.
     """
     output, errors, status = StringIO(), StringIO(), 0
     with pytest.MonkeyPatch.context() as patch, signals_as_before(), hydra_as_before():

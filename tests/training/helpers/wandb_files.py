@@ -1,4 +1,4 @@
-"""What wandb recorded offline, read back by its own program."""
+"""Reads offline wandb runs with wandb's own program."""
 
 import json
 import subprocess

@@ -2,15 +2,12 @@ import errno
 import json
 import math
 import os
-import weakref
 from pathlib import Path
 
 import pytest
 
 from training.errors import UserError
 from training.metrics.files import MetricsWriter, read_metrics, read_summary, write_summary
-from training.metrics.names import METRIC_KEYS
-from training.metrics.run_summary import RunFigures, summarise
 
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 
@@ -166,51 +163,3 @@ def test_summary_is_replaced_whole(tmp_path, monkeypatch):
         write_summary(tmp_path, {"status": "failed"})
     assert read_summary(tmp_path)["status"] == "ok"
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
-
-
-def record(step, **values):
-    return {"train/step": step, "train/loss": 10.0 - step} | {k.replace("__", "/"): v for k, v in values.items()}
-
-
-def test_summarise_leaves_warm_up_out_of_times_but_not_of_peaks():
-    records = [
-        record(1, perf__step_ms=900.0, memory__vram_peak_gib=9.0, transfer__h2d_gib=50.0),
-        record(5, perf__step_ms=30.0, memory__vram_peak_gib=2.0, transfer__h2d_gib=4.0),
-        record(6, perf__step_ms=10.0, memory__vram_peak_gib=3.0, transfer__h2d_gib=8.0),
-        record(7, perf__step_ms=20.0, memory__vram_peak_gib=1.0, transfer__h2d_gib=3.0),
-    ]
-    assert summarise(records, warmup_steps=4, total_steps=9) == {
-        "steps": 9,
-        "train/first_loss": 9.0,
-        "train/final_loss": 3.0,
-        "perf/step_ms": 20.0,
-        "memory/vram_peak_gib": 9.0,
-        "transfer/h2d_gib": 5.0,
-    }
-
-
-def test_summarise_short_and_empty_runs():
-    assert summarise([record(2, perf__step_ms=7.0)], warmup_steps=5, total_steps=2)["perf/step_ms"] == 7.0
-    assert summarise([], warmup_steps=5, total_steps=0) == {"steps": 0}
-
-
-def test_figures_keep_no_record():
-    class Record(dict):
-        """A dict does not tell when it goes."""
-
-    figures = RunFigures(warmup_steps=0)
-    kept = Record(record(1, perf__step_ms=7.0, memory__rss_gib=2.0))
-    gone = weakref.ref(kept)
-    figures.add(kept)
-    del kept
-    assert gone() is None
-    assert figures.summary()["perf/step_ms"] == 7.0
-
-
-def test_every_metric_has_its_unit_in_its_name_or_is_named_in_the_table():
-    for key, metric in METRIC_KEYS.items():
-        assert metric.description
-        if key.endswith("_gib"):
-            assert metric.unit.startswith("GiB")
-        if key.endswith("_ms"):
-            assert metric.unit == "ms"

@@ -10,7 +10,7 @@ import termios
 import pytest
 
 from training.metrics.names import METRIC_KEYS
-from training.metrics.progress import Progress, format_value, print_plan, report
+from training.metrics.progress import Progress, format_value, print_plan, print_summary
 
 RECORD = {
     "train/loss": 5.25,
@@ -127,7 +127,7 @@ def test_report_has_every_figure_with_its_unit_and_where_to_look(tmp_path):
     summary = {key: 1234.5 for key, metric in METRIC_KEYS.items() if metric.summary}
     summary |= {"steps": 100, "train/final_loss": 2.5, "status": "ok", "reason": None}
     stream = io.StringIO()
-    report(summary, run_dir, stream=stream)
+    print_summary(summary, run_dir, stream=stream)
     text = stream.getvalue()
     for key in summary.keys() - {"status", "reason"}:
         (row,) = [line for line in text.splitlines() if line.startswith(f"│ {key} ")]
@@ -144,7 +144,7 @@ def test_report_has_every_figure_with_its_unit_and_where_to_look(tmp_path):
 def test_report_of_a_failed_run_says_why(tmp_path):
     stream = io.StringIO()
     reason = "out of memory on cuda:0 [7.9 of 8.0 GiB]"
-    report({"steps": 0, "status": "out_of_memory", "reason": reason}, tmp_path, stream=stream)
+    print_summary({"steps": 0, "status": "out_of_memory", "reason": reason}, tmp_path, stream=stream)
     assert f"run out_of_memory: {reason}\n" in stream.getvalue()
     assert "wandb" not in stream.getvalue()
 

@@ -29,7 +29,7 @@ FAKE_KEY = "0123456789" * 4
 
 @pytest.fixture(autouse=True)
 def newcomer(tmp_path, monkeypatch, caplog):
-    """A user without wandb account, settings or key; his home is tmp_path/home."""
+    """A user without wandb account, settings or key, whose home is tmp_path/home."""
     home = tmp_path / "home"
     home.mkdir()
     for variable in [name for name in os.environ if name.startswith(("WANDB_", "XDG_", "OFFLOAD_"))]:
@@ -360,8 +360,8 @@ def test_name_and_tags_come_from_the_chosen_options():
 def test_the_config_has_every_group_and_beside_them_the_machine(tmp_path, monkeypatch):
     given = {}
     monkeypatch.setattr("training.build.Tracker", lambda **arguments: given.update(arguments))
-    with composed("hardware=h200", "offload=layer_stream") as config:
-        build_tracker(config, tmp_path, {"gpu": None})
+    config, invocation = composed("hardware=h200", "offload=layer_stream", run_dir=tmp_path)
+    build_tracker(config, invocation, {"gpu": None})
     assert set(config) < set(given["config"])
     assert given["config"]["hardware"]["name"] == "H200"
     assert given["config"]["machine"] == {"gpu": None}

@@ -20,8 +20,8 @@ from offload.runtime.blocks import find_blocks
 from offload.runtime.byte_sizes import GIB
 from scripts.bench import Blocks, build_mode
 from tests import ROOT
-from tests.training.helpers.in_process import composed
-from training.planning.machine import Figures, figures_of
+from tests.training.helpers.in_process import components_of
+from training.planning.machine import Machine, machine_of
 from training.planning.plan import plan_run
 
 GB = 1e9
@@ -37,7 +37,7 @@ STEPS = [
     ("layer_stream", 8, True, 1501.6, 8.7, 24.69, 12.95),
     ("shard_offload", 8, True, 1498.1, 5.3, 25.1 + 3.9, 12.95 + 4.2),
     ("tensor_swap", 2, False, 720.1, 24.7, 19.6, 20.2),
-    # Its copies were not counted then: by its time they are 75 GB, at 50 GB/s what it takes over none.
+    # Its copies were not counted then. Its time over none, at 50 GB/s, makes them 75 GB.
     ("save_on_cpu", 2, False, 1780.6, 24.5, 37.5, 37.5),
 ]
 # When updates begin: ms of a full step of 16 blocks with layer_stream, recompute, 16k tokens.
@@ -45,20 +45,20 @@ FULL_STEPS = [("inside", 807.2), ("at the end", 1231.1)]
 
 
 @pytest.fixture(scope="module")
-def h200() -> Figures:
+def h200() -> Machine:
     values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "hardware" / "h200.yaml"))
-    return Figures(**{key: value for key, value in values.items() if key != "defaults"})
+    return Machine(**{key: value for key, value in values.items() if key != "defaults"})
 
 
 @pytest.fixture
-def timed(h200: Figures) -> SimulatedStreams:
+def timed(h200: Machine) -> SimulatedStreams:
     return SimulatedStreams(torch.device("meta"), h200.bandwidth, h200.flops_per_s(torch.bfloat16))
 
 
-def rehearsed(
+def dry_run_of(
     spec: str, sequences: int, recomputes: bool, blocks: int = 32, timed: SimulatedStreams | None = None
 ) -> tuple[int, DryRun]:
-    """Bytes of the weights that stay on the device, and the rehearsal."""
+    """Returns the bytes of the weights that stay on the device, and the dry run of a step."""
     with torch.device("meta"):
         model = Blocks(Llama(1, 4096, 11008, blocks, 32, 32).model.layers, 128).bfloat16()
         batch = torch.empty(sequences, 2049, dtype=torch.int64)
@@ -74,8 +74,8 @@ def rehearsed(
     STEPS,
     ids=[f"{spec}-{2 * sequences}k" for spec, sequences, *_ in STEPS],
 )
-def test_forward_and_backward(h200: Figures, timed, spec, sequences, recomputes, ms, peak_gib, gb_in, gb_out):
-    resident_bytes, found = rehearsed(spec, sequences, recomputes, timed=timed)
+def test_forward_and_backward(h200: Machine, timed, spec, sequences, recomputes, ms, peak_gib, gb_in, gb_out):
+    resident_bytes, found = dry_run_of(spec, sequences, recomputes, timed=timed)
     assert (resident_bytes + found.peak_bytes) / GIB == pytest.approx(peak_gib, rel=0.1)
     assert found.total("h2d_bytes") / GB == pytest.approx(gb_in, rel=0.1)
     assert found.total("d2h_bytes") / GB == pytest.approx(gb_out, rel=0.1)
@@ -84,12 +84,12 @@ def test_forward_and_backward(h200: Figures, timed, spec, sequences, recomputes,
         for known_ms in (timed.step_ms, None)
     )
     assert by_phase.step_ms == pytest.approx(ms, rel=0.15)
-    # What save_on_cpu copies it copies by itself, on no stream of the engine.
+    # torch makes the copies of save_on_cpu, on no stream of the engine.
     assert in_time.step_ms == pytest.approx(ms, rel=0.1 if spec == "save_on_cpu" else 0.05)
 
 
-def test_full_steps(h200: Figures):
-    _, found = rehearsed("layer_stream", 8, True, blocks=16)
+def test_full_steps(h200: Machine):
+    _, found = dry_run_of("layer_stream", 8, True, blocks=16)
     host_ms = 3.24e9 / (h200.update_gparams_s * 1e9) * 1e3
     for begins, ms in FULL_STEPS:
         update = UpdateTimes(host_ms=host_ms, begins=begins)
@@ -97,8 +97,8 @@ def test_full_steps(h200: Figures):
         assert predicted.step_ms == pytest.approx(ms, rel=0.15), begins
 
 
-def test_a_budget_that_finds_itself(h200: Figures):
-    resident_bytes, found = rehearsed("tensor_swap:budget=auto", 8, False)
+def test_a_budget_that_finds_itself(h200: Machine):
+    resident_bytes, found = dry_run_of("tensor_swap:budget=auto", 8, False)
     flops_per_s = h200.flops_per_s(torch.bfloat16)
     found = found.swapping(hidden_share(found.phases, h200.bandwidth, flops_per_s))
     assert found.total("activation_d2h_bytes") / GB == pytest.approx(20.9, rel=0.1)
@@ -118,8 +118,8 @@ def test_a_budget_that_finds_itself(h200: Figures):
     ids=["7 B, exact states", "11 B, bf16 moments"],
 )
 def test_whole_runs_within_24_gib(overrides, ms, vram_gib, rss_gib, gib_in, gib_out):
-    with composed("experiment=fit_7b_24gib", "dataset=synthetic", "hardware=h200", *overrides) as config:
-        plan = plan_run(config, figures_of(config, torch.device("cpu")), has_gpu=True)
+    components = components_of("experiment=fit_7b_24gib", "dataset=synthetic", "hardware=h200", *overrides)
+    plan = plan_run(components, machine_of(components), has_gpu=True)
     assert plan.forecast.step_ms == pytest.approx(ms, rel=0.15)
     assert plan.totals["vram_budget"] / GIB == pytest.approx(vram_gib, rel=0.1)
     assert plan.totals["host_budget"] / GIB == pytest.approx(rss_gib, rel=0.03)
@@ -127,8 +127,8 @@ def test_whole_runs_within_24_gib(overrides, ms, vram_gib, rss_gib, gib_in, gib_
     assert plan.step_bytes["out"] / GIB == pytest.approx(gib_out, rel=0.1)
 
 
-def test_forward_only_is_at_the_bus(h200: Figures):
-    _, found = rehearsed("layer_stream", 2, False)
+def test_forward_only_is_at_the_bus(h200: Machine):
+    _, found = dry_run_of("layer_stream", 2, False)
     forward = forecast(found.phases[:1], h200.bandwidth, h200.flops_per_s(torch.bfloat16), UpdateTimes())
     assert forward.bound == "copies in"
     assert forward.step_ms == pytest.approx(237.2, rel=0.15)

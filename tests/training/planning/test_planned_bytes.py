@@ -1,4 +1,4 @@
-"""On the CPU the bytes that a plan says are copied in a step are those that a run then counts, to the byte."""
+"""On the CPU a plan predicts to the byte what a run copies in a step."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ HEADS = ("model.num_attention_heads=4", "model.num_key_value_heads=2")
 
 @pytest.fixture(autouse=True)
 def little_in_flight(monkeypatch: pytest.MonkeyPatch):
-    """Small activations would all be back before their memory was given up, and none would be copied in."""
+    """Otherwise small activations would all be used before their memory is released, and none would be copied in."""
     monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 2**14)
 
 
 def moved(folder: Path, mode: str, *overrides: str) -> dict[str, float]:
-    """What a run under `mode` measures, which has to be what was planned."""
+    """Returns what a run under `mode` measures, and checks that it was planned."""
     swaps = ("offload.min_bytes=4KiB",) if "swap" in mode else ()
     summary = run_here(folder, *SMALL_MODEL, *JOB, *HEADS, f"offload={mode}", *swaps, *overrides)
     measured = {key: summary[key] for key in KEYS}
@@ -48,5 +48,5 @@ def test_planned_bytes_are_measured(tmp_path: Path, mode: str, precision: str, r
 
 @pytest.mark.parametrize("mode", ["tensor_swap", "layer_stream_swap", "shard_offload"])
 def test_of_microbatches_that_are_not_alike(tmp_path: Path, mode: str):
-    """More than are rehearsed, of two sequences and of one."""
+    """More microbatches than the dry run computes, of two sequences and of one."""
     moved(tmp_path, mode, "batch_size=11", "microbatches=6")

@@ -1,10 +1,12 @@
-"""What a command that is refused leaves in a directory, and what a run finds there of another."""
+"""The directory of a run: refused commands leave earlier results alone, and one run at a time writes there."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -16,14 +18,14 @@ import yaml
 from tests.training.helpers.in_process import ROOT, TINY_RUN, command_here, run_here
 from training.comparison.runs import read_run
 from training.errors import UserError
-from training.runs.directory import holds_figures, locked
-from training.runs.files import RUN_FILES
+from training.runs import directory
+from training.runs.directory import holds_results, locked
 
 TINY = (*TINY_RUN, "dataset=synthetic")
 
 
 def train(folder: Path, *overrides: str, status: int = 0) -> str:
-    """`python train.py` with its files in `folder`; returns the one line that it says where it fails."""
+    """Runs `python train.py` with its files in `folder`; returns the line that it prints if it fails."""
     result = command_here(*TINY, *overrides, f"hydra.run.dir={folder}")
     assert result.returncode == status, result.stdout + result.stderr
     assert not status or result.stderr.count("\n") == 1, result.stderr
@@ -31,7 +33,7 @@ def train(folder: Path, *overrides: str, status: int = 0) -> str:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """All files but the lock, which names the process that held it last."""
+    """Returns the content of all files except the lock, which names the last process that held it."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock")
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
@@ -162,28 +164,11 @@ def test_where_nothing_was_logged_a_run_begins(tmp_path: Path, logged: str):
         ({"checkpoints/step-00000003/state.json": ""}, True),
     ],
 )
-def test_what_figures_are(tmp_path: Path, files: dict[str, str], holds: bool):
+def test_what_counts_as_results(tmp_path: Path, files: dict[str, str], holds: bool):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert holds_figures(tmp_path) is holds
-
-
-@pytest.mark.parametrize("name", RUN_FILES)
-def test_a_link_is_refused(tmp_path: Path, name: str):
-    (tmp_path / name).symlink_to("nowhere")
-    with pytest.raises(UserError, match=f"{name} is a link to another file"), locked(tmp_path):
-        pass
-
-
-def test_what_a_link_leads_to_is_left_alone(tmp_path: Path):
-    target, folder = tmp_path / "mine.txt", tmp_path / "run"
-    target.write_text("mine")
-    folder.mkdir()
-    (folder / "train.log").symlink_to(target)
-    assert train(folder, "steps=-1", status=1).startswith(f"error: {folder / 'train.log'} is a link to another file")
-    assert target.read_text() == "mine"
-    assert os.listdir(folder) == ["train.log"]
+    assert holds_results(tmp_path) is holds
 
 
 def test_checkpoints_may_lie_elsewhere(tmp_path: Path):
@@ -192,3 +177,28 @@ def test_checkpoints_may_lie_elsewhere(tmp_path: Path):
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "large")
     run_here(tmp_path / "run", *TINY, "checkpoint.every=3")
     assert sorted(path.name for path in (tmp_path / "large").iterdir()) == ["step-00000003", "step-00000006"]
+
+
+def test_the_lock_goes_with_its_process(tmp_path: Path):
+    with (
+        locked(tmp_path),
+        pytest.raises(UserError, match=rf"another run writes to .*process {os.getpid()}"),
+        locked(tmp_path),
+    ):
+        pass
+    script = (
+        "import os, signal, sys; from pathlib import Path; from training.runs.directory import locked\n"
+        "with locked(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", script, tmp_path], cwd=ROOT).returncode == -signal.SIGKILL
+    with locked(tmp_path):
+        pass
+
+
+def test_where_locks_are_unknown_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
+    def unknown(*arguments):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(directory.fcntl, "flock", unknown)
+    with locked(tmp_path):
+        assert "cannot be locked" in caplog.text

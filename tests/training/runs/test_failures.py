@@ -1,4 +1,4 @@
-"""What a run that ends early tells its user, and leaves in its directory."""
+"""Runs that end early: the message for the user, and the files in the run's directory."""
 
 import errno
 import json
@@ -29,7 +29,7 @@ def os_error(number, name=None):
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"),
             "out_of_memory",
-            "the GPU is out of memory (2.50 GiB more wanted): take a smaller batch_size, more microbatches,",
+            "the GPU is out of memory (2.50 GiB more needed): take a smaller batch_size, more microbatches,",
         ),
         (RuntimeError("CUDA error: out of memory\nCompile with"), "out_of_memory", "the GPU is out of memory: take"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when"), "out_of_memory", "the GPU is out of memory: "),
@@ -47,16 +47,16 @@ def test_what_the_user_can_mend_is_one_line(error, status, reason):
     assert failure.status == status
     assert failure.reason.startswith(reason)
     assert "\n" not in failure.reason
-    assert failure.mendable
+    assert failure.fixable
 
 
 @pytest.mark.parametrize("error", [ValueError("wrong\nshape"), RuntimeError("CUDA error: misaligned"), KeyError("k")])
-def test_a_broken_program_is_not_mendable(error):
+def test_a_broken_program_is_not_fixable(error):
     failure = explain(error)
     assert failure.status == "failed"
     assert failure.reason.startswith(type(error).__name__)
     assert "\n" not in failure.reason
-    assert not failure.mendable
+    assert not failure.fixable
 
 
 def test_the_host_allocator_of_torch_is_host_memory():
@@ -126,10 +126,10 @@ def test_an_interrupted_run_says_so(tmp_path, name):
 
 
 def test_a_signal_that_comes_again_does_not_change_how_a_run_ends(tmp_path):
-    # Once more in the middle of what is written, once when that is done.
+    # Once more while the summary is written, and once after that.
     action = (
-        "import atexit, training.metrics.files as metrics; again = lambda: os.kill(os.getpid(), signal.SIGTERM);"
-        "write = metrics.write_summary; metrics.write_summary = lambda *a: (again(), write(*a));"
+        "import atexit, training.runs.failures as failures; again = lambda: os.kill(os.getpid(), signal.SIGTERM);"
+        "write = failures.write_summary; failures.write_summary = lambda *a: (again(), write(*a));"
         "atexit.register(again); again(); time.sleep(60)"
     )
     process, summary = run(tmp_path, action)

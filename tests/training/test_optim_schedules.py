@@ -6,34 +6,27 @@ import math
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
+from omegaconf import DictConfig
 from torch import nn
 
-from tests import ROOT
-from training import sweep
-from training.config import schema
+from tests.training.helpers.in_process import composed
 from training.config.validation import check
 from training.errors import UserError
 from training.optim import build_schedule
 
-CONF = ROOT / "conf"
 OPTIMIZERS = [["optimizer=adamw"], ["optimizer=host_adamw", "optimizer.compile='off'", "optimizer.threads=1"]]
 
-schema.register()
-sweep.register()
 
-
-def composed(*overrides: str):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("config", list(overrides))
+def checked(*overrides: str) -> DictConfig:
+    config, _ = composed(*overrides)
     check(config)
     return config
 
 
 def rates(*overrides: str, beyond: int = 0) -> list[float]:
     """The learning rate of each step of a run, as shares of optimizer.lr."""
-    config = composed(*overrides, "optimizer.lr=0.5")
+    config = checked(*overrides, "optimizer.lr=0.5")
     weight = nn.Parameter(torch.ones(2, 2))
     optimizer = instantiate(config.optimizer, params=[weight])
     schedule = build_schedule(config, optimizer)
@@ -75,7 +68,7 @@ def test_by_default_the_rate_is_constant():
 
 
 def test_groups_keep_their_proportions_and_what_does_not_decay_its_zero():
-    config = composed("optimizer=host_adamw", "optimizer.compile='off'", "schedule.warmup=1", "steps=2")
+    config = checked("optimizer=host_adamw", "optimizer.compile='off'", "schedule.warmup=1", "steps=2")
     matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
     optimizer = instantiate(config.optimizer, params=[{"params": [matrix, vector]}, {"params": [], "lr": 1.0}])
     build_schedule(config, optimizer)
@@ -84,7 +77,7 @@ def test_groups_keep_their_proportions_and_what_does_not_decay_its_zero():
 
 
 def test_a_resumed_schedule_goes_on():
-    config = composed("schedule=cosine", "schedule.warmup=2", "steps=8")
+    config = checked("schedule=cosine", "schedule.warmup=2", "steps=8")
 
     def scheduled():
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
@@ -117,6 +110,6 @@ def test_a_resumed_schedule_goes_on():
 )
 def test_what_cannot_be_is_refused_in_one_line(overrides: list[str], message: str):
     with pytest.raises(UserError) as caught:
-        composed(*overrides)
+        checked(*overrides)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)

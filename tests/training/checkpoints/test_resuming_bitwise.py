@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint is the run that never stopped, bit for bit, in every mode and from any."""
+"""A resumed run equals the uninterrupted one bit for bit, in every mode and from any."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MODES = {path.stem: () for path in sorted((ROOT / "conf" / "offload").glob("*.ya
 MODES |= dict.fromkeys(("tensor_swap", "layer_stream_swap", "bounce_linear_swap"), ("offload.min_bytes=1KiB",))
 MODES["shard_offload"] = ("offload.shards=2",)
 RECIPES = {
-    # What is not float32 has masters; a cosine has a rate of its own at each step; updates begin inside backward.
+    # bf16 has masters, a cosine has another rate at each step, and updates begin inside backward.
     "bf16": ("precision=bf16", "optimizer=host_adamw", "schedule=cosine", "clip_norm=null", "microbatches=2"),
     "fp32": ("model.tie_word_embeddings=true", "recompute=block"),
 }
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_mode_goes_on_alike_and_saves_the_same_state(
+def test_every_mode_resumes_alike_and_saves_the_same_state(
     tmp_path: Path, run_here, at, content, curve, monkeypatch: pytest.MonkeyPatch, recipe: str
 ):
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1024)
@@ -30,7 +30,7 @@ def test_every_mode_goes_on_alike_and_saves_the_same_state(
     run_here(tmp_path / "whole", *every_step)
     whole = [content(at(tmp_path / "whole", step)) for step in (2, 3, 4)]
     assert all(whole[0][name] != whole[1][name] for name in whole[0] if name != "config.json")
-    # As what every mode writes is the same, going on from one is going on from any.
+    # Every mode writes the same, so resuming from one is resuming from any.
     for offload, knobs in MODES.items():
         rest = tmp_path / offload
         run_here(rest, *every_step, f"offload={offload}", *knobs, f"resume={at(tmp_path / 'whole', 2)}")
@@ -54,7 +54,7 @@ def test_where_states_are_updated_leaves_no_trace(tmp_path: Path, run_here, fini
     assert content(at(tmp_path / "to", 6)) == content(at(tmp_path / "from", 6)) == content(at(finished, 6))
 
 
-def test_a_killed_run_goes_on_in_its_directory_without_a_lost_or_repeated_step(
+def test_a_killed_run_resumes_in_its_directory_without_a_lost_or_repeated_step(
     finished: Path, killed_after, run_here, at, content, curve
 ):
     # Its record of step 4 was written after the checkpoint of step 3, that of step 6 in part.
@@ -81,7 +81,7 @@ def test_a_finished_run_has_nothing_left_to_do(finished: Path, run_here, curve, 
     assert (summary["status"], summary["steps"], summary["train/final_loss"]) == ("ok", 6, before[-1]["train/loss"])
 
 
-def test_a_finished_run_goes_on_with_more_steps(tmp_path: Path, finished: Path, run_here, at, content):
+def test_a_finished_run_resumes_with_more_steps(tmp_path: Path, finished: Path, run_here, at, content):
     run_here(finished, "resume=auto", "steps=9")
     run_here(tmp_path / "whole", "steps=9")
     assert content(at(finished, 9)) == content(at(tmp_path / "whole", 9))

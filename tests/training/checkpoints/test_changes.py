@@ -1,0 +1,77 @@
+"""Changes of the configuration with which a run may or may not resume."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from training.errors import UserError
+
+CHANGES = [
+    ("optimizer.lr=0.1", "optimizer.lr: was 0.002, is 0.1"),
+    ("seed=1", "seed: was 0, is 1"),
+    ("microbatches=2", "microbatches: was 1, is 2"),
+    ("precision=bf16", "precision: was fp32, is bf16"),
+    ("model.hidden_size=32", "model.hidden_size: was 16, is 32"),
+    ("dataset.max_tokens=10000", "dataset.max_tokens: was 20000, is 10000"),
+    ("model.weights=x.safetensors", "model.weights: was null, is x.safetensors"),
+    ("clip_norm=null", "clip_norm: was 1.0, is null"),
+    ("schedule=linear", "schedule.final: was absent, is 0"),
+]
+
+
+@pytest.mark.parametrize(("override", "listed"), CHANGES, ids=[override for override, _ in CHANGES])
+def test_a_changed_configuration_is_refused_listing_the_keys(
+    tmp_path: Path, finished: Path, run_here, override, listed
+):
+    with pytest.raises(UserError) as refusal:
+        run_here(tmp_path / "new", f"resume={finished}", override, "steps=9")
+    assert listed in str(refusal.value)
+    assert "steps:" not in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_all_changed_keys_are_listed(tmp_path: Path, finished: Path, run_here):
+    with pytest.raises(UserError, match=r"batch_size: was 4, is 2; optimizer.lr: was 0.002, is 0.1; seed: was 0, is 1"):
+        run_here(tmp_path / "new", f"resume={finished}", "seed=1", "optimizer.lr=0.1", "batch_size=2")
+
+
+def test_what_does_not_change_the_numbers_may_change(tmp_path: Path, finished: Path, run_here, at, content):
+    changes = (
+        "offload=layer_stream",
+        "offload.slots=2",
+        "recompute=block",
+        "optimizer=host_adamw",
+        "optimizer.compile=off",
+        "optimizer.threads=1",
+        "log_every=1",
+        "checkpoint.every=1",
+        "on_nonfinite=skip",
+        "tracking.group=other",
+    )
+    run_here(tmp_path / "new", f"resume={at(finished, 3)}", *changes)
+    assert content(at(tmp_path / "new", 6)) == content(at(finished, 6))
+
+
+def test_no_code_is_called_that_only_a_checkpoint_names(tmp_path: Path, run_here, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "of_the_first_run.py").write_text("def wanted(tensor): return True")
+    swap = ("offload=tensor_swap", "offload.min_bytes=1KiB")
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        run_here(tmp_path / "a", *swap, "offload.predicate=of_the_first_run.wanted")
+        del sys.modules["of_the_first_run"]
+    run_here(tmp_path / "b", *swap, f"resume={tmp_path / 'a'}")
+    assert "of_the_first_run" not in sys.modules
+
+
+def test_states_of_another_dtype_are_another_optimizer(tmp_path: Path, finished: Path, run_here):
+    with pytest.raises(UserError, match=r"optimizer.state_dtype: was fp32, is bf16"):
+        run_here(tmp_path / "new", f"resume={finished}", "optimizer=host_adamw", "optimizer.state_dtype=bf16")
+
+
+def test_more_steps_of_a_falling_rate_are_a_warning(tmp_path: Path, run_here, at, caplog: pytest.LogCaptureFixture):
+    run_here(tmp_path / "run", "schedule=linear")
+    run_here(tmp_path / "new", "schedule=linear", "steps=8", f"resume={at(tmp_path / 'run', 3)}")
+    assert "steps: was 6, is 8: the learning rate falls over all steps" in caplog.text

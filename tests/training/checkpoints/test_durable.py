@@ -1,0 +1,63 @@
+"""Folders that are complete or not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from training.checkpoints.durable import remove_folder, remove_leftover, write_folder
+from training.checkpoints.layout import MANIFEST_FILE
+from training.checkpoints.manifest import read_manifest, verify
+
+
+def writing(content: bytes):
+    return lambda write: write(content)
+
+
+def test_a_folder_has_its_files_and_a_manifest_of_them(tmp_path: Path):
+    folder = tmp_path / "new" / "folder"
+    nbytes = write_folder(folder, {"a": writing(b"abc"), "b": lambda write: [write(b"x") for _ in range(5)]})
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MANIFEST_FILE} == {
+        "a": b"abc",
+        "b": b"xxxxx",
+    }
+    verify(folder, read_manifest(folder))
+    assert nbytes == sum(path.stat().st_size for path in folder.iterdir())
+    assert [path.name for path in folder.parent.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_an_error_leaves_nothing(tmp_path: Path, error: BaseException):
+    def fail(write) -> None:
+        write(b"half")
+        raise error
+
+    with pytest.raises(type(error)):
+        write_folder(tmp_path / "folder", {"a": writing(b"abc"), "b": fail})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_is_taken_is_refused(tmp_path: Path):
+    (tmp_path / "folder").symlink_to("nowhere")
+    with pytest.raises(FileExistsError, match="something of this name is there"):
+        write_folder(tmp_path / "folder", {"a": writing(b"abc")})
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_folder_that_is_removed_in_part_is_no_longer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "folder"
+    write_folder(folder, {"a": writing(b"abc")})
+    monkeypatch.setattr("training.checkpoints.durable.shutil.rmtree", lambda path: (path / "a").unlink())
+    remove_folder(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.partial"]
+
+
+def test_of_a_link_the_link_is_removed(tmp_path: Path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("mine")
+    (tmp_path / "link").symlink_to("mine")
+    remove_leftover(tmp_path / "link")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    remove_leftover(tmp_path / "mine")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,71 @@
+"""Manifests: what they list is verified, and nothing else passes for one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from training.checkpoints.layout import MANIFEST_FILE
+from training.checkpoints.manifest import DamagedError, FileRecord, manifest_text, read_json, read_manifest, verify
+
+
+def record_of(content: bytes) -> FileRecord:
+    return FileRecord(len(content), hashlib.sha256(content).hexdigest())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of two files with their manifest."""
+    contents = {"a.bin": b"abc" * 1000, "b.json": b"{}"}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    records = {name: record_of(content) for name, content in contents.items()}
+    (tmp_path / MANIFEST_FILE).write_text(manifest_text(records))
+    return tmp_path
+
+
+def test_what_was_written_is_read_back_and_verified(folder: Path):
+    files = read_manifest(folder)
+    assert files == {"a.bin": record_of(b"abc" * 1000), "b.json": record_of(b"{}")}
+    verify(folder, files)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "a.bin is missing"),
+        (b"abc" * 999, "a.bin has 2997 bytes where 3000 were written"),
+        (b"abd" * 1000, "a.bin is not what was written: its SHA-256 differs"),
+    ],
+)
+def test_a_file_that_changed_is_named(folder: Path, content: bytes | None, reason: str):
+    files = read_manifest(folder)
+    (folder / "a.bin").unlink()
+    if content is not None:
+        (folder / "a.bin").write_bytes(content)
+    with pytest.raises(DamagedError, match=reason):
+        verify(folder, files)
+
+
+def test_files_beyond_the_manifest_are_nobodys(folder: Path):
+    (folder / "more.bin").write_bytes(b"x")
+    verify(folder, read_manifest(folder))
+
+
+@pytest.mark.parametrize("name", ["../a", "/etc/passwd", ".hidden", "", "a b", MANIFEST_FILE])
+def test_a_name_that_leads_elsewhere_is_refused(folder: Path, name: str):
+    (folder / MANIFEST_FILE).write_text(json.dumps({"format": 2, "files": {name: {"nbytes": 1, "sha256": ""}}}))
+    with pytest.raises(DamagedError, match="which is not a file of a checkpoint"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "3", "{", "[" * 10**5])
+def test_what_is_not_a_json_object_is_refused(tmp_path: Path, content: str):
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(DamagedError, match=r"x\.json is not a JSON"):
+        read_json(tmp_path / "x.json")
+    with pytest.raises(DamagedError, match=r"y\.json is missing"):
+        read_json(tmp_path / "y.json")

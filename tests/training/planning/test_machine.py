@@ -1,0 +1,93 @@
+"""The machine that a plan is made for: given by hand, kept by the probe, or measured in short."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.runtime import registry
+from offload.runtime.byte_sizes import GIB
+from tests.training.helpers.in_process import components_of
+from training.errors import UserError
+from training.planning import machine as machine_module
+from training.planning.machine import is_complete, machine_of, measured_in_short
+from training.planning.probe import keep
+
+CPU = torch.device("cpu")
+KEPT = {
+    "name": "this one",
+    "host_gib": 8.0,
+    "cores": 2,
+    "h2d_gb_s": 10.0,
+    "d2h_gb_s": 11.0,
+    "both_gb_s": 6.0,
+    "update_gparams_s": 1.5,
+    "fp32_tflops": 0.5,
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is kept of any machine."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_hardware_measured_is_refused_if_nothing_was_measured():
+    with pytest.raises(UserError, match=r"hardware=measured: nothing is kept of .*: run python scripts/probe\.py"):
+        machine_of(components_of("hardware=measured"))
+
+
+def test_a_value_given_by_hand_replaces_that_of_a_preset(planned):
+    plan = planned("hardware.host_gib=1", "hardware.name=mine")
+    assert (plan.machine.name, plan.budgets["host_budget"]) == ("mine", GIB)
+    with pytest.raises(UserError, match=r"hardware\.h2d_gb_s=0\.0: must be above 0"):
+        planned("hardware.h2d_gb_s=0")
+
+
+@pytest.mark.parametrize("hardware", ["auto", "measured"])
+def test_values_that_the_probe_kept_are_used(hardware: str):
+    keep(CPU, KEPT)
+    machine = machine_of(components_of(f"hardware={hardware}", "hardware.host_gib=4"))
+    assert (machine.name, machine.source) == ("this one", "kept by the probe")
+    assert (machine.host_gib, machine.cores) == (4.0, 2)
+    assert machine.flops_per_s(torch.float32) == 0.5e12
+    assert (machine.bandwidth.h2d, machine.bandwidth.d2h, machine.bandwidth.both) == (10.0, 11.0, 6.0)
+
+
+@pytest.mark.parametrize("other", [{"name": "old", "h2d_gb_s": 1.0}, KEPT | {"of_another_version": 1.0}])
+def test_values_of_another_version_are_measured_again(other: dict):
+    keep(CPU, other)
+    assert machine_of(components_of()).source == "measured in short"
+
+
+def test_a_preset_is_complete_and_nothing_is_measured(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machine_module, "measured_in_short", lambda components: pytest.fail("measured"))
+    preset = components_of("hardware=h200")
+    assert is_complete(preset.config)
+    assert machine_of(preset).source == "preset"
+    assert not is_complete(components_of("hardware=auto").config)
+    assert not is_complete(components_of("hardware=h200", "hardware.fp32_tflops=null").config)
+
+
+def test_streams_are_released_where_the_bus_cannot_be_measured(monkeypatch: pytest.MonkeyPatch):
+    def broken(streams: object) -> None:
+        assert registry.holders(CPU) == 1
+        raise ArithmeticError
+
+    class Gpu:
+        """A device that calls itself a GPU, on the CPU's streams."""
+
+        type = "cuda"
+
+    components = dataclasses.replace(components_of(), device=Gpu())
+    monkeypatch.setattr(machine_module, "device_name", lambda device: "a GPU")
+    monkeypatch.setattr(machine_module, "peak_flops", lambda device, dtype: 1e12)
+    monkeypatch.setattr(machine_module, "vram_bytes", lambda device: GIB)
+    monkeypatch.setattr("training.components.registry.acquire", lambda device, real=registry.acquire: real(CPU))
+    monkeypatch.setattr(machine_module, "measured_bandwidth", broken)
+    with pytest.raises(ArithmeticError):
+        measured_in_short(components)
+    assert registry.holders(CPU) == 0

@@ -1,0 +1,41 @@
+"""A finished plan: budgets, parts and what people read."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.parametrize(("budget", "fits"), [("2GiB", True), ("3MiB", False)])
+def test_budgets(planned, budget: str, fits: bool):
+    plan = planned("offload=layer_stream", f"vram_budget={budget}", f"host_budget={budget}")
+    assert plan.fits == {"vram_budget": fits, "host_budget": fits}
+    assert (plan.misfit() is None) == fits
+
+
+def test_a_budget_beyond_the_machine_is_the_machines(planned):
+    machine = ("hardware.vram_gib=0.004", "hardware.host_gib=0.003")
+    plan = planned(*machine, "offload=layer_stream", "vram_budget=200GiB", "host_budget=1TiB")
+    assert plan.fits == {"vram_budget": False, "host_budget": False}
+    assert plan.misfit().startswith("vram_budget: ")
+    assert "host_budget: " in plan.misfit()
+    assert plan.misfit().count("3.07 MiB (H200) available") == 1
+    assert plan.rows()["host: in all"].endswith("of 3.07 MiB (H200): DOES NOT FIT")
+    smaller = planned(*machine, "offload=layer_stream", "vram_budget=1MiB").rows()["device: at its peak"]
+    assert smaller.endswith("of 1.00 MiB (vram_budget): DOES NOT FIT")
+
+
+def test_parts_add_up_to_the_model_and_its_states(planned):
+    parameters = 0.8e6
+    for mode in ("none", "layer_stream", "bounce_linear"):
+        plan = planned(f"offload={mode}", "precision=bf16")
+        both = {part: plan.device_bytes[part] + plan.host_bytes.get(part, 0) for part in ("weights", "optimizer")}
+        assert both["weights"] == pytest.approx(2 * parameters, rel=0.1)
+        assert both["optimizer"] == pytest.approx(6 * both["weights"], rel=0.01)
+    assert sum(plan.host_bytes.values()) == plan.totals["host_budget"]
+
+
+def test_without_a_gpu_the_device_is_the_host(planned):
+    plan = planned("offload=layer_stream", has_gpu=False)
+    assert plan.host_bytes["device"] == sum(plan.device_bytes.values())
+    assert plan.fits["vram_budget"] is None
+    assert "memory/vram_peak_gib" not in plan.metrics()

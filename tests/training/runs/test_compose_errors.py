@@ -1,0 +1,71 @@
+"""Configurations that Hydra cannot compose: one line that names the allowed values."""
+
+from __future__ import annotations
+
+import pytest
+from hydra import compose, initialize_config_dir
+from yaml import YAMLError
+
+from tests.training.helpers.in_process import CONF, hydra_as_before
+from training.errors import UserError
+from training.runs import compose_errors
+from training.runs.compose_errors import explain_refusal, is_refusal
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("offload=fast", "offload=fast: there is no such option; choose from "),
+        ("steps=many", "steps: "),
+        ("steps=null", "steps=null: must have a value"),
+        ("tracking.tags=a", "tracking.tags=a: must be a list, such as [a]"),
+        ("steps", "steps: is not KEY=VALUE; put a VALUE with blanks or brackets"),
+        ("offload=3", "choose options by name, GROUP=OPTION, such as offload=none ("),
+    ],
+)
+def test_a_refusal_is_one_line(override: str, line: str):
+    with initialize_config_dir(str(CONF), version_base="1.3"), pytest.raises(Exception, match=r".") as caught:
+        compose("config", [override])
+    assert is_refusal(caught.value)
+    assert explain_refusal(caught.value).startswith(line)
+    assert "\n" not in explain_refusal(caught.value)
+
+
+def test_the_key_that_was_probably_meant_is_named():
+    with initialize_config_dir(str(CONF), version_base="1.3"), pytest.raises(Exception, match=r".") as caught:
+        compose("config", ["step=3"])
+    assert "Did you mean steps?" in explain_refusal(caught.value)
+
+
+def test_a_broken_file_is_named_as_such():
+    error = YAMLError("while scanning\n  x.yaml, line 3")
+    assert is_refusal(error)
+    assert explain_refusal(error) == "a configuration file is not YAML: while scanning x.yaml, line 3"
+
+
+def raising(error: BaseException):
+    def main() -> None:
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (YAMLError("bad"), 1, "error: a configuration file is not YAML: bad"),
+        (UserError("steps=0: must be at least 1"), 1, "error: steps=0: must be at least 1"),
+        (KeyboardInterrupt(), 130, "error: interrupted"),
+    ],
+)
+def test_what_main_raises_ends_the_process(capsys: pytest.CaptureFixture[str], error, status: int, line: str):
+    with hydra_as_before(), pytest.raises(SystemExit) as ended:
+        compose_errors.run(raising(error))
+    assert ended.value.code == status
+    assert capsys.readouterr().err == f"{line}\n"
+
+
+def test_hydra_full_error_lets_it_through(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with hydra_as_before(), pytest.raises(YAMLError):
+        compose_errors.run(raising(YAMLError("bad")))

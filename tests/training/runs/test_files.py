@@ -1,0 +1,61 @@
+"""The names of files: written in one place, and refused if they are links."""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.training.helpers.in_process import TINY_RUN, command_here
+from training.errors import UserError
+from training.runs import files
+from training.runs.directory import locked
+from training.runs.files import RUN_FILES
+
+TINY = (*TINY_RUN, "dataset=synthetic")
+
+
+def train(folder: Path, *overrides: str, status: int = 0) -> str:
+    """Runs `python train.py` with its files in `folder`; returns the line that it prints if it fails."""
+    result = command_here(*TINY, *overrides, f"hydra.run.dir={folder}")
+    assert result.returncode == status, result.stdout + result.stderr
+    assert not status or result.stderr.count("\n") == 1, result.stderr
+    return result.stderr
+
+
+@pytest.mark.parametrize("name", RUN_FILES)
+def test_a_link_is_refused(tmp_path: Path, name: str):
+    (tmp_path / name).symlink_to("nowhere")
+    with pytest.raises(UserError, match=f"{name} is a link to another file"), locked(tmp_path):
+        pass
+
+
+def test_what_a_link_leads_to_is_left_alone(tmp_path: Path):
+    target, folder = tmp_path / "mine.txt", tmp_path / "run"
+    target.write_text("mine")
+    folder.mkdir()
+    (folder / "train.log").symlink_to(target)
+    assert train(folder, "steps=-1", status=1).startswith(f"error: {folder / 'train.log'} is a link to another file")
+    assert target.read_text() == "mine"
+    assert os.listdir(folder) == ["train.log"]
+
+
+def test_names_are_written_in_one_file():
+    """No other source file has a literal of a name in `training.runs.files`, nor of a comparison's files."""
+    constants = [value for name, value in vars(files).items() if name.isupper() and isinstance(value, str)]
+    # Folders have names that are words, and ".partial" ends names of other programs' files too.
+    once = {value for value in constants if "." in value[1:]} | {*files.COMPARISON_PICTURES}
+    for path in (ROOT / "train.py", *(ROOT / "training").rglob("*.py"), *(ROOT / "scripts").glob("*.py")):
+        if path == ROOT / "training" / "runs" / "files.py":
+            continue
+        tree = ast.parse(path.read_text())
+        literals = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        assert not once & {text for text in literals if isinstance(text, str)}, path
+
+
+def test_a_partial_file_stands_beside_its_own():
+    assert files.partial_path(Path("run/summary.json")) == Path("run/summary.json.partial")
+    assert files.partial_path(Path("run/step-00000003")) == Path("run/step-00000003.partial")

@@ -1,0 +1,42 @@
+"""The directory, the options and the overrides with which a run was started."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from tests import ROOT
+from tests.training.helpers.in_process import composed
+from training.runs.invocation import Invocation
+
+
+def test_it_has_the_options_and_the_overrides_as_they_were_given(tmp_path: Path):
+    _, invocation = composed("offload=layer_stream", "seed='${nowhere}'", run_dir=tmp_path)
+    assert invocation.run_dir == tmp_path
+    assert invocation.choices["offload"] == "layer_stream"
+    assert invocation.choices["experiment"] is None
+    assert invocation.overrides == ("offload=layer_stream", "seed='${nowhere}'")
+    assert invocation.title == "offload=layer_stream model=tiny"
+
+
+def test_the_running_job_is_read_from_hydra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    hydra = {
+        "runtime": {"output_dir": str(tmp_path), "choices": {"model": "tiny"}},
+        "overrides": {"task": ["seed=3"]},
+    }
+    monkeypatch.setattr(HydraConfig, "get", lambda: OmegaConf.create(hydra))
+    assert Invocation.current() == Invocation(tmp_path, {"model": "tiny"}, ("seed=3",))
+
+
+def test_nothing_else_reads_hydras_global():
+    """Only the launcher touches it, because Hydra's interface of launchers does."""
+    readers = set()
+    for path in (ROOT / "train.py", *(ROOT / "training").rglob("*.py")):
+        names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+        if "HydraConfig" in names:
+            readers.add(str(path.relative_to(ROOT)))
+    assert readers == {"training/runs/invocation.py", "training/sweep.py"}

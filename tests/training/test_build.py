@@ -1,0 +1,147 @@
+"""Building a job: everything is made once, and given back wherever building or training fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from models.llama import Llama
+from offload.modes.layer_stream import LayerStream
+from offload.runtime import registry
+from offload.weights.streamer import WeightStreamer
+from tests.training.helpers.in_process import TINY_RUN, composed, run_here, signals_as_before
+from training import build as build_module
+from training.build import build
+from training.errors import UserError
+from training.loop import train
+from training.runs.files import CONFIG_FILE, HARDWARE_FILE, PLAN_FILE
+
+JOB = (
+    *TINY_RUN,
+    "dataset=synthetic",
+    "offload=layer_stream",
+    "optimizer=host_adamw",
+    "optimizer.compile='off'",
+    "recompute=block",
+    "checkpoint.every=3",
+)
+# The steps of `build` behind the one that acquires streams, by the names under which it calls them.
+STEPS = ("record_hardware", "print_plan", "build_tracker", "fill", "recompute", "build_optimizer", "build_schedule")
+
+
+def is_free() -> bool:
+    """True if no streams are held and no thread of an optimizer runs."""
+    threads = [thread.name for thread in threading.enumerate()]
+    return registry.holders("cpu") == 0 and not any(name.startswith("host optimizer") for name in threads)
+
+
+def failing(error: BaseException) -> Callable:
+    def fail(*arguments: object, **keywords: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.fixture
+def fails(tmp_path: Path) -> Callable[..., None]:
+    """Expects a run to fail with ArithmeticError and to give everything back, and a second run to work."""
+
+    def fails(monkeypatch: pytest.MonkeyPatch, target: object, name: str, *overrides: str) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(target, name, failing(ArithmeticError(name)))
+            with pytest.raises(ArithmeticError, match=name):
+                run_here(tmp_path / "first", *JOB, *overrides)
+        assert is_free()
+        assert run_here(tmp_path / "second", *JOB)["status"] == "ok"
+        assert is_free()
+
+    return fails
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_of_the_build_that_fails_gives_everything_back(fails, monkeypatch: pytest.MonkeyPatch, step: str):
+    fails(monkeypatch, build_module, step)
+
+
+def test_a_mode_that_fails_to_attach_gives_the_streams_back(fails, monkeypatch: pytest.MonkeyPatch):
+    fails(monkeypatch, WeightStreamer, "__init__")
+
+
+def test_checkpoints_that_fail_give_everything_back(fails, monkeypatch: pytest.MonkeyPatch):
+    fails(monkeypatch, build_module, "Checkpoints")
+
+
+def test_a_checkpoint_that_does_not_load_gives_everything_back(fails, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    run_here(tmp_path / "saved", *JOB)
+    fails(monkeypatch, build_module.Checkpoint, "restore", f"resume={tmp_path / 'saved'}", "steps=9")
+
+
+def test_a_loop_that_fails_gives_everything_back(fails, monkeypatch: pytest.MonkeyPatch):
+    fails(monkeypatch, build_module.HostAdamW, "step")
+
+
+def test_a_mode_that_fails_to_detach_gives_the_streams_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    config, invocation = composed(*JOB, run_dir=tmp_path)
+
+    def built() -> None:
+        with build(config, invocation) as job:
+            detach = job.components.mode.detach
+            monkeypatch.setattr(job.components.mode, "detach", lambda: (detach(), failing(ArithmeticError())()))
+
+    with pytest.raises(ArithmeticError):
+        built()
+    assert is_free()
+
+
+def test_a_host_without_memory_is_one_line_and_gives_the_streams_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr("offload.runtime.host_memory.free_host_bytes", lambda: 1000)
+    with pytest.raises(UserError, match=r"offload=layer_stream model=tiny: 0\.00 GiB of host memory are needed, .*"):
+        run_here(tmp_path, *JOB)
+    assert is_free()
+
+
+def test_the_model_is_given_back(tmp_path: Path):
+    config, invocation = composed(*JOB, run_dir=tmp_path)
+    with signals_as_before(), build(config, invocation) as job:
+        model = job.components.model
+        assert "forward" in vars(model.model.layers[0])
+        train(job)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_model_and_mode_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int):
+    made = []
+    for kind in (Llama, LayerStream):
+
+        def counted(self, *arguments: object, make=kind.__init__, name=kind.__name__, **keywords: object) -> None:
+            made.append(name)
+            make(self, *arguments, **keywords)
+
+        monkeypatch.setattr(kind, "__init__", counted)
+    run_here(tmp_path, *JOB, "batch_size=6", f"microbatches={count}")
+    assert sorted(made) == ["LayerStream", "Llama"]
+
+
+def test_the_run_begins_when_nothing_can_be_refused_and_before_anything_is_written(tmp_path: Path):
+    config, invocation = composed(*JOB, run_dir=tmp_path)
+    begun = []
+    with build(config, invocation, begin=lambda: begun.append(sorted(path.name for path in tmp_path.iterdir()))):
+        assert (tmp_path / PLAN_FILE).exists()
+        assert (tmp_path / HARDWARE_FILE).exists()
+    assert begun == [[]]
+    refused, _ = composed(*JOB, "offload.resident=99", run_dir=tmp_path)
+    with pytest.raises(UserError), build(refused, invocation, begin=lambda: begun.append([CONFIG_FILE])):
+        pass
+    assert len(begun) == 1
+
+
+def test_more_threads_than_cores_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(build_module, "usable_cores", lambda: 2)
+    with pytest.raises(
+        UserError, match=r"optimizer\.threads=3: must be at most 2, the cores that this process may use"
+    ):
+        run_here(tmp_path, *JOB, "optimizer.threads=3")

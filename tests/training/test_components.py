@@ -1,0 +1,152 @@
+"""The components of a run: made once, and left by a dry run as they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from models.llama import Llama
+from offload.optimizer.adamw import HostAdamW
+from offload.runtime import registry
+from tests.training.helpers.in_process import CONF, TINY_RUN, components_of, run_here
+from training.components import Components, acquired, left_as_found
+from training.errors import UserError
+from training.metrics.files import read_metrics
+from training.optim import AdamW
+from training.planning.plan import dry_step
+
+MODES = sorted(path.stem for path in (CONF / "offload").glob("*.yaml"))
+SWAPS = ("tensor_swap", "layer_stream_swap", "bounce_linear_swap")
+TIED = "model.tie_word_embeddings=true"
+
+
+def components_under(mode: str, *overrides: str) -> Components:
+    swaps = ("offload.min_bytes=256",) if mode in SWAPS else ()
+    return components_of(*TINY_RUN, f"offload={mode}", *swaps, *overrides)
+
+
+def held(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]:
+    """The parameters and buffers by module and attribute."""
+    return {
+        (name, attribute): tensor
+        for name, module in model.named_modules()
+        for attribute, tensor in (*module._parameters.items(), *module._buffers.items())
+    }
+
+
+def hooks(model: nn.Module) -> list[object]:
+    """Everything that a mode may have left on a module."""
+    left = []
+    for module in model.modules():
+        left += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        left += [*module._state_dict_pre_hooks.values(), *module._load_state_dict_pre_hooks.values()]
+        left += [vars(module)["forward"]] if "forward" in vars(module) else []
+    return left
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_dry_run_leaves_the_model_as_it_was(mode: str, recompute: str):
+    components = components_under(mode, f"recompute={recompute}", TIED, "microbatches=2")
+    before = held(components.model)
+    dry_step(components, has_gpu=True)
+    after = held(components.model)
+    assert after.keys() == before.keys()
+    assert all(after[place] is before[place] for place in before)
+    assert components.model.lm_head.weight is components.model.model.embed_tokens.weight
+    assert all(parameter.grad is None for parameter in components.model.parameters())
+    assert hooks(components.model) == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_second_dry_run_gives_the_same_bytes(mode: str):
+    components = components_under(mode, TIED, "microbatches=2")
+    assert dry_step(components, has_gpu=True) == dry_step(components, has_gpu=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_attaches_to_a_device_after_a_dry_run(mode: str):
+    components = components_under(mode, TIED)
+    dry_step(components, has_gpu=False)
+    with acquired("cpu") as streams:
+        components.mode.attach(components.model, streams)
+        assert not any(tensor.is_meta for tensor in components.model.parameters())
+        assert components.model.lm_head.weight is components.model.model.embed_tokens.weight
+        components.mode.detach()
+
+
+@pytest.mark.parametrize("mode", ["none", "bounce_linear", "shard_offload", "layer_stream_swap"])
+def test_a_run_without_a_dry_run_trains_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str):
+    """A dry run that fails in the middle of a step leaves model and mode usable."""
+    job = (*TINY_RUN, f"offload={mode}", "dataset=synthetic")
+    run_here(tmp_path / "planned", *job)
+    forward = Llama.forward
+
+    def needs_values(self, *arguments: object) -> torch.Tensor:
+        loss = forward(self, *arguments)
+        if loss.is_meta:
+            raise RuntimeError("this model needs values")
+        return loss
+
+    monkeypatch.setattr(Llama, "forward", needs_values)
+    run_here(tmp_path / "not planned", *job)
+    planned, not_planned = (read_metrics(tmp_path / name) for name in ("planned", "not planned"))
+    assert [record["train/loss"] for record in planned] == [record["train/loss"] for record in not_planned]
+
+
+def test_recurrent_layers_find_their_weights_again():
+    """They keep a list of their own beside their parameters."""
+    model = nn.LSTM(4, 4, device="meta")
+    before = list(model._flat_weights)
+    with left_as_found(model):
+        model._parameters["weight_ih_l0"] = nn.Parameter(torch.empty(16, 4, device="meta"))
+        model._flat_weights = [model.weight_ih_l0, *before[1:]]
+    assert all(now is then for now, then in zip(model._flat_weights, before, strict=True))
+
+
+def test_blocks_are_recomputed_unless_the_mode_does_that_itself():
+    assert len(components_under("none", "recompute=block").recomputed_blocks) == 2
+    assert components_under("none").recomputed_blocks == ()
+    assert components_under("shard_offload", "recompute=block").recomputed_blocks == ()
+
+
+@pytest.mark.parametrize(("name", "found", "overlap"), [("adamw", AdamW, False), ("host_adamw", HostAdamW, True)])
+def test_the_optimizer_says_whether_its_updates_overlap(name: str, found: type, overlap: bool):
+    components = components_under("layer_stream", f"optimizer={name}")
+    assert components.optimizer_class is found
+    assert components.updates_overlap is overlap
+
+
+@pytest.mark.parametrize(
+    ("overrides", "early"),
+    [((), False), (("clip_norm=null",), True), (("clip_norm=null", "on_nonfinite=skip"), False)],
+)
+def test_updates_begin_early_where_nothing_must_be_known_of_all_gradients(overrides: tuple[str, ...], early: bool):
+    assert components_under("none", *overrides).updates_begin_early is early
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("offload=layer_stream", "offload.layers=blocks"), r"offload\.layers=blocks: no list of blocks there"),
+        (("recompute=block", "recompute.blocks=blocks"), r"recompute\.blocks=blocks: no list of blocks there"),
+        (("model.intermediate_size=2305843009213693952",), "model: its sizes are beyond any memory"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused(overrides: tuple[str, ...], message: str):
+    with pytest.raises(UserError, match=message):
+        components_of(*TINY_RUN, *overrides)
+
+
+def test_streams_are_released_after_an_error():
+    def fail_inside() -> None:
+        with acquired("cpu"):
+            assert registry.holders("cpu") == 1
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        fail_inside()
+    assert registry.holders("cpu") == 0

@@ -1,0 +1,88 @@
+"""The records and the summary of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.helpers.in_process import SMALL_MODEL, run_here
+from training import recorder
+
+SMALL = (
+    *SMALL_MODEL,
+    "seq_len=64",
+    "steps=6",
+    "log_every=2",
+    "warmup_steps=1",
+    "dataset=synthetic",
+)
+
+
+# For runs in this process.
+QUIET = (*SMALL, "tracking=disabled")
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_a_peak_is_that_of_the_steps_of_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    peak, left = 0.0, [8.0, 8.0, 3.0, 2.0]
+
+    def step_and_read(device: torch.device) -> float:
+        nonlocal peak
+        peak = max(peak, left.pop(0))
+        return peak
+
+    def reset(device: torch.device) -> None:
+        nonlocal peak
+        peak = 0.0
+
+    monkeypatch.setattr(recorder, "vram_peak_gib", step_and_read)
+    monkeypatch.setattr(recorder, "reset_peaks", reset)
+    run_here(tmp_path, *QUIET, "steps=4", "log_every=1")
+    assert [record["memory/vram_peak_gib"] for record in metrics(tmp_path)] == [8.0, 8.0, 3.0, 2.0]
+    assert summary(tmp_path)["memory/vram_peak_gib"] == 8.0
+
+
+def test_a_record_covers_the_steps_since_the_last(tmp_path: Path):
+    run_here(tmp_path, *QUIET, "steps=5", "log_every=2", "offload=layer_stream")
+    records = metrics(tmp_path)
+    assert [record["train/step"] for record in records] == [2, 4, 5]
+    # The first record includes copies that only the first step makes.
+    assert records[1]["transfer/h2d_gib"] == records[2]["transfer/h2d_gib"] > 0
+    assert all(record["transfer/d2h_gib"] > 0 for record in records)
+
+
+def test_a_traced_step_counts_in_no_speed_and_no_traffic(tmp_path: Path):
+    run_here(tmp_path, *QUIET, "steps=4", "log_every=2", "offload=layer_stream", "trace=true", "trace_step=3")
+    run_here(tmp_path / "untraced", *QUIET, "steps=4", "log_every=2", "offload=layer_stream")
+    traced, untraced = metrics(tmp_path)[1], metrics(tmp_path / "untraced")[1]
+    assert traced["transfer/h2d_gib"] == untraced["transfer/h2d_gib"]
+    only = tmp_path / "only"
+    run_here(only, *QUIET, "steps=1", "log_every=1", "trace=true", "trace_step=1")
+    assert not [key for key in metrics(only)[0] if key.startswith(("perf/", "transfer/"))]
+
+
+def test_the_summary_has_the_ratio_of_the_step_to_its_floor(tmp_path: Path):
+    run_here(tmp_path, *QUIET, "offload=layer_stream")
+    found = summary(tmp_path)
+    assert (found["status"], found["steps"], found["reason"]) == ("ok", 6, None)
+    assert found["perf/floor_ratio"] == found["perf/step_ms"] / found["perf/floor_ms"]
+
+
+def test_a_resumed_run_keeps_its_records_and_its_count_of_skipped_steps(tmp_path: Path):
+    job = (*QUIET, "log_every=1", "checkpoint.every=2", "on_nonfinite=skip", "optimizer.lr=1e30")
+    run_here(tmp_path / "run", *job, "steps=4")
+    run_here(tmp_path / "run", *job, "steps=6", "resume=auto")
+    records = metrics(tmp_path / "run")
+    assert [record["train/step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert [record["train/skipped_steps"] for record in records] == [0, 1, 2, 3, 4, 5]
+    assert "checkpoint/save_ms" in records[2]

@@ -1,0 +1,37 @@
+"""How a run was started. Hydra keeps this in a global; train.py reads it once and hands it down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """The directory of a run, the option chosen in each configuration group, and the overrides as they were given."""
+
+    run_dir: Path
+    choices: Mapping[str, str | None]
+    overrides: tuple[str, ...] = ()
+
+    @classmethod
+    def current(cls) -> Invocation:
+        """Reads the running job from Hydra's global. Only the entry point calls this."""
+        hydra = HydraConfig.get()
+        return cls.of(hydra, Path(hydra.runtime.output_dir))
+
+    @classmethod
+    def of(cls, hydra: DictConfig, run_dir: Path) -> Invocation:
+        """Reads the node `hydra` of a composed configuration."""
+        # Not resolved: an override may refer to a key that does not exist, which is refused later.
+        choices = OmegaConf.to_container(hydra.runtime.choices, resolve=False)
+        return cls(run_dir, choices, tuple(OmegaConf.to_container(hydra.overrides.task, resolve=False)))
+
+    @property
+    def title(self) -> str:
+        """The options that a reader wants to see first: those of the offload mode and the model."""
+        return f"offload={self.choices['offload']} model={self.choices['model']}"
