@@ -151,7 +151,12 @@ class TensorSwap(ActivationMode):
         return matched
 
     def _refuse_recomputed(self, model: nn.Module) -> None:
-        within = {module for _, block in find_blocks(model) for module in block.modules() if module is not block}
+        try:
+            blocks = [block for _, block in find_blocks(model)]
+        except ValueError:
+            # recompute=block finds no blocks either, and is refused by itself.
+            return
+        within = {module for block in blocks for module in block.modules() if module is not block}
         if within.issuperset(self._matched(model)):
             raise KnobError(
                 "layers",

@@ -104,7 +104,10 @@ def test_a_resumed_schedule_goes_on():
         (["schedule=linear", "schedule.final=1.5"], "schedule.final=1.5: a share of the learning rate"),
         (["schedule=cosine", "schedule.final=-0.1"], "schedule.final=-0.1: must be at least 0"),
         (["optimizer=host_adamw", "optimizer.threads=0"], "optimizer.threads=0: must be at least 1"),
-        (["optimizer=host_adamw", "optimizer.threads=100000"], "optimizer.threads=100000: must be at most 1024"),
+        (
+            ["optimizer=host_adamw", "optimizer.threads=100000"],
+            "optimizer.threads=100000: must be at least 1 and at most 1024",
+        ),
         (["optimizer=host_adamw", "optimizer.betas=[0.9,1]"], "optimizer.betas=[0.9, 1.0]: must be two numbers"),
     ],
 )

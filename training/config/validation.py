@@ -1,9 +1,8 @@
 """Checks what the types of the configuration cannot express: unknown keys, keys without a value, ranges, rules."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -13,6 +12,7 @@ from offload.runtime.errors import KnobError
 from offload.runtime.knobs import in_range
 from training.config.construct import check_optimizer, make_mode
 from training.config.schema import SCHEMAS, Llama, TextFiles
+from training.config.unknown_keys import unknown_key
 from training.errors import UserError
 
 
@@ -35,18 +35,6 @@ def check(config: DictConfig) -> None:
     _check_rules(config)
     make_mode(config.offload)
     check_optimizer(config.optimizer)
-
-
-def unknown_key(key: str, known: Iterable[str]) -> str:
-    """Returns one line about a key that does not exist: the one probably meant, and those that exist beside it."""
-    parent, _, name = key.rpartition(".")
-    prefix = f"{parent}." if parent else ""
-    known = sorted(name for name in known if not name.startswith("_") and name != "hydra")
-    close = get_close_matches(name, known, n=1)
-    meant = f" Did you mean {prefix}{close[0]}?" if close else ""
-    where = f"{parent}, as chosen," if parent else "the top level"
-    there = f"Keys that {where} has: {', '.join(known)}" if known else f"{where} has no keys"
-    return f"{key}: unknown key.{meant} {there}"
 
 
 def _sections(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, DictConfig]]:

@@ -10,7 +10,7 @@ from hydra.errors import CompactHydraException, MissingConfigException, Override
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from training.config.validation import unknown_key
+from training.config.unknown_keys import unknown_key
 from training.runs.failures import FAILED, print_failure
 
 

@@ -204,7 +204,7 @@ def test_overlays_of_others(text: str, tmp_path: Path):
         (("steps=${nowhere}",), "error: steps: Interpolation key 'nowhere' not found"),
         (
             ("optimizer=host_adamw", "optimizer.threads=1000000", "device=cpu"),
-            "error: optimizer.threads=1000000: must be at most ",
+            "error: optimizer.threads=1000000: must be at least 1 and at most ",
         ),
         (("model.hidden_size=1000000000000", "device=cpu"), "error: model: its sizes are beyond any memory"),
     ],
