@@ -29,15 +29,16 @@ from torch import Tensor
 
 from offload.runtime.torch_internals import fused_adamw_
 
-# Elements updated at a time. What is converted stays in the host's cache, which is three times as fast there as a
-# copy of a whole large gradient; a GPU wants larger pieces, and 64 MiB of scratch is little to it.
+# Elements updated at a time. On the host, converted values then stay in the cache, which is three times as fast as a
+# copy of a whole large gradient. A GPU needs larger pieces, and has 64 MiB to spare for scratch.
 HOST_TILE = 1 << 21
 DEVICE_TILE = 1 << 24
 
-# Elements that a kernel is measured on: more than caches hold, and some milliseconds of work.
+# Elements on which a kernel is measured: more than caches hold, and some milliseconds of work.
 SAMPLE = 1 << 24
 
-# Only what the kernel says is contracted; sqrt may not set errno, or it would not be vectorised.
+# Additions and products are contracted only where the kernel's source says so. sqrt must not set errno, or it would not
+# be vectorised.
 FLAGS = ("-O3", "-march=native", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class Settings(NamedTuple):
 
 @dataclass(frozen=True)
 class Operands:
-    """What an update reads and writes: five 1-D contiguous tensors of equal length on one device.
+    """The tensors that an update reads and writes: five, 1-D, contiguous, of equal length, on one device.
 
     `weight` and `gradient` are of any floating dtype, `master` is float32 (`weight` itself where that is float32),
     the moments are float32 or bfloat16: computed in float32 and stored rounded to nearest.
@@ -69,11 +70,11 @@ class Operands:
 
     @property
     def in_place(self) -> bool:
-        """Whether the weight is its own master."""
+        """True if the weight is its own master."""
         return self.weight.data_ptr() == self.master.data_ptr()
 
     def split(self, size: int) -> Iterator[Operands]:
-        """The same `size` elements of each tensor, from first to last."""
+        """Yields pieces of `size` elements of each tensor, from first to last."""
         # Not asdict or astuple, which copy tensors.
         tensors = (self.weight, self.gradient, self.master, self.exp_avg, self.exp_avg_sq)
         return map(Operands, *(tensor.split(size) for tensor in tensors))
@@ -115,7 +116,7 @@ class FusedUpdate:
 class NativeUpdate:
     """The C loop of adamw_kernel.c on `threads` cores, called without Python's lock.
 
-    What it does not take (a device's tensors, float16) goes to the fused kernel.
+    Operands that it does not support (a device's tensors, float16) go to the fused kernel.
     """
 
     name = "native"
@@ -164,7 +165,7 @@ class NativeUpdate:
 
 @functools.cache
 def fastest_update(threads: int, compile: str = "auto") -> Update:
-    """The faster of the two kernels on `threads` cores of this host, measured once a process.
+    """Returns the faster of the two kernels on `threads` cores of this host, measured once a process.
 
     `compile`: "auto" compiles the C loop, in about a second, and measures; where there is no compiler, or it fails,
     the fused kernel is taken. "off" takes that at once. Both kernels round alike, but for the last elements of a
@@ -182,9 +183,9 @@ def fastest_update(threads: int, compile: str = "auto") -> Update:
 
 
 def measure(kernels: list[Update], repeats: int = 3) -> dict[str, float]:
-    """Seconds by kernel name that an update of SAMPLE bf16 weights with float32 states takes, the best of several.
+    """Returns seconds by kernel name for an update of SAMPLE bf16 weights with float32 states, the best of several.
 
-    Holds 16 bytes a weight meanwhile.
+    Takes 16 bytes a weight meanwhile.
     """
     halves = [torch.zeros(SAMPLE, dtype=torch.bfloat16) for _ in range(2)]
     operands = Operands(*halves, *(torch.zeros(SAMPLE) for _ in range(3)))
@@ -200,7 +201,7 @@ def measure(kernels: list[Update], repeats: int = 3) -> dict[str, float]:
 
 @functools.cache
 def native_library() -> ctypes.CDLL | None:
-    """adamw_kernel.c compiled for this processor and loaded, once a process; None where that fails.
+    """Compiles adamw_kernel.c for this processor and loads it, once a process; returns None where that fails.
 
     The compiler is $CC, else the first of cc, gcc and clang. Nothing is left on disk.
     """
@@ -224,9 +225,9 @@ def native_library() -> ctypes.CDLL | None:
 
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
-    """torch's operations of the calling thread run on `count` threads in the block; None changes nothing.
+    """Runs torch's operations of the calling thread on `count` threads in the block; None changes nothing.
 
-    The number belongs to each thread that calls torch: others that have used it keep theirs, and one that first uses
+    Each thread that calls torch has such a number. Threads that have called it before keep theirs; one that first calls
     it while the block is open would start with `count`.
     """
     before = torch.get_num_threads()
@@ -241,7 +242,7 @@ def torch_threads(count: int | None) -> Iterator[None]:
 
 
 class _Scratch:
-    """float32 tiles by operand, made when first asked for."""
+    """float32 tiles, one for each operand, made at its first use."""
 
     def __init__(self, size: int, device: torch.device):
         self._size = size
@@ -249,7 +250,7 @@ class _Scratch:
         self._tiles: dict[str, Tensor] = {}
 
     def float32(self, tensor: Tensor, name: str) -> Tensor:
-        """The values of `tensor` in float32 that may be overwritten."""
+        """Returns the values of `tensor` in float32, in memory that may be overwritten."""
         if name not in self._tiles:
             self._tiles[name] = torch.empty(self._size, dtype=torch.float32, device=self._device)
         return self._tiles[name][: tensor.numel()].copy_(tensor)

@@ -15,6 +15,7 @@ from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.overlap import Overlap
 from tests.offload.helpers.models import Shared, Stack, assert_same, attached, stack_inputs, tokens, twin
 from tests.offload.helpers.optimizers import OFF, SETTINGS, near, needs_compiler
 from tests.offload.helpers.updates import (
@@ -316,51 +317,33 @@ def test_a_skipped_step_changes_no_weight_and_no_state():
     assert_same(run(LayerStream(slots=2), ours), run(Resident(), theirs))
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_taken_on_the_way_are_those_of_the_gradients(dtype: str, mode: str, microbatches: int):
-    model, mode = made(Mixed, DTYPES[dtype]), MODES[mode]()
+def test_another_overlap_takes_the_place_of_the_first():
+    model, mode = made(Stack), LayerStream()
     with attached(mode, model):
-        for step in range(4):
-            one_step(model, mode, step, microbatches, norms=step != 1)
-            norms = mode.gradient_norms()
-            trained = [p for p in model.blocks[0].parameters() if p.grad is not None]
-            assert set(norms) >= set(trained) if step != 1 else not norms
-            assert set(norms) <= {p for p in model.parameters() if p.grad is not None}
-            for parameter, norm in norms.items():
-                assert norm.dtype == torch.float32
-                assert norm.item() == pytest.approx(parameter.grad.double().norm().item(), rel=1e-6)
-            whole = torch.stack([p.grad.double().norm() for p in model.parameters() if p.grad is not None]).norm()
-            assert gradient_norm(model, norms) == pytest.approx(whole.item(), rel=1e-6)
-            model.zero_grad()
+        first, second = host_adamw(model), host_adamw(model)
+        mode.overlap(first, early=False)
+        mode.overlap(second, early=False)
+        one_step(model, mode)
+        before = model.blocks[0].up.weight.detach().clone()
+        # The first updates by itself now, at once.
+        first.step()
+        assert not torch.equal(model.blocks[0].up.weight, before)
+        assert mode.counters()["updated_parameters"] == 0
+        second.step()
+        second.finish()
+        assert mode.counters()["updated_parameters"] == sum(p.numel() for p in model.blocks.parameters())
 
 
-@pytest.mark.parametrize("who", ["a hook", "the caller"])
-def test_norms_are_of_gradients_as_they_are_when_asked_for(who: str):
-    def grow(parameter: nn.Parameter) -> None:
-        parameter.grad.mul_(10)
-
-    model, mode = made(Stack), LayerStream(slots=2)
-    changed = list(model.blocks[1].parameters())
-    if who == "a hook":
-        for parameter in changed:
-            parameter.register_post_accumulate_grad_hook(grow)
-    with attached(mode, model):
-        one_step(model, mode, norms=True)
-        if who == "the caller":
-            for parameter in changed:
-                grow(parameter)
-        norms = mode.gradient_norms()
-        assert norms
-        assert gradient_norm(model, norms) == pytest.approx(gradient_norm(model, {}), rel=1e-6)
-
-
-def test_norms_of_gradients_that_are_added_to_earlier_ones():
-    """Accumulated over two steps: the norm is that of the sum."""
-    model, mode = made(Stack), BounceLinear(slots=2)
-    with attached(mode, model):
-        for step in range(2):
-            one_step(model, mode, step, norms=True)
-        for parameter, norm in mode.gradient_norms().items():
-            assert norm.item() == pytest.approx(parameter.grad.double().norm().item(), rel=1e-6)
+def test_detach_gives_optimizer_and_model_back(monkeypatch: pytest.MonkeyPatch):
+    finished, finish = [], Overlap.finish
+    monkeypatch.setattr(Overlap, "finish", lambda overlap: finished.append(overlap) or finish(overlap))
+    model, mode = made(Stack), LayerStream()
+    with updating(mode, model, early=False) as optimizer:
+        for read in (model.state_dict, optimizer.state_dict, lambda: model.load_state_dict(model.state_dict())):
+            finished.clear()
+            read()
+            assert finished
+    finished.clear()
+    model.load_state_dict(model.state_dict())
+    optimizer.state_dict()
+    assert not finished
