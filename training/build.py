@@ -23,6 +23,7 @@ from training.checkpoints.resuming import AUTO, Checkpoint, is_in, starting_poin
 from training.checkpoints.saving import Checkpoints
 from training.checkpoints.state import RunState
 from training.components import DTYPES, STATES_OF_SPARE, build_mode, build_model, recomputed_blocks, updates_early
+from training.config.construct import keys_under
 from training.errors import UserError
 from training.metrics.progress import print_plan
 from training.metrics.wandb_tracker import Tracker, chosen_options, plain, run_name, run_tags
@@ -116,7 +117,8 @@ def build(config: DictConfig, run_dir: Path, begin: Callable[[], None] = lambda:
     tracker = build_tracker(config, run_dir, hardware, start.tracking_id)
     with tracker.failures_told(), device_memory_told(config, plan):
         try:
-            mode.attach(model, streams)
+            with keys_under("offload"):
+                mode.attach(model, streams)
         except MemoryError as error:
             raise UserError(f"offload={choices['offload']} model={choices['model']}: {error}: {ROOM}") from error
         if checkpoint is None:

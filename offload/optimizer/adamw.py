@@ -18,9 +18,10 @@ from offload.optimizer.kernels import (
 from offload.optimizer.param_groups import check_group, check_settings, decay_groups, settings_of
 from offload.optimizer.state_dicts import states_as_torchs, states_to_load
 from offload.optimizer.states import State, StatePlacement, state_bytes
-from offload.runtime.byte_sizes import parse_bytes
+from offload.runtime.errors import KnobError
 from offload.runtime.host_cores import usable_cores
 from offload.runtime.host_memory import free_host_bytes
+from offload.runtime.knobs import bytes_or, in_range, one_of
 
 # The system could not start more: the process would end without a message.
 MAX_THREADS = 1024
@@ -64,14 +65,14 @@ class HostAdamW(torch.optim.AdamW):
             but three under a mode that begins updates inside backward (see `leave_cores`).
         compile: "auto" takes the fastest kernel of the host, "off" torch's own (see `fastest_update`).
 
-    Raises ValueError for a setting out of range.
+    Raises KnobError for a setting out of range.
     """
 
     def __init__(
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
-        betas: Iterable[float] = (0.9, 0.999),
+        betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
@@ -81,17 +82,20 @@ class HostAdamW(torch.optim.AdamW):
         threads: int | None = None,
         compile: str = "auto",
     ):
-        if state_dtype not in STATE_DTYPES:
-            raise ValueError(f"state_dtype={state_dtype}: must be one of {', '.join(STATE_DTYPES)}")
-        if compile not in ("auto", "off"):
-            raise ValueError(f"compile={compile}: must be auto or off")
+        one_of("state_dtype", state_dtype, *STATE_DTYPES)
+        one_of("compile", compile, "auto", "off")
         if threads is not None and threads not in range(1, MAX_THREADS + 1):
-            raise ValueError(f"threads={threads}: must be at least 1 and at most {MAX_THREADS}, or null to choose")
+            raise KnobError("threads", threads, f"must be at least 1 and at most {MAX_THREADS}, or null to choose")
+        in_range("lr", lr, at_least=0)
+        in_range("eps", eps, above=0)
+        in_range("weight_decay", weight_decay, at_least=0)
+        if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
+            raise KnobError("betas", list(betas), "must be two numbers, at least 0 and below 1")
         groups = params if decay_norms_and_biases else decay_groups(params)
         self.threads = _all_but(1) if threads is None else threads
         self._chooses_threads = threads is None
         self.state_dtype = STATE_DTYPES[state_dtype]
-        self.device_share = device_share if device_share == "auto" else parse_bytes("device_share", device_share)
+        self.device_share = bytes_or("auto", "device_share", device_share)
         self._compile = compile
         self._claimed: set[Tensor] = set()
         self._deferral: Deferral | None = None

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.device_states import DeviceStates
 from offload.optimizer.worker import UpdateWorker
+from offload.runtime.counters import Counters
 from offload.runtime.deferred_free import PendingFree
 from offload.runtime.registry import Event
 from offload.weights.streamer import WeightStreamer
@@ -104,7 +105,7 @@ class Overlap:
         """Forgets the ends of updates on the device, which is idle."""
         self._device.end_step()
 
-    def counters(self) -> dict[str, float]:
+    def counters(self) -> Counters:
         """Returns the worker's totals: ms of updates, ms that the host waited for them, and parameters updated."""
         return self._worker.counters()
 

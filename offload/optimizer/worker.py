@@ -17,6 +17,7 @@ from time import perf_counter
 
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.claims import Claim
+from offload.runtime.counters import Counters
 from offload.runtime.registry import Event, Signal, Streams
 from offload.runtime.transfer import profiled
 from offload.weights.units import OffloadUnit, UnitTensor
@@ -114,9 +115,9 @@ class UpdateWorker:
             self.wait(unit)
         self._raise_error()
 
-    def counters(self) -> dict[str, float]:
-        """Totals: ms that updates took, ms that the host waited for them, and parameters updated."""
-        return {"update_ms": self.host_ms, "update_wait_ms": self.wait_ms, "updated_parameters": self.parameters}
+    def counters(self) -> Counters:
+        """Counts the updates made, how long they took and how long the host waited for them."""
+        return Counters(update_ms=self.host_ms, update_wait_ms=self.wait_ms, updated_parameters=self.parameters)
 
     def close(self) -> None:
         """Ends the thread when it has made the updates that were offered, or at once if it failed; raises nothing."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from offload.runtime.errors import KnobError
+
 # Dotted paths of the block list in well-known models, the usual names first.
 USUAL_PATHS = (
     "model.layers",
@@ -24,7 +26,7 @@ def find_blocks(model: nn.Module, path: str | None = None, key: str = "path") ->
 
     `path` is the dotted path of an nn.ModuleList or nn.Sequential. None stands for the first of the usual paths that
     the model has, else for the ModuleList with the most parameters, else for the Sequential with the most. Raises
-    ValueError naming the path, as the value of `key`, and the lists of the model.
+    KnobError naming the path, as the value of `key`, and the lists of the model.
     """
     modules = dict(model.named_modules())
     lists = {name: module for name, module in modules.items() if isinstance(module, (nn.ModuleList, nn.Sequential))}
@@ -39,5 +41,5 @@ def find_blocks(model: nn.Module, path: str | None = None, key: str = "path") ->
             )
     if path not in lists or not len(lists[path]):
         known = ", ".join(sorted(name or "(the model itself)" for name in lists)) or "none"
-        raise ValueError(f"{key}={path}: no list of blocks there; the lists of this model: {known}")
+        raise KnobError(key, path, f"no list of blocks there; the lists of this model: {known}")
     return [(f"{path}.{name}".lstrip("."), block) for name, block in lists[path].named_children()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from offload.runtime.errors import KnobError
+
 GIB = 2**30
 UNITS = {"TiB": 2**40, "GiB": GIB, "MiB": 2**20, "KiB": 2**10, "B": 1}
 
@@ -9,7 +11,7 @@ UNITS = {"TiB": 2**40, "GiB": GIB, "MiB": 2**20, "KiB": 2**10, "B": 1}
 def parse_bytes(key: str, value: str | int) -> int:
     """Returns the number of bytes that `value` stands for: an int, or a string such as "2GiB", "1.5MiB" or "4096".
 
-    Raises ValueError naming `key` and the value for anything else.
+    Raises KnobError naming `key` and the value for anything else.
     """
     text = str(value).strip()
     unit = next((unit for unit in UNITS if text.endswith(unit)), "")
@@ -19,7 +21,7 @@ def parse_bytes(key: str, value: str | int) -> int:
             return int(amount * UNITS.get(unit, 1))
     except (ValueError, OverflowError):
         pass
-    raise ValueError(f"{key}={value}: must be bytes, such as 2GiB, 512MiB or 4096")
+    raise KnobError(key, value, "must be bytes, such as 2GiB, 512MiB or 4096")
 
 
 def format_bytes(nbytes: int) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from offload.runtime.byte_sizes import parse_bytes
+from offload.runtime.errors import KnobError
 from offload.weights.units import ModuleAttribute, OffloadUnit, UnitTensor
 
 
@@ -167,18 +168,19 @@ def keep_resident(sizes: Sequence[int], amount: str | int) -> set[int]:
 
     `amount` is a number of units (`4`), a share of the bytes (`25%`) or bytes (`2GiB`, `512MiB`). The choice is a
     function of its arguments alone and never exceeds the amount. The first unit is in it, if any is: a step starts
-    with its weights and ends with its gradients, and nothing computes while these are copied. Raises ValueError for
-    an amount that is none.
+    with its weights and ends with its gradients, and nothing computes while these are copied.
+
+    Raises KnobError for any other amount, and for more units than there are.
     """
     text = str(amount).strip()
     if text.isdigit():
         count = int(text)
         if count > len(sizes):
-            raise ValueError(f"offload.resident={amount}: the model has {len(sizes)} units")
+            raise KnobError("resident", amount, f"the model has {len(sizes)} units")
         return {k * len(sizes) // count for k in range(count)}
-    budget = _budget_bytes(text, sum(sizes))
+    budget = amount_bytes(text, sum(sizes))
     share = budget / max(sum(sizes), 1)
-    # Owed so much at the start that the first unit is the first to be kept.
+    # The start value makes the first unit the first to be kept.
     kept, owed = set(), (1 - share) * sizes[0] if sizes else 0.0
     for index, size in enumerate(sizes):
         owed += share * size
@@ -189,15 +191,22 @@ def keep_resident(sizes: Sequence[int], amount: str | int) -> set[int]:
     return kept
 
 
-def _budget_bytes(text: str, total: int) -> int:
+def check_amount(amount: str | int) -> None:
+    """Raises KnobError where `keep_resident` would refuse `amount` for every model."""
+    text = str(amount).strip()
+    if not text.isdigit():
+        amount_bytes(text, 0)
+
+
+def amount_bytes(text: str, total: int) -> int:
+    """Returns the bytes of an amount that is a share of `total` ("25%") or bytes ("2GiB")."""
     share = text.removesuffix("%")
     try:
         if share == text:
-            return parse_bytes("offload.resident", text)
+            return parse_bytes("resident", text)
         if 0 <= float(share) <= 100:
             return int(float(share) * total / 100)
     except ValueError:
         pass
-    raise ValueError(
-        f"offload.resident={text}: give a number of units (4), a share (25%, up to 100%) or bytes (2GiB, 512MiB)"
-    )
+    problem = "must be a number of units (4), a share (25%, up to 100%) or bytes (2GiB, 512MiB)"
+    raise KnobError("resident", text, problem)

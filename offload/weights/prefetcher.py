@@ -212,7 +212,8 @@ class Prefetcher:
         if farthest is None:
             in_use = ", ".join(str(other) for other in self._slot_of)
             raise RuntimeError(
-                f"a device slot is needed while all {len(self._slots.all)} are in use by {in_use}: raise offload.slots"
+                f"a device slot is needed while all {len(self._slots.all)} are in use by {in_use}:"
+                " give the mode more slots"
             )
         return self._evict(self._units[farthest])
 

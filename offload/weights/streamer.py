@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from offload.runtime.counters import Counters
 from offload.runtime.device_slots import DeviceSlots
 from offload.runtime.host_memory import HostArena
 from offload.runtime.module_contexts import WrappedForward
@@ -192,15 +193,13 @@ class WeightStreamer:
         self._placement.restore()
         self.arena.close()
 
-    def counters(self) -> dict[str, float]:
-        """Returns totals since construction: bytes copied each way and ms that compute stood still.
-
-        Also the bytes of host memory that are held now, page-locked and not, and the counters of the updates.
-        """
-        return {
-            "h2d_bytes": self.telemetry.h2d_bytes,
-            "d2h_bytes": self.telemetry.d2h_bytes,
-            "stall_ms": self.telemetry.stall_ms,
-            "host_pinned_bytes": self.arena.pinned_bytes,
-            "host_pageable_bytes": self.arena.pageable_bytes,
-        } | self._updates.counters()
+    def counters(self) -> Counters:
+        """Counts copies and updates since construction, and the host memory of the units now."""
+        copies = Counters(
+            h2d_bytes=self.telemetry.h2d_bytes,
+            d2h_bytes=self.telemetry.d2h_bytes,
+            stall_ms=self.telemetry.stall_ms,
+            host_pinned_bytes=self.arena.pinned_bytes,
+            host_pageable_bytes=self.arena.pageable_bytes,
+        )
+        return copies + self._updates.counters()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from offload.runtime.counters import Counters
 from offload.runtime.deferred_free import PendingFree
 from offload.runtime.registry import Event
 from offload.weights.units import OffloadUnit, UnitTensor
@@ -46,7 +47,7 @@ class Updates(Protocol):
         """A step is over, and the device is idle."""
         ...
 
-    def counters(self) -> dict[str, float]:
+    def counters(self) -> Counters:
         """Returns totals since construction."""
         ...
 
@@ -78,8 +79,8 @@ class NoUpdates:
     def end_step(self) -> None:
         pass
 
-    def counters(self) -> dict[str, float]:
-        return {}
+    def counters(self) -> Counters:
+        return Counters()
 
     def close(self) -> None:
         pass

@@ -106,10 +106,8 @@ def test_steps_leave_nothing_behind(make: Callable, early: bool | None, device: 
 
         assert_leaves_nothing(more_steps, objects=STEPS // 2, resident_bytes=TOLERANCE_BYTES)
         for counter in ("host_pinned_bytes", "host_pageable_bytes"):
-            assert mode.counters()[counter] == host[counter]
-        assert (
-            sum(locks.ranges.values()) == sum(locked.values()) == (host["host_pinned_bytes"] if device == "cpu" else 0)
-        )
+            assert getattr(mode.counters(), counter) == getattr(host, counter)
+        assert sum(locks.ranges.values()) == sum(locked.values()) == (host.host_pinned_bytes if device == "cpu" else 0)
     assert_given_back(model, device)
     assert locks.ranges == {}
 

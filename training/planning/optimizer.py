@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from offload.optimizer.adamw import STATE_DTYPES, HostAdamW
-from offload.planning.cost_model import Update
+from offload.planning.cost_model import UpdateTimes
 from offload.runtime.byte_sizes import parse_bytes
 from offload.weights.footprint import Footprint
 from training.components import DTYPES, STATES_OF_SPARE, state_dtype, updates_early
@@ -58,14 +58,14 @@ class PlannedUpdate:
             device_parameters=on_device + _count(plan.resident),
         )
 
-    def time(self, config: DictConfig, figures: Figures, has_gpu: bool, streams: bool) -> Update:
+    def time(self, config: DictConfig, figures: Figures, has_gpu: bool, streams: bool) -> UpdateTimes:
         """How long it takes on the machine of `figures`; `streams`: the mode has units, and hides it."""
         hides = streams and "device_share" in config.optimizer
         rate = figures.update_gparams_s * 1e9 * (1 if "device_share" in config.optimizer else TORCH_KERNEL_SHARE)
         if not has_gpu:
-            return Update(host_ms=(self.host_parameters + self.device_parameters) / rate * 1e3)
+            return UpdateTimes(host_ms=(self.host_parameters + self.device_parameters) / rate * 1e3)
         device_bytes = self.device_parameters * DEVICE_UPDATE_BYTES[DTYPES[config.precision]]
-        return Update(
+        return UpdateTimes(
             host_ms=self.host_parameters / rate * 1e3,
             device_ms=device_bytes / figures.device_gb_s / 1e6,
             begins="after" if not hides else "inside" if updates_early(config) else "at the end",

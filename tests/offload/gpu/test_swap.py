@@ -146,7 +146,7 @@ def test_only_the_inputs_of_recomputed_blocks_leave():
     with attached(mode, model, "cuda"):
         with mode.step():
             model(torch.randn(8192, 8, device="cuda")).square().mean().backward()
-        assert mode.counters()["swapped_bytes"] == 8 * 8192 * 512 * 4
+        assert mode.counters().swapped_bytes == 8 * 8192 * 512 * 4
 
 
 def test_page_locked_memory_stays_within_its_budget_and_is_given_back():
@@ -157,8 +157,8 @@ def test_page_locked_memory_stays_within_its_budget_and_is_given_back():
             with mode.step():
                 model(torch.randn(rows, 8, device="cuda")).square().mean().backward()
             counters = mode.counters()
-            assert 0 < counters["host_pinned_bytes"] <= budget
-            assert counters["host_pageable_bytes"] == 0
+            assert 0 < counters.host_pinned_bytes <= budget
+            assert counters.host_pageable_bytes == 0
         arena = mode._arena
     assert arena.pinned_bytes == 0
 
@@ -204,7 +204,7 @@ def test_copies_hide_behind_compute_with_an_automatic_budget():
             model.zero_grad()
             with mode.step():
                 model(batch).square().mean().backward()
-        assert mode._activations._policy.settled
+        assert mode._swapper._policy.settled
 
 
 def test_the_host_goes_on_while_the_device_is_in_the_step():

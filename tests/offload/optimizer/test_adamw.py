@@ -1,4 +1,4 @@
-"""HostAdamW: torch's AdamW on the same gradients, whatever is updated when, by whom and in which order."""
+"""HostAdamW equals torch's AdamW on the same gradients, in any order of updates and on any thread."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles that a parameter has several of, and a measurement that takes no time."""
+    """Makes tiles so small that a parameter has several, and the measurement of kernels short."""
     monkeypatch.setattr(kernels, "HOST_TILE", 256)
     monkeypatch.setattr(kernels, "SAMPLE", 1 << 12)
 
@@ -58,7 +58,7 @@ def test_bf16_weights_equal_adamw_with_masters_bitwise(compile: str):
 
 
 @needs_compiler
-def test_compiled_and_not_agree():
+def test_the_compiled_kernel_agrees_with_torchs():
     for dtype in (torch.float32, torch.bfloat16):
         runs = []
         for compile in ("off", "auto"):
@@ -90,7 +90,7 @@ def test_an_update_happens_before_step():
     assert same(weights[1:], before[1:])
 
 
-def test_a_skipped_step_changes_nothing_and_the_next_counts_on():
+def test_a_skipped_step_changes_nothing_and_is_not_counted():
     plain, skipping = parameters(), parameters()
     train(HostAdamW(plain, **SETTINGS, **OFF), plain, [0, 2])
     optimizer = HostAdamW(skipping, **SETTINGS, **OFF)
@@ -165,7 +165,7 @@ def test_sparse_gradients_are_refused():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"state_dtype": "fp16"}, "state_dtype=fp16: must be one of fp32, bf16"),
+        ({"state_dtype": "fp16"}, "state_dtype=fp16: must be fp32 or bf16"),
         ({"compile": "on"}, "compile=on: must be auto or off"),
         ({"threads": 0}, "threads=0: must be at least 1"),
         ({"threads": 1.5}, "threads=1.5: must be at least 1"),

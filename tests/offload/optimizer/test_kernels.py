@@ -1,4 +1,4 @@
-"""The kernels of the AdamW update: alike, exact, and chosen without failing."""
+"""The kernels of the AdamW update: they agree, are exact, and the choice between them never fails."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def uncached():
-    """The choice of a kernel as a process makes it first."""
+    """Makes the choice of a kernel as if for the first time in the process."""
     for cached in (native_library, fastest_update):
         cached.cache_clear()
     yield
@@ -67,7 +67,7 @@ def run(kernel, on: Operands, steps: int = 5, settings: Settings = SETTINGS, sca
 
 
 def by_hand(on: Operands, steps: int = 5, settings: Settings = SETTINGS, scale: float = 1.0) -> Operands:
-    """The formulas of the paper in float64, moments and weights rounded to what holds them after each step."""
+    """Computes the paper's formulas in float64; moments and weights are rounded to their dtypes after each step."""
     lr, beta1, beta2, eps, decay = settings
     value = on.master.double()
     for step in range(1, steps + 1):
@@ -181,7 +181,7 @@ def test_python_goes_on_while_the_native_kernel_computes():
         native(on, torch.ones(()), SETTINGS)
         ended.set()
 
-    # No thread is made to hand Python's lock over: this one has many turns only if the kernel let it go.
+    # No thread is made to hand Python's lock over: this one runs many times only if the kernel releases the lock.
     interval = sys.getswitchinterval()
     sys.setswitchinterval(60)
     try:
@@ -239,7 +239,7 @@ def test_a_compiler_that_fails_is_no_failure(uncached: None, monkeypatch, caplog
 
 
 @needs_compiler
-def test_compiling_says_nothing_and_leaves_nothing(uncached: None, monkeypatch, capfd, tmp_path: Path):
+def test_compiling_prints_nothing_and_leaves_no_file(uncached: None, monkeypatch, capfd, tmp_path: Path):
     monkeypatch.setattr(kernels.tempfile, "tempdir", str(tmp_path))
     fastest_update(1)
     assert capfd.readouterr() == ("", "")

@@ -1,4 +1,4 @@
-"""Updates beside the device: the numbers of a resident model with the same optimizer, whenever the updates run."""
+"""Updates beside the step give the numbers of a resident model with the same optimizer, whenever they run."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @functools.cache
 def expected(mode: str, dtype: str, microbatches: int, clip_norm: float | None = None, compile: str = "off"):
-    """What `mode` ("none": resident) gives where the optimizer makes all updates itself."""
+    """Trains under `mode` ("none": resident), where the optimizer makes all updates itself."""
     options = {"microbatches": microbatches, "clip_norm": clip_norm, "compile": compile}
     return train(made(Mixed, DTYPES[dtype]), MODES.get(mode, Resident)(), overlaps=False, **options)
 
 
-# Weights, microbatches, early, clip_norm: every pair of values that go together.
+# Dtype, microbatches, early, clip_norm: every pair of values that can be combined.
 SETUPS = [
     ("fp32", 1, False, None),
     ("fp32", 3, True, None),
@@ -66,7 +66,7 @@ def test_equals_resident_for_20_steps(mode: str, dtype: str, microbatches: int, 
     """Norms and biases without decay, and a learning rate that changes each step."""
     ours = made(Mixed, DTYPES[dtype])
     seen = train(ours, MODES[mode](), early, microbatches=microbatches, clip_norm=clip_norm)
-    # Side by side, microbatches add to weights that shards share in another order.
+    # Microbatches side by side add gradients of weights that shards share in another order.
     other = mode if mode == "shard_offload" and microbatches > 1 else "none"
     assert_same(seen, expected(other, dtype, microbatches, clip_norm))
 
@@ -103,7 +103,7 @@ def test_one_layer_used_three_times_and_a_tied_head(early: bool):
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 @pytest.mark.parametrize("mode", MODES)
 def test_equals_torchs_adamw_on_the_same_gradients(mode: str, clip_norm: float | None):
-    """With a schedule, and clipped by torch where ours counts gradients by a factor."""
+    """With a schedule; torch clips the gradients, ours scales them in the update."""
     model = made(Mixed)
     masters = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in model.parameters()]
     theirs = torch.optim.AdamW(masters, **SETTINGS)
@@ -147,7 +147,7 @@ def test_gradients_that_land_in_pieces(kind: str, microbatches: int, early: bool
 
 
 class Detached(nn.Module):
-    """Uses its weight detached, then as it is: backward needs it after its gradient."""
+    """Uses its weight detached first, so that backward needs it after its gradient."""
 
     def __init__(self):
         super().__init__()
@@ -184,7 +184,7 @@ def test_evaluation_between_steps_needs_weights_after_their_gradients():
 
 
 def test_a_step_before_the_last_one_has_ended_is_refused_where_its_updates_have_begun():
-    """Their gradients are taken, so what a second step added to them would be lost without a word."""
+    """Their gradients are claimed, so what a second step added would be lost silently."""
 
     model, mode = made(Stack), LayerStream(slots=2)
     with updating(mode, model, early=True) as optimizer:
@@ -245,7 +245,7 @@ def test_a_gradient_after_the_last_is_refused(monkeypatch: pytest.MonkeyPatch):
 
 @EARLY
 def test_steps_of_changing_shape(early: bool, monkeypatch: pytest.MonkeyPatch):
-    """What is fetched ahead by the record of the step before is not always what comes."""
+    """Units fetched ahead by the record of the step before are not always those that are used."""
     sleepy(monkeypatch, 0.002)
 
     def run(mode, model: nn.Module) -> list[torch.Tensor]:
@@ -293,7 +293,7 @@ def test_a_weight_is_updated_while_backward_is_still_in_its_unit(mode: str, monk
             one_step(model, mode, step)
             optimizer.step()
             optimizer.zero_grad()
-    # The first step learns where gradients land. A shard is recomputed: forward's own output has no gradient.
+    # The first step learns how gradients land. In a shard the hook runs in the recompute, which alone has gradients.
     assert updates_of_down == [0, 2, 3]
 
 
@@ -325,13 +325,13 @@ def test_another_overlap_takes_the_place_of_the_first():
         mode.overlap(second, early=False)
         one_step(model, mode)
         before = model.blocks[0].up.weight.detach().clone()
-        # The first updates by itself now, at once.
+        # The first makes its updates itself again, at once.
         first.step()
         assert not torch.equal(model.blocks[0].up.weight, before)
-        assert mode.counters()["updated_parameters"] == 0
+        assert mode.counters().updated_parameters == 0
         second.step()
         second.finish()
-        assert mode.counters()["updated_parameters"] == sum(p.numel() for p in model.blocks.parameters())
+        assert mode.counters().updated_parameters == sum(p.numel() for p in model.blocks.parameters())
 
 
 def test_detach_gives_optimizer_and_model_back(monkeypatch: pytest.MonkeyPatch):

@@ -16,7 +16,7 @@ from tests.offload.helpers.optimizers import COMPILES, OFF, SETTINGS, near, para
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles that a parameter has several of, and a measurement that takes no time."""
+    """Makes tiles so small that a parameter has several, and the measurement of kernels short."""
     monkeypatch.setattr(kernels, "HOST_TILE", 256)
     monkeypatch.setattr(kernels, "SAMPLE", 1 << 12)
 
@@ -31,7 +31,7 @@ def roundtrip(state_dict: dict) -> dict:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("compile", COMPILES)
-def test_a_run_resumed_from_its_state_dict_goes_on_bitwise(dtype: torch.dtype, state_dtype: str, compile: str):
+def test_a_run_resumed_from_its_state_dict_continues_bitwise(dtype: torch.dtype, state_dtype: str, compile: str):
     options = SETTINGS | {"state_dtype": state_dtype, "compile": compile, "threads": 1}
     straight, stopped = parameters(dtype), parameters(dtype)
     train(HostAdamW(straight, **options), straight, range(6))
@@ -68,7 +68,7 @@ def test_state_of_torchs_adamw_loads_and_loads_back():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_training_by_torchs_adamw_in_between_is_kept(layout: torch.memory_format, dtype: torch.dtype):
-    """Ours, torch's, ours again, which does not move the weights: they stay where torch's left them."""
+    """Trains by ours, by torch's, and by ours with lr=0: the weights stay as torch's left them."""
     ours = [nn.Parameter(p.detach().to(memory_format=layout)) if p.ndim == 4 else p for p in parameters(dtype)]
     train(host := HostAdamW(ours, **SETTINGS, **OFF), ours, range(3))
     theirs = [nn.Parameter(weight.detach().clone()) for weight in ours]
@@ -169,7 +169,7 @@ def test_state_of_other_shapes_is_refused_before_anything_is_loaded():
         )
 
 
-def test_a_copy_of_the_optimizer_goes_on_alone():
+def test_a_copy_of_the_optimizer_updates_its_own_model():
     model = nn.Linear(16, 16)
     optimizer = HostAdamW(model.parameters(), **SETTINGS, **OFF)
     train(optimizer, list(model.parameters()), range(2))

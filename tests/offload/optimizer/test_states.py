@@ -14,7 +14,7 @@ from tests.offload.helpers.optimizers import COMPILES, OFF, SETTINGS, parameters
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles that a parameter has several of, and a measurement that takes no time."""
+    """Makes tiles so small that a parameter has several, and the measurement of kernels short."""
     monkeypatch.setattr(kernels, "HOST_TILE", 256)
     monkeypatch.setattr(kernels, "SAMPLE", 1 << 12)
 
@@ -74,7 +74,7 @@ def test_any_layout_meets_its_own_elements(dtype: torch.dtype, compile: str):
 
 
 def test_a_float32_weight_that_is_written_between_steps_is_the_truth():
-    """In a layout that has a master too."""
+    """Also in a layout that needs a master."""
     base = torch.randn(16, 16)
     crossed, straight = nn.Parameter(base.clone().t()), nn.Parameter(base.t().contiguous())
     for weight in (crossed, straight):

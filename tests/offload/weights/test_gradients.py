@@ -35,7 +35,7 @@ def unit() -> OffloadUnit:
 
 
 def step(final: FinalGradients, unit: OffloadUnit, *events: str) -> list[bool]:
-    """`+0` lands the gradient of tensor 0, `?0` uses it; what was final as it landed."""
+    """`+0` lands the gradient of tensor 0, `?0` uses the tensor. Returns whether each landed gradient was final."""
     final.begin_step([unit])
     final.counting = True
     found = []
@@ -73,7 +73,7 @@ def test_pieces_of_a_gradient_are_not_final(unit: OffloadUnit):
 
 
 @pytest.mark.parametrize(("late", "message"), [("+0", "came after the last"), ("?0", "is needed after its gradient")])
-def test_what_was_not_so_in_the_step_before_is_refused(late: str, message: str, unit: OffloadUnit):
+def test_late_gradients_and_uses_that_are_new_in_this_step_are_refused(late: str, message: str, unit: OffloadUnit):
     final = FinalGradients()
     step(final, unit, "+1", "+0")
     with pytest.raises(RuntimeError, match=f"first {message}"):
@@ -198,7 +198,7 @@ def test_norms_are_of_gradients_as_they_are_when_asked_for(who: str):
 
 
 def test_norms_of_gradients_that_are_added_to_earlier_ones():
-    """Accumulated over two steps: the norm is that of the sum."""
+    """Gradients accumulate over two steps; the norm is that of the sum."""
     model, mode = made(Stack), BounceLinear(slots=2)
     with attached(mode, model):
         for step in range(2):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from offload.weights.partition import CutPoint, cut, keep_on_device, keep_resident, open_at_once
+from offload.weights.partition import CutPoint, check_amount, cut, keep_on_device, keep_resident, open_at_once
 from tests.offload.helpers.models import Stack
 
 
@@ -102,5 +102,13 @@ def test_resident_bytes_are_spread_and_never_exceeded(amount: str):
 
 @pytest.mark.parametrize("amount", ["lots", "101%", "-1GiB", "GiB", 11, "1.5"])
 def test_resident_out_of_range_is_refused(amount: str | int):
-    with pytest.raises(ValueError, match=r"offload\.resident="):
+    with pytest.raises(ValueError, match=r"resident="):
         keep_resident([1] * 10, amount)
+
+
+def test_an_amount_is_checked_without_a_model():
+    for amount in (0, "1000", "25%", "2GiB"):
+        check_amount(amount)
+    for amount in ("lots", "101%", "1.5", -1):
+        with pytest.raises(ValueError, match=r"resident="):
+            check_amount(amount)

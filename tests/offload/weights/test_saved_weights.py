@@ -13,7 +13,7 @@ from tests.offload.helpers.models import Stack, assert_same, attached, stack_inp
 
 
 def test_a_slots_memory_is_not_passed_to_the_hooks_outside():
-    """So no graph keeps it, and other units may take the slot."""
+    """Then no graph keeps it, and other units may take the slot."""
     model, mode, kept = Stack(), LayerStream(slots=1), []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,13 +66,13 @@ def test_weights_changed_between_forward_and_backward_are_refused():
 
 
 @pytest.mark.parametrize("place", ["cpu", "meta"])
-def test_weights_may_change_when_backward_needs_them_no_more(place: str):
+def test_weights_may_change_when_backward_does_not_need_them(place: str):
     with torch.device(place):
         model, mode = Stack(), LayerStream(slots=1)
     with attached(mode, model), mode.step():
         loss = model(stack_inputs(0, 0)).sum()
         with torch.no_grad():
-            # Backward of a layer does not ask for its bias, though it lies beside its weight.
+            # Backward of a layer does not need its bias, although it lies beside its weight.
             model.blocks[1].up.bias.add_(1)
         loss.backward()
 

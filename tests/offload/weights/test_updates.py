@@ -1,4 +1,4 @@
-"""The calls that streaming makes to an optimizer that updates beside the step: which, and in which order."""
+"""Streaming calls an optimizer that updates beside the step, in a fixed order."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 
 from offload.modes.layer_stream import LayerStream
 from offload.optimizer.overlap import Overlap
+from offload.runtime.counters import Counters
 from offload.runtime.transfer import Transfer
 from offload.weights.updates import NO_UPDATES, NoUpdates, Updates
 from tests.offload.helpers.models import Stack, attached, stack_inputs
 
 
 def methods(of: type) -> dict[str, list[str]]:
-    """Parameters by the names of public methods."""
+    """Returns the parameters of public methods, by name."""
     public = {name: value for name, value in vars(of).items() if callable(value) and not name.startswith("_")}
     return {name: list(inspect.signature(value).parameters) for name, value in public.items()}
 
@@ -26,7 +27,7 @@ def test_implementations_have_every_method_of_the_protocol(implementation: type)
 
 
 class Recorded(NoUpdates):
-    """Notes the calls, and the copies in between."""
+    """Notes every call."""
 
     early = True
 
@@ -68,7 +69,7 @@ def test_a_step_calls_updates_in_order(monkeypatch: pytest.MonkeyPatch):
         onloads = calls[1:5]
         assert calls[0] == "begin"
         assert onloads == ["before blocks.0", "copy blocks.0", "before blocks.1", "copy blocks.1"]
-        # Final are gradients that landed once in the step before.
+        # Gradients that landed once in the step before are final in this one.
         names = [f"landed blocks.{index}.{name}" for index in (1, 0) for name, _ in model.blocks[0].named_parameters()]
         assert sorted(calls[5:-1]) == sorted(names)
         assert [call[:15] for call in calls[5:-1]] == sorted((call[:15] for call in calls[5:-1]), reverse=True)
@@ -101,4 +102,4 @@ def test_gradients_that_updates_retain_are_not_freed():
 def test_without_such_an_optimizer_nothing_is_pending():
     assert not NO_UPDATES.early
     assert not NO_UPDATES.is_pending(None)
-    assert NO_UPDATES.counters() == {}
+    assert NO_UPDATES.counters() == Counters()
