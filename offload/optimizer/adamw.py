@@ -11,11 +11,11 @@ from torch import Tensor
 from offload.optimizer.claims import Claim, update_elsewhere, update_in_place
 from offload.optimizer.kernels import (
     FusedUpdate,
-    Update,
+    UpdateKernel,
     fastest_update,
     torch_threads,
 )
-from offload.optimizer.param_groups import check_group, check_settings, decay_groups, settings_of
+from offload.optimizer.param_groups import check_group, check_settings, decay_groups, hyperparameters_of
 from offload.optimizer.state_dicts import states_as_torchs, states_to_load
 from offload.optimizer.states import State, StatePlacement, state_bytes
 from offload.runtime.errors import KnobError
@@ -106,7 +106,7 @@ class HostAdamW(torch.optim.AdamW):
             fastest_update(self.threads, compile)
 
     @property
-    def kernel(self) -> Update:
+    def kernel(self) -> UpdateKernel:
         """The kernel that updates host parameters."""
         return fastest_update(self.threads, self._compile)
 
@@ -183,7 +183,7 @@ class HostAdamW(torch.optim.AdamW):
 
         Parameters of no group are left out. Raises ValueError for a sparse gradient.
         """
-        settings = [settings_of(group) for group in self.param_groups]
+        hyperparameters = [hyperparameters_of(group) for group in self.param_groups]
         claims = []
         for parameter in parameters:
             if parameter.grad is None or parameter in self._claimed or parameter not in self._group_of:
@@ -191,7 +191,7 @@ class HostAdamW(torch.optim.AdamW):
             if parameter.grad.layout is not torch.strided:
                 raise ValueError("AdamW takes no sparse gradients: build the embedding with sparse=False")
             self._claimed.add(parameter)
-            claims.append(Claim(parameter, parameter.grad, settings[self._group_of[parameter]]))
+            claims.append(Claim(parameter, parameter.grad, hyperparameters[self._group_of[parameter]]))
         return claims
 
     @torch.no_grad()

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload.optimizer.kernels import Operands, Settings, Update
+from offload.optimizer.kernels import HyperParameters, Operands, UpdateKernel
 from offload.optimizer.states import State
 
 
 @dataclass(frozen=True, eq=False)
 class Claim:
-    """An update, complete: later changes to settings and to `.grad` do not touch it."""
+    """An update, complete: later changes to the group and to `.grad` do not touch it."""
 
     parameter: Tensor
     gradient: Tensor
-    settings: Settings
+    hyperparameters: HyperParameters
 
 
-def update_in_place(claim: Claim, state: State, kernel: Update, scale: float) -> None:
+def update_in_place(claim: Claim, state: State, kernel: UpdateKernel, scale: float) -> None:
     """Updates the claimed parameter and its state, which is beside it; the gradient counts `scale` times."""
     parameter = claim.parameter
     master = state.get("master", parameter.detach())
@@ -31,19 +31,19 @@ def update_in_place(claim: Claim, state: State, kernel: Update, scale: float) ->
         exp_avg=_flat(state["exp_avg"]),
         exp_avg_sq=_flat(state["exp_avg_sq"]),
     )
-    kernel(operands, state["step"], claim.settings, scale)
+    kernel(operands, state["step"], claim.hyperparameters, scale)
     if not parameter.is_contiguous():
         parameter.data.copy_(master)
 
 
-def update_elsewhere(claim: Claim, state: State, gradient: Tensor, kernel: Update, scale: float) -> Tensor:
+def update_elsewhere(claim: Claim, state: State, gradient: Tensor, kernel: UpdateKernel, scale: float) -> Tensor:
     """Updates a state that is not beside its parameter, with `gradient`, which is on the device of the state.
 
     Returns the new weight there: the parameter's shape and dtype. The parameter itself is left as it is.
     """
     weight = torch.empty_like(state["master"], dtype=claim.parameter.dtype)
     operands = (weight, gradient, state["master"], state["exp_avg"], state["exp_avg_sq"])
-    kernel(Operands(*map(_flat, operands)), state["step"], claim.settings, scale)
+    kernel(Operands(*map(_flat, operands)), state["step"], claim.hyperparameters, scale)
     return weight
 
 

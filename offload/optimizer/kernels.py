@@ -44,7 +44,7 @@ FLAGS = ("-O3", "-march=native", "-std=c11", "-ffp-contract=off", "-fno-math-err
 logger = logging.getLogger(__name__)
 
 
-class Settings(NamedTuple):
+class HyperParameters(NamedTuple):
     """The hyper-parameters of one update."""
 
     lr: float
@@ -80,7 +80,7 @@ class Operands:
         return map(Operands, *(tensor.split(size) for tensor in tensors))
 
 
-class Update(Protocol):
+class UpdateKernel(Protocol):
     """A kernel: one update of `operands` in place, on the calling thread.
 
     `step` is a float32 scalar on their device that counts this update, the first being 1. The gradient counts `scale`
@@ -89,7 +89,9 @@ class Update(Protocol):
 
     name: str
 
-    def __call__(self, operands: Operands, step: Tensor, settings: Settings, scale: float = 1.0) -> None: ...
+    def __call__(
+        self, operands: Operands, step: Tensor, hyperparameters: HyperParameters, scale: float = 1.0
+    ) -> None: ...
 
 
 class FusedUpdate:
@@ -104,13 +106,13 @@ class FusedUpdate:
         self._threads = threads
 
     @torch.no_grad()
-    def __call__(self, operands: Operands, step: Tensor, settings: Settings, scale: float = 1.0) -> None:
+    def __call__(self, operands: Operands, step: Tensor, hyperparameters: HyperParameters, scale: float = 1.0) -> None:
         on_host = operands.weight.device.type == "cpu"
         tile = HOST_TILE if on_host else DEVICE_TILE
         scratch = _Scratch(min(tile, operands.weight.numel()), operands.weight.device)
         with torch_threads(self._threads if on_host else None):
             for piece in operands.split(tile):
-                _update_tile(piece, scratch, step, settings, scale)
+                _update_tile(piece, scratch, step, hyperparameters, scale)
 
 
 class NativeUpdate:
@@ -126,12 +128,12 @@ class NativeUpdate:
         self._threads = threads
         self._other = FusedUpdate(threads)
 
-    def __call__(self, operands: Operands, step: Tensor, settings: Settings, scale: float = 1.0) -> None:
+    def __call__(self, operands: Operands, step: Tensor, hyperparameters: HyperParameters, scale: float = 1.0) -> None:
         function = self._function_for(operands)
         if function is None:
-            self._other(operands, step, settings, scale)
+            self._other(operands, step, hyperparameters, scale)
             return
-        lr, beta1, beta2, eps, weight_decay = settings
+        lr, beta1, beta2, eps, weight_decay = hyperparameters
         count = step.item()
         function(
             operands.weight.numel(),
@@ -164,7 +166,7 @@ class NativeUpdate:
 
 
 @functools.cache
-def fastest_update(threads: int, compile: str = "auto") -> Update:
+def fastest_update(threads: int, compile: str = "auto") -> UpdateKernel:
     """Returns the faster of the two kernels on `threads` cores of this host, measured once a process.
 
     `compile`: "auto" compiles the C loop, in about a second, and measures; where there is no compiler, or it fails,
@@ -182,19 +184,19 @@ def fastest_update(threads: int, compile: str = "auto") -> Update:
     return min(candidates, key=lambda kernel: seconds[kernel.name])
 
 
-def measure(kernels: list[Update], repeats: int = 3) -> dict[str, float]:
+def measure(kernels: list[UpdateKernel], repeats: int = 3) -> dict[str, float]:
     """Returns seconds by kernel name for an update of SAMPLE bf16 weights with float32 states, the best of several.
 
     Takes 16 bytes a weight meanwhile.
     """
     halves = [torch.zeros(SAMPLE, dtype=torch.bfloat16) for _ in range(2)]
     operands = Operands(*halves, *(torch.zeros(SAMPLE) for _ in range(3)))
-    settings = Settings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
+    hyperparameters = HyperParameters(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
     found = {kernel.name: math.inf for kernel in kernels}
     for _ in range(repeats):
         for kernel in kernels:
             start = perf_counter()
-            kernel(operands, torch.ones(()), settings)
+            kernel(operands, torch.ones(()), hyperparameters)
             found[kernel.name] = min(found[kernel.name], perf_counter() - start)
     return found
 
@@ -256,7 +258,9 @@ class _Scratch:
         return self._tiles[name][: tensor.numel()].copy_(tensor)
 
 
-def _update_tile(piece: Operands, scratch: _Scratch, step: Tensor, settings: Settings, scale: float) -> None:
+def _update_tile(
+    piece: Operands, scratch: _Scratch, step: Tensor, hyperparameters: HyperParameters, scale: float
+) -> None:
     gradient, moments = piece.gradient, [piece.exp_avg, piece.exp_avg_sq]
     if gradient.dtype != torch.float32 or scale != 1:
         gradient = scratch.float32(gradient, "gradient")
@@ -273,7 +277,7 @@ def _update_tile(piece: Operands, scratch: _Scratch, step: Tensor, settings: Set
         [moments[1]],
         [],
         [step],
-        **settings._asdict(),
+        **hyperparameters._asdict(),
         amsgrad=False,
         maximize=False,
     )

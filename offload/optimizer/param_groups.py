@@ -1,4 +1,4 @@
-"""The parameter groups of AdamW: checks them, splits off those that do not decay, and reads their settings."""
+"""The parameter groups of AdamW: checks them, splits off those that do not decay, and reads their hyper-parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.optimizer.kernels import Settings
+from offload.optimizer.kernels import HyperParameters
 
 # Keys of torch's AdamW that change the arithmetic, and the one value of each that the update here computes.
 COMPUTED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
@@ -30,10 +30,12 @@ def check_settings(group: dict[str, Any], what: str) -> None:
             raise ValueError(f"{what} has {key}={not value}, which is not supported: only {key}={value} is")
 
 
-def settings_of(group: dict[str, Any]) -> Settings:
-    """Returns the settings of a group as they are now. Raises ValueError for one that is not supported."""
+def hyperparameters_of(group: dict[str, Any]) -> HyperParameters:
+    """Returns the hyper-parameters of a group as they are now. Raises ValueError for one that is not supported."""
     check_settings(group, "a parameter group")
-    return Settings(float(group["lr"]), *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"]))
+    return HyperParameters(
+        float(group["lr"]), *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"])
+    )
 
 
 def decay_groups(params: Iterable[Any]) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from offload.weights.units import OffloadUnit, UnitTensor
 
 
 @dataclass(eq=False)
-class _Job:
+class _UnitUpdate:
     """An update of some of a unit's tensors.
 
     It may begin when `offered` is set and the events `landed` are past: the gradients are there, and nothing reads the
@@ -62,9 +62,9 @@ class UpdateWorker:
         self._optimizer = optimizer
         self._streams = streams
         self._first_use = first_use
-        self._jobs: dict[OffloadUnit, list[_Job]] = {}
-        self._coming: deque[_Job] = deque()
-        self._landed: list[_Job] = []
+        self._updates: dict[OffloadUnit, list[_UnitUpdate]] = {}
+        self._coming: deque[_UnitUpdate] = deque()
+        self._landed: list[_UnitUpdate] = []
         self._changed = threading.Condition()
         self._closed = False
         self._error: BaseException | None = None
@@ -85,33 +85,33 @@ class UpdateWorker:
         landed = [tensor.landed for tensor in tensors if tensor.landed is not None]
         landed += after
         signals = self._streams.signal(), self._streams.signal()
-        job = _Job(unit, tensors, claims, scale, self._first_use(unit), landed, *signals)
-        job.offered.set()
+        update = _UnitUpdate(unit, tensors, claims, scale, self._first_use(unit), landed, *signals)
+        update.offered.set()
         self._start()
         with self._changed:
             self._raise_error()
-            self._jobs.setdefault(unit, []).append(job)
-            self._coming.append(job)
+            self._updates.setdefault(unit, []).append(update)
+            self._coming.append(update)
             self._changed.notify_all()
 
     def is_pending(self, unit: OffloadUnit) -> bool:
         """Tells whether updates of the unit are not done yet."""
-        jobs = self._jobs.get(unit)
-        if jobs and all(job.done.is_set() for job in jobs):
+        updates = self._updates.get(unit)
+        if updates and all(update.done.is_set() for update in updates):
             self.wait(unit)
-        return unit in self._jobs
+        return unit in self._updates
 
     def wait(self, unit: OffloadUnit) -> None:
         """Blocks the host until the unit's updates are done. Raises the worker's error."""
         start = perf_counter()
-        for job in self._jobs.pop(unit, ()):
-            job.done.wait()
+        for update in self._updates.pop(unit, ()):
+            update.done.wait()
         self.wait_ms += (perf_counter() - start) * 1e3
         self._raise_error()
 
     def finish(self) -> None:
         """Blocks the host until all updates are done. Raises the worker's error, now and later."""
-        for unit in list(self._jobs):
+        for unit in list(self._updates):
             self.wait(unit)
         self._raise_error()
 
@@ -128,9 +128,9 @@ class UpdateWorker:
             self._thread.join()
             self._thread = None
             atexit.unregister(self.close)
-        for job in itertools.chain.from_iterable(self._jobs.values()):
-            job.done.wait()
-        self._jobs.clear()
+        for update in itertools.chain.from_iterable(self._updates.values()):
+            update.done.wait()
+        self._updates.clear()
 
     def _start(self) -> None:
         if self._thread is not None:
@@ -148,14 +148,14 @@ class UpdateWorker:
     def _work(self) -> None:
         with self._streams.beside("worker"):
             try:
-                while (job := self._next()) is not None:
-                    self._update(job)
-                    self._end(job)
+                while (update := self._next()) is not None:
+                    self._make(update)
+                    self._end(update)
             except BaseException as error:
                 self._fail(error)
 
-    def _next(self) -> _Job | None:
-        """Waits for the next job: of those that have landed, the one needed first. Returns None at the end."""
+    def _next(self) -> _UnitUpdate | None:
+        """Waits for the next update: of those that have landed, the one needed first. Returns None at the end."""
         with self._changed:
             while not self._coming and not self._landed:
                 if self._closed:
@@ -167,32 +167,32 @@ class UpdateWorker:
                 self._landed.append(self._coming.popleft())
             if not self._landed:
                 self._landed.append(self._coming.popleft())
-            return min(self._landed, key=lambda job: job.first_use)
+            return min(self._landed, key=lambda update: update.first_use)
 
-    def _update(self, job: _Job) -> None:
+    def _make(self, update: _UnitUpdate) -> None:
         streams = self._streams
-        job.offered.wait()
-        for event in job.landed:
+        update.offered.wait()
+        for event in update.landed:
             event.synchronize()
-        for tensor in job.tensors:
+        for tensor in update.tensors:
             streams.reads(None, tensor, "update")
-        streams.writes(None, job.unit.weights, "update")
+        streams.writes(None, update.unit.weights, "update")
         start = perf_counter()
-        with profiled(f"update {job.unit.name}"):
-            self._optimizer.apply(job.claims, job.scale)
+        with profiled(f"update {update.unit.name}"):
+            self._optimizer.apply(update.claims, update.scale)
         self.host_ms += (perf_counter() - start) * 1e3
-        self.parameters += job.parameters
+        self.parameters += update.parameters
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, update: _UnitUpdate) -> None:
         with self._changed:
-            self._landed.remove(job)
-        job.done.set()
+            self._landed.remove(update)
+        update.done.set()
 
     def _fail(self, error: BaseException) -> None:
         # The error first: threads that are woken look for it.
         with self._changed:
             self._error = error
-            for job in itertools.chain(self._coming, self._landed):
-                job.done.set()
+            for update in itertools.chain(self._coming, self._landed):
+                update.done.set()
             self._coming.clear()
             self._landed.clear()

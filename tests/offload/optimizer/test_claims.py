@@ -10,7 +10,7 @@ from torch import nn
 
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.claims import Claim, update_elsewhere, update_in_place
-from offload.optimizer.kernels import FusedUpdate, Settings
+from offload.optimizer.kernels import FusedUpdate, HyperParameters
 from offload.optimizer.states import StatePlacement
 from tests.offload.helpers.optimizers import OFF, SETTINGS, give_gradients, parameters, same, train
 
@@ -40,7 +40,7 @@ def claimed(weight: nn.Parameter, placed: bool) -> tuple[Claim, dict[str, torch.
     placement.prepare(weight, state)
     state["step"] += 1
     gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(weight.dtype)
-    return Claim(weight, gradient, Settings(1e-2, 0.9, 0.95, 1e-8, 0.1)), state
+    return Claim(weight, gradient, HyperParameters(1e-2, 0.9, 0.95, 1e-8, 0.1)), state
 
 
 @pytest.mark.parametrize("transposed", [False, True])

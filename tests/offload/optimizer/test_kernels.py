@@ -15,9 +15,16 @@ import pytest
 import torch
 
 from offload.optimizer import kernels
-from offload.optimizer.kernels import FusedUpdate, NativeUpdate, Operands, Settings, fastest_update, native_library
+from offload.optimizer.kernels import (
+    FusedUpdate,
+    HyperParameters,
+    NativeUpdate,
+    Operands,
+    fastest_update,
+    native_library,
+)
 
-SETTINGS = Settings(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+SETTINGS = HyperParameters(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 DTYPES = (torch.float32, torch.bfloat16)
 
 needs_compiler = pytest.mark.skipif(native_library() is None, reason="needs a C compiler with OpenMP")
@@ -58,17 +65,19 @@ def tensors(of: Operands) -> list[torch.Tensor]:
     return [of.weight, of.master, of.exp_avg, of.exp_avg_sq]
 
 
-def run(kernel, on: Operands, steps: int = 5, settings: Settings = SETTINGS, scale: float = 1.0) -> Operands:
+def run(
+    kernel, on: Operands, steps: int = 5, hyperparameters: HyperParameters = SETTINGS, scale: float = 1.0
+) -> Operands:
     for step in range(1, steps + 1):
         generator = torch.Generator().manual_seed(step)
         on.gradient.copy_(torch.randn(on.gradient.shape, generator=generator))
-        kernel(on, torch.tensor(float(step)), settings, scale)
+        kernel(on, torch.tensor(float(step)), hyperparameters, scale)
     return on
 
 
-def by_hand(on: Operands, steps: int = 5, settings: Settings = SETTINGS, scale: float = 1.0) -> Operands:
+def by_hand(on: Operands, steps: int = 5, hyperparameters: HyperParameters = SETTINGS, scale: float = 1.0) -> Operands:
     """Computes the paper's formulas in float64; moments and weights are rounded to their dtypes after each step."""
-    lr, beta1, beta2, eps, decay = settings
+    lr, beta1, beta2, eps, decay = hyperparameters
     value = on.master.double()
     for step in range(1, steps + 1):
         generator = torch.Generator().manual_seed(step)
@@ -101,14 +110,14 @@ def test_equals_the_formulas(kernel, scale: float):
 
 @needs_compiler
 @pytest.mark.parametrize(("weight", "gradient", "moment"), list(itertools.product(DTYPES, DTYPES, DTYPES)))
-@pytest.mark.parametrize("settings", [SETTINGS, SETTINGS._replace(beta1=0.3, weight_decay=0.0)])
+@pytest.mark.parametrize("hyperparameters", [SETTINGS, SETTINGS._replace(beta1=0.3, weight_decay=0.0)])
 @pytest.mark.parametrize("scale", [1.0, 0.37])
-def test_kernels_agree(weight, gradient, moment, settings: Settings, scale: float):
+def test_kernels_agree(weight, gradient, moment, hyperparameters: HyperParameters, scale: float):
     fused, native = both_kernels()
     # Not a whole number of vectors, blocks or tiles.
     for count in (1, 70_001):
-        first = run(fused, operands(count, weight, gradient, moment), settings=settings, scale=scale)
-        second = run(native, operands(count, weight, gradient, moment), settings=settings, scale=scale)
+        first = run(fused, operands(count, weight, gradient, moment), hyperparameters=hyperparameters, scale=scale)
+        second = run(native, operands(count, weight, gradient, moment), hyperparameters=hyperparameters, scale=scale)
         for one, other in zip(tensors(first), tensors(second), strict=True):
             # A different last bit may round a bf16 number the other way, and a bf16 moment then moves its master.
             halves = torch.bfloat16 in (one.dtype, moment)

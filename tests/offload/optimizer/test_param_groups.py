@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from offload.optimizer.adamw import HostAdamW
-from offload.optimizer.param_groups import decay_groups, settings_of
+from offload.optimizer.param_groups import decay_groups, hyperparameters_of
 from tests.offload.helpers.optimizers import OFF, SETTINGS, give_gradients, parameters, same
 from training.optim import AdamW
 
@@ -18,7 +18,7 @@ def test_settings_are_those_of_the_group_at_the_time():
     optimizer = HostAdamW(parameters(), **SETTINGS, **OFF)
     (group,) = optimizer.param_groups
     group["lr"] = 0.5
-    assert settings_of(group) == (0.5, 0.9, 0.95, 1e-8, 0.1)
+    assert hyperparameters_of(group) == (0.5, 0.9, 0.95, 1e-8, 0.1)
 
 
 @pytest.mark.parametrize(("key", "value"), [("maximize", True), ("amsgrad", True), ("decoupled_weight_decay", False)])
