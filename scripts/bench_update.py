@@ -22,11 +22,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from offload.optimizer.adamw import STATE_DTYPES
-from offload.optimizer.kernels import FusedUpdate, NativeUpdate, Operands, Settings, native_library
+from offload.optimizer.kernels import FusedUpdate, HyperParameters, NativeUpdate, Operands, native_library
 from offload.optimizer.kernels import torch_threads as threads_of_torch
 from offload.runtime.host_cores import usable_cores
 
-SETTINGS = Settings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
+SETTINGS = HyperParameters(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 
 
 class CompiledUpdate:
@@ -39,14 +39,14 @@ class CompiledUpdate:
         # A change of torch's own number of threads would compile it again.
         self._function = torch.compile(_adamw, dynamic=True, options={"cpp.threads": threads})
 
-    def __call__(self, operands: Operands, step: torch.Tensor, settings: Settings) -> None:
+    def __call__(self, operands: Operands, step: torch.Tensor, hyperparameters: HyperParameters) -> None:
         count = step.item()
         scalars = (
-            1 - settings.lr * settings.weight_decay,
-            1 - settings.beta1,
-            settings.beta2,
-            (1 - settings.beta2**count) ** 0.5,
-            settings.lr / (1 - settings.beta1**count),
+            1 - hyperparameters.lr * hyperparameters.weight_decay,
+            1 - hyperparameters.beta1,
+            hyperparameters.beta2,
+            (1 - hyperparameters.beta2**count) ** 0.5,
+            hyperparameters.lr / (1 - hyperparameters.beta1**count),
         )
         with threads_of_torch(self._threads):
             self._function(*vars(operands).values(), *map(torch.tensor, scalars))

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from offload.optimizer.claims import Claim, update_elsewhere, update_in_place
 from offload.optimizer.kernels import (
     FusedUpdate,
-    Operands,
-    Settings,
-    Update,
+    UpdateKernel,
     fastest_update,
     torch_threads,
 )
-from offload.optimizer.param_groups import check_group, check_settings, decay_groups, settings_of
+from offload.optimizer.param_groups import check_group, check_settings, decay_groups, hyperparameters_of
 from offload.optimizer.state_dicts import states_as_torchs, states_to_load
-from offload.optimizer.states import StatePlacement, state_bytes
+from offload.optimizer.states import State, StatePlacement, state_bytes
 from offload.runtime.errors import KnobError
 from offload.runtime.host_cores import usable_cores
 from offload.runtime.host_memory import free_host_bytes
@@ -28,15 +26,6 @@ from offload.runtime.knobs import bytes_or, in_range, one_of
 # The system could not start more: the process would end without a message.
 MAX_THREADS = 1024
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True, eq=False)
-class Claim:
-    """One parameter's update of one step, complete: later changes to settings and to `.grad` do not touch it."""
-
-    parameter: Tensor
-    gradient: Tensor
-    settings: Settings
 
 
 class Deferral(Protocol):
@@ -120,7 +109,7 @@ class HostAdamW(torch.optim.AdamW):
             fastest_update(self.threads, compile)
 
     @property
-    def kernel(self) -> Update:
+    def kernel(self) -> UpdateKernel:
         """The kernel that updates host parameters."""
         return fastest_update(self.threads, self._compile)
 
@@ -197,7 +186,7 @@ class HostAdamW(torch.optim.AdamW):
 
         Parameters of no group are left out. Raises ValueError for a sparse gradient.
         """
-        settings = [settings_of(group) for group in self.param_groups]
+        hyperparameters = [hyperparameters_of(group) for group in self.param_groups]
         claims = []
         for parameter in parameters:
             if parameter.grad is None or parameter in self._claimed or parameter not in self._group_of:
@@ -205,7 +194,7 @@ class HostAdamW(torch.optim.AdamW):
             if parameter.grad.layout is not torch.strided:
                 raise ValueError("AdamW takes no sparse gradients: build the embedding with sparse=False")
             self._claimed.add(parameter)
-            claims.append(Claim(parameter, parameter.grad, settings[self._group_of[parameter]]))
+            claims.append(Claim(parameter, parameter.grad, hyperparameters[self._group_of[parameter]]))
         return claims
 
     @torch.no_grad()
@@ -225,12 +214,8 @@ class HostAdamW(torch.optim.AdamW):
 
         Returns the new weight there: the parameter's shape and dtype.
         """
-        parameter, state = claim.parameter, self._begin_update(claim.parameter)
-        master = state["master"]
-        weight = torch.empty_like(master, dtype=parameter.dtype)
-        operands = (weight, gradient, master, state["exp_avg"], state["exp_avg_sq"])
-        FusedUpdate(self.threads)(Operands(*map(_flat, operands)), state["step"], claim.settings, scale)
-        return weight
+        state = self._begin_update(claim.parameter)
+        return update_elsewhere(claim, state, gradient, FusedUpdate(self.threads), scale)
 
     def place(self, parameters: Iterable[Tensor], device: torch.device) -> None:
         """Puts the states of these parameters, masters too, on `device`, wherever the parameters live.
@@ -261,8 +246,7 @@ class HostAdamW(torch.optim.AdamW):
 
     @staticmethod
     def planned_bytes(parameters: Iterable[Tensor], state_dtype: str = "fp32") -> int:
-        """Returns the bytes of the states of those of `parameters`, each counted once, that train; meta ones will
-        do."""
+        """Returns the bytes of the states of those `parameters` that train, each counted once; meta ones will do."""
         return state_bytes(parameters, STATE_DTYPES[state_dtype])
 
     @torch.no_grad()
@@ -292,20 +276,10 @@ class HostAdamW(torch.optim.AdamW):
             parameter.data.copy_(self.apply_on_device(claim, gradient, scale))
             return
         state = self._begin_update(parameter)
-        master = state.get("master", parameter.detach())
-        operands = Operands(
-            weight=_flat(parameter.detach()) if parameter.is_contiguous() else _flat(master),
-            gradient=_flat(claim.gradient),
-            master=_flat(master),
-            exp_avg=_flat(state["exp_avg"]),
-            exp_avg_sq=_flat(state["exp_avg_sq"]),
-        )
         kernel = self.kernel if parameter.device.type == "cpu" else FusedUpdate()
-        kernel(operands, state["step"], claim.settings, scale)
-        if not parameter.is_contiguous():
-            parameter.data.copy_(master)
+        update_in_place(claim, state, kernel, scale)
 
-    def _begin_update(self, parameter: Tensor) -> dict[str, Tensor]:
+    def _begin_update(self, parameter: Tensor) -> State:
         """Counts an update that is about to be made; returns the parameter's state."""
         state = self.state[parameter]
         self._placement.prepare(parameter, state)
@@ -328,7 +302,3 @@ class HostAdamW(torch.optim.AdamW):
 
 def _all_but(count: int) -> int:
     return max(usable_cores() - count, 1)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1)

@@ -1,10 +1,10 @@
 /* AdamW (Loshchilov and Hutter 2019) in one pass over memory: every operand is read once and written once.
 
    The order of operations and the two fused multiply-adds are those of torch's fused CPU kernel as its builds have it,
-   so that its results are met bit for bit; the compiler must contract no other. Work is dealt out in blocks, because
-   a core that another thread needs for a while would hold up a loop cut into equal shares. What a core reads next is
-   prefetched tile by tile: four streams at once are more than its own prefetchers keep filled. A bf16 weight is only
-   written: stored past the caches, whole lines at a time, it need not be read first. */
+   so the results are equal bit for bit; the compiler must contract no other operations. Cores take blocks one by one,
+   because in a loop cut into equal shares a core that another thread needs for a while would delay the others. Operands
+   are prefetched tile by tile: four streams at once are more than a core's own prefetchers keep filled. A bf16 weight
+   is only written: stored past the caches, whole lines at a time, it need not be read first. */
 
 #include <math.h>
 #include <stdint.h>
@@ -15,7 +15,7 @@
 
 #define BLOCK 65536
 #define TILE 32
-/* Elements between use and prefetch; past the end of a tensor it touches nothing, and is harmless. */
+/* Elements between use and prefetch. A prefetch past the end of a tensor is harmless. */
 #define AHEAD 256
 #define CACHE_LINE 64
 
@@ -36,7 +36,7 @@ static inline float load_bf16(bf16 value) {
 
 static inline float store_fp32(float value) { return value; }
 
-/* To the nearest, ties to even; a NaN stays one. */
+/* Rounds to the nearest, ties to even; a NaN stays a NaN. */
 static inline bf16 store_bf16(float value) {
   uint32_t bits;
   memcpy(&bits, &value, sizeof bits);
@@ -44,7 +44,7 @@ static inline bf16 store_bf16(float value) {
   return value != value ? 0x7fc0 : (bf16)rounded;
 }
 
-/* One tile of bf16 weights, which is one line of the cache, past the caches. */
+/* Stores one tile of bf16 weights, which is one line of the cache, past the caches. */
 static inline void store_past_caches(void *line, const void *from) {
 #ifdef __SSE2__
   for (int part = 0; part < 4; part++) _mm_stream_si128((__m128i *)line + part, _mm_load_si128((__m128i *)from + part));
@@ -53,7 +53,7 @@ static inline void store_past_caches(void *line, const void *from) {
 #endif
 }
 
-/* Before other threads, or a device, read what was stored past the caches. */
+/* To be called before other threads, or a device, read memory that was stored past the caches. */
 static inline void finish_stores(void) {
 #ifdef __SSE2__
   _mm_sfence();
@@ -65,7 +65,7 @@ static inline void finish_stores(void) {
 #define bf16_load load_bf16
 #define bf16_store store_bf16
 
-/* `lerp` is 1 - beta1; from 0.5 up torch interpolates from the gradient's end, `towards` being `lerp` - 1. */
+/* `lerp` is 1 - beta1. From 0.5 up torch interpolates from the gradient's end; `towards` is then `lerp` - 1. */
 #define ELEMENTS(WEIGHT, GRADIENT, MOMENT, WEIGHTS, FROM, TO)                                                         \
   _Pragma("omp simd") for (int64_t i = FROM; i < TO; i++) {                                                           \
     float g = GRADIENT##_load(gradient[i]) * scale;                                                                   \

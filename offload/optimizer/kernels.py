@@ -29,21 +29,22 @@ from torch import Tensor
 
 from offload.runtime.torch_internals import fused_adamw_
 
-# Elements updated at a time. What is converted stays in the host's cache, which is three times as fast there as a
-# copy of a whole large gradient; a GPU wants larger pieces, and 64 MiB of scratch is little to it.
+# Elements updated at a time. On the host, converted values then stay in the cache, which is three times as fast as a
+# copy of a whole large gradient. A GPU needs larger pieces, and has 64 MiB to spare for scratch.
 HOST_TILE = 1 << 21
 DEVICE_TILE = 1 << 24
 
-# Elements that a kernel is measured on: more than caches hold, and some milliseconds of work.
+# Elements on which a kernel is measured: more than caches hold, and some milliseconds of work.
 SAMPLE = 1 << 24
 
-# Only what the kernel says is contracted; sqrt may not set errno, or it would not be vectorised.
+# Additions and products are contracted only where the kernel's source says so. sqrt must not set errno, or it would not
+# be vectorised.
 FLAGS = ("-O3", "-march=native", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
 
 logger = logging.getLogger(__name__)
 
 
-class Settings(NamedTuple):
+class HyperParameters(NamedTuple):
     """The hyper-parameters of one update."""
 
     lr: float
@@ -55,7 +56,7 @@ class Settings(NamedTuple):
 
 @dataclass(frozen=True)
 class Operands:
-    """What an update reads and writes: five 1-D contiguous tensors of equal length on one device.
+    """The tensors that an update reads and writes: five, 1-D, contiguous, of equal length, on one device.
 
     `weight` and `gradient` are of any floating dtype, `master` is float32 (`weight` itself where that is float32),
     the moments are float32 or bfloat16: computed in float32 and stored rounded to nearest.
@@ -69,17 +70,17 @@ class Operands:
 
     @property
     def in_place(self) -> bool:
-        """Whether the weight is its own master."""
+        """True if the weight is its own master."""
         return self.weight.data_ptr() == self.master.data_ptr()
 
     def split(self, size: int) -> Iterator[Operands]:
-        """The same `size` elements of each tensor, from first to last."""
+        """Yields pieces of `size` elements of each tensor, from first to last."""
         # Not asdict or astuple, which copy tensors.
         tensors = (self.weight, self.gradient, self.master, self.exp_avg, self.exp_avg_sq)
         return map(Operands, *(tensor.split(size) for tensor in tensors))
 
 
-class Update(Protocol):
+class UpdateKernel(Protocol):
     """A kernel: one update of `operands` in place, on the calling thread.
 
     `step` is a float32 scalar on their device that counts this update, the first being 1. The gradient counts `scale`
@@ -88,7 +89,9 @@ class Update(Protocol):
 
     name: str
 
-    def __call__(self, operands: Operands, step: Tensor, settings: Settings, scale: float = 1.0) -> None: ...
+    def __call__(
+        self, operands: Operands, step: Tensor, hyperparameters: HyperParameters, scale: float = 1.0
+    ) -> None: ...
 
 
 class FusedUpdate:
@@ -103,19 +106,19 @@ class FusedUpdate:
         self._threads = threads
 
     @torch.no_grad()
-    def __call__(self, operands: Operands, step: Tensor, settings: Settings, scale: float = 1.0) -> None:
+    def __call__(self, operands: Operands, step: Tensor, hyperparameters: HyperParameters, scale: float = 1.0) -> None:
         on_host = operands.weight.device.type == "cpu"
         tile = HOST_TILE if on_host else DEVICE_TILE
         scratch = _Scratch(min(tile, operands.weight.numel()), operands.weight.device)
         with torch_threads(self._threads if on_host else None):
             for piece in operands.split(tile):
-                _update_tile(piece, scratch, step, settings, scale)
+                _update_tile(piece, scratch, step, hyperparameters, scale)
 
 
 class NativeUpdate:
     """The C loop of adamw_kernel.c on `threads` cores, called without Python's lock.
 
-    What it does not take (a device's tensors, float16) goes to the fused kernel.
+    Operands that it does not support (a device's tensors, float16) go to the fused kernel.
     """
 
     name = "native"
@@ -125,12 +128,12 @@ class NativeUpdate:
         self._threads = threads
         self._other = FusedUpdate(threads)
 
-    def __call__(self, operands: Operands, step: Tensor, settings: Settings, scale: float = 1.0) -> None:
+    def __call__(self, operands: Operands, step: Tensor, hyperparameters: HyperParameters, scale: float = 1.0) -> None:
         function = self._function_for(operands)
         if function is None:
-            self._other(operands, step, settings, scale)
+            self._other(operands, step, hyperparameters, scale)
             return
-        lr, beta1, beta2, eps, weight_decay = settings
+        lr, beta1, beta2, eps, weight_decay = hyperparameters
         count = step.item()
         function(
             operands.weight.numel(),
@@ -163,8 +166,8 @@ class NativeUpdate:
 
 
 @functools.cache
-def fastest_update(threads: int, compile: str = "auto") -> Update:
-    """The faster of the two kernels on `threads` cores of this host, measured once a process.
+def fastest_update(threads: int, compile: str = "auto") -> UpdateKernel:
+    """Returns the faster of the two kernels on `threads` cores of this host, measured once a process.
 
     `compile`: "auto" compiles the C loop, in about a second, and measures; where there is no compiler, or it fails,
     the fused kernel is taken. "off" takes that at once. Both kernels round alike, but for the last elements of a
@@ -181,26 +184,26 @@ def fastest_update(threads: int, compile: str = "auto") -> Update:
     return min(candidates, key=lambda kernel: seconds[kernel.name])
 
 
-def measure(kernels: list[Update], repeats: int = 3) -> dict[str, float]:
-    """Seconds by kernel name that an update of SAMPLE bf16 weights with float32 states takes, the best of several.
+def measure(kernels: list[UpdateKernel], repeats: int = 3) -> dict[str, float]:
+    """Returns seconds by kernel name for an update of SAMPLE bf16 weights with float32 states, the best of several.
 
-    Holds 16 bytes a weight meanwhile.
+    Takes 16 bytes a weight meanwhile.
     """
     halves = [torch.zeros(SAMPLE, dtype=torch.bfloat16) for _ in range(2)]
     operands = Operands(*halves, *(torch.zeros(SAMPLE) for _ in range(3)))
-    settings = Settings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
+    hyperparameters = HyperParameters(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
     found = {kernel.name: math.inf for kernel in kernels}
     for _ in range(repeats):
         for kernel in kernels:
             start = perf_counter()
-            kernel(operands, torch.ones(()), settings)
+            kernel(operands, torch.ones(()), hyperparameters)
             found[kernel.name] = min(found[kernel.name], perf_counter() - start)
     return found
 
 
 @functools.cache
 def native_library() -> ctypes.CDLL | None:
-    """adamw_kernel.c compiled for this processor and loaded, once a process; None where that fails.
+    """Compiles adamw_kernel.c for this processor and loads it, once a process; returns None where that fails.
 
     The compiler is $CC, else the first of cc, gcc and clang. Nothing is left on disk.
     """
@@ -224,9 +227,9 @@ def native_library() -> ctypes.CDLL | None:
 
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
-    """torch's operations of the calling thread run on `count` threads in the block; None changes nothing.
+    """Runs torch's operations of the calling thread on `count` threads in the block; None changes nothing.
 
-    The number belongs to each thread that calls torch: others that have used it keep theirs, and one that first uses
+    Each thread that calls torch has such a number. Threads that have called it before keep theirs; one that first calls
     it while the block is open would start with `count`.
     """
     before = torch.get_num_threads()
@@ -241,7 +244,7 @@ def torch_threads(count: int | None) -> Iterator[None]:
 
 
 class _Scratch:
-    """float32 tiles by operand, made when first asked for."""
+    """float32 tiles, one for each operand, made at its first use."""
 
     def __init__(self, size: int, device: torch.device):
         self._size = size
@@ -249,13 +252,15 @@ class _Scratch:
         self._tiles: dict[str, Tensor] = {}
 
     def float32(self, tensor: Tensor, name: str) -> Tensor:
-        """The values of `tensor` in float32 that may be overwritten."""
+        """Returns the values of `tensor` in float32, in memory that may be overwritten."""
         if name not in self._tiles:
             self._tiles[name] = torch.empty(self._size, dtype=torch.float32, device=self._device)
         return self._tiles[name][: tensor.numel()].copy_(tensor)
 
 
-def _update_tile(piece: Operands, scratch: _Scratch, step: Tensor, settings: Settings, scale: float) -> None:
+def _update_tile(
+    piece: Operands, scratch: _Scratch, step: Tensor, hyperparameters: HyperParameters, scale: float
+) -> None:
     gradient, moments = piece.gradient, [piece.exp_avg, piece.exp_avg_sq]
     if gradient.dtype != torch.float32 or scale != 1:
         gradient = scratch.float32(gradient, "gradient")
@@ -272,7 +277,7 @@ def _update_tile(piece: Operands, scratch: _Scratch, step: Tensor, settings: Set
         [moments[1]],
         [],
         [step],
-        **settings._asdict(),
+        **hyperparameters._asdict(),
         amsgrad=False,
         maximize=False,
     )

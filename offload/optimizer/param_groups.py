@@ -1,4 +1,4 @@
-"""The parameter groups of AdamW: what may be in them, which of them decay, and their settings."""
+"""The parameter groups of AdamW: checks them, splits off those that do not decay, and reads their hyper-parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.optimizer.kernels import Settings
+from offload.optimizer.kernels import HyperParameters
 
 # Keys of torch's AdamW that change the arithmetic, and the one value of each that the update here computes.
 COMPUTED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Raises ValueError, naming it, for a setting or the dtype of a parameter that trains which are not supported."""
+    """Raises ValueError where a setting, or the dtype of a parameter that trains, is not supported."""
     check_settings(group, "a parameter group")
     for parameter in group["params"]:
         if parameter.requires_grad and parameter.dtype not in DTYPES:
@@ -24,23 +24,25 @@ def check_group(group: dict[str, Any]) -> None:
 
 
 def check_settings(group: dict[str, Any], what: str) -> None:
-    """Raises ValueError where a key of `group` asks for another arithmetic."""
+    """Raises ValueError where a key of `group`, which the message calls `what`, asks for another arithmetic."""
     for key, value in COMPUTED.items():
         if bool(group.get(key, value)) != value:
             raise ValueError(f"{what} has {key}={not value}, which is not supported: only {key}={value} is")
 
 
-def settings_of(group: dict[str, Any]) -> Settings:
-    """The settings of a group as they are now. Raises ValueError for one that is not supported."""
+def hyperparameters_of(group: dict[str, Any]) -> HyperParameters:
+    """Returns the hyper-parameters of a group as they are now. Raises ValueError for one that is not supported."""
     check_settings(group, "a parameter group")
-    return Settings(float(group["lr"]), *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"]))
+    return HyperParameters(
+        float(group["lr"]), *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"])
+    )
 
 
 def decay_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Parameters or groups of them as groups in which what has fewer than two dimensions does not decay.
+    """Returns groups of `params` (parameters or groups of them) in which biases and weights of norms do not decay.
 
-    Those are biases and the weights of norms; embeddings decay. Each group with both kinds becomes two, the first with
-    its own weight decay, the second with none.
+    Those are the parameters of fewer than two dimensions; embeddings decay. Each group with both kinds becomes two, the
+    first with its own weight decay, the second with none.
     """
     entries = list(params)
     if entries and not isinstance(entries[0], dict):

@@ -42,7 +42,9 @@ def states_to_load(state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> 
         if not saved:
             continue
         if missing := [name for name in REQUIRED if name not in saved]:
-            raise ValueError(f"the optimizer state to load lacks {missing[0]} of parameter {index}: not that of AdamW")
+            raise ValueError(
+                f"the optimizer state to load lacks {missing[0]} of parameter {index}: it is not that of AdamW"
+            )
         states = {name: torch.as_tensor(saved[name]) for name in (*REQUIRED, "master") if name in saved}
         for name, tensor in states.items():
             _check_shape(name, tensor, index, parameter)

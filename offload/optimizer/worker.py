@@ -1,8 +1,8 @@
-"""Updates of units on the host, beside the device: begun as gradients land, waited for where a unit is next used.
+"""Updates units on a thread of the host, while the device goes on with the step.
 
-A worker thread takes, of the gradients that have landed, those of the unit that the next forward needs first. So the
-update of a step is hidden behind its own backward and the next forward, and is exact: no unit is used before its
-updates are done, and for nothing else is waited.
+Of the gradients that have landed, the worker takes those of the unit that the next forward needs first. So the updates
+of a step are hidden behind its own backward and the next forward. They are exact: a unit is used after its own updates,
+and waits for no others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from offload.optimizer.adamw import Claim, HostAdamW
+from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.claims import Claim
 from offload.runtime.counters import Counters
 from offload.runtime.registry import Event, Signal, Streams
 from offload.runtime.transfer import profiled
@@ -23,9 +24,12 @@ from offload.weights.units import OffloadUnit, UnitTensor
 
 
 @dataclass(eq=False)
-class _Job:
-    """An update of some of a unit's tensors: what to do, when their gradients are there and they may be written, and
-    when it is done."""
+class _UnitUpdate:
+    """An update of some of a unit's tensors.
+
+    It may begin when `offered` is set and the events `landed` are past: the gradients are there, and nothing reads the
+    weights. `done` is set when it has ended.
+    """
 
     unit: OffloadUnit
     tensors: list[UnitTensor]
@@ -45,10 +49,10 @@ class _Job:
 
 
 class UpdateWorker:
-    """The updates of one attached model's units by `optimizer`, on a thread of its own.
+    """Makes the updates of one attached model's units by `optimizer`, on a thread of its own.
 
-    `first_use` says when the next forward uses a unit: the lower, the sooner. An error of the worker ends it, and is
-    raised, with the worker's traceback, by whatever waits next.
+    `first_use` tells when the next forward uses a unit: the lower, the sooner. An error ends the thread, and is raised,
+    with the thread's traceback, by every call that waits from then on.
     """
 
     def __init__(self, optimizer: HostAdamW, streams: Streams, first_use: Callable[[OffloadUnit], float]):
@@ -58,9 +62,9 @@ class UpdateWorker:
         self._optimizer = optimizer
         self._streams = streams
         self._first_use = first_use
-        self._jobs: dict[OffloadUnit, list[_Job]] = {}
-        self._coming: deque[_Job] = deque()
-        self._landed: list[_Job] = []
+        self._updates: dict[OffloadUnit, list[_UnitUpdate]] = {}
+        self._coming: deque[_UnitUpdate] = deque()
+        self._landed: list[_UnitUpdate] = []
         self._changed = threading.Condition()
         self._closed = False
         self._error: BaseException | None = None
@@ -69,11 +73,10 @@ class UpdateWorker:
     def offer(
         self, unit: OffloadUnit, tensors: Iterable[UnitTensor], scale: float = 1.0, after: Iterable[Event] = ()
     ) -> None:
-        """The gradients of these `tensors` of the unit are on their way to the host and final: once they have landed,
-        they are updated.
+        """Queues the update of these `tensors` of the unit, whose gradients are final and on their way to the host.
 
-        `after` ends what else must be over first. Gradients count `scale` times. What has no gradient, or was offered
-        in this step, is left out.
+        It begins when they have landed and the events `after` are past. Gradients count `scale` times. Tensors without
+        a gradient, or offered in this step before, are left out.
         """
         tensors = list(tensors)
         claims = self._optimizer.claim(tensor.host for tensor in tensors)
@@ -82,33 +85,33 @@ class UpdateWorker:
         landed = [tensor.landed for tensor in tensors if tensor.landed is not None]
         landed += after
         signals = self._streams.signal(), self._streams.signal()
-        job = _Job(unit, tensors, claims, scale, self._first_use(unit), landed, *signals)
-        job.offered.set()
+        update = _UnitUpdate(unit, tensors, claims, scale, self._first_use(unit), landed, *signals)
+        update.offered.set()
         self._start()
         with self._changed:
             self._raise_error()
-            self._jobs.setdefault(unit, []).append(job)
-            self._coming.append(job)
+            self._updates.setdefault(unit, []).append(update)
+            self._coming.append(update)
             self._changed.notify_all()
 
     def is_pending(self, unit: OffloadUnit) -> bool:
-        """Whether updates of the unit are still to be waited for."""
-        jobs = self._jobs.get(unit)
-        if jobs and all(job.done.is_set() for job in jobs):
+        """Tells whether updates of the unit are not done yet."""
+        updates = self._updates.get(unit)
+        if updates and all(update.done.is_set() for update in updates):
             self.wait(unit)
-        return unit in self._jobs
+        return unit in self._updates
 
     def wait(self, unit: OffloadUnit) -> None:
-        """Blocks the host until the unit's updates are done. Raises what the worker raised."""
+        """Blocks the host until the unit's updates are done. Raises the worker's error."""
         start = perf_counter()
-        for job in self._jobs.pop(unit, ()):
-            job.done.wait()
+        for update in self._updates.pop(unit, ()):
+            update.done.wait()
         self.wait_ms += (perf_counter() - start) * 1e3
         self._raise_error()
 
     def finish(self) -> None:
         """Blocks the host until all updates are done. Raises the worker's error, now and later."""
-        for unit in list(self._jobs):
+        for unit in list(self._updates):
             self.wait(unit)
         self._raise_error()
 
@@ -117,10 +120,7 @@ class UpdateWorker:
         return Counters(update_ms=self.host_ms, update_wait_ms=self.wait_ms, updated_parameters=self.parameters)
 
     def close(self) -> None:
-        """Ends the worker when it has made the updates that were offered, or at once if it failed.
-
-        Does not raise what the worker raised.
-        """
+        """Ends the thread when it has made the updates that were offered, or at once if it failed; raises nothing."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -128,9 +128,9 @@ class UpdateWorker:
             self._thread.join()
             self._thread = None
             atexit.unregister(self.close)
-        for job in itertools.chain.from_iterable(self._jobs.values()):
-            job.done.wait()
-        self._jobs.clear()
+        for update in itertools.chain.from_iterable(self._updates.values()):
+            update.done.wait()
+        self._updates.clear()
 
     def _start(self) -> None:
         if self._thread is not None:
@@ -138,7 +138,7 @@ class UpdateWorker:
         thread = threading.Thread(target=self._work, name="host optimizer", daemon=True)
         thread.start()
         self._thread = thread
-        # A process that ends without `close` would end the thread inside an update, and abort.
+        # A process that ends without `close` would stop the thread inside an update, and abort.
         atexit.register(self.close)
 
     def _raise_error(self) -> None:
@@ -148,51 +148,51 @@ class UpdateWorker:
     def _work(self) -> None:
         with self._streams.beside("worker"):
             try:
-                while (job := self._next()) is not None:
-                    self._update(job)
-                    self._end(job)
+                while (update := self._next()) is not None:
+                    self._make(update)
+                    self._end(update)
             except BaseException as error:
                 self._fail(error)
 
-    def _next(self) -> _Job | None:
-        """The next job, None when there will be none: of those that have landed, the one needed first."""
+    def _next(self) -> _UnitUpdate | None:
+        """Waits for the next update: of those that have landed, the one needed first. Returns None at the end."""
         with self._changed:
             while not self._coming and not self._landed:
                 if self._closed:
                     return None
                 self._changed.wait()
-            # They land in the order of their offers. To ask each of a hundred takes a while, so none is asked behind
-            # one that has not.
+            # They land in the order of their offers. To query each of a hundred takes a while, so those behind one that
+            # has not landed are not queried.
             while self._coming and self._coming[0].has_landed():
                 self._landed.append(self._coming.popleft())
             if not self._landed:
                 self._landed.append(self._coming.popleft())
-            return min(self._landed, key=lambda job: job.first_use)
+            return min(self._landed, key=lambda update: update.first_use)
 
-    def _update(self, job: _Job) -> None:
+    def _make(self, update: _UnitUpdate) -> None:
         streams = self._streams
-        job.offered.wait()
-        for event in job.landed:
+        update.offered.wait()
+        for event in update.landed:
             event.synchronize()
-        for tensor in job.tensors:
+        for tensor in update.tensors:
             streams.reads(None, tensor, "update")
-        streams.writes(None, job.unit.weights, "update")
+        streams.writes(None, update.unit.weights, "update")
         start = perf_counter()
-        with profiled(f"update {job.unit.name}"):
-            self._optimizer.apply(job.claims, job.scale)
+        with profiled(f"update {update.unit.name}"):
+            self._optimizer.apply(update.claims, update.scale)
         self.host_ms += (perf_counter() - start) * 1e3
-        self.parameters += job.parameters
+        self.parameters += update.parameters
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, update: _UnitUpdate) -> None:
         with self._changed:
-            self._landed.remove(job)
-        job.done.set()
+            self._landed.remove(update)
+        update.done.set()
 
     def _fail(self, error: BaseException) -> None:
-        # The error first: who is woken looks for it.
+        # The error first: threads that are woken look for it.
         with self._changed:
             self._error = error
-            for job in itertools.chain(self._coming, self._landed):
-                job.done.set()
+            for update in itertools.chain(self._coming, self._landed):
+                update.done.set()
             self._coming.clear()
             self._landed.clear()

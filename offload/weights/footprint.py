@@ -1,4 +1,4 @@
-"""What a mode will hold and move, said before anything is allocated."""
+"""Tells the bytes that a mode will hold and move, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from offload.weights.partition import CutModel
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes by place for one model under one mode. Traffic is that of a step with one microbatch.
+    """Bytes by place for one model under one mode, and the traffic of a step of one microbatch.
 
-    What depends on the order of use and on activations, a dry run tells (`offload.planning.dry_run`). `layer_major`:
-    all microbatches of a step share its traffic. `activation_budget_bytes` of swapped activations stay on the device
-    (None: as many as copies would not hide). `resident` are the tensors that stay on the device, `trained` the
-    parameters that train of each unit.
+    A dry run (`offload.planning.dry_run`) tells the bytes that depend on the order of use and on activations.
+    `layer_major`: all microbatches of a step share its traffic. `activation_budget_bytes` of swapped activations stay
+    on the device (None: as many as copies would not hide). `resident` are the tensors that stay on the device,
+    `trained` the parameters of each unit that train.
     """
 
     units: int
@@ -34,11 +34,11 @@ class Footprint:
 
     @classmethod
     def of(cls, model: CutModel, slots: int, recompute: bool) -> Footprint:
-        """The plan of a cut model that streams through `slots` device slots.
+        """Returns the footprint of a cut model that streams through `slots` device slots.
 
-        Weights come in for forward and for backward, with recompute once more in between. What the slots still hold
-        when forward turns to backward is not copied again; how much that is depends on the order of use, so the
-        traffic in is an upper bound.
+        Weights come in for forward and for backward, with recompute once more in between. Units that are still in slots
+        when forward turns to backward are not copied again; their number depends on the order of use, so the traffic in
+        is an upper bound.
         """
         return cls(
             units=len(model.units),
@@ -54,10 +54,10 @@ class Footprint:
         )
 
     def for_microbatches(self, count: int) -> Footprint:
-        """The plan with the traffic of a step of `count` microbatches.
+        """Returns the footprint with the traffic of a step of `count` microbatches.
 
-        One after another, weights come in for each; gradients go out for each, and but for the first come back to be
-        added to.
+        Unless the mode is layer-major, weights come in for each microbatch; gradients go out for each, and come back
+        for each but the first, to be added to.
         """
         if self.layer_major:
             return self

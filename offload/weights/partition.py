@@ -1,4 +1,4 @@
-"""How a model is cut into units, and the windows in which its modules use them."""
+"""Cuts a model into units, and finds the windows in which its modules use them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ class Window:
 
 @dataclass(frozen=True)
 class CutModel:
-    """A model cut into units: `windows` open them, `resident` is what is left on the device, with its places."""
+    """A model cut into units.
+
+    `windows` are the modules that use them. `resident` are the tensors that stay on the device, each with the
+    attributes that hold it.
+    """
 
     units: list[OffloadUnit]
     windows: list[Window]
@@ -52,7 +56,7 @@ class CutModel:
 
 
 def open_at_once(model: nn.Module, windows: Iterable[Window]) -> list[OffloadUnit]:
-    """The units whose windows are open at a time, one inside the other, where these are the most in `model`."""
+    """Returns the largest set of units in `model` whose windows are open at the same time, one inside the other."""
     return list(_open_at_once(model, {window.module: window.units for window in windows}, {}))
 
 
@@ -65,9 +69,9 @@ def _open_at_once(
 
 @dataclass(frozen=True)
 class CutPoint:
-    """A module at which a model is cut; cut_points of one name make one unit.
+    """A module at which a model is cut; cut points of one name make one unit.
 
-    `deep`: with everything below it; else with the tensors that the module holds itself.
+    `deep`: the unit has all tensors below the module; else those that the module holds itself.
     """
 
     name: str
@@ -83,39 +87,42 @@ class CutPoint:
 
 
 def cut(model: nn.Module, cut_points: Sequence[CutPoint]) -> CutModel:
-    """Cuts `model` at the root modules: one unit for the parameters and buffers of each name.
+    """Cuts `model` at the cut points: one unit for the parameters and buffers of each name.
 
-    Touches nothing, so it works on a model of the meta device. A root that owns nothing gives no unit, one that is
-    named twice gives one, under its first name. Raises ValueError when one root lies inside another.
+    Changes nothing, so it works on a model of the meta device too. A module without tensors makes no unit; a module
+    that is named twice makes one, under its first name. Tensors that a module outside every cut uses as well stay
+    resident. A tensor that two units use belongs to the first.
+
+    Raises ValueError when one cut point lies inside another.
     """
-    cut_points = list({root.module: root for root in reversed(cut_points)}.values())[::-1]
-    root_of = _cut_points_by_module(cut_points)
-    places: dict[torch.Tensor, list[ModuleAttribute]] = {}
+    cut_points = list({point.module: point for point in reversed(cut_points)}.values())[::-1]
+    point_of = _cut_points_by_module(cut_points)
+    attributes: dict[torch.Tensor, list[ModuleAttribute]] = {}
     names: dict[torch.Tensor, str] = {}
     for prefix, module in model.named_modules():
-        for is_buffer, held in ((False, module._parameters), (True, module._buffers)):
-            for attribute, tensor in held.items():
+        for is_buffer, tensors in ((False, module._parameters), (True, module._buffers)):
+            for name, tensor in tensors.items():
                 if tensor is not None:
-                    places.setdefault(tensor, []).append(ModuleAttribute(module, attribute, is_buffer))
-                    names.setdefault(tensor, f"{prefix}.{attribute}".lstrip("."))
+                    attributes.setdefault(tensor, []).append(ModuleAttribute(module, name, is_buffer))
+                    names.setdefault(tensor, f"{prefix}.{name}".lstrip("."))
 
     units: dict[str, OffloadUnit] = {}
     unit_of: dict[torch.Tensor, tuple[OffloadUnit, UnitTensor]] = {}
     resident = []
-    for tensor, where in places.items():
-        owners = [root_of.get(place.module) for place in where]
+    for tensor, holders in attributes.items():
+        owners = [point_of.get(holder.module) for holder in holders]
         if None in owners:
-            resident.append((tensor, where))
+            resident.append((tensor, holders))
             continue
         name = owners[0].name
         unit = units.setdefault(name, OffloadUnit(name, len(units)))
-        unit.tensors.append(UnitTensor(names[tensor], tensor, where, unit.nbytes))
+        unit.tensors.append(UnitTensor(names[tensor], tensor, holders, unit.nbytes))
         unit_of[tensor] = unit, unit.tensors[-1]
     return CutModel(list(units.values()), _windows(cut_points, unit_of), resident)
 
 
 def keep_on_device(model: CutModel, amount: str | int) -> CutModel:
-    """`model` with `amount` of its units made resident; see `schedule.keep_resident` for what it may be."""
+    """Returns `model` with `amount` of its units made resident; see `keep_resident`."""
     kept = keep_resident([unit.nbytes for unit in model.units], amount)
     streamed = [unit for index, unit in enumerate(model.units) if index not in kept]
     resident = list(model.resident)
@@ -132,23 +139,24 @@ def keep_on_device(model: CutModel, amount: str | int) -> CutModel:
 
 
 def _cut_points_by_module(cut_points: Sequence[CutPoint]) -> dict[nn.Module, CutPoint]:
-    root_of: dict[nn.Module, CutPoint] = {}
-    for root in cut_points:
-        for module in root.modules():
-            if root_of.setdefault(module, root) is not root:
-                raise ValueError(f"{root.name} lies inside {root_of[module].name}: units must not overlap")
-    return root_of
+    point_of: dict[nn.Module, CutPoint] = {}
+    for point in cut_points:
+        for module in point.modules():
+            if point_of.setdefault(module, point) is not point:
+                raise ValueError(f"{point.name} lies inside {point_of[module].name}: units must not overlap")
+    return point_of
 
 
 def _windows(
     cut_points: Sequence[CutPoint], unit_of: dict[torch.Tensor, tuple[OffloadUnit, UnitTensor]]
 ) -> list[Window]:
     windows = []
-    for root in cut_points:
-        for module in root.modules():
-            # A root's forward may read any tensor below it. Modules inside get windows of their own as well:
-            # activation checkpointing applied before attaching recomputes a root's forward without its window.
-            used = root.tensors() if module is root.module else CutPoint(root.name, module, deep=False).tensors()
+    for point in cut_points:
+        for module in point.modules():
+            # The module at which the model is cut may read any tensor below it. Modules inside get windows of their own
+            # as well: activation checkpointing that was applied before attaching recomputes the outer module's forward
+            # without its window.
+            used = point.tensors() if module is point.module else CutPoint(point.name, module, deep=False).tensors()
             read = tuple(dict.fromkeys(unit_of[tensor] for tensor in used if tensor in unit_of))
             if read:
                 windows.append(Window(module, read))
@@ -156,12 +164,13 @@ def _windows(
 
 
 def keep_resident(sizes: Sequence[int], amount: str | int) -> set[int]:
-    """Which of the units of `sizes` bytes stay on the device, spread evenly over the order of use.
+    """Chooses which of the units of `sizes` bytes stay on the device, spread evenly over the order of use.
 
     `amount` is a number of units (`4`), a share of the bytes (`25%`) or bytes (`2GiB`, `512MiB`). The choice is a
     function of its arguments alone and never exceeds the amount. The first unit is in it, if any is: a step starts
-    with its weights and ends with its gradients, and nothing computes while these are copied. Raises KnobError for
-    an amount that is none.
+    with its weights and ends with its gradients, and nothing computes while these are copied.
+
+    Raises KnobError for any other amount, and for more units than there are.
     """
     text = str(amount).strip()
     if text.isdigit():
@@ -171,7 +180,7 @@ def keep_resident(sizes: Sequence[int], amount: str | int) -> set[int]:
         return {k * len(sizes) // count for k in range(count)}
     budget = amount_bytes(text, sum(sizes))
     share = budget / max(sum(sizes), 1)
-    # Owed so much at the start that the first unit is the first to be kept.
+    # The start value makes the first unit the first to be kept.
     kept, owed = set(), (1 - share) * sizes[0] if sizes else 0.0
     for index, size in enumerate(sizes):
         owed += share * size
@@ -183,14 +192,14 @@ def keep_resident(sizes: Sequence[int], amount: str | int) -> set[int]:
 
 
 def check_amount(amount: str | int) -> None:
-    """Raises KnobError where `amount` is none that `keep_resident` could take for any model."""
+    """Raises KnobError where `keep_resident` would refuse `amount` for every model."""
     text = str(amount).strip()
     if not text.isdigit():
         amount_bytes(text, 0)
 
 
 def amount_bytes(text: str, total: int) -> int:
-    """The bytes of an amount that is no number of units: a share of `total` ("25%") or bytes ("2GiB")."""
+    """Returns the bytes of an amount that is a share of `total` ("25%") or bytes ("2GiB")."""
     share = text.removesuffix("%")
     try:
         if share == text:

@@ -1,4 +1,4 @@
-"""Updates beside a real device: the numbers of updates in turn while each stream, or the worker, is made late."""
+"""Updates beside a real device give the numbers of updates in turn, while each stream or the worker is late."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def everything_moves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["as it is", "slow"])
 def worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updates that take longer than the device needs for a step, or not."""
+    """Makes updates as fast as they are, or so slow that they take longer than a step of the device."""
     if request.param == "slow":
         make_slow(monkeypatch)
 
@@ -65,7 +65,7 @@ def train(
     clip_norm: float | None = None,
     compile: str = "off",
 ) -> list[torch.Tensor]:
-    """Losses, an evaluation after each update, states and weights. `early` None: the optimizer makes all updates."""
+    """Returns losses, some evaluations, states and weights. `early` None: the optimizer makes all updates itself."""
     dtype = model.head.weight.dtype
 
     def loss_of(step: int, index: int) -> torch.Tensor:
@@ -153,7 +153,7 @@ def test_the_host_goes_on_while_the_worker_updates(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_wait_for_the_worker_that_is_missing_would_show(monkeypatch: pytest.MonkeyPatch):
-    """The checks above can fail: here they do."""
+    """The tests above can fail: without the wait they do."""
     make_slow(monkeypatch)
 
     def evaluated_after_a_step(model: nn.Module, mode) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""The engine on a real device: the resident model's numbers while every stream in turn is made late.
+"""Weight streaming on a real device gives the resident model's numbers while each stream in turn is late.
 
-A GPU test can pass because the host was slow. So each stream is delayed by spinning kernels in front of its work, and
-freed slots are filled with NaN: a wait that is missing then shows in the numbers.
+A GPU test could pass because the host is slow. So spinning kernels delay each stream, and freed slots are filled with
+NaN: then a missing wait shows in the numbers.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def test_buffers_bare_parameters_and_recurrent_layers(slots: int):
 
 @pytest.mark.parametrize("broken", ["ready", "free"])
 def test_the_delays_would_show_a_missing_wait(broken: str, monkeypatch: pytest.MonkeyPatch, poisoned: None):
-    """The checks above can fail: without one kind of wait they do."""
+    """The tests above can fail: without one kind of wait they do."""
     make_late(monkeypatch, "h2d" if broken == "ready" else "compute")
     if broken == "ready":
         monkeypatch.setattr(Transfer, "await_on", lambda self, stream, event: None)
@@ -113,7 +113,7 @@ def test_the_delays_would_show_a_missing_wait(broken: str, monkeypatch: pytest.M
 
 
 class _Unrecorded(torch.cuda.Event):
-    """An event that nobody records: waiting for it orders nothing."""
+    """An event that is never recorded: a wait for it orders nothing."""
 
     def __new__(cls, event: torch.cuda.Event):
         return super().__new__(cls)
@@ -155,7 +155,7 @@ def test_a_forward_on_a_side_stream_is_ordered():
 
     def run(mode, model: nn.Module) -> list[torch.Tensor]:
         with attached(mode, model, "cuda"):
-            # What is resident was placed on the current stream.
+            # Resident tensors were placed on the current stream.
             side.wait_stream(torch.cuda.current_stream())
             with mode.step(), torch.cuda.stream(side):
                 torch.cuda._sleep(DELAY_CYCLES)

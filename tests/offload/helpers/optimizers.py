@@ -1,4 +1,4 @@
-"""Parameters, gradients and comparisons that the tests of the host optimizer have in common."""
+"""Parameters, gradients and comparisons for the tests of HostAdamW."""
 
 from __future__ import annotations
 

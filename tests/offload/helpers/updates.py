@@ -1,4 +1,4 @@
-"""Models trained with updates beside the device, and workers of every pace, for the tests of both."""
+"""Trains models with updates beside the step, by workers of every pace."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WORKER = "host optimizer"
 
 
 def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A measurement of kernels that takes no time, and activations that leave although they are small."""
+    """Makes the measurement of kernels short, and small activations leave the device."""
     monkeypatch.setattr(kernels, "SAMPLE", 1 << 12)
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
     monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 0)
@@ -70,7 +70,7 @@ def host_adamw(model: nn.Module, **options) -> HostAdamW:
 
 @contextmanager
 def updating(mode, model: nn.Module, early: bool, device_share: int = 0) -> Iterator[HostAdamW]:
-    """`model` under `mode` for the length of the block, and the optimizer that updates it beside the device."""
+    """Attaches `model` to `mode` for the length of the block; yields the optimizer that updates it beside the step."""
     with attached(mode, model):
         optimizer = host_adamw(model)
         mode.overlap(optimizer, early, device_share)
@@ -102,7 +102,7 @@ def train(
     after_step: Callable[[HostAdamW], list[torch.Tensor]] = lambda optimizer: [],
     **options,
 ) -> list[torch.Tensor]:
-    """Every loss, what `after_step` gives, and in the end the optimizer's state, the weights and the buffers."""
+    """Returns every loss and result of `after_step`, and at the end the optimizer's state, weights and buffers."""
     seen = []
     with attached(mode, model):
         optimizer = host_adamw(model, **options)
@@ -120,7 +120,7 @@ def train(
 
 
 def states_of(optimizer: HostAdamW) -> list[torch.Tensor]:
-    """Copies of all states, parameter by parameter."""
+    """Returns copies of all states, parameter by parameter."""
     states = optimizer.state_dict()["state"]
     return [states[index][name].clone() for index in sorted(states) for name in sorted(states[index])]
 
@@ -145,7 +145,7 @@ def sleepy(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.005) -> list[str]
 
 
 def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Makes the worker wait, before each update, until what is returned is set."""
+    """Makes the worker wait before each update until the returned event is set."""
     apply, gate = HostAdamW.apply, threading.Event()
 
     def gated(self, claims, scale=1.0):
@@ -158,7 +158,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the worker fast: it is done before the thread that offers goes on."""
+    """Makes the worker fast: each update is done before its offer returns."""
     offer = UpdateWorker.offer
 
     def offered_and_done(self, unit, *options, **more):

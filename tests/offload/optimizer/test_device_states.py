@@ -1,4 +1,4 @@
-"""States that live on the device: the numbers of those that live on the host."""
+"""States that live on the device give the numbers of states that live on the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload.modes.none import Resident
 from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs
 from tests.offload.helpers.updates import EARLY, MODES, Mixed, host_adamw, made, make_small, one_step, train, updating
 
-# Bytes of states of two blocks of a Stack in float32, and of a third less one.
+# One byte less than the float32 states of three blocks of a Stack: two blocks fit.
 BLOCK = sum(4 + 12 * p.numel() for p in Stack().blocks[0].parameters())
 SHARE = 3 * BLOCK - 1
 
@@ -27,7 +27,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("share", [SHARE, 10**9], ids=["some", "all"])
 @pytest.mark.parametrize("mode", MODES)
 def test_equals_resident(mode: str, share: int, early: bool):
-    """With clipping where updates wait for the step; in bf16, where every parameter has a master in either place."""
+    """Updates that wait for the step are clipped. In bf16 every parameter has a master, in either place."""
     options = {"microbatches": 2, "steps": 8, "clip_norm": None if early else 0.05}
     seen = train(made(Stack, torch.bfloat16), MODES[mode](), early, device_share=share, **options)
     assert_same(seen, train(made(Stack, torch.bfloat16), Resident(), overlaps=False, **options))
@@ -42,7 +42,7 @@ def test_the_host_updates_nothing_whose_states_are_on_the_device(early: bool):
             optimizer.step()
             optimizer.zero_grad()
         assert mode.counters().updated_parameters == 0
-        # Gradients are let go with their updates, not kept for a step that does not come.
+        # Gradients are freed with their updates, without waiting for the next step.
         assert not mode._overlap._device._gradients
 
 
@@ -61,8 +61,8 @@ def test_the_first_units_that_fit_are_chosen_and_only_their_states_move():
     assert masters == [f"blocks.{index}.{name}" for index in (0, 1) for name, _ in model.blocks[0].named_parameters()]
 
 
-def test_what_is_left_out_or_left_over_does_not_reach_the_next_step():
-    """A step that is skipped, then gradients that the caller sets himself."""
+def test_gradients_that_are_not_used_do_not_reach_the_next_step():
+    """A step is skipped, then the caller sets gradients."""
     expected, model, mode = made(Stack), made(Stack), LayerStream()
     with updating(mode, model, early=False, device_share=10**9) as optimizer:
         one_step(model, mode)
@@ -98,7 +98,7 @@ def test_a_gradient_that_changes_after_it_landed_is_updated_as_it_is_then(mode: 
         parameter.grad.neg_()
 
     def run(mode, model: nn.Module, overlaps: bool = True) -> list[torch.Tensor]:
-        # In one block only: the others are updated on the device.
+        # One block only: the others are updated on the device.
         changed = list(model.blocks[1].parameters())
         for parameter in changed:
             if who.startswith("a hook"):
@@ -147,7 +147,7 @@ def test_state_dicts_go_from_one_place_to_the_other():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_float32_weights_that_are_written_between_steps_are_the_truth(mode: str):
-    """Loaded into the model, or written in place: their masters on the device follow."""
+    """Masters on the device follow weights that are loaded into the model or written in place."""
     start = copy.deepcopy(made(Stack).state_dict())
 
     def run(mode, overlaps: bool = True) -> list[torch.Tensor]:
@@ -172,7 +172,7 @@ def test_float32_weights_that_are_written_between_steps_are_the_truth(mode: str)
     assert_same(run(MODES[mode]()), run(Resident(), overlaps=False))
 
 
-def test_states_that_there_are_move_between_steps():
+def test_existing_states_move_between_steps():
     def run(moves: bool) -> list[torch.Tensor]:
         model, mode = made(Stack), LayerStream()
         with updating(mode, model, early=False) as optimizer:

@@ -1,4 +1,4 @@
-"""The kernels of the AdamW update: alike, exact, and chosen without failing."""
+"""The kernels of the AdamW update: they agree, are exact, and the choice between them never fails."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ import pytest
 import torch
 
 from offload.optimizer import kernels
-from offload.optimizer.kernels import FusedUpdate, NativeUpdate, Operands, Settings, fastest_update, native_library
+from offload.optimizer.kernels import (
+    FusedUpdate,
+    HyperParameters,
+    NativeUpdate,
+    Operands,
+    fastest_update,
+    native_library,
+)
 
-SETTINGS = Settings(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+SETTINGS = HyperParameters(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 DTYPES = (torch.float32, torch.bfloat16)
 
 needs_compiler = pytest.mark.skipif(native_library() is None, reason="needs a C compiler with OpenMP")
@@ -34,7 +41,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def uncached():
-    """The choice of a kernel as a process makes it first."""
+    """Makes the choice of a kernel as if for the first time in the process."""
     for cached in (native_library, fastest_update):
         cached.cache_clear()
     yield
@@ -58,17 +65,19 @@ def tensors(of: Operands) -> list[torch.Tensor]:
     return [of.weight, of.master, of.exp_avg, of.exp_avg_sq]
 
 
-def run(kernel, on: Operands, steps: int = 5, settings: Settings = SETTINGS, scale: float = 1.0) -> Operands:
+def run(
+    kernel, on: Operands, steps: int = 5, hyperparameters: HyperParameters = SETTINGS, scale: float = 1.0
+) -> Operands:
     for step in range(1, steps + 1):
         generator = torch.Generator().manual_seed(step)
         on.gradient.copy_(torch.randn(on.gradient.shape, generator=generator))
-        kernel(on, torch.tensor(float(step)), settings, scale)
+        kernel(on, torch.tensor(float(step)), hyperparameters, scale)
     return on
 
 
-def by_hand(on: Operands, steps: int = 5, settings: Settings = SETTINGS, scale: float = 1.0) -> Operands:
-    """The formulas of the paper in float64, moments and weights rounded to what holds them after each step."""
-    lr, beta1, beta2, eps, decay = settings
+def by_hand(on: Operands, steps: int = 5, hyperparameters: HyperParameters = SETTINGS, scale: float = 1.0) -> Operands:
+    """Computes the paper's formulas in float64; moments and weights are rounded to their dtypes after each step."""
+    lr, beta1, beta2, eps, decay = hyperparameters
     value = on.master.double()
     for step in range(1, steps + 1):
         generator = torch.Generator().manual_seed(step)
@@ -101,14 +110,14 @@ def test_equals_the_formulas(kernel, scale: float):
 
 @needs_compiler
 @pytest.mark.parametrize(("weight", "gradient", "moment"), list(itertools.product(DTYPES, DTYPES, DTYPES)))
-@pytest.mark.parametrize("settings", [SETTINGS, SETTINGS._replace(beta1=0.3, weight_decay=0.0)])
+@pytest.mark.parametrize("hyperparameters", [SETTINGS, SETTINGS._replace(beta1=0.3, weight_decay=0.0)])
 @pytest.mark.parametrize("scale", [1.0, 0.37])
-def test_kernels_agree(weight, gradient, moment, settings: Settings, scale: float):
+def test_kernels_agree(weight, gradient, moment, hyperparameters: HyperParameters, scale: float):
     fused, native = both_kernels()
     # Not a whole number of vectors, blocks or tiles.
     for count in (1, 70_001):
-        first = run(fused, operands(count, weight, gradient, moment), settings=settings, scale=scale)
-        second = run(native, operands(count, weight, gradient, moment), settings=settings, scale=scale)
+        first = run(fused, operands(count, weight, gradient, moment), hyperparameters=hyperparameters, scale=scale)
+        second = run(native, operands(count, weight, gradient, moment), hyperparameters=hyperparameters, scale=scale)
         for one, other in zip(tensors(first), tensors(second), strict=True):
             # A different last bit may round a bf16 number the other way, and a bf16 moment then moves its master.
             halves = torch.bfloat16 in (one.dtype, moment)
@@ -181,7 +190,7 @@ def test_python_goes_on_while_the_native_kernel_computes():
         native(on, torch.ones(()), SETTINGS)
         ended.set()
 
-    # No thread is made to hand Python's lock over: this one has many turns only if the kernel let it go.
+    # No thread is made to hand Python's lock over: this one runs many times only if the kernel releases the lock.
     interval = sys.getswitchinterval()
     sys.setswitchinterval(60)
     try:
@@ -239,7 +248,7 @@ def test_a_compiler_that_fails_is_no_failure(uncached: None, monkeypatch, caplog
 
 
 @needs_compiler
-def test_compiling_says_nothing_and_leaves_nothing(uncached: None, monkeypatch, capfd, tmp_path: Path):
+def test_compiling_prints_nothing_and_leaves_no_file(uncached: None, monkeypatch, capfd, tmp_path: Path):
     monkeypatch.setattr(kernels.tempfile, "tempdir", str(tmp_path))
     fastest_update(1)
     assert capfd.readouterr() == ("", "")

@@ -1,4 +1,4 @@
-"""The worker that updates units: of any pace, its errors, its order and its end."""
+"""The thread that updates units: at any pace, its errors, its order and its end."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_weights_that_the_model_loads_are_written_after_updates_under_way(mode: 
 @EARLY
 @pytest.mark.parametrize("mode", MODES)
 def test_an_irregular_worker_changes_no_number(mode: str, early: bool, monkeypatch: pytest.MonkeyPatch):
-    """Now at once, now late, with clipping where updates begin at the step."""
+    """Some updates are made at once, some late; clipped where they begin at the step."""
     apply, pauses = HostAdamW.apply, random.Random(0)
 
     def irregular(self, claims, scale=1.0):
@@ -147,11 +147,11 @@ def test_early_updates_begin_in_backward():
 
 
 class WorkerError(Exception):
-    """What the worker raises in these tests."""
+    """The worker's error in these tests."""
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """The worker's update number `at` raises."""
+    """Makes the worker's update number `at` raise WorkerError."""
     apply, count = HostAdamW.apply, 0
 
     def broken_apply(self, claims, scale=1.0):
@@ -203,7 +203,7 @@ def test_an_error_of_the_worker_is_raised_by_the_next_wait(at: int, wait: str, m
 
 @pytest.mark.parametrize("call", ["query", "synchronize"])
 def test_an_error_of_the_worker_between_updates_is_raised_too(call: str, monkeypatch: pytest.MonkeyPatch):
-    """As where the device has failed: its events raise, while the worker chooses a job or waits for its gradients."""
+    """Events of a failed device raise while the worker chooses a job, or waits for its gradients."""
     ask = getattr(CheckedEvent, call)
 
     def broken(event: CheckedEvent):
@@ -232,7 +232,7 @@ def test_an_error_in_backward_ends_the_step(monkeypatch: pytest.MonkeyPatch):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_an_error_at_the_end_of_a_step_does_not_keep_detach_from_its_work(monkeypatch: pytest.MonkeyPatch):
+def test_an_error_at_the_end_of_a_step_does_not_stop_detach(monkeypatch: pytest.MonkeyPatch):
     """The worker fails while the slots hold units that it was to update."""
     failing(monkeypatch, at=5)
     gate = held_up(monkeypatch)
@@ -270,7 +270,7 @@ def test_detach_ends_the_worker_after_the_updates_that_were_offered(monkeypatch:
         assert not no_worker_lives()
     assert no_worker_lives()
     assert all(not torch.equal(before[name], tensor) for name, tensor in model.blocks.state_dict().items())
-    # From here on it is the optimizer of an ordinary model.
+    # Now it is the optimizer of an ordinary model.
     model(stack_inputs(0, 0)).sum().backward()
     weight = model.blocks[0].up.weight.detach().clone()
     optimizer.step()
@@ -296,7 +296,7 @@ optimizer.step()
 
 
 def note_order(monkeypatch: pytest.MonkeyPatch, model: Stack) -> list[int]:
-    """Where the numbers of the blocks are put as they are taken for their updates."""
+    """Returns a list that gets the number of each block as its update begins."""
     index_of = {block.up.weight: index for index, block in enumerate(model.blocks)}
     apply, order = HostAdamW.apply, []
 
@@ -309,7 +309,7 @@ def note_order(monkeypatch: pytest.MonkeyPatch, model: Stack) -> list[int]:
 
 
 def order_of_updates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The blocks as updated in a step of early updates, of which the first is held up until all have landed."""
+    """Returns the order of blocks in a step of early updates; the first waits until all gradients have landed."""
     model, mode = made(functools.partial(Stack, depth=6)), LayerStream(slots=2)
     gate, order = held_up(monkeypatch), note_order(monkeypatch, model)
     with updating(mode, model, early=True) as optimizer:
@@ -326,28 +326,28 @@ def order_of_updates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_of_the_units_that_have_landed_the_one_needed_first_is_updated_first(monkeypatch: pytest.MonkeyPatch):
     order = order_of_updates(monkeypatch)
-    # What the worker had taken before the others landed was the last block, as a rule.
+    # Before the others landed, the worker had begun with one block, as a rule the last.
     assert sorted(order) == list(range(6))
     assert order[1:] == sorted(order[1:])
 
 
-def test_gradients_behind_one_that_is_on_its_way_are_not_asked_for(monkeypatch: pytest.MonkeyPatch):
-    """Each question takes time, and there may be hundreds of gradients."""
+def test_gradients_behind_one_that_has_not_landed_are_not_queried(monkeypatch: pytest.MonkeyPatch):
+    """Each query takes time, and there may be hundreds of gradients."""
     asked = []
     monkeypatch.setattr(CheckedEvent, "query", lambda event: asked.append(event) or len(asked) > 3)
     assert len(order_of_updates(monkeypatch)) == 6
-    # Three times in vain, and once for each gradient of two steps.
+    # Three queries in vain, and one for each gradient of two steps.
     parameters = len(list(Stack().blocks[0].parameters()))
     assert len(asked) <= 3 + 2 * 6 * parameters
 
 
-def test_where_no_unit_has_landed_the_first_to_come_is_waited_for(monkeypatch: pytest.MonkeyPatch):
+def test_where_no_unit_has_landed_the_worker_waits_for_the_first_offered(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(CheckedEvent, "query", lambda event: False)
     assert order_of_updates(monkeypatch) == [5, 4, 3, 2, 1, 0]
 
 
 def test_updates_that_step_starts_are_in_the_order_of_the_next_forward(monkeypatch: pytest.MonkeyPatch):
-    """Which is that of use, not that of the model."""
+    """The order of use, not that of the model's blocks."""
 
     class Backwards(Stack):
         def forward(self, inputs):
@@ -358,7 +358,7 @@ def test_updates_that_step_starts_are_in_the_order_of_the_next_forward(monkeypat
 
     model, mode = made(Backwards), LayerStream(slots=2)
     order = note_order(monkeypatch, model)
-    # None is known to have landed, so that the worker cannot but take them as they come.
+    # No gradient seems to have landed, so the worker takes them in the order of their offers.
     monkeypatch.setattr(CheckedEvent, "query", lambda event: False)
     with updating(mode, model, early=False) as optimizer:
         one_step(model, mode)

@@ -1,18 +1,15 @@
-"""The order of use, and what to keep."""
+"""The order in which a step uses units."""
 
 from __future__ import annotations
 
 import math
 
-import pytest
-
 from offload.weights.access_order import AccessOrder
-from offload.weights.partition import keep_resident
 
 
-def replay(order: AccessOrder, visits: list[int]) -> None:
+def replay(order: AccessOrder, uses: list[int]) -> None:
     order.begin()
-    for unit in visits:
+    for unit in uses:
         order.record(unit)
     order.end()
 
@@ -24,7 +21,7 @@ def test_the_first_step_is_recorded_without_repeats():
     assert list(order.upcoming(2)) == [0, 1]
 
 
-def test_next_use_counts_from_the_current_visit():
+def test_next_use_counts_from_the_current_use():
     order = AccessOrder()
     replay(order, [0, 1, 2, 1, 0])
     order.begin()
@@ -37,7 +34,7 @@ def test_next_use_counts_from_the_current_visit():
     assert list(order.upcoming(5)) == [1, 0]
 
 
-def test_skipped_visits_are_followed_and_relearned():
+def test_skipped_uses_are_followed_and_recorded_anew():
     order = AccessOrder()
     replay(order, [0, 1, 2, 3, 2, 1, 0])
     order.begin()
@@ -65,27 +62,8 @@ def test_an_unknown_unit_leaves_the_position_alone():
     assert list(order.upcoming(1)) == [1]
 
 
-@pytest.mark.parametrize(
-    ("amount", "kept"),
-    [("0", set()), (0, set()), (2, {0, 5}), (10, set(range(10))), ("0%", set()), ("100%", set(range(10)))],
-)
-def test_resident_by_count_and_share(amount: str | int, kept: set[int]):
-    assert keep_resident([100] * 10, amount) == kept
-
-
-@pytest.mark.parametrize("amount", ["700B", "1KiB", "33%", "90%"])
-def test_resident_bytes_are_spread_and_never_exceeded(amount: str):
-    sizes = [100, 50, 150] * 8
-    budget = {"700B": 700, "1KiB": 1024, "33%": 0.33 * sum(sizes), "90%": 0.9 * sum(sizes)}[amount]
-    kept = keep_resident(sizes, amount)
-    total = sum(sizes[index] for index in kept)
-    assert budget - max(sizes) < total <= budget
-    assert 0 in kept
-    halves = [sum(sizes[index] for index in kept if (index < 12) == first) for first in (True, False)]
-    assert abs(halves[0] - halves[1]) <= max(sizes)
-
-
-@pytest.mark.parametrize("amount", ["lots", "101%", "-1GiB", "GiB", 11, "1.5"])
-def test_resident_out_of_range_is_refused(amount: str | int):
-    with pytest.raises(ValueError, match=r"resident="):
-        keep_resident([1] * 10, amount)
+def test_first_use_is_by_the_record_and_else_by_number():
+    order = AccessOrder()
+    assert [order.first_use(unit) for unit in (0, 3)] == [0, 3]
+    replay(order, [2, 1, 2, 0])
+    assert [order.first_use(unit) for unit in (2, 1, 0, 7)] == [0, 1, 3, 11]

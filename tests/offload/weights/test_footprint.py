@@ -1,4 +1,4 @@
-"""Plans: bytes before anything is allocated."""
+"""Footprints: bytes before anything is allocated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload.modes.none import Resident
 from tests.offload.helpers.models import Shared, Stack
 
 
-def test_a_plan_needs_no_memory():
+def test_a_footprint_needs_no_memory():
     with torch.device("meta"):
         model = Stack(width=1 << 16, depth=40)
     plan = LayerStream(slots=2).footprint(model)
@@ -34,7 +34,7 @@ def test_the_parts_of_a_model_add_up():
 
 
 def test_slots_that_do_not_suffice_are_refused_before_the_first_step():
-    """A weight that lives in another unit is used together with that, a bare parameter with the layers around."""
+    """A weight of another unit is used together with that unit, a bare parameter with the layers of its module."""
     with pytest.raises(ValueError, match=r"slots=1: must be at least 2, because layer and again are used"):
         BounceLinear(slots=1).footprint(Shared())
     BounceLinear(slots=1, resident=1).footprint(Shared())

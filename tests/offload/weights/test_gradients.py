@@ -1,13 +1,29 @@
-"""When a gradient is taken for final, from what the step before showed."""
+"""Gradients that land: copied, added to earlier ones, measured, and taken for final where the last step showed it."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 
-from offload.weights.gradients import FinalGradients
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from offload.runtime import registry
+from offload.runtime.host_memory import HostArena
+from offload.runtime.stream_checker import CheckedStreams
+from offload.runtime.transfer import Telemetry, Transfer
+from offload.weights.gradients import FinalGradients, GradientOffloader
 from offload.weights.units import ModuleAttribute, OffloadUnit, UnitTensor
+from tests.offload.helpers.models import Stack, attached
+from tests.offload.helpers.updates import DTYPES, MODES, Mixed, made, make_small, one_step
+from training.loop import gradient_norm
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_small(monkeypatch)
 
 
 @pytest.fixture
@@ -19,7 +35,7 @@ def unit() -> OffloadUnit:
 
 
 def step(final: FinalGradients, unit: OffloadUnit, *events: str) -> list[bool]:
-    """`+0` lands the gradient of tensor 0, `?0` uses it; what was final as it landed."""
+    """`+0` lands the gradient of tensor 0, `?0` uses the tensor. Returns whether each landed gradient was final."""
     final.begin_step([unit])
     final.counting = True
     found = []
@@ -57,7 +73,7 @@ def test_pieces_of_a_gradient_are_not_final(unit: OffloadUnit):
 
 
 @pytest.mark.parametrize(("late", "message"), [("+0", "came after the last"), ("?0", "is needed after its gradient")])
-def test_what_was_not_so_in_the_step_before_is_refused(late: str, message: str, unit: OffloadUnit):
+def test_late_gradients_and_uses_that_are_new_in_this_step_are_refused(late: str, message: str, unit: OffloadUnit):
     final = FinalGradients()
     step(final, unit, "+1", "+0")
     with pytest.raises(RuntimeError, match=f"first {message}"):
@@ -71,3 +87,121 @@ def test_nothing_is_refused_outside_of_steps_and_nothing_learned_before_it_count
     final.use(unit, unit.tensors[0])
     final.begin_step([unit])
     assert [final.land(unit, tensor) for tensor in unit.tensors] == [False, False]
+
+
+@pytest.fixture
+def streams() -> Iterator[CheckedStreams]:
+    streams = registry.acquire("cpu")
+    yield streams
+    registry.release(streams)
+
+
+@pytest.fixture
+def at_home(unit: OffloadUnit) -> OffloadUnit:
+    unit.bring_home(HostArena(torch.device("cpu")))
+    return unit
+
+
+def leaf_with(value: float) -> nn.Parameter:
+    """A leaf in which autograd has accumulated a gradient."""
+    leaf = nn.Parameter(torch.zeros(1))
+    leaf.grad = torch.full((1,), value)
+    return leaf
+
+
+def test_a_gradient_leaves_its_leaf_and_lands_in_host_memory(at_home: OffloadUnit, streams: CheckedStreams):
+    tensor, leaf = at_home.tensors[0], leaf_with(2.0)
+    gradients = GradientOffloader(Transfer(streams, Telemetry(streams)), limit_bytes=64)
+    gradients.begin_step([at_home], norms=False)
+    on_device = leaf.grad
+    leaving = gradients.land(tensor, leaf)
+    assert leaf.grad is None
+    assert leaving.tensor is on_device
+    assert tensor.host.grad is tensor.gradient
+    assert tensor.gradient.item() == 2.0
+    assert tensor.has_landed_gradient
+    assert gradients.norms([at_home]) == {}
+    tensor.gradient.mul_(2)
+    assert not tensor.has_landed_gradient
+
+
+def test_a_second_gradient_is_added_and_norms_are_of_the_sum(at_home: OffloadUnit, streams: CheckedStreams):
+    first, second = at_home.tensors
+    gradients = GradientOffloader(Transfer(streams, Telemetry(streams)), limit_bytes=64)
+    gradients.begin_step([at_home], norms=True)
+    for tensor, value in ((first, 2.0), (second, 1.0), (first, -5.0)):
+        gradients.free(gradients.land(tensor, leaf_with(value)))
+    gradients.release()
+    assert (first.gradient.item(), second.gradient.item()) == (-3.0, 1.0)
+    assert {parameter: norm.item() for parameter, norm in gradients.norms([at_home]).items()} == {
+        first.host: 3.0,
+        second.host: 1.0,
+    }
+    second.host.grad = torch.ones(1)
+    assert set(gradients.norms([at_home])) == {first.host}
+    gradients.begin_step([at_home], norms=True)
+    assert gradients.norms([at_home]) == {}
+
+
+def test_compute_waits_for_the_oldest_gradients_beyond_the_limit(at_home: OffloadUnit, streams: CheckedStreams):
+    telemetry = Telemetry(streams)
+    transfer = Transfer(streams, telemetry)
+    gradients, waited = GradientOffloader(transfer, limit_bytes=4), []
+    transfer.await_on = lambda stream, event: waited.append(event)
+    leaving = [gradients.land(tensor, leaf_with(1.0)) for tensor in at_home.tensors]
+    for one in leaving:
+        streams.compute.wait_event(one.done)
+        gradients.free(one)
+    assert waited == [leaving[0].done]
+    gradients.release()
+    assert waited == [one.done for one in leaving]
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_taken_on_the_way_are_those_of_the_gradients(dtype: str, mode: str, microbatches: int):
+    model, mode = made(Mixed, DTYPES[dtype]), MODES[mode]()
+    with attached(mode, model):
+        for step in range(4):
+            one_step(model, mode, step, microbatches, norms=step != 1)
+            norms = mode.gradient_norms()
+            trained = [p for p in model.blocks[0].parameters() if p.grad is not None]
+            assert set(norms) >= set(trained) if step != 1 else not norms
+            assert set(norms) <= {p for p in model.parameters() if p.grad is not None}
+            for parameter, norm in norms.items():
+                assert norm.dtype == torch.float32
+                assert norm.item() == pytest.approx(parameter.grad.double().norm().item(), rel=1e-6)
+            whole = torch.stack([p.grad.double().norm() for p in model.parameters() if p.grad is not None]).norm()
+            assert gradient_norm(model, norms) == pytest.approx(whole.item(), rel=1e-6)
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("who", ["a hook", "the caller"])
+def test_norms_are_of_gradients_as_they_are_when_asked_for(who: str):
+    def grow(parameter: nn.Parameter) -> None:
+        parameter.grad.mul_(10)
+
+    model, mode = made(Stack), LayerStream(slots=2)
+    changed = list(model.blocks[1].parameters())
+    if who == "a hook":
+        for parameter in changed:
+            parameter.register_post_accumulate_grad_hook(grow)
+    with attached(mode, model):
+        one_step(model, mode, norms=True)
+        if who == "the caller":
+            for parameter in changed:
+                grow(parameter)
+        norms = mode.gradient_norms()
+        assert norms
+        assert gradient_norm(model, norms) == pytest.approx(gradient_norm(model, {}), rel=1e-6)
+
+
+def test_norms_of_gradients_that_are_added_to_earlier_ones():
+    """Gradients accumulate over two steps; the norm is that of the sum."""
+    model, mode = made(Stack), BounceLinear(slots=2)
+    with attached(mode, model):
+        for step in range(2):
+            one_step(model, mode, step, norms=True)
+        for parameter, norm in mode.gradient_norms().items():
+            assert norm.item() == pytest.approx(parameter.grad.double().norm().item(), rel=1e-6)

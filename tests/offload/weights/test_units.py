@@ -1,4 +1,4 @@
-"""How a model is cut."""
+"""Units at home: host memory, what is checked there, and tensors on the device."""
 
 from __future__ import annotations
 
@@ -8,47 +8,7 @@ from torch import nn
 
 from offload.runtime.host_memory import HostArena
 from offload.weights.partition import CutPoint, cut
-from tests.offload.helpers.models import Stack
-
-
-def test_a_unit_holds_the_parameters_below_its_root():
-    model = Stack()
-    parts = cut(model, [CutPoint("blocks.0", model.blocks[0]), CutPoint("head", model.head)])
-    assert [unit.name for unit in parts.units] == ["blocks.0", "head"]
-    assert [tensor.name for tensor in parts.units[0].tensors][:2] == [
-        "blocks.0.norm.weight",
-        "blocks.0.norm.bias",
-    ]
-    assert parts.unit_bytes + parts.resident_bytes >= sum(p.nbytes for p in model.parameters())
-    windows = [window.module for window in parts.windows]
-    assert windows[0] is model.blocks[0]
-    assert model.blocks[0].up in windows
-
-
-def test_weights_shared_between_roots_have_one_home_and_two_windows():
-    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
-    second.weight = first.weight
-    model = nn.Sequential(first, second)
-    parts = cut(model, [CutPoint("0", first), CutPoint("1", second)])
-    assert [[tensor.name for tensor in unit.tensors] for unit in parts.units] == [
-        ["0.weight", "0.bias"],
-        ["1.bias"],
-    ]
-    assert [len(window.units) for window in parts.windows] == [1, 2]
-
-
-def test_weights_shared_with_the_rest_of_the_model_stay_resident():
-    model = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
-    model["head"].weight = model["embed"].weight
-    parts = cut(model, [CutPoint("head", model["head"])])
-    assert not parts.units
-    assert len(parts.resident) == 1
-
-
-def test_overlapping_roots_are_refused():
-    model = Stack()
-    with pytest.raises(ValueError, match=r"blocks\.0\.up lies inside blocks\.0"):
-        cut(model, [CutPoint("blocks.0", model.blocks[0]), CutPoint("blocks.0.up", model.blocks[0].up)])
+from offload.weights.units import DevicePlacement, ModuleAttribute, OffloadUnit
 
 
 def test_home_keeps_values_dtypes_and_identity():
@@ -62,3 +22,71 @@ def test_home_keeps_values_dtypes_and_identity():
         assert parameter.untyped_storage().data_ptr() == unit.weights.bytes.data_ptr()
     assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
     assert [tensor.gradient.dtype for tensor in unit.tensors] == [p.dtype for p in parameters]
+
+
+def at_home(model: nn.Module) -> OffloadUnit:
+    unit = cut(model, [CutPoint("all", model)]).units[0]
+    unit.bring_home(HostArena(torch.device("cpu")))
+    return unit
+
+
+def test_meta_tensors_become_zeros_at_home_and_keep_what_they_were():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+        model[0].bias.requires_grad_(False)
+    at_home(model)
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())
+    assert [p.requires_grad for p in model.parameters()] == [True, False, True, True]
+    assert isinstance(model[0].weight, nn.Parameter)
+    assert not isinstance(model[1].running_mean, nn.Parameter)
+    assert all((tensor == 0).all() for tensor in model.state_dict().values())
+
+
+def test_tensors_are_found_by_their_bytes():
+    unit = at_home(nn.Sequential(nn.Linear(3, 500), nn.Linear(500, 3)))
+    for tensor in unit.tensors:
+        assert unit.tensor_at(tensor.offset) is unit.tensor_at(tensor.offset + tensor.nbytes - 1) is tensor
+        assert torch.equal(tensor.view_of(unit.weights.bytes), tensor.host)
+    assert unit.nbytes >= unit.tensors[-1].offset + unit.tensors[-1].nbytes
+
+
+def test_a_unit_that_left_home_is_refused_by_the_name_of_its_parameter():
+    model = nn.Linear(3, 5)
+    model.bias.requires_grad_(False)
+    unit = at_home(model)
+    unit.check_home()
+    model.bias.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"^bias was frozen when the mode was attached: detach and attach again"):
+        unit.check_home()
+    model.bias.requires_grad_(False)
+    model.double()
+    with pytest.raises(RuntimeError, match=r"^weight was moved or replaced while attached: detach the mode before"):
+        unit.check_home()
+
+
+def test_an_attribute_assigns_to_its_module_and_to_the_list_of_a_recurrent_layer():
+    layer = nn.GRU(3, 4)
+    attribute = ModuleAttribute(layer, "weight_hh_l0", False)
+    replacement = nn.Parameter(torch.zeros_like(attribute.tensor))
+    attribute.assign(replacement)
+    assert layer.weight_hh_l0 is attribute.tensor is replacement
+    assert any(weight is replacement for weight in layer._flat_weights)
+
+
+def test_resident_tensors_are_memory_on_the_device_and_keep_what_was_written_there():
+    real, meta = nn.BatchNorm1d(3), nn.BatchNorm1d(3, device="meta")
+    weight = real.weight
+    weight.grad = torch.ones(3)
+    resident = [(module.weight, [ModuleAttribute(module, "weight", False)]) for module in (real, meta)]
+    resident += [(module.running_mean, [ModuleAttribute(module, "running_mean", True)]) for module in (real, meta)]
+    placement = DevicePlacement(resident, torch.device("cpu"))
+    assert not meta.weight.is_meta
+    with torch.no_grad():
+        meta.weight.fill_(2.0)
+    # A module may replace its buffer.
+    meta.running_mean = torch.full((3,), 5.0)
+    placement.restore()
+    assert real.weight is weight
+    assert weight.grad.tolist() == [1.0] * 3
+    assert isinstance(meta.weight, nn.Parameter)
+    assert (meta.weight.tolist(), meta.running_mean.tolist()) == ([2.0] * 3, [5.0] * 3)

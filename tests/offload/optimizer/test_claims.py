@@ -1,0 +1,59 @@
+"""Claims: updates of one parameter each, taken now and applied later, beside the parameter or elsewhere."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.claims import Claim, update_elsewhere, update_in_place
+from offload.optimizer.kernels import FusedUpdate, HyperParameters
+from offload.optimizer.states import StatePlacement
+from tests.offload.helpers.optimizers import OFF, SETTINGS, give_gradients, parameters, same, train
+
+
+def test_a_claim_is_applied_later_as_it_was_taken():
+    now, later = parameters(), parameters()
+    train(HostAdamW(now, **SETTINGS, **OFF), now, range(1))
+    optimizer = HostAdamW(later, **SETTINGS, **OFF)
+    give_gradients(later, 0)
+    claims = optimizer.claim(later)
+    before = [weight.detach().clone() for weight in later]
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.param_groups[0]["lr"] = 7.0
+    assert same(later, before)
+    thread = threading.Thread(target=optimizer.apply, args=(claims,))
+    thread.start()
+    thread.join()
+    assert same(now, later)
+
+
+def claimed(weight: nn.Parameter, placed: bool) -> tuple[Claim, dict[str, torch.Tensor]]:
+    """A claim of the parameter's first update, and its state."""
+    placement, state = StatePlacement(torch.float32), {}
+    if placed:
+        placement.place(weight, state, torch.device("cpu"))
+    placement.prepare(weight, state)
+    state["step"] += 1
+    gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(weight.dtype)
+    return Claim(weight, gradient, HyperParameters(1e-2, 0.9, 0.95, 1e-8, 0.1)), state
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_elsewhere_gives_the_weight_that_one_in_place_writes(dtype: torch.dtype, transposed: bool):
+    start = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    start = start.t() if transposed else start
+    here, there = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    claim, state = claimed(here, placed=False)
+    update_in_place(claim, state, FusedUpdate(), scale=0.5)
+    claim, state = claimed(there, placed=True)
+    new = update_elsewhere(claim, state, claim.gradient, FusedUpdate(), scale=0.5)
+    assert not torch.equal(here, start)
+    assert torch.equal(there, start)
+    assert new.dtype == dtype
+    assert torch.equal(new, here)

@@ -1,0 +1,74 @@
+"""Parameter groups: those that are refused, and those that do not decay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.param_groups import decay_groups, hyperparameters_of
+from tests.offload.helpers.optimizers import OFF, SETTINGS, give_gradients, parameters, same
+from training.optim import AdamW
+
+
+def test_settings_are_those_of_the_group_at_the_time():
+    optimizer = HostAdamW(parameters(), **SETTINGS, **OFF)
+    (group,) = optimizer.param_groups
+    group["lr"] = 0.5
+    assert hyperparameters_of(group) == (0.5, 0.9, 0.95, 1e-8, 0.1)
+
+
+@pytest.mark.parametrize(("key", "value"), [("maximize", True), ("amsgrad", True), ("decoupled_weight_decay", False)])
+def test_settings_of_a_group_that_mean_other_arithmetic_are_refused(key: str, value: bool):
+    weights = parameters()
+    message = f"a parameter group has {key}={value}, which is not supported"
+    with pytest.raises(ValueError, match=message):
+        HostAdamW([{"params": weights, key: value}], **OFF)
+    optimizer = HostAdamW(weights[1:], **OFF)
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": weights[:1], key: value})
+    assert len(optimizer.param_groups) == 1
+    give_gradients(weights, 0)
+    before = [weight.detach().clone() for weight in weights]
+    optimizer.param_groups[0][key] = value
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert same(weights, before)
+
+
+def test_dtypes_without_an_update_are_refused_unless_they_are_frozen():
+    for dtype in (torch.float64, torch.complex64):
+        weight = nn.Parameter(torch.ones(4, dtype=dtype))
+        with pytest.raises(ValueError, match=f"a parameter is {dtype}: .* takes float32, bfloat16 and float16"):
+            HostAdamW([weight], **OFF)
+    frozen = nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
+    HostAdamW([*parameters(torch.float16), frozen], **OFF)
+
+
+def test_groups_without_decay_are_those_of_norms_and_biases():
+    model = nn.Sequential(nn.Embedding(4, 8), nn.LayerNorm(8), nn.Linear(8, 4), nn.Conv2d(1, 1, 3))
+    decaying, constant = decay_groups(model.parameters())
+    assert same(decaying["params"], [model[0].weight, model[2].weight, model[3].weight])
+    assert same(constant["params"], [model[1].weight, model[1].bias, model[2].bias, model[3].bias])
+    assert constant["weight_decay"] == 0
+    assert "weight_decay" not in decaying
+
+    given = [{"params": model[1].weight, "lr": 1.0}, {"params": [model[2].weight], "weight_decay": 3.0}]
+    one, other = decay_groups(given)
+    assert (one["lr"], one["weight_decay"]) == (1.0, 0.0)
+    assert other["weight_decay"] == 3.0
+    named = decay_groups(model[1].named_parameters())
+    assert [name for name, _ in named[0]["params"]] == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, lambda *given, **settings: HostAdamW(*given, **settings, **OFF)])
+def test_norms_and_biases_do_not_decay_where_that_is_chosen(optimizer: Callable):
+    weights = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))]
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    optimizer(weights, **SETTINGS, decay_norms_and_biases=False).step()
+    assert (weights[0] < 1).all()
+    assert (weights[1] == 1).all()

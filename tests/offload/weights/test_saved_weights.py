@@ -1,0 +1,87 @@
+"""Weights that autograd saves: by name, and brought back when backward asks for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from offload.modes.none import Resident
+from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, twin
+
+
+def test_a_slots_memory_is_not_passed_to_the_hooks_outside():
+    """Then no graph keeps it, and other units may take the slot."""
+    model, mode, kept = Stack(), LayerStream(slots=1), []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with attached(mode, model), mode.step():
+        slots = {slot.bytes.data_ptr() for slot in mode._streamer._slots}
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(stack_inputs(0, 0)).sum()
+        assert kept
+        assert not any(tensor.untyped_storage().data_ptr() in slots for tensor in kept)
+        loss.backward()
+
+
+def test_hooks_that_are_nested_in_themselves_do_nothing():
+    model, mode = Stack(), LayerStream(slots=1)
+    with attached(mode, model):
+        saved = mode._streamer._saved
+        with saved.hooks():
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            with saved.hooks():
+                assert torch._C._autograd._top_saved_tensors_default_hooks(True) == hooks
+
+
+def test_retained_graph_and_second_derivatives():
+    def run(mode, model):
+        with attached(mode, model), mode.step():
+            inputs = stack_inputs(0, 0).requires_grad_()
+            loss = model(inputs).square().mean()
+            loss.backward(retain_graph=True)
+            (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
+            slope.square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    streamed, resident = twin(Stack())
+    assert_same(run(BounceLinear(slots=1), streamed), run(Resident(), resident))
+
+
+def test_weights_changed_between_forward_and_backward_are_refused():
+    model, mode = Stack(), BounceLinear(slots=1)
+    with attached(mode, model), mode.step():
+        loss = model(stack_inputs(0, 0)).sum()
+        with torch.no_grad():
+            model.blocks[1].up.weight.add_(1)
+        with pytest.raises(
+            RuntimeError, match=r"blocks.1.up.weight, needed for gradient computation, has been modified"
+        ):
+            loss.backward()
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_weights_may_change_when_backward_does_not_need_them(place: str):
+    with torch.device(place):
+        model, mode = Stack(), LayerStream(slots=1)
+    with attached(mode, model), mode.step():
+        loss = model(stack_inputs(0, 0)).sum()
+        with torch.no_grad():
+            # Backward of a layer does not need its bias, although it lies beside its weight.
+            model.blocks[1].up.bias.add_(1)
+        loss.backward()
+
+
+def test_an_in_place_edit_of_a_saved_activation_raises_as_autograd_does():
+    model, mode = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4)), BounceLinear()
+    with attached(mode, model), mode.step():
+        hidden = model[0](stack_inputs(0, 0))
+        out = model[1](hidden)
+        hidden.detach().add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
