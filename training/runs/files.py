@@ -8,6 +8,17 @@ CONFIG_FILE = "config.yaml"
 CHOICES_FILE = "choices.yaml"
 LOCK_FILE = ".lock"
 
+# Files of a comparison, in a sweep's directory or where scripts/compare.py is asked to write them.
+COMPARE_CSV_FILE = "compare.csv"
+COMPARE_MARKDOWN_FILE = "compare.md"
+COMPARE_PAGE_FILE = "compare.html"
+MEMORY_FIGURE_FILE = "compare_memory.png"
+TIME_FIGURE_FILE = "compare_time.png"
+LOSS_FIGURE_FILE = "compare_loss.png"
+FIGURE_FILES = (MEMORY_FIGURE_FILE, TIME_FIGURE_FILE, LOSS_FIGURE_FILE)
+# The workspace that scripts/dashboard.py writes.
+WORKSPACE_FILE = "wandb_workspace.json"
+
 RUN_FILES = (
     LOCK_FILE,
     CONFIG_FILE,
