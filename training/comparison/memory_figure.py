@@ -18,8 +18,8 @@ MARKER = 12.0
 # Pixels between two points of a line that labels avoid; shorter than any label is high.
 SPACING = 18.0
 # How adjustText moves labels. Of 80 random comparisons of 2 to 10 runs, in which a quarter of the points nearly
-# coincided, 7 had a label that covered a point or another label. With the library's default forces labels get stuck at
-# the edges. A limit in iterations, unlike one in seconds, gives the same figure on every machine.
+# coincided, 7 had a label over a point or another label; with the library's defaults 30 had, most of them at the edges.
+# A limit in iterations, unlike one in seconds, gives the same figure on every machine.
 FORCES = {
     "force_text": (0.6, 0.8),
     "max_move": 30,
