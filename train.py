@@ -7,13 +7,14 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from training import sweep
-from training.config import schema
+from training.config import help, schema
 from training.config.validation import check
 from training.runs import compose_errors
 from training.runs.directory import locked, refuse_records
 from training.runs.failures import failures_recorded, refusals_reported
 
 schema.register()
+help.register()
 sweep.register()
 
 

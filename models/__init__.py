@@ -1,1 +1,1 @@
-"""Models in plain PyTorch; how their parameters are initialised, loaded and saved."""
+"""Models in plain PyTorch, the initial values of their parameters, and their weight files."""

@@ -1,10 +1,9 @@
 """Random initial parameters as a pure function of (seed, parameter name, element index).
 
-A stateful generator gives other numbers on another device, and forces parameters to be filled in one order.
-Here each element's number is the hash of its own position, so a model starts from the same bits wherever
-each parameter lives, in whatever order they are filled, and on however many threads. All arithmetic is on
-integers but for one IEEE multiplication and one rounding to the parameter's dtype, which CPU and GPU do
-alike.
+A stateful generator gives different numbers on different devices, and requires a fixed order of filling. Here each
+element is the hash of its own position. So a model starts from the same bits on every device, in every order and with
+every number of threads. All arithmetic is on integers, except for one IEEE multiplication and one rounding to the
+parameter's dtype, which give the same result on CPU and GPU.
 """
 
 import hashlib
@@ -13,36 +12,36 @@ import torch
 from torch import Tensor, nn
 
 STD = 0.02
-# Layers whose output is added to the residual stream; see `initialise`.
+# The layers whose output is added to the residual stream; see `initialise`.
 RESIDUAL_PROJECTIONS = ("o_proj", "down_proj")
 
-# Elements a CPU thread works on at once: its four scratch arrays then stay in the second-level cache, and
-# fewer would fall below the size from which torch gives work to another thread.
+# Elements that a CPU thread fills at once. Its four scratch arrays then fit in the second-level cache; with fewer
+# elements torch would no longer divide the work between threads.
 CPU_CHUNK_ELEMENTS_PER_THREAD = 2**15
 GPU_CHUNK_ELEMENTS = 2**22
 
 
 def initialise(model: nn.Module, seed: int, device: torch.device | str | None = None) -> None:
-    """Fill every parameter in place, wherever it lives.
+    """Fills every parameter in place, on its own device.
 
-    * weight of a norm (a module class with "Norm" in its name): ones;
-    * any parameter of two or more dimensions: approximately normal, mean 0, std 0.02 (GPT-2, Llama); for
-      the projections back into the residual stream divided by the root of their number, so that the
-      stream's variance does not grow with depth (Radford et al. 2019);
-    * bias of any module: zeros; any other vector or scalar: ones (it is a scale).
+    * The weight of a norm (a module class with "Norm" in its name): ones.
+    * Any other parameter of two or more dimensions: approximately normal, mean 0, standard deviation 0.02 (GPT-2,
+      Llama). For projections into the residual stream it is divided by the root of their number, so that the stream's
+      variance does not grow with depth (Radford et al. 2019).
+    * The bias of any module: zeros. Any other vector or scalar: ones, because it is a scale.
 
-    A tied parameter is filled once, under its first name. Running statistics of batch norms are reset;
-    other buffers are left alone. Scratch memory is one chunk: some MiB on the CPU, about 150 MiB on a GPU.
+    A tied parameter is filled once, under its first name. Running statistics of batch norms are reset; other buffers
+    are not changed. Scratch memory is one chunk: some MiB on the CPU, about 150 MiB on a GPU.
 
     Args:
         seed: any integer.
-        device: where numbers are made, before they are copied to where the parameter lives; by default there.
+        device: where the numbers are computed before they are copied; by default the parameter's own device.
 
     Raises:
-        ValueError: a parameter or buffer is on the meta device, or a parameter is not of a floating-point
-            dtype. Nothing has been written then.
+        ValueError: a parameter or buffer is on the meta device, or a parameter has no floating-point dtype. Nothing
+            has been written then.
     """
-    _check(model)
+    _check_initialisable(model)
     residual_projections = sum(name.endswith(RESIDUAL_PROJECTIONS) for name, _ in model.named_modules())
     generators: dict[torch.device, HashNormal] = {}
     filled = set()
@@ -67,17 +66,17 @@ def initialise(model: nn.Module, seed: int, device: torch.device | str | None = 
             module.reset_running_stats()
 
 
-def _check(model: nn.Module) -> None:
+def _check_initialisable(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
-            raise ValueError(f"{name} is on the meta device: give it memory before it is initialised")
+            raise ValueError(f"{name} is on the meta device: allocate its memory before initialising it")
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             raise ValueError(f"{name} has dtype {parameter.dtype}: only floating-point parameters can be initialised")
 
 
 def _constant(module: nn.Module, name: str, parameter: Tensor) -> float | None:
-    """The value that fills the parameter, or None where it is random."""
+    """Returns the value that fills the whole parameter, or None if it is random."""
     if "Norm" in type(module).__name__:
         return 1.0 if name == "weight" else 0.0
     if parameter.ndim >= 2:
@@ -86,17 +85,16 @@ def _constant(module: nn.Module, name: str, parameter: Tensor) -> float | None:
 
 
 def _signed(value: int) -> int:
-    """The int64 with the same low 64 bits."""
+    """Returns the int64 with the same low 64 bits."""
     return (value + 2**63) % 2**64 - 2**63
 
 
 class HashNormal:
-    """Approximately normal numbers from the hash of (key, index), made chunk by chunk on one device.
+    """Fills tensors with approximately normal numbers from the hash of (key, index), chunk by chunk on one device.
 
-    The hash is SplitMix64 (Steele, Lea, Flood 2014): element `index` is output number `index` of the
-    generator whose state starts at the key's digest. The four 16-bit fields of a hash are independent and
-    uniform; their sum (Irwin-Hall, n = 4) has mean 131,070, excess kurtosis -0.3, and no value beyond 3.5
-    standard deviations.
+    The hash is SplitMix64 (Steele, Lea, Flood 2014): element `index` is output number `index` of the generator whose
+    state starts at the key's digest. The four 16-bit fields of a hash are independent and uniform. Their sum
+    (Irwin-Hall, n = 4) has mean 131,070, excess kurtosis -0.3, and no value beyond 3.5 standard deviations.
     """
 
     GAMMA = 0x9E3779B97F4A7C15
@@ -117,13 +115,13 @@ class HashNormal:
         self._values = torch.empty(chunk_elements, device=device, dtype=torch.float32)
 
     def fill(self, target: Tensor, key: str, std: float, first_index: int = 0) -> None:
-        """Write normal(0, std) into `target`, whose elements count from `first_index` in row-major order."""
+        """Writes normal(0, std) into `target`; its elements have the indices from `first_index` in row-major order."""
         if not target.is_contiguous():
             for position, row in enumerate(target):
                 self.fill(row, key, std, first_index + position * row.numel())
             return
         digest = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
-        # Rounded to float32 here, so that no device multiplies by more digits than another.
+        # Rounded to float32 here, so that every device multiplies by the same digits.
         scale = torch.tensor(std / self.STD, dtype=torch.float32).item()
         for offset, piece in self._pieces(target):
             start = _signed(digest + (first_index + offset) * self.GAMMA)
@@ -145,11 +143,11 @@ class HashNormal:
         hashed.bitwise_and_(self.EVEN_FIELDS).add_(scratch.bitwise_and_(self.EVEN_FIELDS))
         torch.bitwise_right_shift(hashed, 32, out=scratch)
         hashed.add_(scratch).bitwise_and_(self.LOW_HALF)
-        # Below 2^24, so exact in float32 until the multiplication.
+        # The sums are below 2^24, so float32 is exact until the multiplication.
         return values.copy_(hashed).sub_(self.MEAN).mul_(scale)
 
     @staticmethod
     def _xor_shifted(hashed: Tensor, scratch: Tensor, bits: int) -> Tensor:
-        """hashed ^= hashed >> bits; the mask clears the sign bits that torch's arithmetic shift brings in."""
+        """Computes hashed ^= hashed >> bits; the mask clears the sign bits of torch's arithmetic shift."""
         torch.bitwise_right_shift(hashed, bits, out=scratch)
         return hashed.bitwise_xor_(scratch.bitwise_and_((1 << (64 - bits)) - 1))

@@ -1,11 +1,10 @@
 """The Llama decoder (Touvron et al. 2023), with the parameter names of Hugging Face's LlamaForCausalLM.
 
-Two properties let any offload mode take the model over:
+Two properties make the model usable with every offload mode:
 
-* It has no buffers: the rotary tables are computed in every forward, so a model built under
-  `torch.device("meta")` needs nothing but its parameters.
-* Every parameter is read only in the forward of the module that owns it, which is when a mode has it in
-  place.
+* It has no buffers: each forward computes the rotary tables. So a model built under `torch.device("meta")` needs
+  only values for its parameters.
+* Every parameter is read only in the forward of the module that owns it. Only then does a mode guarantee its value.
 """
 
 from collections.abc import Iterable
@@ -18,10 +17,10 @@ from models.loss import Head
 
 
 def rotary_tables(seq_len: int, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary position embedding (Su et al. 2021), one angle for each pair of a head.
+    """Computes the cosines and sines of rotary position embedding (Su et al. 2021), one angle for each pair of a head.
 
-    Angles are computed in float32, because bfloat16 cannot tell neighbouring positions apart beyond 256; the tables
-    are rounded to the dtype of `like` and live on its device.
+    Angles are computed in float32, because bfloat16 cannot distinguish neighbouring positions beyond 256. The tables
+    have the dtype and the device of `like`.
 
     Returns:
         cos, sin: both [seq_len, head_dim / 2].
@@ -33,22 +32,22 @@ def rotary_tables(seq_len: int, head_dim: int, theta: float, like: Tensor) -> tu
 
 
 class Rotate(torch.autograd.Function):
-    """Turns each pair (x[j], x[j + head_dim / 2]) by its position's angle.
+    """Rotates each pair (x[j], x[j + head_dim / 2]) by the angle of its position.
 
-    x: [..., seq_len, head_dim]; cos, sin: [seq_len, head_dim / 2]. The gradient of a rotation is the rotation back.
-    As one function that works in place it takes half as long as the same arithmetic left to autograd, a difference of
-    about 5% of a 7B model's step on an H200.
+    x: [..., seq_len, head_dim]; cos, sin: [seq_len, head_dim / 2]. The gradient of a rotation is the reverse rotation.
+    As one function that works in place it takes half as long as the same arithmetic under autograd. That is about 5%
+    of a 7B model's step on an H200.
     """
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         first, second = x.chunk(2, dim=-1)
-        turned = torch.empty_like(x)
-        turned_first, turned_second = turned.chunk(2, dim=-1)
-        torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=turned_second).addcmul_(first, sin)
-        return turned
+        rotated = torch.empty_like(x)
+        rotated_first, rotated_second = rotated.chunk(2, dim=-1)
+        torch.mul(first, cos, out=rotated_first).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=rotated_second).addcmul_(first, sin)
+        return rotated
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -57,7 +56,7 @@ class Rotate(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; groups of query heads share a key and value head (Ainslie et al. 2023)."""
+    """Causal self-attention in which groups of query heads share a key and value head (Ainslie et al. 2023)."""
 
     def __init__(self, hidden_size: int, num_heads: int, num_key_value_heads: int):
         super().__init__()
@@ -75,8 +74,8 @@ class Attention(nn.Module):
         value = self._split_heads(self.v_proj(hidden))
         grouped = self.group_size > 1
         if grouped and hidden.is_cuda and hidden.dtype not in (torch.bfloat16, torch.float16):
-            # CUDA's only fused kernel for this dtype wants as many key as query heads; with `enable_gqa`
-            # the call would fall back to the one that holds the whole [seq_len, seq_len] matrix.
+            # CUDA's only fused kernel for this dtype requires as many key heads as query heads. With `enable_gqa` the
+            # call would use the kernel that stores the whole [seq_len, seq_len] matrix.
             key = key.repeat_interleave(self.group_size, dim=1)
             value = value.repeat_interleave(self.group_size, dim=1)
             grouped = False
@@ -84,7 +83,7 @@ class Attention(nn.Module):
         return self.o_proj(context.transpose(1, 2).flatten(2))
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        """[batch, seq_len, heads * head_dim] -> [batch, heads, seq_len, head_dim]."""
+        """Reshapes [batch, seq_len, heads * head_dim] to [batch, heads, seq_len, head_dim]."""
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
@@ -102,7 +101,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer: attention and feed-forward, each behind a norm and added to the residual stream."""
+    """One decoder layer: attention and feed-forward, each after a norm and added to the residual stream."""
 
     def __init__(
         self,
@@ -119,7 +118,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(hidden_size, eps=rms_norm_eps)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """hidden [batch, seq_len, hidden_size] -> the same shape; cos, sin: [seq_len, head_dim / 2]."""
+        """Returns hidden [batch, seq_len, hidden_size] in the same shape; cos, sin: [seq_len, head_dim / 2]."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -160,7 +159,7 @@ class Llama(nn.Module):
         tie_word_embeddings: `lm_head.weight` and `model.embed_tokens.weight` are one Parameter.
 
     Raises:
-        ValueError: a size that is not positive, or head counts that do not divide.
+        ValueError: a size is not positive, or a head count is not a divisor.
     """
 
     def __init__(
@@ -185,15 +184,15 @@ class Llama(nn.Module):
         }
         for name, size in sizes.items():
             if size < 1:
-                raise ValueError(f"{name}={size} must be at least 1")
+                raise ValueError(f"{name}={size}: must be at least 1")
         if hidden_size % (2 * num_attention_heads):
             raise ValueError(
-                f"hidden_size={hidden_size} must be a multiple of "
-                f"2 x num_attention_heads={num_attention_heads}: rotary embedding turns pairs within a head"
+                f"hidden_size={hidden_size}: must be a multiple of 2 x num_attention_heads={num_attention_heads}, "
+                "because rotary embedding rotates pairs within a head"
             )
         if num_attention_heads % num_key_value_heads:
             raise ValueError(
-                f"num_key_value_heads={num_key_value_heads} must divide num_attention_heads={num_attention_heads}"
+                f"num_key_value_heads={num_key_value_heads}: must divide num_attention_heads={num_attention_heads}"
             )
         super().__init__()
         blocks = (
@@ -207,26 +206,26 @@ class Llama(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits, or the loss where `labels` are given.
+        """Returns the logits, or the loss if `labels` are given.
 
         Args:
             input_ids: int64 [batch, seq_len].
-            labels: int64 [batch, seq_len]: the token that should follow each position (shifted by the
-                caller, not here); -100 is left out of the mean.
+            labels: int64 [batch, seq_len]: the token that should follow each position, so the caller shifts them.
+                Positions with -100 are left out of the mean.
 
         Returns:
-            Logits [batch, seq_len, vocab_size] in the parameters' dtype, or the scalar float32 mean loss.
+            Logits [batch, seq_len, vocab_size] in the parameters' dtype, or the mean loss, a float32 scalar.
         """
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(f"labels {tuple(labels.shape)} must have the shape of input_ids {tuple(input_ids.shape)}")
         return self.lm_head(self.model(input_ids), labels)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Floating-point operations a trained token needs, forward and backward, without recomputation.
+        """Returns the floating-point operations for one token, forward and backward, without recomputation.
 
-        As in appendix B of PaLM (Chowdhery et al. 2022): 6 for every parameter of a matrix product (the
-        head is one, tied or not; the embedding is a look-up), and 12 * layers * hidden_size * seq_len for
-        the two products of attention, here halved because the causal mask makes half of them unnecessary.
+        As in appendix B of PaLM (Chowdhery et al. 2022): 6 for every parameter of a matrix product (the head is one,
+        tied or not; the embedding is a look-up), and 12 * layers * hidden_size * seq_len for the two products of
+        attention. The latter are halved here, because the causal mask makes half of them unnecessary.
         """
         linears = [module for module in self.modules() if isinstance(module, nn.Linear)]
         products = 6 * sum(linear.in_features * linear.out_features for linear in linears)

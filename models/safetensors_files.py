@@ -1,7 +1,7 @@
-"""Safetensors files: headers and tensors read by the library, tensors written one by one from where they are.
+"""Reads safetensors files with the library, and writes them tensor by tensor without a second copy.
 
-The library's own writer takes all tensors of a file at once, on the host. Here a file is made as its bytes pass: host
-tensors are written from their own memory, device tensors through one small piece of host memory.
+The library's own writer needs all tensors of a file on the host at once. Here host tensors are written from their own
+memory, and device tensors through one small piece of host memory.
 """
 
 import json
@@ -33,7 +33,7 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What a file's header says about one tensor."""
+    """The entry of one tensor in a file's header."""
 
     file: Path
     shape: tuple[int, ...]
@@ -41,27 +41,32 @@ class StoredTensor:
 
 
 def open_file(file: Path) -> safe_open:
-    """The file, mapped. Raises ValueError in one line where it is missing, cut short or no safetensors file."""
+    """Opens and maps a file.
+
+    Raises:
+        ValueError: it is missing, cut short or not a safetensors file. The message is one line.
+    """
     try:
         return safe_open(file, framework="pt")
     except FileNotFoundError:
         raise ValueError(f"{file} is missing: download the checkpoint again") from None
     except (SafetensorError, OSError) as error:
         raise ValueError(
-            f"{file} cannot be read as safetensors ({error}): it is cut short or of another format; "
+            f"{file} cannot be read as safetensors ({error}): it is cut short or has another format; "
             "download it again, or convert it to safetensors"
         ) from None
 
 
 def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """The tensors of several files by name, from their headers; nothing else is read.
+    """Returns the header entries of several files by tensor name. It reads the headers only.
 
-    Raises ValueError for a file that cannot be read, and for a name that two files have.
+    Raises:
+        ValueError: a file cannot be read, or two files have a tensor of the same name.
     """
     stored: dict[str, StoredTensor] = {}
     for file in files:
         with open_file(file) as handle:
-            for name in handle.keys():  # noqa: SIM118, the handle is no dict
+            for name in handle.keys():  # noqa: SIM118, the handle is not a dict
                 if name in stored:
                     raise ValueError(f"{file} has tensor {name}, which {stored[name].file.name} has too: remove one")
                 view = handle.get_slice(name)
@@ -71,22 +76,21 @@ def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
 
 @torch.no_grad()
 def read_into(targets: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> None:
-    """Copies stored tensors into those of the same name and shape, where they live, converting to their dtype."""
+    """Copies stored tensors into targets of the same name and shape, converting to their dtype and device."""
     by_file: dict[Path, list[str]] = {}
     for name in targets:
         by_file.setdefault(stored[name].file, []).append(name)
     for file, names in by_file.items():
         with open_file(file) as handle:
             for name in names:
-                for rows, piece in pieces(handle, name):
+                for rows, piece in tensor_pieces(handle, name):
                     targets[name][rows].copy_(piece)
 
 
-def pieces(handle: safe_open, name: str) -> Iterator[tuple[slice | EllipsisType, Tensor]]:
-    """The stored tensor as views of the mapped file, each with its place in the tensor.
+def tensor_pieces(handle: safe_open, name: str) -> Iterator[tuple[slice | EllipsisType, Tensor]]:
+    """Yields a stored tensor as views of the mapped file, each with its rows in the tensor.
 
-    Pieces have at most 64 MiB (or one row): converting one on the way to a GPU needs no more scratch than
-    that there.
+    A piece has at most 64 MiB, or one row. Converting it on a GPU needs no more scratch memory than that.
     """
     tensor = handle.get_tensor(name)
     if tensor.nbytes <= PIECE_BYTES:
@@ -94,18 +98,19 @@ def pieces(handle: safe_open, name: str) -> Iterator[tuple[slice | EllipsisType,
         return
     rows = max(1, PIECE_BYTES * len(tensor) // tensor.nbytes)
     for start in range(0, len(tensor), rows):
-        place = slice(start, start + rows)
-        yield place, tensor[place]
+        piece = slice(start, start + rows)
+        yield piece, tensor[piece]
 
 
 def write_tensors(write: Callable[[bytes | memoryview], object], tensors: Mapping[str, Tensor]) -> None:
-    """Makes one file of `tensors`, handing its bytes to `write` from first to last.
+    """Writes one file with `tensors`: it calls `write` with the file's bytes, from first to last.
 
-    Raises KeyError for a dtype that the format lacks, before anything is written, and what `write` raises.
+    Raises:
+        KeyError: the format lacks a tensor's dtype. Nothing has been written then.
     """
-    # Larger elements first, so that every tensor begins at a multiple of its own.
+    # Tensors with larger elements come first, so that each begins at a multiple of its element size.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    # The metadata is what Hugging Face's loader asks for.
+    # Hugging Face's loader requires this metadata.
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
@@ -122,10 +127,11 @@ def write_tensors(write: Callable[[bytes | memoryview], object], tensors: Mappin
             write(memoryview(piece.cpu().numpy()))
 
 
-def in_files(stem: str, tensors: Mapping[str, Tensor], max_bytes: int) -> dict[str, dict[str, Tensor]]:
-    """`tensors` in order by the file each goes to, a file holding at most `max_bytes`, or a single larger tensor.
+def split_into_files(stem: str, tensors: Mapping[str, Tensor], max_bytes: int) -> dict[str, dict[str, Tensor]]:
+    """Divides tensors, in their order, between files of at most `max_bytes`; a larger tensor has a file of its own.
 
-    One file is `STEM.safetensors`; several are `STEM-00001-of-00002.safetensors`, and so on.
+    Returns the tensors by file name. One file is `STEM.safetensors`; several are `STEM-00001-of-00002.safetensors`,
+    and so on.
     """
     parts: list[dict[str, Tensor]] = [{}]
     used = 0

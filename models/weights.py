@@ -1,12 +1,10 @@
-"""Model weights in safetensors files, as Hugging Face lays them out: one file, or shards with an index.
+"""Model weights in safetensors files with Hugging Face's names and layout: one file, or shards with an index.
 
-Reading and writing go tensor by tensor between the file and the parameter's own memory, host or device, so
-that no second copy of a model is ever held. A checkpoint that does not fit the model is refused before the
-first write.
+Tensors are copied one by one between the file and the parameter's own memory, on host or device, so there is never a
+second copy of a model. A checkpoint that does not fit the model is refused before anything is written.
 """
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -14,12 +12,11 @@ from torch import Tensor, nn
 
 from models.safetensors_files import (
     StoredTensor,
-    in_files,
     open_file,
-    pieces,
     read_headers,
     read_into,
-    write_tensors,
+    split_into_files,
+    tensor_pieces,
 )
 
 SINGLE_FILE = "model.safetensors"
@@ -32,56 +29,25 @@ MAX_SHARD_BYTES = 4 * 2**30
 
 
 def load_weights(model: nn.Module, path: str | Path) -> None:
-    """Copy a checkpoint into the model's parameters and buffers, where they live, converting to their dtype.
+    """Copies a checkpoint into the model's parameters and buffers, converting to their dtype and device.
 
     Args:
-        path: a .safetensors file, or a folder that holds `model.safetensors`, or shards with an index, or
-            shards.
+        path: a .safetensors file, an index file, or a folder with `model.safetensors` or with shards (with or without
+            an index).
 
     Raises:
-        FileNotFoundError: nothing is at `path`.
-        ValueError: a file that cannot be read, or a tensor that is missing, unknown, or of another shape;
-            also tied parameters that the checkpoint stores with different values. The model is unchanged.
+        FileNotFoundError: `path` does not exist.
+        ValueError: a file cannot be read; a tensor is missing, unknown, or has another shape; or tied parameters have
+            different values in the checkpoint. The model is unchanged then.
     """
     path = Path(path)
-    stored = _read_headers(path)
-    read_into(_match(_distinct_tensors(model), stored, path), stored)
-
-
-def save_weights(model: nn.Module, folder: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write the model's parameters and buffers, in their dtypes, under Hugging Face's file names.
-
-    Tied parameters are stored once, under their first name. The folder appears complete or not at all: files are
-    written to `FOLDER.partial` beside it, which is then renamed.
-
-    Raises:
-        FileExistsError: `folder` exists and is not an empty folder.
-        OSError: the disk is full, or the folder cannot be written.
-    """
-    folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} exists already: name a new folder for the weights, or remove it")
-    files, index = weight_files(model, max_shard_bytes)
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        for file_name, tensors in files.items():
-            with open(partial / file_name, "wb") as file:
-                write_tensors(file.write, tensors)
-        if index is not None:
-            (partial / INDEX_FILE).write_bytes(index)
-        partial.rename(folder)
-    except OSError as error:
-        advice = "free space there or choose another folder"
-        raise OSError(f"{folder} could not be written ({error.strerror}): {advice}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    stored = _read_checkpoint_headers(path)
+    read_into(_match_tensors(_distinct_tensors(model), stored, path), stored)
 
 
 def weight_files(model: nn.Module, max_shard_bytes: int) -> tuple[dict[str, dict[str, Tensor]], bytes | None]:
-    """The tensors of each file of the model's weights, and the index of these files, None where there is one only."""
-    files = in_files(
+    """Returns the tensors for each file of the model's weights, and the index of the files (None for a single file)."""
+    files = split_into_files(
         "model", {names[0]: tensor.detach() for tensor, names in _distinct_tensors(model)}, max_shard_bytes
     )
     if len(files) == 1:
@@ -93,18 +59,20 @@ def weight_files(model: nn.Module, max_shard_bytes: int) -> tuple[dict[str, dict
 
 
 def _distinct_tensors(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
-    """Every tensor of the state dict once, with all its names; tied ones have several."""
+    """Returns every tensor of the state dict once, with all its names; a tied tensor has several."""
     by_identity: dict[int, tuple[Tensor, list[str]]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_meta:
-            raise ValueError(f"{name} is on the meta device: give it memory before weights are loaded or saved")
+            raise ValueError(f"{name} is on the meta device: allocate its memory before loading or saving weights")
         by_identity.setdefault(id(tensor), (tensor, []))[1].append(name)
     return list(by_identity.values())
 
 
-def _match(tensors: list[tuple[Tensor, list[str]]], stored: dict[str, StoredTensor], path: Path) -> dict[str, Tensor]:
-    """The model's tensors by the name under which each is stored; refuses a checkpoint that does not fit."""
-    copies = {}
+def _match_tensors(
+    tensors: list[tuple[Tensor, list[str]]], stored: dict[str, StoredTensor], path: Path
+) -> dict[str, Tensor]:
+    """Returns the model's tensors by their stored name; raises ValueError if the checkpoint does not fit the model."""
+    targets = {}
     missing = []
     for tensor, names in tensors:
         present = [name for name in names if name in stored]
@@ -115,39 +83,40 @@ def _match(tensors: list[tuple[Tensor, list[str]]], stored: dict[str, StoredTens
             _check_fits(name, tensor, stored[name])
         for other in present[1:]:
             _check_tied(stored, present[0], other)
-        copies[present[0]] = tensor
+        targets[present[0]] = tensor
     known = {name for _, names in tensors for name in names}
     unknown = [name for name in stored if name not in known and not name.endswith(IGNORED_SUFFIXES)]
     if missing:
         advice = "choose the model that it was saved from"
         if missing == ["lm_head.weight"]:
             advice = "it was saved with a tied head: set tie_word_embeddings=true"
-        raise ValueError(f"{path} lacks tensor {_first_of(missing)}: {advice}")
+        raise ValueError(f"{path} lacks tensor {_first_and_count(missing)}: {advice}")
     if unknown:
         file = stored[unknown[0]].file
         raise ValueError(
-            f"{file} has tensor {_first_of(unknown)}, which the model lacks: choose the model that it was saved from"
+            f"{file} has tensor {_first_and_count(unknown)}, which the model lacks: "
+            "choose the model that it was saved from"
         )
-    return copies
+    return targets
 
 
 def _check_fits(name: str, tensor: Tensor, stored: StoredTensor) -> None:
     if stored.shape != tuple(tensor.shape):
         raise ValueError(
-            f"{stored.file}: tensor {name} has shape {stored.shape}, the model's has {tuple(tensor.shape)}: "
+            f"{stored.file}: tensor {name} has shape {stored.shape}, but the model's has {tuple(tensor.shape)}: "
             "choose the model that it was saved from"
         )
     if stored.dtype not in (FLOAT_DTYPES if tensor.is_floating_point() else INTEGER_DTYPES):
         raise ValueError(
-            f"{stored.file}: tensor {name} has dtype {stored.dtype}, which cannot become {tensor.dtype}: "
+            f"{stored.file}: tensor {name} has dtype {stored.dtype}, which cannot be converted to {tensor.dtype}: "
             "use a checkpoint that is not quantised"
         )
 
 
 def _check_tied(stored: dict[str, StoredTensor], name: str, other: str) -> None:
-    """Refuse two stored tensors for one parameter unless they are equal: one of them would be lost."""
+    """Raises ValueError if two stored tensors for one parameter differ, because one of them would be lost."""
     with open_file(stored[name].file) as first, open_file(stored[other].file) as second:
-        for (_, a), (_, b) in zip(pieces(first, name), pieces(second, other), strict=True):
+        for (_, a), (_, b) in zip(tensor_pieces(first, name), tensor_pieces(second, other), strict=True):
             if not torch.equal(a, b):
                 raise ValueError(
                     f"{stored[other].file}: {name} and {other} differ, but the model has one for both: "
@@ -155,25 +124,29 @@ def _check_tied(stored: dict[str, StoredTensor], name: str, other: str) -> None:
                 )
 
 
-def _first_of(names: list[str]) -> str:
+def _first_and_count(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
 
 
-def _read_headers(path: Path) -> dict[str, StoredTensor]:
-    """The checkpoint's tensors by name, from the headers of its files; nothing else of the files is read."""
+def _read_checkpoint_headers(path: Path) -> dict[str, StoredTensor]:
+    """Returns the header entries of a checkpoint's files by tensor name, compared with the index if there is one."""
     files = checkpoint_files(path)
     stored = read_headers(files)
     for file, promised in files.items():
         absent = sorted(name for name in promised if name not in stored or stored[name].file != file)
         if absent:
-            raise ValueError(f"{file} lacks tensor {_first_of(absent)} of the index: download the checkpoint again")
+            raise ValueError(
+                f"{file} lacks tensor {_first_and_count(absent)} of the index: download the checkpoint again"
+            )
     return stored
 
 
 def checkpoint_files(path: Path) -> dict[Path, set[str]]:
-    """The files that `load_weights` reads, each with the names of the tensors that an index promises there.
+    """Returns the files that `load_weights` reads, each with the names of its tensors if there is an index.
 
-    Raises FileNotFoundError and ValueError as that does.
+    Raises:
+        FileNotFoundError: `path` does not exist.
+        ValueError: there is no safetensors file, or the index cannot be used.
     """
     if path.is_file():
         return _indexed_files(path) if path.name.endswith(".index.json") else {path: set()}
@@ -185,7 +158,7 @@ def checkpoint_files(path: Path) -> dict[Path, set[str]]:
         return _indexed_files(path / INDEX_FILE)
     files = sorted(path.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{path} holds no .safetensors file: convert the checkpoint to safetensors")
+        raise ValueError(f"{path} contains no .safetensors file: convert the checkpoint to safetensors")
     return {file: set() for file in files}
 
 
@@ -194,12 +167,15 @@ def _indexed_files(index: Path) -> dict[Path, set[str]]:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         by_file: dict[Path, set[str]] = {}
         for name, file_name in weight_map.items():
-            # An index comes from whoever made the checkpoint, and may name files of its own folder only.
+            # An index is not trusted: it may name files of its own folder only.
             if file_name != Path(file_name).name or not file_name.endswith(".safetensors"):
-                raise ValueError(f"{index} names {file_name!r}, which is no .safetensors file beside it")
+                raise ValueError(
+                    f"{index} names {file_name!r}, which is no .safetensors file beside it: "
+                    "download the checkpoint again"
+                )
             by_file.setdefault(index.parent / file_name, set()).add(name)
     except OSError as error:
-        raise ValueError(f"{index} cannot be read ({error.strerror})") from None
+        raise ValueError(f"{index} cannot be read ({error.strerror}): check its permissions") from None
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{index} is not an index of safetensors shards: download it again") from None
     if not by_file:

@@ -6,9 +6,12 @@
 With `--optimizer` a step of every mode but `none` includes the update of its weights on the host, beside the device;
 `none`, forward and backward alone, is then the floor. With `--head` the embedding, the head and the loss are there
 too. Every mode runs in a process of its own. A step ends with the gradients where the mode keeps them: on the device
-for `none`, on the host for the streaming modes. Modes that swap activations take the mode of their weights as a knob:
-`tensor_swap:weights=layer_stream,budget=auto`; with `budget=auto` they want `--warmup 16`. The peak printed is that of
-the timed steps; the file has that of all steps too.
+for `none`, on the host for the streaming modes. The peak printed is that of the timed steps; the file has the peak of
+all steps too.
+
+MODE is any option of conf/offload, KEY any of its knobs. Modes that move activations take the option of their weights
+as a knob, and its knobs as weights.KEY: `tensor_swap:weights=layer_stream,weights.slots=2`. `budget=auto` needs
+`--warmup 16`.
 
 The floor of a step is the largest of: the resident step with the same recompute, bytes in over the bandwidth host to
 device, bytes out over the bandwidth device to host, each measured alone. The phase floor knows more: gradients leave
@@ -30,6 +33,8 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import get_class
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -37,30 +42,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from models.initialise import initialise
 from models.llama import Llama, rotary_tables
 from offload.activations.checkpointing import recompute
-from offload.modes.bounce_linear import BounceLinear
-from offload.modes.layer_stream import LayerStream
-from offload.modes.none import Resident
-from offload.modes.save_on_cpu import SaveOnCpu
-from offload.modes.shard_offload import ShardOffload
-from offload.modes.tensor_swap import TensorSwap
+from offload.modes.mode import Mode
+from offload.modes.weight_mode import WeightMode
 from offload.optimizer.adamw import HostAdamW
 from offload.runtime import registry
 from offload.runtime.bandwidth import Bandwidth, measure_bandwidth
 from offload.runtime.blocks import find_blocks
 from offload.runtime.byte_sizes import GIB, parse_bytes
 from offload.runtime.transfer import upload
+from training import sweep
+from training.config import schema
+from training.config.construct import make_mode
+from training.config.modes import FOLDER, RESIDENT, mode_options
 from training.loop import clip_scale, forward_backward, gradient_norm
 from training.metrics.step_timer import StepTimer
 from training.profiling.hardware import reset_peaks, vram_peak_gib, vram_reserved_gib
 
-MODES = {
-    "none": Resident,
-    "bounce_linear": BounceLinear,
-    "layer_stream": LayerStream,
-    "shard_offload": ShardOffload,
-}
-SWAPPING = {"tensor_swap": TensorSwap, "save_on_cpu": SaveOnCpu}
-# Counters of a mode, whose growth in a step is reported.
+# Counters of a mode whose growth in a step is reported.
 MOVED = (
     "h2d_bytes",
     "d2h_bytes",
@@ -91,7 +89,7 @@ COLUMNS = (
 
 
 class Blocks(nn.Module):
-    """The blocks alone, on noise: what the weights of a model cost, whatever its vocabulary."""
+    """The blocks alone, on random inputs, so that the vocabulary of a model plays no role."""
 
     def __init__(self, layers: nn.ModuleList, head_dim: int):
         super().__init__()
@@ -109,7 +107,7 @@ class Blocks(nn.Module):
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The options that say what a step computes."""
+    """Makes the parser of the options that define a step."""
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--device", default="cuda")
     options.add_argument("--hidden", type=int, default=4096)
@@ -124,7 +122,6 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument("--optimizer", action="store_true", help="with the update by host_adamw")
     options.add_argument("--clip-norm", type=float, default=None)
     options.add_argument("--device-share", default="0", help="bytes of its states that live on the device: 10GiB")
-    options.add_argument("--visiting-share", type=float, default=0.0, help="part of the states that visit the device")
     options.add_argument("--threads", type=int, default=None, help="cores of the host optimizer")
     options.add_argument("--forward", action="store_true", help="forward only, without gradients")
     return options
@@ -134,7 +131,7 @@ class Workload:
     """A model under a mode, ready to run steps; as a context, it gives the model and the streams back."""
 
     def __init__(self, spec: str, options: argparse.Namespace):
-        """`spec` is MODE or MODE:KEY=VALUE,...: a mode and the knobs it is built with."""
+        """`spec` is MODE or MODE:KEY=VALUE,...: a mode and its knobs."""
         name, self.mode = build_mode(spec)
         self.options = options
         self.device = torch.device(options.device)
@@ -155,9 +152,8 @@ class Workload:
         if options.recompute and not self.mode.recomputes:
             recompute(block for _, block in find_blocks(self.model))
         self.optimizer = None
-        if options.optimizer and name != "none":
-            knobs = {"threads": options.threads, "visiting_share": options.visiting_share}
-            self.optimizer = HostAdamW(self.model.parameters(), lr=1e-5, **knobs)
+        if options.optimizer and name != RESIDENT:
+            self.optimizer = HostAdamW(self.model.parameters(), lr=1e-5, threads=options.threads)
             share = parse_bytes("--device-share", options.device_share)
             self.mode.overlap(self.optimizer, early=options.clip_norm is None, device_share=share)
             self.optimizer.allocate()
@@ -189,20 +185,30 @@ class Workload:
         return loss
 
 
-def build_mode(spec: str) -> tuple[str, object]:
-    """The name and the mode that `spec` describes."""
+def build_mode(spec: str) -> tuple[str, Mode]:
+    """Makes the mode that `spec` describes, with the checks of train.py. Returns its name too.
+
+    Raises UserError for a value that does not fit, Hydra's errors for a mode or a knob that does not exist.
+    """
     name, _, pairs = spec.partition(":")
-    knobs = {}
+    overrides = [f"offload={name}"]
     for pair in filter(None, pairs.split(",")):
         key, _, value = pair.partition("=")
-        knobs[key] = int(value) if value.isdigit() else value
-    if name in SWAPPING:
-        knobs["weights"] = MODES[knobs.get("weights", "none")]()
-    return name, (MODES | SWAPPING)[name](**knobs)
+        overrides.append(f"offload@offload.weights={value}" if key == "weights" else f"offload.{pair}")
+    schema.register()
+    sweep.register()
+    with initialize_config_dir(str(FOLDER.parent), version_base="1.3"):
+        return name, make_mode(compose("config", overrides).offload)
+
+
+def weight_modes() -> list[str]:
+    """Returns the resident model and the modes that stream weights."""
+    targets = {name: option.target for name, option in mode_options().items() if option.target}
+    return [name for name, path in targets.items() if name == RESIDENT or issubclass(get_class(path), WeightMode)]
 
 
 def bandwidths(device: torch.device) -> dict[str, float]:
-    """The bus of `device` in GB/s, measured in a process of its own."""
+    """Measures the bus of `device`, in GB/s."""
     streams = registry.acquire(device)
     speed = measure_bandwidth(streams)
     registry.release(streams)
@@ -210,7 +216,7 @@ def bandwidths(device: torch.device) -> dict[str, float]:
 
 
 def measure(spec: str, options: argparse.Namespace) -> dict:
-    """One mode: medians of the timed steps, peaks, and bytes moved a step."""
+    """Measures one mode: medians of the timed steps, peaks, and bytes moved in a step."""
     with Workload(spec, options) as workload:
         device, clock = workload.device, StepTimer(workload.streams)
         reset_peaks(device)
@@ -225,6 +231,7 @@ def measure(spec: str, options: argparse.Namespace) -> dict:
             clock.stop()
         times_ms = clock.collect()
         after = workload.mode.counters()
+        grown = dataclasses.asdict(after - before)
         passes = 1 if workload.plan.layer_major else options.microbatches
         return {
             "mode": spec,
@@ -235,14 +242,14 @@ def measure(spec: str, options: argparse.Namespace) -> dict:
             "vram_peak_gib": vram_peak_gib(device),
             "vram_peak_of_all_gib": max(highest, vram_peak_gib(device)),
             "vram_reserved_gib": vram_reserved_gib(device),
-            "host_pinned_gib": after["host_pinned_bytes"] / GIB,
+            "host_pinned_gib": after.host_pinned_bytes / GIB,
             "loss": loss.item(),
-            **{key: (after.get(key, 0) - before.get(key, 0)) / options.steps for key in MOVED if key in after},
+            **{key: None if grown[key] is None else grown[key] / options.steps for key in MOVED},
         }
 
 
 def isolated(function, *values) -> dict:
-    """`function(*values)` in a fresh process; a process that dies is a row that says so."""
+    """Calls `function(*values)` in a fresh process. A process that dies gives a row that says so."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         try:
@@ -254,7 +261,7 @@ def isolated(function, *values) -> dict:
 
 
 def with_floor(row: dict, resident_ms: float | None, speed: dict[str, float]) -> dict:
-    """The row with its floor and the ratio to it; speeds are in GB/s."""
+    """Returns the row with its floor and the ratio to it; speeds are in GB/s."""
     bytes_in, bytes_out, bus = row["h2d_bytes"], row["d2h_bytes"], Bandwidth(**speed)
     parts = {"h2d": bus.two_way_ms(bytes_in, 0), "d2h": bus.two_way_ms(0, bytes_out)}
     back_in = max(bytes_in - row["forward_bytes"], 0)
@@ -272,7 +279,7 @@ def with_floor(row: dict, resident_ms: float | None, speed: dict[str, float]) ->
 
 
 def _cell(value: float | str | None, scale: float) -> str:
-    """A dash where the mode does not count it."""
+    """Formats a value; a dash stands for one that nobody measured."""
     if value is None:
         return f"{'-':>11}"
     return f"{value / scale:11.3f}" if scale else f"{value:>11}"
@@ -280,14 +287,14 @@ def _cell(value: float | str | None, scale: float) -> str:
 
 def main() -> None:
     options_parser = parser(__doc__)
-    options_parser.add_argument("--modes", nargs="+", default=list(MODES), metavar="MODE[:KEY=VALUE,...]")
+    options_parser.add_argument("--modes", nargs="+", default=weight_modes(), metavar="MODE[:KEY=VALUE,...]")
     options_parser.add_argument("--steps", type=int, default=7, help="timed steps")
     options_parser.add_argument("--warmup", type=int, default=2, help="steps before")
     options_parser.add_argument("--json", type=Path, help="file for the figures")
     options = options_parser.parse_args()
     speed = isolated(bandwidths, torch.device(options.device))
     rows = [isolated(measure, spec, options) for spec in options.modes]
-    resident_ms = next((row.get("step_ms") for row in rows if row["mode"] == "none"), None)
+    resident_ms = next((row.get("step_ms") for row in rows if row["mode"] == RESIDENT), None)
     rows = [row if "failed" in row else with_floor(row, resident_ms, speed) for row in rows]
     print(
         f"{options.blocks} blocks of {options.hidden}, {options.sequences * options.seq_len} tokens,"

@@ -1,11 +1,11 @@
-"""The host's AdamW update in G parameters/s: each kernel, by number of threads.
+"""Measures the AdamW update on the host in 10^9 parameters/s, for each kernel and number of threads.
 
     python scripts/bench_update.py
     python scripts/bench_update.py --threads 12 13 14 15 --compiled
 
-Weights and gradients are bf16, masters and moments float32 unless told otherwise: 28 or 20 bytes a parameter pass
-through memory. `pause` is the longest time, in ms, that another Python thread (such as the one that launches kernels)
-waits for Python's lock meanwhile. `--compiled` adds a torch.compile'd function for comparison.
+Weights and gradients are bf16, masters float32, moments --state-dtype: 28 or 20 bytes for each parameter pass through
+memory. `pause` is the longest time, in ms, that another Python thread (such as the one that launches GPU kernels) waits
+for Python's lock during an update. `--compiled` adds a function compiled by torch.compile for comparison.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from offload.optimizer.adamw import STATE_DTYPES
-from offload.optimizer.kernels import FusedUpdate, NativeUpdate, Operands, Settings, native_library, usable_cores
+from offload.optimizer.kernels import FusedUpdate, NativeUpdate, Operands, Settings, native_library
 from offload.optimizer.kernels import torch_threads as threads_of_torch
+from offload.runtime.host_cores import usable_cores
 
 SETTINGS = Settings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 
 
 class CompiledUpdate:
-    """The rule as one function for torch.compile."""
+    """The AdamW rule as one function, compiled by torch.compile."""
 
     name = "compiled"
 
     def __init__(self, threads: int):
         self._threads = threads
-        # Without its own number of threads for each run, it would be compiled again.
+        # A change of torch's own number of threads would compile it again.
         self._function = torch.compile(_adamw, dynamic=True, options={"cpp.threads": threads})
 
     def __call__(self, operands: Operands, step: torch.Tensor, settings: Settings) -> None:
@@ -63,7 +64,7 @@ def _adamw(weight, gradient, master, exp_avg, exp_avg_sq, decay, rest1, beta2, c
 
 
 def longest_pause_ms(work) -> float:
-    """The longest time that this thread stands still while `work` runs in another."""
+    """Runs `work` in another thread, and returns the longest pause of this one meanwhile."""
     thread = threading.Thread(target=work)
     longest, last = 0.0, perf_counter()
     thread.start()
@@ -77,12 +78,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cores = usable_cores()
     parser.add_argument(
-        "--threads", type=int, nargs="+", default=sorted({1, max(cores // 2, 1), max(cores - 1, 1), cores})
+        "--threads",
+        type=int,
+        nargs="+",
+        default=sorted({1, max(cores // 2, 1), max(cores - 1, 1), cores}),
+        help="numbers of threads to measure (default: %(default)s)",
     )
     parser.add_argument("--parameters", type=int, default=1 << 27, help="in one update (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--state-dtype", choices=sorted(STATE_DTYPES), default="fp32")
-    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--repeats", type=int, default=7, help="measured updates (default: %(default)s)")
+    parser.add_argument("--state-dtype", choices=sorted(STATE_DTYPES), default="fp32", help="of the moments")
+    parser.add_argument("--compiled", action="store_true", help="also measure a function of torch.compile")
     options = parser.parse_args()
 
     library = native_library()
@@ -100,7 +105,7 @@ def main() -> None:
             kernels.append(CompiledUpdate(threads))
         for kernel in kernels:
             seconds = []
-            # The first is warm-up: pages are touched, functions compiled.
+            # The first update is a warm-up: it touches the pages and compiles functions.
             for _ in range(options.repeats + 1):
                 start = perf_counter()
                 kernel(operands, torch.ones(()), SETTINGS)

@@ -1,10 +1,10 @@
-"""Measures this machine once, for every later plan: bus, blocks, updates on the host, memory.
+"""Measures this machine once, for all later plans: bus, blocks, updates on the host, memory.
 
     python scripts/probe.py
     python scripts/probe.py --device cpu --dry-run
 
-Prints the figures and keeps them in ~/.cache/offload-training, one file for each device's name, where `hardware=auto`
-and `hardware=measured` find them. On an idle machine: what else runs is measured too.
+Prints the measurements and stores them in ~/.cache/offload-training, in one file for each device's name. There
+`hardware=auto` and `hardware=measured` find them. Run it on an idle machine: other programs would slow it down.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto", help="auto, cuda, cuda:N or cpu (default: %(default)s)")
-    parser.add_argument("--dry-run", action="store_true", help="print the figures and keep nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the measurements and store nothing")
     options = parser.parse_args()
-    # After parsing, because they import torch.
+    # Imported after parsing, because torch takes seconds.
     from training.errors import UserError
     from training.planning.probe import keep, probe
     from training.profiling.hardware import resolve_device

@@ -6,10 +6,11 @@ usage() {
     cat <<'USAGE'
 usage: scripts/run.sh CMD [ARG ...]
   scripts/run.sh python train.py offload=bounce_linear
-  scripts/run.sh pytest
+  scripts/run.sh pytest                # the whole suite, on all cores
+  scripts/run.sh pytest tests/models   # a folder of it, or a file
 
-Makes .venv beside this folder if it is missing, installs requirements.txt when that file changed, and runs CMD in the
-repository's root. Needs Python 3.11, 3.12 or 3.13; PYTHON=/path/to/python chooses one.
+Makes .venv in the repository's root if it is missing, installs requirements.txt if that file changed, and runs CMD in
+the root. Needs Python 3.11, 3.12 or 3.13; PYTHON=/path/to/python chooses one.
 USAGE
 }
 
@@ -33,12 +34,12 @@ find_python() {
     return 1
 }
 
-# What an environment was installed for: its place, because its programs contain it, and its packages.
+# The content of the stamp: the environment's path, which its programs contain, and a checksum of its packages.
 wanted() { printf '%s\n' "$PWD" && cksum <requirements.txt; }
 
 installed() { [ -x .venv/bin/python ] && wanted | cmp -s - .venv/installed; }
 
-# An environment whose making was interrupted is gone on with, unless it cannot be used or was moved or copied here.
+# An interrupted set-up continues with its environment, unless that has no working pip or was moved or copied here.
 usable() {
     supported .venv/bin/python && .venv/bin/python -m pip --version >/dev/null 2>&1 &&
         { [ ! -e .venv/installed ] || [ "$(head -n 1 .venv/installed)" = "$PWD" ]; }
@@ -56,10 +57,10 @@ install() {
     fi
     rm -f .venv/installed
     say "installing requirements.txt"
-    # Compiled afterwards, on all cores. Some packages hold templates that are no Python, at which that ends with an error.
+    # Compiled afterwards, on all cores. This fails at the templates of some packages, which are not valid Python.
     .venv/bin/python -m pip install --disable-pip-version-check --no-compile -r requirements.txt >&2
     .venv/bin/python -m compileall -qq -j 0 .venv/lib || true
-    # Renamed into place, so that the stamp exists only whole and only after everything else.
+    # Renamed into place at the end, so that the stamp is either whole or missing.
     wanted >.venv/installed.partial
     mv .venv/installed.partial .venv/installed
 }
@@ -70,10 +71,10 @@ case "${1:-}" in
 esac
 
 CDPATH="" cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
-# It would send the environment's Python to another one's library.
+# It would make the environment's Python use the library of another one.
 unset PYTHONHOME
 if ! installed; then
-    # Two commands started at once take turns.
+    # If two commands start at once, the second waits for the first to install.
     exec 9<requirements.txt
     if command -v flock >/dev/null; then flock 9; fi
     installed || install

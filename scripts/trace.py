@@ -1,11 +1,11 @@
-"""One training step as a timeline: what computes, what is copied in and out, and where compute stands still.
+"""Traces one training step and draws it as a timeline of compute, copies in, copies out and stalls.
 
-    python scripts/trace.py --mode layer_stream --out traces                 # as scripts/bench.py measures it
+    python scripts/trace.py --mode layer_stream --out traces                 # the step that scripts/bench.py measures
     python scripts/trace.py --mode bounce_linear:slots=6 --sequences 8 --recompute
 
-Writes DIR/MODE.json.gz, which https://ui.perfetto.dev opens, and DIR/MODE.png, a Gantt chart of the step, and prints
-how long each lane was busy. A step of a real run: python train.py trace=true. With --device cpu copies run where they
-are called, so that nothing lies beside anything.
+Writes the trace to DIR/MODE.json.gz, which https://ui.perfetto.dev opens, and a Gantt chart of it to DIR/MODE.png, and
+prints how long each lane was busy. With --device cpu copies run where they are called, so nothing overlaps. To trace a
+step of a real run: python train.py trace=true.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.bench import Workload, parser
-from training.profiling.timeline import draw, read_timeline
-from training.profiling.trace import VIEWER, recorded
+from training.profiling.timeline import draw_chart, read_timeline
+from training.profiling.trace import VIEWER, tracing
 
 
 def record(workload: Workload, path: Path, warmup_steps: int = 3) -> None:
-    """Runs a few steps and writes the trace of the last one to `path`."""
+    """Runs `warmup_steps` steps and one more, and writes the trace of that one to `path`."""
     with workload:
         for _ in range(warmup_steps):
             workload.step()
-        with recorded(path, workload.streams):
+        with tracing(path, workload.streams):
             workload.step()
 
 
@@ -38,13 +38,13 @@ def main() -> None:
     options_parser.add_argument("--out", type=Path, default=Path("traces"), metavar="DIR")
     options = options_parser.parse_args()
     if options.device.startswith("cuda") and not torch.cuda.is_available():
-        sys.exit(f"error: --device {options.device}: torch finds no GPU; --device cpu shows the order of things")
+        sys.exit(f"error: --device {options.device}: torch finds no GPU; use --device cpu, which shows the order only")
     options.out.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"[^A-Za-z0-9.-]", "_", options.mode)
     trace, picture = options.out / f"{name}.json.gz", options.out / f"{name}.png"
     record(Workload(options.mode, options), trace)
     timeline = read_timeline(trace)
-    draw(timeline, picture, options.mode)
+    draw_chart(timeline, picture, options.mode)
     print(f"{options.mode}: {timeline.summary()}\n{trace}  (open in {VIEWER})\n{picture}")
 
 

@@ -1,14 +1,38 @@
-"""What holds for all tests."""
+"""Sets up every pytest run: the worker processes, and the signals that tests send."""
 
 from __future__ import annotations
 
+import os
 import signal
+from pathlib import Path
+
+import pytest
+
+# Workers already use every core, so more threads would only wait. Before torch is imported, which reads it once.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure() -> None:
-    # Started in the background, as by a CI runner, this process ignores Ctrl-C, under nohup the terminal's end, and so
-    # would every one that a test starts to interrupt it.
+    # A process that was started in the background, as by a CI runner, ignores Ctrl-C (under nohup also SIGHUP). The
+    # programs that tests start to interrupt them would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Decides what `-n auto`, the default in pyproject.toml, means: 0 for no workers, None for one a core.
+
+    A run of single files has no workers, because starting them takes longer than they save. Neither has a run that
+    may contain tests of the GPU: several processes would share its memory and disturb each other's timings.
+    """
+    if all(Path(argument.partition("::")[0]).is_file() for argument in config.args):
+        return 0
+    if "not gpu" in config.option.markexpr:
+        return None
+    # Not at the top: it takes seconds, and a worker must set OMP_NUM_THREADS first.
+    import torch
+
+    return 0 if torch.cuda.is_available() else None

@@ -1,26 +1,32 @@
-"""The rules that hold the layout together, read from the source: what may import what, and where things are made."""
+"""The rules of the layout, checked in the source: imports, where streams are made, and a test file for each file."""
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 from tests import ROOT
 
-# Top-level packages, and what each must not import.
+# The top-level packages, each with the modules that it must not import.
 FORBIDDEN = {
     "offload": {"hydra", "omegaconf", "wandb", "datasets", "models", "training", "numpy"},
     "models": {"hydra", "omegaconf", "wandb", "datasets", "training", "offload"},
     "training": {"train"},
 }
-# The floors of the engine, the lowest first: a folder imports from its own floor's folder and from lower floors only.
+# The floors of the engine, from the lowest up. A folder imports from itself and from lower floors only.
 FLOORS = (("runtime",), ("weights", "activations", "microbatches"), ("optimizer",), ("modes",), ("planning",))
 FLOOR_OF = {folder: number for number, floor in enumerate(FLOORS) for folder in floor}
 SOURCES = sorted(path for package in FORBIDDEN for path in (ROOT / package).rglob("*.py"))
 ENGINE = sorted((ROOT / "offload").rglob("*.py"))
-# The modes: files that a mode is one of, and not what several have in common.
+TESTS = ROOT / "tests"
+# The one file that uses private names of torch, and the private names that other files may use as well.
+TORCH_INTERNALS = ROOT / "offload" / "runtime" / "torch_internals.py"
+OPEN_NAMES = {"_version", "_parameters", "_buffers"}
+PRIVATE_NAMES = set(re.findall(r"\b_[A-Za-z]\w*", TORCH_INTERNALS.read_text())) - OPEN_NAMES
+# The files of offload/modes that are one mode each, without those that several modes share.
 SHARED_BY_MODES = {"__init__", "mode", "weight_mode", "activation_mode"}
 MODES = [path for path in sorted((ROOT / "offload" / "modes").glob("*.py")) if path.stem not in SHARED_BY_MODES]
 
@@ -31,18 +37,32 @@ def imports(tree: ast.AST) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {f"{node.module}"}
     return found
 
 
 def imported_modules(path: Path) -> set[Path]:
-    """The files of this repository that `path` imports, also inside functions."""
+    """Returns the source files of this repository that `path` imports, also inside functions."""
     named = (ROOT / Path(*name.split(".")).with_suffix(".py") for name in imports(ast.parse(path.read_text())))
     return {file for file in named if file in SOURCES}
 
 
 def calls(tree: ast.AST) -> set[str]:
     return {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+
+
+def private_names_of_torch(tree: ast.AST) -> set[str]:
+    """Returns the private names of torch that are imported or looked up, known ones on any object."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "torch":
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name for name in names if "._" in name or name.startswith("torch.multiprocessing.reductions")}
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+            name = ast.unparse(node)
+            if node.attr in PRIVATE_NAMES or name.split(".")[0] in ("torch", "nn", "F"):
+                found.add(name)
+    return found
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -67,6 +87,10 @@ class TestSource:
     def test_files_stay_readable(self, path: Path):
         assert len(path.read_text().splitlines()) <= 400
 
+    def test_each_file_has_a_test_file_of_its_name(self, path: Path):
+        if path.name != "__init__.py":
+            assert (TESTS / path.relative_to(ROOT).with_name(f"test_{path.name}")).is_file()
+
 
 @pytest.mark.parametrize("path", ENGINE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_floors_import_downwards(path: Path):
@@ -74,6 +98,21 @@ def test_floors_import_downwards(path: Path):
     for other in imported_modules(path):
         imported = other.relative_to(ROOT).parts[1]
         assert imported == folder or FLOOR_OF[imported] < FLOOR_OF[folder], f"{path} imports {other}"
+
+
+@pytest.mark.parametrize("path", ENGINE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_private_names_of_torch_are_used_in_one_file(path: Path):
+    assert path == TORCH_INTERNALS or not private_names_of_torch(ast.parse(path.read_text()))
+
+
+def test_private_names_of_torch_are_found():
+    seen = "import torch\nfrom torch._C import x\nfrom torch.nn.modules.batchnorm import _NormBase\ny = storage._cdata"
+    assert private_names_of_torch(ast.parse(f"{seen}\nz = torch._foreach_add\nself._mine = tensor._version")) == {
+        "torch._C.x",
+        "torch.nn.modules.batchnorm._NormBase",
+        "storage._cdata",
+        "torch._foreach_add",
+    }
 
 
 def test_every_folder_of_the_engine_has_a_floor():
@@ -89,8 +128,17 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def test_tests_and_programs_stay_readable():
-    for path in (*(ROOT / "tests").rglob("*.py"), *(ROOT / "scripts").glob("*.py")):
+    for path in (*TESTS.rglob("*.py"), *(ROOT / "scripts").glob("*.py")):
         assert len(path.read_text().splitlines()) <= 400, path
+
+
+def test_tests_import_their_helpers_by_full_name():
+    """`tests.offload.helpers.late`, not `late` or `.helpers.late`."""
+    bare_names = {path.stem for path in TESTS.rglob("*.py")} - FORBIDDEN.keys()
+    for path in TESTS.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        assert not {name.partition(".")[0] for name in imports(tree)} & bare_names, path
+        assert not any(node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)), path
 
 
 @pytest.mark.parametrize("path", MODES, ids=lambda path: path.stem)

@@ -271,14 +271,15 @@ def test_a_worker_that_dies_ends_the_run(run, tmp_path: Path, monkeypatch, capsy
     assert len(read_metrics(tmp_path)) < 6
 
 
-def test_a_host_without_room_for_states_that_visit_is_said_with_both_sizes(monkeypatch: pytest.MonkeyPatch):
+def test_a_host_without_room_for_the_optimizers_states_is_refused_with_both_sizes(monkeypatch: pytest.MonkeyPatch):
     streams = registry.acquire("cpu")
-    with composed(*SMALL, *HOST_ADAMW, "optimizer.visiting_share=1") as config:
+    with composed(*SMALL, *HOST_ADAMW) as config:
         model = build_model(config, torch.float32)
         mode, _ = build_mode(config, model)
         mode.attach(model, streams)
-        monkeypatch.setattr("offload.runtime.host_memory.free_host_bytes", lambda: 1000)
-        with pytest.raises(UserError, match=r"optimizer=host_adamw: 0.00 GiB of host memory are needed, 0.00 GiB are"):
+        monkeypatch.setattr("offload.optimizer.adamw.free_host_bytes", lambda: 1000)
+        needed = r"optimizer=host_adamw: 0.00 GiB of host memory are needed for the optimizer's states, 0.00 GiB are"
+        with pytest.raises(UserError, match=needed):
             build_optimizer(config, model, mode)
         mode.detach()
     registry.release(streams)

@@ -15,14 +15,15 @@ from torch import nn
 from models.initialise import initialise
 from models.weights import load_weights
 from offload.activations.checkpointing import recompute
-from offload.optimizer.kernels import usable_cores
 from offload.runtime import registry
 from offload.runtime.byte_sizes import parse_bytes
+from offload.runtime.host_cores import usable_cores
 from offload.runtime.registry import Streams
 from training.checkpoints.resuming import AUTO, Checkpoint, is_in, starting_point
 from training.checkpoints.saving import Checkpoints
 from training.checkpoints.state import RunState
 from training.components import DTYPES, STATES_OF_SPARE, build_mode, build_model, recomputed_blocks, updates_early
+from training.config.construct import keys_under
 from training.errors import UserError
 from training.metrics.progress import print_plan
 from training.metrics.wandb_tracker import Tracker, chosen_options, plain, run_name, run_tags
@@ -116,7 +117,8 @@ def build(config: DictConfig, run_dir: Path, begin: Callable[[], None] = lambda:
     tracker = build_tracker(config, run_dir, hardware, start.tracking_id)
     with tracker.failures_told(), device_memory_told(config, plan):
         try:
-            mode.attach(model, streams)
+            with keys_under("offload"):
+                mode.attach(model, streams)
         except MemoryError as error:
             raise UserError(f"offload={choices['offload']} model={choices['model']}: {error}: {ROOM}") from error
         if checkpoint is None:
@@ -194,7 +196,6 @@ def build_optimizer(config: DictConfig, model: nn.Module, mode) -> torch.optim.O
     try:
         if choice == "host_adamw":
             share = 0 if optimizer.device_share == "auto" else optimizer.device_share
-            # States that visit the device get their homes here.
             mode.overlap(optimizer, updates_early(config), share)
         optimizer.allocate()
     except MemoryError as error:

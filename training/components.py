@@ -9,8 +9,10 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from offload.modes.mode import Mode
 from offload.runtime.blocks import find_blocks
 from offload.weights.footprint import Footprint
+from training.config.construct import keys_under, make_mode
 from training.config.schema import OnNonfinite, Precision
 from training.errors import UserError
 
@@ -36,16 +38,11 @@ def build_model(config: DictConfig, dtype: torch.dtype) -> nn.Module:
         raise UserError("model: its sizes are beyond any memory: take smaller ones") from error
 
 
-def build_mode(config: DictConfig, model: nn.Module) -> tuple[object, Footprint]:
+def build_mode(config: DictConfig, model: nn.Module) -> tuple[Mode, Footprint]:
     """The offload mode and its plan for `model`. Raises UserError for a knob that does not fit the model."""
-    try:
-        mode = instantiate(config.offload)
+    mode = make_mode(config.offload)
+    with keys_under("offload"):
         return mode, mode.footprint(model, recompute=recomputes(config))
-    except (InstantiationException, ValueError) as error:
-        cause = error.__cause__ if isinstance(error, InstantiationException) else error
-        if not isinstance(cause, ValueError):
-            raise
-        raise UserError(str(cause)) from error
 
 
 def recomputes(config: DictConfig) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from offload.runtime.transfer import upload
 from training.build import Job
+from training.config.construct import keys_under
 from training.config.schema import OnNonfinite
 from training.errors import UserError
 from training.planning.oom_advice import device_memory_told
@@ -30,7 +31,7 @@ def train(job: Job) -> dict:
     recorder = Recorder(job)
     job.model.train()
     told = device_memory_told(config, job.plan)
-    with closing(recorder), told, StopRequest(enabled=job.checkpoints.on_signal) as stop:
+    with closing(recorder), told, keys_under("offload"), StopRequest(enabled=job.checkpoints.on_signal) as stop:
         for step in range(job.start.step + 1, config.steps + 1):
             tokens = job.dataset.batch(step - 1)
             recorder.start_step(step)

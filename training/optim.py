@@ -32,7 +32,7 @@ class AdamW(HostAdamW):
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
-        betas: Iterable[float] = (0.9, 0.999),
+        betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,

@@ -6,6 +6,7 @@ from hydra.core.hydra_config import HydraConfig
 from torch import Tensor
 
 from offload.runtime.byte_sizes import GIB
+from offload.runtime.counters import Counters
 from training.build import Job
 from training.checkpoints.state import RunState, digest_of, digest_of_all
 from training.metrics.files import MetricsWriter, read_metrics, write_summary
@@ -33,7 +34,7 @@ class Recorder:
         self._counters = job.mode.counters()
         self._last_step = start.step
         self._tracer = build_tracer(job)
-        self._before_trace: dict[str, float] | None = None
+        self._before_trace: Counters | None = None
         self._steps_left_out = 0
         self.skipped_steps = start.skipped_steps
         self._save_ms: list[float] = []
@@ -53,8 +54,7 @@ class Recorder:
             self._clock.stop()
             return
         trace = self._tracer.stop()
-        counters = self._job.mode.counters()
-        self._counters = {key: self._counters[key] + counters[key] - self._before_trace[key] for key in counters}
+        self._counters += self._job.mode.counters() - self._before_trace
         self._steps_left_out += 1
         if trace is not None:
             pictures = {"trace/timeline": trace.picture} if trace.picture else {}
@@ -72,15 +72,14 @@ class Recorder:
             "train/skipped_steps": self.skipped_steps,
             "memory/vram_peak_gib": vram_peak_gib(self._job.device),
             "memory/vram_reserved_gib": vram_reserved_gib(self._job.device),
-            "memory/host_pinned_gib": counters["host_pinned_bytes"] / GIB,
+            "memory/host_pinned_gib": counters.host_pinned_bytes / GIB,
             "memory/rss_gib": rss_gib(),
         }
         # A mode that learns may take less from here on, which a peak of the whole run would hide.
         reset_peaks(self._job.device)
         if times_ms:
             steps = step - self._last_step - self._steps_left_out
-            moved = {key: (counters[key] - self._counters[key]) / steps for key in counters}
-            record |= self._speed(sum(times_ms) / len(times_ms) / 1e3) | _moved(moved)
+            record |= self._speed(sum(times_ms) / len(times_ms) / 1e3) | _moved(counters - self._counters, steps)
         self._counters, self._last_step, self._steps_left_out = counters, step, 0
         if self._save_ms:
             record["checkpoint/save_ms"] = sum(self._save_ms)
@@ -136,22 +135,18 @@ def build_tracer(job: Job) -> Tracer:
     return Tracer(job.config, job.run_dir, job.streams, title, job.start.step)
 
 
-def _moved(moved: dict[str, float]) -> dict[str, float]:
-    """The metrics of what one step moved and of the updates beside it."""
+def _moved(moved: Counters, steps: int) -> dict[str, float]:
+    """The metrics of the copies and of the host's updates in `steps` steps, each as the mean of a step."""
     # A mode whose copies nobody times has no stall.
-    stall = {"transfer/stall_ms": moved["stall_ms"]} if "stall_ms" in moved else {}
+    stall = {} if moved.stall_ms is None else {"transfer/stall_ms": moved.stall_ms / steps}
     return {
-        "transfer/h2d_gib": moved["h2d_bytes"] / GIB,
-        "transfer/d2h_gib": moved["d2h_bytes"] / GIB,
-        "transfer/activations_h2d_gib": moved.get("activation_h2d_bytes", 0) / GIB,
-        "transfer/activations_d2h_gib": moved.get("activation_d2h_bytes", 0) / GIB,
+        "transfer/h2d_gib": moved.h2d_bytes / steps / GIB,
+        "transfer/d2h_gib": moved.d2h_bytes / steps / GIB,
+        "transfer/activations_h2d_gib": moved.activation_h2d_bytes / steps / GIB,
+        "transfer/activations_d2h_gib": moved.activation_d2h_bytes / steps / GIB,
         **stall,
-        "optimizer/host_ms": moved.get("update_ms", 0.0),
-        "optimizer/wait_ms": moved.get("update_wait_ms", 0.0),
-        "optimizer/gparams_per_s": _rate(moved),
+        "optimizer/host_ms": moved.update_ms / steps,
+        "optimizer/wait_ms": moved.update_wait_ms / steps,
+        # Parameters updated beside the device in a second, in billions.
+        "optimizer/gparams_per_s": moved.updated_parameters / 1e6 / moved.update_ms if moved.update_ms else 0.0,
     }
-
-
-def _rate(moved: dict[str, float]) -> float:
-    """Parameters updated beside the device in a second, in billions."""
-    return moved.get("updated_parameters", 0) / 1e6 / moved["update_ms"] if moved.get("update_ms") else 0.0

@@ -1,4 +1,4 @@
-"""Host blocks that come and go within a step, reused from one step to the next."""
+"""Host blocks that are taken and released within a step, and reused from one step to the next."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from offload.runtime.host_memory import HostArena, HostBlock
 from offload.runtime.registry import Event, Streams
 
 PAGE_BYTES = 4096
-# Left to the rest of the process and of the machine when nobody gives a budget.
+# Left to the rest of the process and of the machine where there is no budget.
 RESERVE_BYTES = 2**28
-# A block may be larger by this factor than what it is lent for, where lengths vary from step to step.
+# A block may be larger by this factor than what it is taken for, where lengths vary from step to step.
 SLACK = 2
-# A block that was not lent for so many steps is given back.
+# A block that was not taken for so many steps is returned to the host.
 IDLE_STEPS = 8
 
 
 class PooledBlock:
-    """A host block on loan: `bytes` is uint8, as long as was asked for.
+    """A host block in use: `bytes` is a uint8 tensor of the length that was asked for.
 
-    `used` ends the last copy that read or wrote it; None: there was none. `step` is the pool's step of its last loan.
+    `used` marks the end of the last copy that read or wrote the block, None: there was none. `step` is the step of the
+    pool in which it was taken last.
     """
 
     def __init__(self, block: HostBlock):
@@ -33,13 +34,14 @@ class PooledBlock:
 
 
 class HostPool:
-    """Blocks of the arena, made in exact size (whole pages) and at most `budget` bytes of them (None: what is free).
+    """Host blocks of exact size (whole pages), at most `budget` bytes of them (None: what the host has free).
 
-    A size that the pool has blocks of is lent in these, or steps that are all alike would not find each its own. For
-    another, the smallest idle block that fits is lent.
+    A size of which the pool has blocks is served by these blocks only; otherwise, in steps that are all alike, a
+    block would go to another tensor than in the step before. Any other size takes the smallest idle block that fits.
 
-    `grew`: new memory was page-locked in this step, which takes longer than many a step.
-    Who takes a block and queues a copy into it orders that copy behind `used`, and moves `used` on.
+    `held_bytes` are all bytes of the pool. `grew` tells whether new memory was page-locked in this step, which may take
+    longer than the step. A caller that takes a block and queues a copy that uses it makes that copy wait for `used`,
+    and then sets `used` to the end of that copy.
     """
 
     def __init__(self, arena: HostArena, streams: Streams, budget: int | None = None):
@@ -49,20 +51,20 @@ class HostPool:
         self._streams = streams
         self._budget = budget
         self._step = 0
-        # By size, the size longest unused first.
+        # Idle blocks by size, the size that is unused for the longest time first.
         self._idle: OrderedDict[int, deque[PooledBlock]] = OrderedDict()
-        # By size, idle and on loan.
+        # The number of blocks by size, idle and taken.
         self._counts: Counter[int] = Counter()
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of the blocks that are not on loan."""
+        """The bytes of the blocks that are not taken."""
         return sum(size * len(blocks) for size, blocks in self._idle.items())
 
     def take(self, nbytes: int, name: str) -> PooledBlock | None:
-        """A block for `nbytes`, or None where neither the budget nor the host has room for one.
+        """Returns a block for `nbytes`, or None where neither the budget nor the host has room for one.
 
-        Idle blocks of other sizes are given back to the host first where that makes the room.
+        Idle blocks of other sizes are returned to the host first where that makes the room.
         """
         size = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         block = self._idle_block(size) or self._new_block(size, name)
@@ -71,35 +73,35 @@ class HostPool:
             block.step = self._step
         return block
 
-    def give_back(self, block: PooledBlock) -> None:
-        """Ends a loan. Copies that use the block may still be queued."""
+    def release(self, block: PooledBlock) -> None:
+        """Makes a taken block idle. Copies that use it may still be queued."""
         size = block.block.bytes.numel()
         self._idle.setdefault(size, deque()).append(block)
         self._idle.move_to_end(size)
 
     def idle_blocks(self) -> list[PooledBlock]:
-        """The blocks that are not on loan."""
+        """Returns the blocks that are not taken."""
         return [block for blocks in self._idle.values() for block in blocks]
 
     def end_step(self) -> None:
-        """Gives back what no step has needed lately: shapes have changed, or less is swapped than before."""
+        """Returns the blocks to the host that no step has needed lately: shapes have changed, or less is swapped."""
         self._step += 1
         self.grew = False
         for size in list(self._idle):
             while self._idle.get(size) and self._idle[size][0].step < self._step - IDLE_STEPS:
-                self._release_one(size)
+                self._return_one(size)
 
     def trim(self) -> None:
-        """Gives every idle block back to the host."""
+        """Returns every idle block to the host."""
         while self._idle:
-            self._release_one(next(iter(self._idle)))
+            self._return_one(next(iter(self._idle)))
 
     def _idle_block(self, size: int) -> PooledBlock | None:
-        fitting = min((held for held in self._idle if size <= held <= SLACK * size), default=None)
+        fitting = min((idle for idle in self._idle if size <= idle <= SLACK * size), default=None)
         if fitting is None or (fitting != size and self._counts[size]):
             return None
         blocks = self._idle[fitting]
-        # The one given back last is the likeliest to be in the processor's caches; the oldest can be given up.
+        # The block that was released last is the likeliest to be in the processor's caches. The oldest may go unused.
         block = blocks.pop()
         if not blocks:
             del self._idle[fitting]
@@ -109,7 +111,7 @@ class HostPool:
         if self._budget is not None and self.held_bytes - self.idle_bytes + size > self._budget:
             return None
         while self._budget is not None and self.held_bytes + size > self._budget:
-            self._release_one(next(iter(self._idle)))
+            self._return_one(next(iter(self._idle)))
         while True:
             try:
                 self._arena.require(size + RESERVE_BYTES)
@@ -117,14 +119,15 @@ class HostPool:
             except MemoryError:
                 if not self._idle:
                     return None
-                self._release_one(next(iter(self._idle)))
+                self._return_one(next(iter(self._idle)))
                 continue
             self.held_bytes += size
             self._counts[size] += 1
             self.grew = True
             return block
 
-    def _release_one(self, size: int) -> None:
+    def _return_one(self, size: int) -> None:
+        """Returns the idle block of `size` that was released first to the host, once no copy uses it."""
         blocks = self._idle[size]
         block = blocks.popleft()
         if not blocks:
@@ -132,6 +135,6 @@ class HostPool:
         if block.used is not None:
             block.used.synchronize()
         self._streams.writes(None, block, "the host's next use of the memory")
-        self._arena.give_back(block.block)
+        self._arena.release(block.block)
         self.held_bytes -= size
         self._counts[size] -= 1

@@ -1,4 +1,4 @@
-"""Which of the saved activations are worth their way to the host: arithmetic over the record of the step before."""
+"""The choice of the activations that are worth a copy to the host: arithmetic over the record of the step before."""
 
 from __future__ import annotations
 
@@ -9,36 +9,38 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 
-class Fate(Enum):
-    """What became of a saved span in a step."""
+class Outcome(Enum):
+    """The result of saving a span in a step."""
 
-    UNUSED = "never asked for"
-    RELEASED = "its memory was free in between"
-    HELD = "somebody else kept its memory"
-    STASHED = "it was asked for before its memory was let go"
-    STAYED = "it was left on the device"
+    UNUSED = "backward did not ask for it"
+    RELEASED = "its device memory was free until backward asked for it"
+    REFERENCED = "its device memory was not free: somebody else still referenced it"
+    STASHED = "backward asked for it before its device memory was released"
+    STAYED = "it was not swapped"
 
 
 @dataclass(eq=False)
-class Candidate:
-    """A span that could be swapped, as the policy sees it.
+class SpanRecord:
+    """One span that was saved in a step, whether it was swapped or not.
 
-    `saved_at` and `used_at` count the saves and uses of a step together; `kept`: it stayed within the budget.
+    `index` numbers the spans of the step in the order of saving. `saved_at` and `used_at` are times that count the
+    saves and uses of the step together; `used_at` is None until backward asks for the span. `kept`: it stayed on the
+    device within the budget.
     """
 
-    ordinal: int
+    index: int
     nbytes: int
     saved_at: int
     used_at: int | None = None
     kept: bool = False
-    fate: Fate = Fate.UNUSED
+    outcome: Outcome = Outcome.UNUSED
 
 
-class Held(NamedTuple):
-    """A span that somebody else keeps, known again by its size: left alone for `wait` steps, until step `until`."""
+class Pause(NamedTuple):
+    """A span of `nbytes` that is not swapped for `num_steps` steps, until step `until`: a copy would free nothing."""
 
     nbytes: int
-    wait: int
+    num_steps: int
     until: int
 
 
@@ -47,44 +49,47 @@ class Choice(Enum):
 
     SWAP = "copy it to the host"
     KEEP = "keep it on the device, within the budget"
-    LEAVE = "leave it where it is, for a copy would free nothing"
+    LEAVE = "leave it on the device, outside of the budget: a copy would free nothing"
 
 
 class SwapPolicy(Protocol):
-    """Chooses by the number of a span in the order of saving. `budget` is how many bytes may stay on the device.
+    """Chooses for each span whether to swap it, by its index in the order of saving.
 
-    `measures`: `learn` is to be told times, which are only known when a step is over.
+    `budget` is how many bytes may stay on the device. `measures` tells whether `learn` needs the length of the step,
+    for which the host has to wait until the step is over.
     """
 
     budget: int
     measures: bool
 
     def begin_step(self, free_bytes: Callable[[], int | None]) -> None:
-        """A step begins; `free_bytes()` is what the device has to spare (None: that is not known)."""
+        """Begins a step. `free_bytes()` returns the free bytes of the device, None where they are not known."""
         ...
 
-    def choose(self, ordinal: int, nbytes: int, room: int) -> Choice:
-        """The choice for span number `ordinal` of the step; `room` is what the budget has left."""
+    def choose(self, index: int, nbytes: int, room: int) -> Choice:
+        """Returns the choice for span number `index` of the step; `room` is what is left of the budget in bytes."""
         ...
 
     def learn(
-        self, record: Sequence[Candidate], stall_ms: float, step_ms: float | None, host_grew: bool = False
+        self, record: Sequence[SpanRecord], stall_ms: float, step_ms: float | None, host_grew: bool = False
     ) -> None:
-        """A step is over: its candidates in order, the time that compute stood still for them and its length.
+        """Learns from a step that is over: `record` has its spans in the order of saving.
 
-        `step_ms` is None on a device without a clock and where nobody measures, where `stall_ms` is that of some step
-        before. `host_grew`: new host memory was page-locked in the step.
+        `stall_ms` is how long compute waited for copies, `step_ms` how long the step took. `step_ms` is None on a
+        device without a clock, and where `measures` is False; `stall_ms` may then be that of an earlier step.
+        `host_grew`: new host memory was page-locked in the step.
         """
         ...
 
 
 class FixedBudget:
-    """Keeps `budget` bytes: of what backward is about to use, that which it uses first.
+    """Keeps at most `budget` bytes on the device: the spans that backward uses first. Swaps the rest.
 
-    The order of a step is known after it, so the first swaps everything. What somebody else kept alive last time is
-    not swapped again: rope tables, a tensor that the caller holds. Whether it is still kept shows only a copy, so it is
-    tried again after `RETRY_STEPS` steps, after twice as many the next time, and so on; and at once where a step saved
-    other sizes than the one before.
+    The order of use is known after the first step, so the first step swaps everything.
+
+    A span whose memory somebody else still referenced (a rope table, a tensor that the caller keeps) is not swapped
+    again. Only another copy can show that this has changed. So it is tried again after `RETRY_STEPS` steps, then after
+    twice as many, and so on; and at once after a step that saved other sizes than the step before.
     """
 
     RETRY_STEPS = 16
@@ -93,52 +98,56 @@ class FixedBudget:
     def __init__(self, budget: int = 0):
         self.budget = budget
         self._kept: set[int] = set()
-        # By number.
-        self._held: dict[int, Held] = {}
+        # By index.
+        self._paused: dict[int, Pause] = {}
         self._sizes: list[int] = []
-        self._steps = 0
+        self._num_steps = 0
 
     def begin_step(self, free_bytes: Callable[[], int | None]) -> None:
-        """The budget does not depend on it."""
+        """Does nothing: the budget does not depend on the free memory."""
 
-    def choose(self, ordinal: int, nbytes: int, room: int) -> Choice:
-        held = self._held.get(ordinal)
-        if held is not None and held.nbytes == nbytes:
-            return Choice.SWAP if self._steps >= held.until else Choice.LEAVE
-        return Choice.KEEP if ordinal in self._kept and nbytes <= room else Choice.SWAP
+    def choose(self, index: int, nbytes: int, room: int) -> Choice:
+        pause = self._paused.get(index)
+        if pause is not None and pause.nbytes == nbytes:
+            return Choice.SWAP if self._num_steps >= pause.until else Choice.LEAVE
+        return Choice.KEEP if index in self._kept and nbytes <= room else Choice.SWAP
 
     def learn(
-        self, record: Sequence[Candidate], stall_ms: float, step_ms: float | None, host_grew: bool = False
+        self, record: Sequence[SpanRecord], stall_ms: float, step_ms: float | None, host_grew: bool = False
     ) -> None:
-        self._steps += 1
-        before, self._sizes = self._sizes, [candidate.nbytes for candidate in record]
-        if self._sizes != before:
-            self._held = {}
-        for candidate in record:
-            if candidate.fate is Fate.HELD:
-                earlier = self._held.get(candidate.ordinal)
-                wait = 2 * earlier.wait if earlier else self.RETRY_STEPS
-                self._held[candidate.ordinal] = Held(candidate.nbytes, wait, self._steps + wait)
-            elif candidate.fate in (Fate.RELEASED, Fate.STASHED):
-                self._held.pop(candidate.ordinal, None)
-        self._kept = used_first(self._worth_it(record), self.budget)
+        self._num_steps += 1
+        sizes_before, self._sizes = self._sizes, [span.nbytes for span in record]
+        if self._sizes != sizes_before:
+            self._paused = {}
+        for span in record:
+            if span.outcome is Outcome.REFERENCED:
+                earlier = self._paused.get(span.index)
+                num_steps = 2 * earlier.num_steps if earlier else self.RETRY_STEPS
+                self._paused[span.index] = Pause(span.nbytes, num_steps, self._num_steps + num_steps)
+            elif span.outcome in (Outcome.RELEASED, Outcome.STASHED):
+                self._paused.pop(span.index, None)
+        self._kept = used_first(self._worth_a_copy(record), self.budget)
 
-    def _worth_it(self, record: Sequence[Candidate]) -> list[Candidate]:
-        return [candidate for candidate in record if candidate.ordinal not in self._held]
+    def _worth_a_copy(self, record: Sequence[SpanRecord]) -> list[SpanRecord]:
+        return [span for span in record if span.index not in self._paused]
 
 
 class AutomaticBudget(FixedBudget):
-    """Swaps only as much as the copies can hide behind compute, found by measuring.
+    """Swaps the share of the bytes that copies can hide behind compute, found by measuring.
 
     The first step keeps what there is room for, `KEPT_OF_FREE` of the device's free memory, and is not measured: it
-    shows how much could be swapped. Then shares of these bytes are tried, at most `TRIALS`, from `FIRST` (or what has
-    no room) on. A share is hidden where compute stood still for at most `TOLERANCE` of the step. A step that
-    page-locks memory says nothing, as the host holds it up and copies have all the time they want: the same share is
-    tried again, unless `PATIENCE` steps have done so in a row, which then counts as not hidden. Shares grow by
-    `GROWTH` until one is not hidden, then go half the way between the greatest that was and the least that was not.
-    The greatest that was hidden is kept for good, as a budget in bytes. So a slow moment costs memory, never time; and
-    never much more is page-locked than will be used, which takes half a second a GB. Without a clock, and where free
-    memory is not known, everything is swapped.
+    shows how much could be swapped. Then shares of these bytes are tried, at most `TRIALS` of them, from `FIRST` (or
+    what has no room) on. A share is hidden if compute stood still for at most `TOLERANCE` of the step.
+
+    Shares grow by the factor `GROWTH` until one is not hidden, and then halve the distance between the largest that
+    was hidden and the smallest that was not, until the two are `CLOSE_ENOUGH`. The largest hidden share is kept for
+    good, as a budget in bytes. So one slow moment costs memory, never time. And hardly more host memory is page-locked
+    than will be used, which matters because page-locking takes half a second a GB.
+
+    A step that page-locks memory proves nothing: the host is slow then, so copies have all the time they need. The
+    same share is tried again. After `PATIENCE` such steps in a row, a share counts as not hidden.
+
+    On a device without a clock, and where its free memory is not known, everything is swapped.
     """
 
     FIRST = 1 / 8
@@ -152,52 +161,54 @@ class AutomaticBudget(FixedBudget):
     def __init__(self) -> None:
         super().__init__(0)
         self.settled = False
-        self._most = 0
+        self._first_budget = 0
         self._share: float | None = None
         self._hidden = 0.0
         self._not_hidden: float | None = None
-        self._trials = 0
-        self._grown = 0
+        self._num_trials = 0
+        self._num_grown = 0
 
     @property
     def measures(self) -> bool:
         return not self.settled
 
     def begin_step(self, free_bytes: Callable[[], int | None]) -> None:
+        """Takes the budget of the first step from the free memory."""
         if self._share is None:
-            self._most = self.budget = int(self.KEPT_OF_FREE * (free_bytes() or 0))
+            self._first_budget = self.budget = int(self.KEPT_OF_FREE * (free_bytes() or 0))
 
-    def choose(self, ordinal: int, nbytes: int, room: int) -> Choice:
-        choice = super().choose(ordinal, nbytes, room)
-        unknown = self._share is None and choice is Choice.SWAP
-        return Choice.KEEP if unknown and nbytes <= room else choice
+    def choose(self, index: int, nbytes: int, room: int) -> Choice:
+        choice = super().choose(index, nbytes, room)
+        is_first_step = self._share is None and choice is Choice.SWAP
+        return Choice.KEEP if is_first_step and nbytes <= room else choice
 
     def learn(
-        self, record: Sequence[Candidate], stall_ms: float, step_ms: float | None, host_grew: bool = False
+        self, record: Sequence[SpanRecord], stall_ms: float, step_ms: float | None, host_grew: bool = False
     ) -> None:
         if self.measures and step_ms is None:
             self.budget = 0
         elif self.measures and record:
-            whole = peak_bytes(self._worth_it(record))
+            all_bytes = peak_bytes(self._worth_a_copy(record))
             if self._share is None:
-                # What has no room is swapped, hidden or not.
-                self._hidden = max(0.0, 1 - self._most / whole) if whole else 0.0
+                # Bytes for which the device has no room are swapped, hidden or not.
+                self._hidden = max(0.0, 1 - self._first_budget / all_bytes) if all_bytes else 0.0
                 self._share = min(self._hidden + self.FIRST, 1.0)
             else:
-                self._grown = self._grown + 1 if host_grew else 0
-                if not host_grew or self._grown > self.PATIENCE:
-                    self._judge(not host_grew and stall_ms <= self.TOLERANCE * step_ms)
-            self.budget = math.ceil((1 - self._share) * whole)
+                self._num_grown = self._num_grown + 1 if host_grew else 0
+                if not host_grew or self._num_grown > self.PATIENCE:
+                    self._try_next(not host_grew and stall_ms <= self.TOLERANCE * step_ms)
+            self.budget = math.ceil((1 - self._share) * all_bytes)
         super().learn(record, stall_ms, step_ms)
 
-    def _judge(self, hidden: bool) -> None:
-        self._trials += 1
-        if hidden:
+    def _try_next(self, was_hidden: bool) -> None:
+        """Notes whether the current share was hidden, and chooses the next, or settles."""
+        self._num_trials += 1
+        if was_hidden:
             self._hidden = self._share
         else:
             self._not_hidden = self._share
-        narrow = self._not_hidden is not None and self._not_hidden - self._hidden <= self.CLOSE_ENOUGH
-        if self._hidden == 1.0 or narrow or self._trials == self.TRIALS:
+        is_close = self._not_hidden is not None and self._not_hidden - self._hidden <= self.CLOSE_ENOUGH
+        if self._hidden == 1.0 or is_close or self._num_trials == self.TRIALS:
             self._share, self.settled = self._hidden, True
         elif self._not_hidden is None:
             self._share = min(self.GROWTH * self._share, 1.0)
@@ -205,40 +216,40 @@ class AutomaticBudget(FixedBudget):
             self._share = (self._hidden + self._not_hidden) / 2
 
 
-def used_first(record: Sequence[Candidate], budget: int) -> set[int]:
-    """The numbers of the candidates to keep so that never more than `budget` bytes of kept ones are alive at once.
+def used_first(record: Sequence[SpanRecord], budget: int) -> set[int]:
+    """Returns the indices of the spans to keep, so that at most `budget` bytes of kept spans are alive at any time.
 
-    Whenever a step turns from saving to using, what was saved since the last turn is taken in the order of its use:
-    what would be needed soonest stays (Belady 1966). Candidates that were never used are not kept.
+    Whenever a step turns from saving to using, the spans saved since the last turn are taken in the order of their
+    use: those that are needed soonest stay (Belady 1966). Spans that were never used are not kept.
     """
-    kept, alive, fresh = set(), 0, []
-    for candidate, is_use in _in_order(record):
+    kept, alive_bytes, new = set(), 0, []
+    for span, is_use in _in_order(record):
         if not is_use:
-            fresh.append(candidate)
+            new.append(span)
             continue
-        wanted = [saved for saved in fresh if saved.used_at is not None]
-        for saved in sorted(wanted, key=lambda saved: saved.used_at):
-            if alive + saved.nbytes <= budget:
-                kept.add(saved.ordinal)
-                alive += saved.nbytes
-        fresh = []
-        if candidate.ordinal in kept:
-            alive -= candidate.nbytes
+        used = [saved for saved in new if saved.used_at is not None]
+        for saved in sorted(used, key=lambda saved: saved.used_at):
+            if alive_bytes + saved.nbytes <= budget:
+                kept.add(saved.index)
+                alive_bytes += saved.nbytes
+        new = []
+        if span.index in kept:
+            alive_bytes -= span.nbytes
     return kept
 
 
-def peak_bytes(record: Sequence[Candidate]) -> int:
-    """The most bytes of candidates that were alive at once, from being saved to being used; of those used at all."""
-    alive = peak = 0
-    for candidate, is_use in _in_order(record):
-        if candidate.used_at is not None:
-            alive += -candidate.nbytes if is_use else candidate.nbytes
-            peak = max(peak, alive)
+def peak_bytes(record: Sequence[SpanRecord]) -> int:
+    """Returns the most bytes that were alive at once, from save to use, of the spans that were used at all."""
+    alive_bytes = peak = 0
+    for span, is_use in _in_order(record):
+        if span.used_at is not None:
+            alive_bytes += -span.nbytes if is_use else span.nbytes
+            peak = max(peak, alive_bytes)
     return peak
 
 
-def _in_order(record: Sequence[Candidate]) -> list[tuple[Candidate, bool]]:
-    """The saves (False) and uses (True) of candidates in the order in which they happened."""
-    saves = [(candidate.saved_at, candidate, False) for candidate in record]
-    uses = [(candidate.used_at, candidate, True) for candidate in record if candidate.used_at is not None]
-    return [(candidate, is_use) for _, candidate, is_use in sorted(saves + uses, key=lambda entry: entry[0])]
+def _in_order(record: Sequence[SpanRecord]) -> list[tuple[SpanRecord, bool]]:
+    """Returns the saves (False) and uses (True) of spans in the order in which they happened."""
+    saves = [(span.saved_at, span, False) for span in record]
+    uses = [(span.used_at, span, True) for span in record if span.used_at is not None]
+    return [(span, is_use) for _, span, is_use in sorted(saves + uses, key=lambda entry: entry[0])]

@@ -1,14 +1,12 @@
-"""Activation swapping: what autograd saves for backward waits on the host and is back ahead of use.
+"""Activation swapping: the tensors that autograd saves for backward wait on the host, and are back ahead of use.
 
-The idea of vDNN (Rhu et al. 2016) on the saved-tensor hooks of autograd. A hook lets go of its own reference to the
-tensor and of nothing else: memory is free when nobody else holds it, and is only then counted as released.
+The idea of vDNN (Rhu et al. 2016) on the saved-tensor hooks of autograd. The pack hook drops its own reference to the
+tensor and nothing else: device memory is free when nobody else references it, and only then counted as released.
 """
 
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -18,35 +16,28 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload.activations.host_pool import HostPool
-from offload.activations.policy import Candidate, Choice, Fate, FixedBudget, SwapPolicy
-from offload.activations.storages import (
-    Exclusions,
-    Origins,
-    Packed,
-    ReleasedSpan,
-    SavedSpan,
-    Span,
-    Staying,
-    SwappedSpan,
-    UseOrder,
-    VersionHandles,
-)
+from offload.activations.policy import Choice, FixedBudget, Outcome, SpanRecord, SwapPolicy
+from offload.activations.span_table import SpanTable
+from offload.activations.step_record import StepRecord
+from offload.activations.storages import SavedSpan
+from offload.activations.swapped_span import ByteRange, PackedTensor, SwappedSpan, UnswappedTensor
+from offload.activations.versions import VersionHandles
 from offload.runtime.deferred_free import DeferredFrees, PendingFree, StashedTensors
-from offload.runtime.device_slots import free_device_bytes
+from offload.runtime.device_memory import free_device_bytes
 from offload.runtime.host_memory import HostArena
-from offload.runtime.registry import Event
 from offload.runtime.saved_tensor_hooks import Kept, Passed, active_hooks, beneath_claims, claimed
+from offload.runtime.torch_internals import is_in_backward, is_zero_tensor, view_base
 from offload.runtime.transfer import Transfer
 
 
 class ActivationSwapper:
     """Swaps the tensors that are saved while `hooks` is open.
 
-    Swapped are plain dense tensors on the device of at least `min_bytes` that are neither parameters nor views of
-    such, that `predicate` accepts, and that `policy` chooses. `in_flight_bytes` may be kept for copies out that are
-    under way, `prefetch_bytes` may be back ahead of use; what the policy's budget leaves free is added to either.
-    `host_budget` bounds the host memory (None: what is free); beyond it tensors stay on the device. A write through
-    `.data`, of which autograd does not know, is not seen: backward may find what was saved before it.
+    A tensor is swapped if it is plain, dense, on the device, of at least `min_bytes`, neither a parameter nor a view of
+    one, and if `predicate` accepts it and `policy` chooses it. At most `in_flight_bytes` are kept for copies out that
+    are under way, and at most `prefetch_bytes` are back ahead of use; what the policy's budget leaves free is added to
+    both. `host_budget` bounds the host memory in bytes (None: what is free); beyond it tensors stay on the device.
+    A write through `.data` is not noticed, because autograd does not count it: backward may then find the old values.
     """
 
     def __init__(
@@ -75,39 +66,31 @@ class ActivationSwapper:
         self._deferred_frees = DeferredFrees(transfer, in_flight_bytes)
         self._stashed = StashedTensors(self._deferred_frees)
         self._handles = VersionHandles(self._streams.device)
-        self._excluded = Exclusions()
-        self._origins = Origins()
-        self._parcels: list[tuple[int, weakref.ref[SwappedSpan]]] = []
-        self._released: deque[ReleasedSpan] = deque()
-        self._serial = 0
-        self._uses = UseOrder()
-        self._ahead_bytes = 0
-        self._stall_ms_before = 0.0
-        self._began: Event | None = None
-        self._forget_step()
+        self._spans = SpanTable()
+        self._step = StepRecord()
 
     def hooks(self) -> AbstractContextManager:
-        """A context in which saved tensors are swapped.
+        """Returns a context in which saved tensors are swapped.
 
         It does nothing inside itself, inside `keeping`, under hooks that are not of this package, and in a forward
-        that backward runs: what is recomputed is used at once.
+        that backward runs: what a recompute saves is used at once.
         """
         return self._open(self._pack)
 
     def keeping(self) -> AbstractContextManager:
-        """A context in which saved tensors stay on the device, though `hooks` be open around it."""
+        """Returns a context in which saved tensors stay on the device, also inside `hooks`."""
         return self._open(Kept.of, within_own=True)
 
     def excluding(self, tensors: Iterable[torch.Tensor]) -> AbstractContextManager:
-        """A context in which what shares memory with `tensors` is not swapped: the caller keeps it."""
-        return self._excluded.during(tensors)
+        """Returns a context in which tensors that share memory with `tensors` are not swapped: the caller keeps it."""
+        return self._step.excluded.during(tensors)
 
     @contextmanager
     def step(self, kept: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        """Around forward and backward of one step; what shares memory with `kept` is not swapped in it.
+        """Surrounds forward and backward of one step. Tensors that share memory with `kept` are not swapped in it.
 
-        Afterwards no device memory is held but by copies that whoever computes next is queued behind; after an
-        exception too.
+        Afterwards, also after an exception, the only device memory still held is that of copies for which the compute
+        stream has been made to wait.
         """
         self.begin_step(kept)
         try:
@@ -116,36 +99,36 @@ class ActivationSwapper:
             self.end_step()
 
     def begin_step(self, kept: Iterable[torch.Tensor] = ()) -> None:
-        """A step begins in which what shares memory with `kept` is not swapped: parameters, buffers."""
-        self._forget_step()
+        """Begins a step in which tensors that share memory with `kept` (parameters, buffers) are not swapped."""
+        telemetry = self._transfer.telemetry
+        self._policy.begin_step(partial(free_device_bytes, self._streams.device))
+        started = telemetry.timestamp() if self._policy.measures else None
+        self._step = StepRecord(self._spans.next_serial, telemetry.stall_ms, started)
         for tensor in kept:
             if tensor.device == self._streams.device:
-                self._excluded.add(tensor)
-        self._policy.begin_step(partial(free_device_bytes, self._streams.device))
-        self._stall_ms_before = self._transfer.telemetry.stall_ms
-        self._began = self._transfer.telemetry.timestamp() if self._policy.measures else None
+                self._step.excluded.add(tensor)
 
     def end_step(self) -> None:
-        """Drops what is left on the device and tells the policy how the step went.
+        """Frees the device memory that is left, and tells the policy how the step went.
 
-        Only for a policy that measures, the host waits for the end of the step: elsewhere it may go on to queue the
-        next, so that the device does not stand still meanwhile.
+        The host waits for the end of the step only for a policy that measures. Otherwise it can queue the next step
+        at once, so that the device does not stand still meanwhile.
         """
         self._reclaim()
-        for parcel in self._alive():
-            if parcel.copy is not None:
-                self._abandon(parcel)
+        for span in self._spans.alive():
+            if span.device_copy is not None:
+                self._abandon(span)
         self._stashed.release()
         step_ms = self._measured_ms() if self._policy.measures else None
         telemetry = self._transfer.telemetry
         telemetry.collect()
-        self._uses.learn(self._record)
-        self._policy.learn(self._record, telemetry.stall_ms - self._stall_ms_before, step_ms, self.pool.grew)
+        self._spans.learn(self._step)
+        self._policy.learn(self._step.spans, telemetry.stall_ms - self._step.stall_ms, step_ms, self.pool.grew)
         self.pool.end_step()
-        self._forget_step()
+        self._step = StepRecord(self._spans.next_serial)
 
     def close(self) -> None:
-        """Gives the host memory back that no saved tensor needs. What still is saved can be unpacked all the same."""
+        """Returns the host memory that no saved tensor needs. Tensors that are still saved can be unpacked later."""
         self._reclaim()
         self._stashed.release()
         self._settle()
@@ -155,8 +138,7 @@ class ActivationSwapper:
         outer = active_hooks()
         around = beneath_claims(outer)
         own = around is not None and getattr(around[0], "owner", None) is self
-        recomputing = torch._C._current_graph_task_id() != -1
-        if recomputing or (around is not None and not (own and within_own)):
+        if is_in_backward() or (around is not None and not (own and within_own)):
             return nullcontext()
 
         def marked(tensor: torch.Tensor) -> object:
@@ -165,235 +147,215 @@ class ActivationSwapper:
         marked.owner = self
         return saved_tensors_hooks(marked, self._unpack)
 
+    # Pack: autograd saves a tensor.
+
     def _pack(self, tensor: torch.Tensor) -> object:
         self._reclaim()
-        self._unpacked_bytes = 0
-        if not self._eligible(tensor):
+        step = self._step
+        step.unpacked_bytes = 0
+        if not self._is_eligible(tensor):
             return Kept.of(tensor)
-        storage, span = tensor.untyped_storage(), Span.of(tensor)
-        # What is too small to travel would keep all of a storage that does: it goes along.
-        found = self._origins.find(storage, span, tensor)
-        if found is None and (tensor.nbytes < self._min_bytes or span.nbytes < self._min_bytes):
+        storage, byte_range = tensor.untyped_storage(), ByteRange.of(tensor)
+        # A small tensor would keep the whole storage alive: if the storage is swapped, the small tensor is, too.
+        found = step.saved.find(storage, byte_range, tensor)
+        if found is None and (tensor.nbytes < self._min_bytes or byte_range.nbytes < self._min_bytes):
             return Kept.of(tensor)
         if self._predicate is not None and not self._predicate(tensor):
             return Kept.of(tensor)
         handle = self._handles.of(tensor)
-        candidate, parcel = found or self._admit(storage, span, handle)
-        if parcel is None:
-            return Staying(Kept.of(tensor), candidate)
+        record, span = found or self._admit(storage, byte_range, handle)
+        if span is None:
+            return UnswappedTensor(Kept.of(tensor), record)
         shape, strides = tensor.shape, tensor.stride()
-        return Packed(parcel, tensor.dtype, tensor.storage_offset(), shape, strides, handle, tensor._version)
+        return PackedTensor(span, tensor.dtype, tensor.storage_offset(), shape, strides, handle, tensor._version)
 
-    def _eligible(self, tensor: torch.Tensor) -> bool:
+    def _is_eligible(self, tensor: torch.Tensor) -> bool:
         return (
             type(tensor) is torch.Tensor
             and tensor.device == self._streams.device
             and tensor.layout is torch.strided
             and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_inference())
-            and not (tensor._is_zerotensor() or isinstance(tensor._base, nn.Parameter))
-            and tensor.untyped_storage() not in self._excluded
+            and not (is_zero_tensor(tensor) or isinstance(view_base(tensor), nn.Parameter))
+            and tensor.untyped_storage() not in self._step.excluded
         )
 
     def _admit(
-        self, storage: torch.UntypedStorage, span: Span, handle: torch.Tensor
-    ) -> tuple[Candidate, SwappedSpan | None]:
-        candidate = Candidate(len(self._record), span.nbytes, saved_at=self._tick())
-        self._record.append(candidate)
-        choice = self._policy.choose(candidate.ordinal, span.nbytes, self._room)
-        block = self.pool.take(span.nbytes, "activations") if choice is Choice.SWAP else None
-        parcel = None
+        self, storage: torch.UntypedStorage, byte_range: ByteRange, handle: torch.Tensor
+    ) -> tuple[SpanRecord, SwappedSpan | None]:
+        """Records bytes that were not saved before in this step, and sends them out if the policy chooses so."""
+        step = self._step
+        record = step.add(byte_range.nbytes)
+        choice = self._policy.choose(record.index, record.nbytes, self._room)
+        block = self.pool.take(record.nbytes, "activations") if choice is Choice.SWAP else None
+        span = None
         if block is not None:
-            parcel = SwappedSpan(self._serial, candidate, span, storage, block, self._released)
-            self._parcels.append((self._serial, weakref.ref(parcel)))
-            self._serial += 1
-            self._saved_since = True
-            self._send(parcel, storage)
+            span = self._spans.add(record, byte_range, storage, block)
+            step.has_new_spans = True
+            self._send(span, storage)
         else:
-            candidate.fate = Fate.STAYED
-            candidate.kept = choice is Choice.KEEP
-            self._kept_bytes += span.nbytes if candidate.kept else 0
+            record.outcome = Outcome.STAYED
+            record.kept = choice is Choice.KEEP
+            step.kept_bytes += record.nbytes if record.kept else 0
         self._stashed.fit_into(self._room)
-        self._origins.add(storage, SavedSpan(span, handle, handle._version, candidate, parcel and weakref.ref(parcel)))
-        return candidate, parcel
+        step.saved.add(storage, SavedSpan(byte_range, handle, handle._version, record, span and weakref.ref(span)))
+        return record, span
 
-    def _send(self, parcel: SwappedSpan, storage: torch.UntypedStorage) -> None:
-        streams, block, name = self._streams, parcel.block, f"activation {parcel.candidate.ordinal}"
+    # Send: copy a span out.
+
+    def _send(self, span: SwappedSpan, storage: torch.UntypedStorage) -> None:
+        streams, block, name = self._streams, span.block, f"activation {span.record.index}"
         flat = torch.empty(0, dtype=torch.uint8, device=streams.device)
-        flat.set_(storage, parcel.span.start, (parcel.span.nbytes,), (1,))
+        flat.set_(storage, span.byte_range.start, (span.byte_range.nbytes,), (1,))
         leaving = PendingFree(flat, streams.event(), name, streams.compute)
         streams.writes(streams.compute, leaving, "forward")
         self._transfer.after_compute(streams.d2h)
         if block.used is not None:
-            # What was fetched from it may never have been asked for, and then compute did not wait for the copy.
+            # The last copy from the block may be a prefetch that nobody used, for which compute did not wait.
             streams.d2h.wait_event(block.used)
         streams.reads(streams.d2h, leaving, "copy out")
         streams.writes(streams.d2h, block, "copy out")
         self._transfer.copy_out(block.bytes, flat, done=leaving.done, what=name)
         block.used = leaving.done
-        parcel.leaving = weakref.ref(leaving)
-        self.swapped_bytes += parcel.span.nbytes
+        span.leaving = weakref.ref(leaving)
+        self.swapped_bytes += span.byte_range.nbytes
         self._stashed.add(leaving)
+
+    # Unpack: backward asks for a tensor.
 
     def _unpack(self, saved: object) -> torch.Tensor:
         self._reclaim()
-        if isinstance(saved, Packed):
-            return self._return(saved)
+        if isinstance(saved, PackedTensor):
+            return self._unpack_swapped(saved)
         if isinstance(saved, Passed):
             return saved.unpack(saved.packed)
-        if isinstance(saved, Staying):
-            self._note_use(saved.candidate)
-            # What stayed is used first, and what makes room for the rest: they come back meanwhile.
-            coming = self._coming(saved.candidate, len(self._parcels))
+        if isinstance(saved, UnswappedTensor):
+            self._note_use(saved.record)
+            # Tensors that stayed are used first. Each use leaves room in the budget, into which swapped ones come back.
+            coming = self._spans.used_after(saved.record, self._step, self._spans.next_serial)
             self._prefetch(coming, 0, self._room - self._stashed.nbytes)
             return saved.kept.checked()
         return saved.checked()
 
-    def _return(self, packed: Packed) -> torch.Tensor:
+    def _unpack_swapped(self, packed: PackedTensor) -> torch.Tensor:
         packed.check()
-        parcel = packed.parcel
-        original = parcel.original()
-        self._note_use(parcel.candidate, parcel)
+        span = packed.span
+        original = span.original()
+        self._note_use(span.record, span)
         if original is not None:
-            self._prefetch_behind(parcel)
-            packed.round = parcel.unpacked(packed.round)
+            self._prefetch_after(span)
+            packed.pass_number = span.tensor_unpacked(packed.pass_number)
             return packed.view(original, 0)
-        storage = self._copy_of(parcel)
-        packed.round = parcel.unpacked(packed.round)
-        return packed.view(storage, parcel.span.start)
+        storage = self._copy_of(span)
+        packed.pass_number = span.tensor_unpacked(packed.pass_number)
+        return packed.view(storage, span.byte_range.start)
 
-    def _copy_of(self, parcel: SwappedSpan) -> torch.UntypedStorage:
-        if parcel.copy is not None and parcel.copy.owner != self._streams.compute:
-            # Memory that another stream was given would be handed out again in that stream's order.
-            self._abandon(parcel)
-        if parcel.copy is None:
-            there = parcel.dropped(self._streams.compute)
-            if there is not None:
-                return there
-            self._fetch(parcel)
-        self._expect(parcel, False)
-        self._prefetch_behind(parcel)
-        self._await(parcel)
-        return parcel.copy.tensor.untyped_storage()
+    def _copy_of(self, span: SwappedSpan) -> torch.UntypedStorage:
+        """Returns the device copy of `span`, for which compute waits; makes it where there is none."""
+        if span.device_copy is not None and span.device_copy.owner != self._streams.compute:
+            # The allocator reuses memory in the order of the stream that it was allocated on: not on this one.
+            self._abandon(span)
+        if span.device_copy is None:
+            dropped = span.dropped(self._streams.compute)
+            if dropped is not None:
+                return dropped
+            self._fetch(span)
+        self._spans.mark_ahead(span, False)
+        self._prefetch_after(span)
+        self._await(span)
+        return span.device_copy.tensor.untyped_storage()
 
-    def _note_use(self, candidate: Candidate, parcel: SwappedSpan | None = None) -> None:
-        if candidate.used_at is not None:
+    def _note_use(self, record: SpanRecord, span: SwappedSpan | None = None) -> None:
+        """Records the first use of a span (None: it stayed on the device), and how its memory fared until then."""
+        if record.used_at is not None:
             return
-        candidate.used_at = self._tick()
-        if candidate.kept and self._is_of_this_step(candidate):
-            self._kept_bytes -= candidate.nbytes
-        if parcel is None:
+        step = self._step
+        record.used_at = step.tick()
+        if record.kept and record in step:
+            step.kept_bytes -= record.nbytes
+        if span is None:
             return
-        if parcel.origin.expired():
-            candidate.fate = Fate.RELEASED
-            self.released_bytes += candidate.nbytes
+        if span.storage.expired():
+            record.outcome = Outcome.RELEASED
+            self.released_bytes += record.nbytes
         else:
-            candidate.fate = Fate.STASHED if parcel.is_leaving else Fate.HELD
-        self._unpacked_bytes += candidate.nbytes
-        if self._unpacked_bytes > 2 * (self._in_flight_bytes + self._stashed.nbytes):
-            # Backward is past what was saved last: its copies out are long done, and its memory is wanted.
+            record.outcome = Outcome.STASHED if span.is_leaving else Outcome.REFERENCED
+        step.unpacked_bytes += record.nbytes
+        if step.unpacked_bytes > 2 * (self._in_flight_bytes + self._stashed.nbytes):
+            # Backward is past the tensors that were saved last: their copies out are long done, release their memory.
             self._stashed.release()
 
-    def _fetch(self, parcel: SwappedSpan) -> None:
-        streams, name = self._streams, f"activation {parcel.candidate.ordinal}"
-        memory = torch.empty(parcel.span.nbytes, dtype=torch.uint8, device=streams.device)
-        parcel.copy, parcel.readers = PendingFree(memory, streams.event(), name, streams.compute), []
-        streams.writes(streams.compute, parcel.copy, "what this memory was used for before")
-        # This also puts it behind the copy out, for which compute had to wait before the memory was let go.
+    # Fetch: copy a span in.
+
+    def _fetch(self, span: SwappedSpan) -> None:
+        streams, name = self._streams, f"activation {span.record.index}"
+        memory = torch.empty(span.byte_range.nbytes, dtype=torch.uint8, device=streams.device)
+        span.device_copy, span.ready_on = PendingFree(memory, streams.event(), name, streams.compute), []
+        streams.writes(streams.compute, span.device_copy, "what this memory was used for before")
+        # This also orders it after the copy out: compute waited for that before the memory was released.
         self._transfer.after_compute(streams.h2d)
-        streams.reads(streams.h2d, parcel.block, "copy in")
-        streams.writes(streams.h2d, parcel.copy, "copy in")
-        self._transfer.copy_in(memory, parcel.block.bytes, done=parcel.copy.done, what=name)
-        parcel.block.used = parcel.copy.done
-        self.fetched_bytes += parcel.span.nbytes
-        self._expect(parcel, True)
+        streams.reads(streams.h2d, span.block, "copy in")
+        streams.writes(streams.h2d, span.device_copy, "copy in")
+        self._transfer.copy_in(memory, span.block.bytes, done=span.device_copy.done, what=name)
+        span.block.used = span.device_copy.done
+        self.fetched_bytes += span.byte_range.nbytes
+        self._spans.mark_ahead(span, True)
 
-    def _prefetch_behind(self, current: SwappedSpan) -> None:
-        limit = self._prefetch_bytes + max(self._room - self._stashed.nbytes, 0)
-        index = bisect_left(self._parcels, current.serial, key=lambda entry: entry[0])
-        self._prefetch(self._coming(current.candidate, index), current.round, limit)
-
-    def _coming(self, candidate: Candidate, before: int) -> Iterator[SwappedSpan | None]:
-        """What is used after `candidate`: by the step before, or else the first `before` parcels, the newest first."""
-        if self._saved_since:
-            self._uses.expect([parcel for parcel in self._alive() if parcel.serial >= self._first_serial])
-            self._saved_since = False
-        known = self._uses.after(candidate) if self._is_of_this_step(candidate) else None
-        return known or (self._parcels[index][1]() for index in range(before - 1, -1, -1))
-
-    def _prefetch(self, coming: Iterator[SwappedSpan | None], round: int, limit: int) -> None:
-        """Fetches what is coming as long as at most `limit` bytes are ahead of use."""
-        for parcel in coming:
-            if self._ahead_bytes >= limit:
-                return
-            # This backward had those of a later round already; its graph drops them, or keeps them for another.
-            if parcel is None or parcel.copy is not None or parcel.round > round or not parcel.origin.expired():
-                continue
-            if self._ahead_bytes and self._ahead_bytes + parcel.span.nbytes > limit:
-                return
-            self._fetch(parcel)
-
-    def _await(self, parcel: SwappedSpan) -> None:
+    def _await(self, span: SwappedSpan) -> None:
         stream = self._streams.compute
-        if stream not in parcel.readers:
-            self._transfer.await_on(stream, parcel.copy.done)
-            parcel.readers.append(stream)
-        self._streams.reads(stream, parcel.copy, "backward")
+        if stream not in span.ready_on:
+            self._transfer.await_on(stream, span.device_copy.done)
+            span.ready_on.append(stream)
+        self._streams.reads(stream, span.device_copy, "backward")
 
-    def _expect(self, parcel: SwappedSpan, ahead: bool) -> None:
-        if parcel.ahead != ahead:
-            parcel.ahead = ahead
-            self._ahead_bytes += parcel.span.nbytes if ahead else -parcel.span.nbytes
+    def _abandon(self, span: SwappedSpan) -> None:
+        """Frees a device copy that was not used, or not by all tensors of the span."""
+        if not span.ready_on:
+            self._deferred_frees.add(span.device_copy)
+        self._spans.mark_ahead(span, False)
+        span.drop()
 
-    def _abandon(self, parcel: SwappedSpan) -> None:
-        """Takes a device copy away that was not used, or not by all that may."""
-        if not parcel.readers:
-            self._deferred_frees.add(parcel.copy)
-        self._expect(parcel, False)
-        parcel.drop()
+    # Prefetch: copy spans in ahead of use.
+
+    def _prefetch_after(self, current: SwappedSpan) -> None:
+        limit = self._prefetch_bytes + max(self._room - self._stashed.nbytes, 0)
+        coming = self._spans.used_after(current.record, self._step, current.serial)
+        self._prefetch(coming, current.pass_number, limit)
+
+    def _prefetch(self, coming: Iterator[SwappedSpan | None], pass_number: int, limit: int) -> None:
+        """Fetches the spans that are `coming` while at most `limit` bytes are ahead of use."""
+        for span in coming:
+            if self._spans.ahead_bytes >= limit:
+                return
+            # A span of a later pass was used by this backward already; its graph drops it, or keeps it for another.
+            if span is None or span.device_copy is not None or span.pass_number > pass_number:
+                continue
+            if not span.storage.expired():
+                continue
+            if self._spans.ahead_bytes and self._spans.ahead_bytes + span.byte_range.nbytes > limit:
+                return
+            self._fetch(span)
 
     @property
     def _room(self) -> int:
-        """What of the budget is not taken by tensors that stayed."""
-        return max(self._policy.budget - self._kept_bytes, 0)
+        """The bytes of the budget that are not taken by tensors that stayed."""
+        return max(self._policy.budget - self._step.kept_bytes, 0)
 
     def _reclaim(self) -> None:
-        """Takes back what dead parcels left: autograd may drop them at any time, in any thread."""
-        while self._released:
-            remains = self._released.popleft()
-            index = bisect_left(self._parcels, remains.serial, key=lambda entry: entry[0])
-            del self._parcels[index]
-            self._ahead_bytes -= remains.ahead_bytes
-            if remains.copy is not None:
-                self._deferred_frees.add(remains.copy)
-            self.pool.give_back(remains.block)
-
-    def _alive(self) -> list[SwappedSpan]:
-        return [parcel for _, reference in self._parcels if (parcel := reference()) is not None]
+        """Takes back the memory of spans that autograd has dropped."""
+        while self._spans.released:
+            released = self._spans.pop_released()
+            if released.device_copy is not None:
+                self._deferred_frees.add(released.device_copy)
+            self.pool.release(released.block)
 
     def _settle(self) -> None:
         self._streams.synchronize()
-        for block in (*self.pool.idle_blocks(), *(parcel.block for parcel in self._alive())):
-            self._streams.writes(None, block, "whatever the host does next")
-
-    def _forget_step(self) -> None:
-        self._first_serial = self._serial
-        self._saved_since = False
-        self._origins.clear()
-        self._excluded.forget()
-        self._record = []
-        self._ticks = 0
-        self._kept_bytes = 0
-        self._unpacked_bytes = 0
-
-    def _is_of_this_step(self, candidate: Candidate) -> bool:
-        return candidate in self._record[candidate.ordinal : candidate.ordinal + 1]
-
-    def _tick(self) -> int:
-        self._ticks += 1
-        return self._ticks
+        for block in (*self.pool.idle_blocks(), *(span.block for span in self._spans.alive())):
+            self._streams.writes(None, block, "the host's next use")
 
     def _measured_ms(self) -> float | None:
-        """The length of the step, which is over then; None without a clock."""
+        """Waits for the end of the step. Returns its length in ms; None on a device without a clock."""
         ended = self._transfer.telemetry.timestamp()
         self._settle()
-        return None if ended is None or self._began is None else self._began.elapsed_time(ended)
+        started = self._step.started
+        return None if ended is None or started is None else started.elapsed_time(ended)

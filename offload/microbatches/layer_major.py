@@ -1,4 +1,4 @@
-"""Several microbatches in one step: one after another, or side by side, layer by layer."""
+"""The order of several microbatches in one step: one after another, or all through the same layers (layer-major)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from torch import Tensor
 
 from offload.microbatches.lockstep import Lockstep, Threads
 from offload.runtime.registry import Streams
+from offload.runtime.torch_internals import sequence_number, set_sequence_number
 
-# Autograd numbers the nodes of AccumulateGrad highest of all, so that they run as soon as they can.
-_LEAVES = 2**63
+# Autograd gives the nodes that accumulate gradients numbers from here on, so that they run as soon as they can.
+_ACCUMULATE_GRAD_NUMBERS = 2**63
 
 
 def one_after_another(
     losses: Sequence[Callable[[], Tensor]], before_last: Callable[[], None] = lambda: None
 ) -> list[Tensor]:
-    """Computes each loss and its gradients before the next. Returns the losses, detached.
+    """Computes each loss and its gradients before the next loss. Returns the losses, detached.
 
-    `before_last` is called when the gradients that follow are final.
+    `before_last` is called before the last microbatch: the gradients that follow are final.
     """
     values = []
     for number, loss in enumerate(losses, start=1):
@@ -32,10 +33,10 @@ def one_after_another(
 
 
 class LayerMajor:
-    """Sends every microbatch through the same layers before any goes on to the next, forward and backward.
+    """Sends every microbatch through the same layers before the next layers, in forward and in backward.
 
-    So weights that stream come in once for all microbatches, and gradients leave once. `enter(place)` is to be called
-    where the layers that are in place number `place` begin.
+    So streamed weights are copied in once for all microbatches, and gradients are copied out once. The model is divided
+    into places, numbered in the order of forward; `enter(place)` must be called where the layers of a place begin.
     """
 
     def __init__(self, streams: Streams):
@@ -44,7 +45,7 @@ class LayerMajor:
         self._lockstep: Lockstep | None = None
 
     def enter(self, place: int) -> None:
-        """Called in forward: returns when it is this microbatch's turn at `place`. Alone, at once."""
+        """Called in forward. Returns when it is this microbatch's turn at `place`: at once if it is the only one."""
         if self._lockstep is not None:
             self._lockstep.pause(place)
 
@@ -53,10 +54,10 @@ class LayerMajor:
     ) -> list[Tensor]:
         """Computes every loss and the gradients of all. Returns the losses, detached, in order.
 
-        `before_last` is called when the gradients that follow are final.
+        `before_last` is called before backward: the gradients that follow are final.
 
-        In backward too the microbatches pass each place in their order, so that gradients are added in the order in
-        which they would be one microbatch after another.
+        In backward, too, the microbatches pass each place in their order. So gradients are added in the same order as
+        if the microbatches ran one after another, and are equal bit for bit.
         """
         if len(losses) == 1:
             return one_after_another(losses, before_last)
@@ -64,7 +65,7 @@ class LayerMajor:
         try:
             values = self._lockstep.run()
             for index, value in enumerate(values):
-                _number(value, self._order(index, len(losses)))
+                _renumber(value, self._order(index, len(losses)))
         finally:
             self._lockstep = None
         before_last()
@@ -76,15 +77,19 @@ class LayerMajor:
         self._threads.close()
 
     def _order(self, index: int, count: int) -> Callable[[int], int]:
+        """Returns the function that gives nodes of microbatch `index` their new number, given the old one.
+
+        Nodes are ordered by turn, within a turn by microbatch, the first highest, and then by the old number.
+        """
         turn_of = self._lockstep.turn_of
         return lambda number: (turn_of(index, number) * count + count - 1 - index << 32) + number
 
 
-def _number(loss: Tensor, order: Callable[[int], int]) -> None:
-    """Numbers the nodes that lead to `loss` anew.
+def _renumber(loss: Tensor, order: Callable[[int], int]) -> None:
+    """Gives the autograd nodes that lead to `loss` new numbers.
 
-    Of the nodes that are ready, autograd's engine runs the one numbered highest: as a rule the one recorded last. But
-    numbers count by thread, so those of several threads say nothing about each other.
+    Of the nodes that are ready, autograd's engine runs the one with the highest number: as a rule the one recorded
+    last. But numbers count in each thread, so the numbers of different threads cannot be compared.
     """
     seen, waiting = set(), [loss.grad_fn]
     while waiting:
@@ -92,6 +97,7 @@ def _number(loss: Tensor, order: Callable[[int], int]) -> None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node._sequence_nr() < _LEAVES:
-            node._set_sequence_nr(order(node._sequence_nr()))
+        number = sequence_number(node)
+        if number < _ACCUMULATE_GRAD_NUMBERS:
+            set_sequence_number(node, order(number))
         waiting += [following for following, _ in node.next_functions]

@@ -1,8 +1,8 @@
-"""Functions that run side by side in one program order: each in a thread, one at a time, switching where they ask to.
+"""Lockstep: functions that take turns, each in a thread of its own, one thread at a time.
 
-A Python function cannot be left in the middle and taken up again, a thread can. So to send several microbatches
-through the first layers of a model before any of them goes on (the order of GPipe, Huang et al. 2019), each runs in a
-thread of its own and pauses where it enters the next layers.
+A Python function cannot be stopped in the middle and continued later; a thread can. To send several microbatches
+through the first layers of a model before the next layers (the order of GPipe, Huang et al. 2019), each microbatch runs
+in a thread, and pauses where it enters the next layers. One thread runs at a time, so there is one program order.
 """
 
 from __future__ import annotations
@@ -16,47 +16,48 @@ from contextlib import ExitStack
 import torch
 
 from offload.runtime.registry import Streams
+from offload.runtime.torch_internals import next_sequence_number
 
 
 class Threads:
-    """Threads that outlive the functions they run, because libraries cache by thread.
+    """Threads that live longer than the functions they run, because libraries keep caches for each thread.
 
-    cuDNN's plans for attention, for one: built anew for each microbatch of each step they cost 50 ms a time.
+    One of them has cuDNN's plans for attention: building them for each microbatch of each step takes 50 ms each time.
     """
 
     def __init__(self) -> None:
         self._pools: list[ThreadPoolExecutor] = []
 
     def run(self, index: int, function: Callable[[], None]) -> Future:
-        """Starts `function` on thread number `index`, which must be idle."""
+        """Starts `function` in thread number `index`, which must be idle."""
         while len(self._pools) <= index:
             self._pools.append(ThreadPoolExecutor(1, thread_name_prefix="lockstep"))
         return self._pools[index].submit(function)
 
     def close(self) -> None:
-        """Ends the threads when they are idle."""
+        """Waits until the threads are idle, and ends them."""
         for pool in self._pools:
             pool.shutdown()
         self._pools.clear()
 
 
 class Lockstep:
-    """Runs functions in turns; `pause`, called from inside them, says where one gives its turn to the next.
+    """Runs functions in turns. A function calls `pause` to end its turn.
 
-    Each function has the caller's autograd and autocast modes and streams, and random numbers of its own: the states
-    of the generators change hands with the turns.
+    Each function has the caller's autograd and autocast modes and streams. Each has its own random numbers: at the end
+    of a turn the state of the generators is saved, and restored when the function's next turn begins.
     """
 
     def __init__(self, functions: Sequence[Callable[[], object]], streams: Streams, threads: Threads):
-        modes = _Modes(streams)
-        self._workers = [_Worker(index, function, modes, threads) for index, function in enumerate(functions)]
+        state = _ThreadState(streams)
+        self._workers = [_Worker(index, function, state, threads) for index, function in enumerate(functions)]
         self._current: _Worker | None = None
 
     def run(self) -> list:
-        """Runs all to their end and returns their results; raises what the first to fail raised.
+        """Runs all functions to their end. Returns their results in order; raises the exception of the first to fail.
 
-        Who waits at the place where the others went last goes first, in the order of the functions; when nobody waits
-        there any more, the next place in ascending order is taken, after the last the first again.
+        At each place the functions that wait there run one after the other, in their order. When no function waits at
+        the current place any more, the next place in ascending order is taken, and after the last the first again.
         """
         place, turn = -1, 0
         try:
@@ -75,21 +76,21 @@ class Lockstep:
         return [worker.result for worker in self._workers]
 
     def pause(self, place: int) -> None:
-        """Called by a function that is about to enter `place`: returns when it is its turn there."""
+        """Called by a function before it enters `place`. Returns when it is the function's turn there."""
         if self._current is not None and self._current.place != place:
             self._current.pause(place)
 
     def turn_of(self, index: int, sequence_number: int) -> int:
-        """The turn in which function `index` recorded the autograd node of that sequence number."""
+        """Returns the turn in which function `index` recorded the autograd node of that sequence number."""
         worker = self._workers[index]
         return worker.turns[max(bisect_right(worker.turn_starts, sequence_number) - 1, 0)]
 
     def _resume(self, worker: _Worker, turn: int) -> None:
-        before, self._current = self._current, worker
+        previous, self._current = self._current, worker
         try:
             worker.take_turn(turn)
         finally:
-            self._current = before
+            self._current = previous
 
     def _abort(self) -> None:
         for worker in self._workers:
@@ -101,13 +102,16 @@ class Lockstep:
 
 
 class _Aborted(BaseException):
-    """Unwinds a function whose turn will not come."""
+    """Raised inside a function that will not get another turn, to end it."""
 
 
 class _Worker:
-    """One function, its thread, its place and its turns. Sequence numbers of autograd count by thread."""
+    """One function with its thread, its place and its turns.
 
-    def __init__(self, index: int, function: Callable[[], object], modes: _Modes, threads: Threads):
+    `turn_starts` has the sequence number of autograd at the begin of each turn; these numbers count in each thread.
+    """
+
+    def __init__(self, index: int, function: Callable[[], object], state: _ThreadState, threads: Threads):
         self.running: Future | None = None
         self.place = -1
         self.result: object = None
@@ -116,12 +120,12 @@ class _Worker:
         self.turns: list[int] = []
         self.turn_starts: list[int] = []
         self._function = function
-        self._modes = modes
+        self._state = state
         self._index, self._threads = index, threads
         self._go, self._gave_up = threading.Semaphore(0), threading.Semaphore(0)
 
     def take_turn(self, turn: int) -> None:
-        """Called by the owner: runs the function on to its next pause or its end."""
+        """Runs the function until its next pause or its end. Called by the thread that owns the lockstep."""
         self.turns.append(turn)
         if self.running is not None:
             self._go.release()
@@ -131,18 +135,18 @@ class _Worker:
 
     def pause(self, place: int) -> None:
         self.place = place
-        random_state = self._modes.random_state()
+        random_state = self._state.random_state()
         self._gave_up.release()
         self._go.acquire()
         if self.aborted:
             raise _Aborted
-        self._modes.set_random_state(random_state)
-        self.turn_starts.append(torch._C._autograd._get_sequence_nr())
+        self._state.set_random_state(random_state)
+        self.turn_starts.append(next_sequence_number())
 
     def _run(self) -> None:
         try:
-            with self._modes.here():
-                self.turn_starts.append(torch._C._autograd._get_sequence_nr())
+            with self._state.as_in_caller():
+                self.turn_starts.append(next_sequence_number())
                 self.result = self._function()
         except _Aborted:
             pass
@@ -153,8 +157,8 @@ class _Worker:
             self._gave_up.release()
 
 
-class _Modes:
-    """What torch keeps by thread, as the caller has it: autograd and autocast modes, streams and device."""
+class _ThreadState:
+    """The state that torch keeps for each thread, as the caller has it: autograd, autocast, streams and device."""
 
     def __init__(self, streams: Streams):
         self._streams = streams
@@ -165,15 +169,15 @@ class _Modes:
             if torch.amp.is_autocast_available(kind)
         ]
         self._cache = torch.is_autocast_cache_enabled()
-        self._queueing = streams.as_here()
+        self._streams_context = streams.thread_context()
 
-    def here(self) -> ExitStack:
-        """The modes, for the thread that opens the context."""
+    def as_in_caller(self) -> ExitStack:
+        """Returns a context in which the thread that opens it has the caller's state."""
         stack = ExitStack()
         stack.enter_context(torch.set_grad_enabled(self._grad))
         for kind, enabled, dtype in self._autocast:
             stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=self._cache))
-        stack.enter_context(self._queueing())
+        stack.enter_context(self._streams_context())
         return stack
 
     def random_state(self) -> tuple[torch.Tensor, ...]:

@@ -1,71 +1,91 @@
-"""What modes that move activations have in common: they stand on a mode that says where the weights live."""
+"""The base of the modes that move activations. They stand on another mode, which says where the weights live."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from offload.modes.mode import Mode
 from offload.optimizer.adamw import HostAdamW
+from offload.runtime.counters import Counters
+from offload.runtime.errors import KnobError, knobs_under
 from offload.runtime.module_contexts import ModuleContexts, Opener
 from offload.runtime.registry import Streams
 from offload.weights.footprint import Footprint
 
 
-class ActivationMode(ABC):
-    """A mode over the mode `weights`: everything about weights is that one's, and the two are one to their user.
+@dataclass(kw_only=True, eq=False)
+class ActivationMode(Mode, ABC):
+    """A mode over the mode `weights`, to which it leaves everything about weights. To their user the two are one.
 
-    Raises ValueError where `weights` moves activations, too.
+    A KnobError about a knob of `weights` names it `weights.KNOB`. Raises KnobError where `weights` moves activations
+    itself.
     """
 
-    def __init__(self, weights: Mode):
-        if isinstance(weights, ActivationMode):
-            name = type(weights).__module__.rpartition(".")[2]
-            raise ValueError(f"offload.weights={name}: moves activations itself; choose none, or a mode of weights")
-        self._weights = weights
+    weights: Mode = field(kw_only=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.weights, ActivationMode):
+            name = type(self.weights).__module__.rpartition(".")[2]
+            raise KnobError("weights", name, "moves activations itself; choose none, or a mode of weights")
+        super().__post_init__()
         self._contexts_of_modules: ModuleContexts | None = None
         self._in_step = False
 
     @property
     def recomputes(self) -> bool:
-        """Whether the mode itself computes blocks again in backward."""
-        return self._weights.recomputes
+        return self.weights.recomputes
 
     @abstractmethod
     def openers(self, model: nn.Module) -> Iterable[tuple[nn.Module, Opener]]:
-        """The modules around whose calls in a step something is to happen, and what.
+        """Yields modules, and for each what makes the context around its calls in a step.
 
-        Raises ValueError where the mode's knobs do not fit the model.
+        Raises KnobError where the mode's knobs do not fit the model.
         """
 
+    def around_step(self) -> AbstractContextManager:
+        """Returns a context around each step, inside the step of the weights."""
+        return nullcontext()
+
+    def activation_counters(self) -> Counters:
+        """Returns what the mode has counted itself, besides the weights."""
+        return Counters()
+
     def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
-        """What `attach` will hold and a step will move, in bytes; touches nothing."""
         list(self.openers(model))
-        return self._weights.footprint(model, recompute)
+        with knobs_under("weights"):
+            return self.weights.footprint(model, recompute)
 
     def attach(self, model: nn.Module, streams: Streams) -> None:
-        """Takes `model` over. Raises RuntimeError when a model is attached already, and what `weights` raises."""
+        """Takes `model` over, as `weights` does, and raises what that raises."""
         if self._contexts_of_modules is not None:
-            raise RuntimeError("this mode holds a model already: detach it, or make a second mode")
+            raise RuntimeError("this mode has a model already: detach it, or make a second mode")
         openers = [(module, self._in_steps_only(opener)) for module, opener in self.openers(model)]
-        self._weights.attach(model, streams)
+        with knobs_under("weights"):
+            self.weights.attach(model, streams)
         self._contexts_of_modules = ModuleContexts(openers)
+
+    def detach(self) -> None:
+        if self._in_step:
+            raise RuntimeError("detach inside a step: close the step first")
+        self._contexts_of_modules.remove()
+        self._contexts_of_modules = None
+        self.weights.detach()
 
     @contextmanager
     def step(self, norms: bool = False) -> Iterator[None]:
-        """Around forward and backward of one step; afterwards gradients are readable where `weights` has them.
+        """Surrounds forward and backward of one step; afterwards gradients can be read where `weights` has them.
 
-        What of the activations is in flight still, the device's next computation is queued behind.
-        `norms`: those of the gradients are wanted (`gradient_norms`).
-        Raises RuntimeError when a step is open already.
+        Activations may still be on their way then; the device's next computation is queued behind them.
         """
         if self._in_step:
             raise RuntimeError("a step is open already: close it before the next")
-        with self._weights.step(norms), self.around_step():
+        with self.weights.step(norms), self.around_step():
             self._in_step = True
             try:
                 yield
@@ -73,37 +93,21 @@ class ActivationMode(ABC):
                 self._in_step = False
                 self._contexts_of_modules.close_open()
 
+    def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+        return self.weights.accumulate(losses)
+
     def gradient_norms(self) -> dict[nn.Parameter, Tensor]:
-        """L2 norms of the step's gradients that were taken on the device: float32 scalars there."""
-        return self._weights.gradient_norms()
+        return self.weights.gradient_norms()
 
     def overlap(self, optimizer: HostAdamW, early: bool, device_share: int = 0) -> None:
-        """Hides the updates of `optimizer` behind the step, as `weights` does."""
-        self._weights.overlap(optimizer, early, device_share)
+        self.weights.overlap(optimizer, early, device_share)
 
     def place_states(self, nbytes: int) -> None:
-        """Between steps: optimizer states of `nbytes` live on the device from now on, as `weights` chooses them."""
-        self._weights.place_states(nbytes)
+        self.weights.place_states(nbytes)
 
-    def around_step(self) -> AbstractContextManager:
-        """What the mode does around a step, inside of the step of the weights."""
-        return nullcontext()
-
-    def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
-        """Inside a step: computes every loss and the gradients of all. Returns the losses, detached."""
-        return self._weights.accumulate(losses)
-
-    def detach(self) -> None:
-        """Gives the model back as it was found."""
-        if self._in_step:
-            raise RuntimeError("detach inside a step: close the step first")
-        self._contexts_of_modules.remove()
-        self._contexts_of_modules = None
-        self._weights.detach()
-
-    def counters(self) -> dict[str, float]:
-        """Bytes and ms since `attach`, and the host bytes held now, of weights and activations together."""
-        return self._weights.counters()
+    def counters(self) -> Counters:
+        """Returns the counters of weights and activations together."""
+        return self.weights.counters() + self.activation_counters()
 
     def _in_steps_only(self, opener: Opener) -> Opener:
         def opened(arguments: tuple, keywords: dict) -> AbstractContextManager:

@@ -1,51 +1,45 @@
-"""layer_stream: every block of the model visits the device as a whole.
+"""layer_stream: every block of the model streams as a whole.
 
 The blocks of a ModuleList are the units, parameters and buffers together, fetched a few ahead of use: the idea of
-LTX's layer streaming, here for training as well. What is outside the blocks stays on the device, or streams too.
+LTX's layer streaming, here for training as well. Everything outside the blocks stays on the device, or streams too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from torch import nn
 
-from offload.modes.weight_mode import WeightMode, one_of
+from offload.modes.weight_mode import WeightMode
 from offload.runtime.blocks import find_blocks
+from offload.runtime.knobs import choice, knob
 from offload.weights.partition import CutPoint
 
 
+@dataclass(kw_only=True, eq=False)
 class LayerStream(WeightMode):
-    """Streams the blocks of a model, by default three slots of them; the other knobs are those of `WeightMode`.
+    """Streams the blocks of a model. A unit is one block.
 
-    `layers` is the dotted path of the list of blocks (None: found by itself). `outside` says what the modules
-    outside the blocks do (embedding, head, final norm): "resident", or "stream", each as a unit of its own.
+    Args:
+        layers: dotted path of the list of blocks, such as model.layers; null finds it.
+        outside: the modules outside the blocks (embedding, head, final norm) are resident, or stream, each as a unit of
+            its own.
     """
 
-    def __init__(
-        self,
-        layers: str | None = None,
-        outside: str = "resident",
-        slots: int = 3,
-        prefetch: int | None = None,
-        resident: str | int = 0,
-        include: Sequence[str] = (),
-        exclude: Sequence[str] = (),
-        pin: str = "auto",
-    ):
-        super().__init__(slots, prefetch, resident, include, exclude, pin)
-        self._layers = layers
-        self._outside_streams = one_of("outside", outside, "resident", "stream") == "stream"
+    layers: str | None = knob(None)
+    outside: str = choice("resident", "stream")
+    slots: int = knob(3, at_least=1)
 
     def cut_points(self, model: nn.Module) -> Iterable[CutPoint]:
-        blocks = find_blocks(model, self._layers, key="offload.layers")
+        blocks = find_blocks(model, self.layers, key="layers")
         yield from (CutPoint(name, block) for name, block in blocks)
-        if self._outside_streams:
+        if self.outside == "stream":
             yield from _outside(model, {block for _, block in blocks})
 
 
 def _outside(model: nn.Module, blocks: set[nn.Module]) -> Iterable[CutPoint]:
-    """The modules that own parameters and are in no block."""
+    """Yields the modules that own parameters and are in no block."""
     inside = {module for block in blocks for module in block.modules()}
     for name, module in model.named_modules():
         if module not in inside and next(module.parameters(recurse=False), None) is not None:

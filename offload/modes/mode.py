@@ -1,37 +1,93 @@
-"""The contract of an offload mode."""
+"""The contract of an offload mode, with the behaviour of a resident model as the default of every method."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from offload.microbatches.layer_major import one_after_another
 from offload.optimizer.adamw import HostAdamW
+from offload.runtime.counters import Counters
+from offload.runtime.knobs import check_knobs
 from offload.runtime.registry import Streams
 from offload.weights.footprint import Footprint
+from offload.weights.partition import cut
+from offload.weights.units import DevicePlacement
 
 
-class Mode(Protocol):
-    """The contract of a mode; see docs/architecture.md."""
+@dataclass(kw_only=True, eq=False)
+class Mode:
+    """Decides where weights and activations live and when they move. One object serves one model at a time.
 
-    recomputes: bool
+    A mode is a dataclass whose fields are its knobs (see `offload.runtime.knobs`). It overrides what it does
+    differently from a resident model, whose parameters, gradients and buffers stay on the device and whose steps move
+    nothing. Modes that stream weights derive from `WeightMode`, those that move activations from `ActivationMode`.
+    """
 
-    def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint: ...
+    def __post_init__(self) -> None:
+        check_knobs(self)
+        self.check()
+        self._placement: DevicePlacement | None = None
 
-    def attach(self, model: nn.Module, streams: Streams) -> None: ...
+    @property
+    def recomputes(self) -> bool:
+        """True for a mode that computes blocks again in backward by itself."""
+        return False
 
-    def step(self, norms: bool = False) -> AbstractContextManager: ...
+    def check(self) -> None:
+        """Raises KnobError for knobs that contradict each other. Each by itself has been checked before."""
 
-    def gradient_norms(self) -> dict[nn.Parameter, Tensor]: ...
+    def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
+        """Returns the bytes that `attach` will take and a step will move; touches nothing.
 
-    def overlap(self, optimizer: HostAdamW, early: bool, device_share: int = 0) -> None: ...
+        `recompute`: each block's activations are computed again in backward. Raises KnobError for a knob that does not
+        fit the model.
+        """
+        return Footprint.of(cut(model, []), slots=0, recompute=recompute)
 
-    def place_states(self, nbytes: int) -> None: ...
+    def attach(self, model: nn.Module, streams: Streams) -> None:
+        """Takes `model` over and moves it to where it belongs, here to the device of `streams`.
 
-    def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]: ...
+        Meta parameters become uninitialised memory. Raises KnobError as `footprint` does, RuntimeError when a model is
+        attached already.
+        """
+        if self._placement is not None:
+            raise RuntimeError("this mode has a model already: detach it, or make a second mode")
+        self._placement = DevicePlacement(cut(model, []).resident, streams.device)
 
-    def detach(self) -> None: ...
+    def detach(self) -> None:
+        """Gives the model back as it was found. Raises RuntimeError inside a step."""
+        self._placement.restore()
+        self._placement = None
 
-    def counters(self) -> dict[str, float]: ...
+    def step(self, norms: bool = False) -> AbstractContextManager:
+        """Surrounds forward and backward of one step; afterwards gradients can be read.
+
+        `norms`: the norms of the gradients will be asked for (`gradient_norms`). Raises RuntimeError when a step is
+        open already.
+        """
+        return nullcontext()
+
+    def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+        """Inside a step: computes every loss and the gradients of all. Returns the losses, detached."""
+        return one_after_another(losses)
+
+    def gradient_norms(self) -> dict[nn.Parameter, Tensor]:
+        """Returns the L2 norms that the step took of gradients on their way off the device: float32 scalars there."""
+        return {}
+
+    def overlap(self, optimizer: HostAdamW, early: bool, device_share: int = 0) -> None:
+        """Hides the updates of `optimizer` behind the step, where the mode has weights on the host.
+
+        `early`: updates may begin inside backward. `device_share`: bytes of optimizer states that live on the device.
+        """
+
+    def place_states(self, nbytes: int) -> None:
+        """Between steps: optimizer states of `nbytes` live on the device from now on, where the mode chooses them."""
+
+    def counters(self) -> Counters:
+        """Returns what the mode has counted since `attach`."""
+        return Counters()

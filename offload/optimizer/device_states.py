@@ -1,7 +1,7 @@
 """Units whose optimizer states live on the device and are updated there, at the device's memory bandwidth.
 
-A device updates thirty times as fast as its host, so what states fit there take work off the host: the units that the
-next forward needs first, whose gradients land last.
+A device updates thirty times as fast as its host, so states that fit there take work off the host: those of the units
+that the next forward needs first, whose gradients land last.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.states import placed_bytes
 from offload.runtime.deferred_free import DeferredFrees, PendingFree
 from offload.runtime.registry import Event
 from offload.runtime.transfer import Transfer
@@ -20,8 +21,8 @@ class DeviceStates:
 
     Their gradients stay on the device, besides going to the host, until they are updated: 2 bytes a parameter more
     where they are bf16. Updates run on the d2h stream, between the copies, and send the new weights home. A gradient
-    that a hook or the caller changes on the host is left to the optimizer's `step`; autograd's version counter tells,
-    so what is written through `.data` is missed.
+    that a hook or the caller changes on the host is left to the optimizer's `step`; autograd's version counter shows
+    such a change, so one that is made through `.data` is missed.
     """
 
     def __init__(
@@ -38,23 +39,25 @@ class DeviceStates:
         self._streams = transfer.streams
         self._deferred_frees = DeferredFrees(transfer, limit_bytes)
         self._gradients: dict[UnitTensor, PendingFree] = {}
+        # Ends of the copies home of new weights.
+        self._updated: dict[OffloadUnit, Event] = {}
         left = budget
         for unit in units:
             parameters = [tensor.host for tensor in unit.trained]
-            left -= optimizer.placed_bytes(parameters)
+            left -= placed_bytes(parameters, optimizer.state_dtype)
             if left < 0:
                 break
             self.units.add(unit)
             optimizer.place(parameters, self._streams.device)
 
-    def hold(self, tensor: UnitTensor, gradient: PendingFree) -> None:
-        """Keeps a gradient of this step, instead of the one before it, whose copy to the host is queued."""
+    def retain(self, tensor: UnitTensor, gradient: PendingFree) -> None:
+        """Keeps a gradient of this step, instead of an earlier one; its copy to the host is queued."""
         if tensor in self._gradients:
             self._deferred_frees.add(self._gradients.pop(tensor))
         self._gradients[tensor] = gradient
 
-    def drop(self) -> None:
-        """Lets go of gradients that were not used."""
+    def free_unused(self) -> None:
+        """Frees gradients that no update has used."""
         for gradient in self._gradients.values():
             self._deferred_frees.add(gradient)
         self._gradients.clear()
@@ -63,27 +66,41 @@ class DeviceStates:
     def offer(
         self, unit: OffloadUnit, tensors: Iterable[UnitTensor], scale: float = 1.0, after: Sequence[Event] = ()
     ) -> None:
-        """Queues the update of those of `tensors` whose gradient of this step is as it landed, behind `after`;
-        `unit.updated` ends it."""
+        """Queues, behind the events `after`, the update of those of `tensors` whose gradient is as it landed."""
         streams, d2h = self._streams, self._streams.d2h
-        held = [tensor for tensor in tensors if tensor in self._gradients]
-        by_parameter = {tensor.host: tensor for tensor in held if tensor.has_landed_gradient}
+        retained = [tensor for tensor in tensors if tensor in self._gradients]
+        by_parameter = {tensor.host: tensor for tensor in retained if tensor.has_landed_gradient}
         claims = self._optimizer.claim(by_parameter)
         if not claims:
             return
         for event in after:
             d2h.wait_event(event)
-        unit.updated = streams.event()
+        updated = self._updated[unit] = streams.event()
         for claim in claims:
             tensor = by_parameter[claim.parameter]
             gradient = self._gradients.pop(tensor)
             streams.reads(d2h, gradient, "update")
             with streams.on(d2h):
-                # Used on this stream alone, the memory of the new weight may go before its copy is done.
+                # Used on this stream alone, the memory of the new weight may be freed before its copy is done.
                 weight = self._optimizer.apply_on_device(claim, gradient.tensor, scale)
             streams.writes(d2h, unit.weights, "copy out")
             what = f"new weight of {tensor.name}"
-            self._transfer.copy_out(tensor.host.data, weight, done=unit.updated, what=what)
+            self._transfer.copy_out(tensor.host.data, weight, done=updated, what=what)
             gradient.done = streams.event()
             gradient.done.record(d2h)
             self._deferred_frees.add(gradient)
+
+    def before_onload(self, unit: OffloadUnit) -> None:
+        """Makes h2d wait for the unit's new weights to be at home."""
+        if unit in self._updated:
+            self._streams.h2d.wait_event(self._updated[unit])
+
+    def finish(self) -> None:
+        """Blocks the host until all new weights are at home."""
+        for updated in self._updated.values():
+            updated.synchronize()
+        self._updated.clear()
+
+    def end_step(self) -> None:
+        """Forgets the ends of updates, which are past: the device is idle."""
+        self._updated.clear()

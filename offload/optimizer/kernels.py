@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -26,6 +26,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from offload.runtime.torch_internals import fused_adamw_
 
 # Elements updated at a time. What is converted stays in the host's cache, which is three times as fast there as a
 # copy of a whole large gradient; a GPU wants larger pieces, and 64 MiB of scratch is little to it.
@@ -220,15 +222,6 @@ def native_library() -> ctypes.CDLL | None:
             return None
 
 
-def usable_cores() -> int:
-    """Cores that this process may use: its affinity's, and no more than its control group's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, math.ceil(int(quota) / int(period)))
-    return max(cores, 1)
-
-
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
     """torch's operations of the calling thread run on `count` threads in the block; None changes nothing.
@@ -272,7 +265,7 @@ def _update_tile(piece: Operands, scratch: _Scratch, step: Tensor, settings: Set
     if rounds:
         moments = [scratch.float32(piece.exp_avg, "exp_avg"), scratch.float32(piece.exp_avg_sq, "exp_avg_sq")]
     # The kernel under torch.optim.AdamW(fused=True), whose wrappers would count a step for each tile.
-    torch._fused_adamw_(
+    fused_adamw_(
         [piece.master],
         [gradient],
         [moments[0]],

@@ -1,4 +1,4 @@
-"""The states of AdamW in a state dictionary: torch's layout when written, checked against the model when read."""
+"""The states of AdamW in a state dict: written in torch's layout, checked against the model when read."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-NEEDED = ("step", *MOMENTS)
+from offload.optimizer.states import MOMENTS, State
 
-
-def is_own_master(parameter: Tensor) -> bool:
-    """Whether a parameter is updated in place, without a float32 copy."""
-    # Kernels walk memory: on tensors of unlike strides they would pair up elements that do not belong together.
-    return parameter.dtype == torch.float32 and parameter.is_contiguous()
+REQUIRED = ("step", *MOMENTS)
 
 
 def states_as_torchs(state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
-    """`state_dict` of `parameters`, in the order of its groups, with states of their parameters' strides.
+    """Returns `state_dict` with every state in the strides of its parameter; `parameters` are in the order of its
+    groups.
 
-    torch's fused kernels walk memory and expect that. What is contiguous is not copied.
+    torch's fused kernels walk memory and expect that. States of contiguous parameters are not copied.
     """
     states = dict(state_dict["state"])
     for index, parameter in enumerate(parameters):
@@ -30,24 +26,24 @@ def states_as_torchs(state_dict: dict[str, Any], parameters: Sequence[Tensor]) -
     return {**state_dict, "state": states}
 
 
-def states_to_load(state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> dict[Tensor, dict[str, Tensor]]:
-    """The states in `state_dict`, of this AdamW or torch's, that `parameters`, in the order of its groups, may take.
+def states_to_load(state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> dict[Tensor, State]:
+    """Returns the states in `state_dict`, of this AdamW or torch's, by parameter, in the order of its groups.
 
-    A master is left out where it tells nothing or is outdated: a float32 parameter is the truth itself, and torch's
-    AdamW rounds the master of another to the parameter's dtype and does not update it.
+    A master is left out where it is redundant or outdated: a float32 parameter is the truth itself, and torch's AdamW
+    rounds the master of another to the parameter's dtype and does not update it.
 
     Raises ValueError where a state is missing or its shape is not that of its parameter.
     """
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     found = {}
-    # Where the numbers of parameters differ, torch says so.
+    # Where the numbers of parameters differ, torch raises an error.
     for index, parameter in zip(indices, parameters, strict=False):
         saved = state_dict["state"].get(index)
         if not saved:
             continue
-        if missing := [name for name in NEEDED if name not in saved]:
+        if missing := [name for name in REQUIRED if name not in saved]:
             raise ValueError(f"the optimizer state to load lacks {missing[0]} of parameter {index}: not that of AdamW")
-        states = {name: torch.as_tensor(saved[name]) for name in (*NEEDED, "master") if name in saved}
+        states = {name: torch.as_tensor(saved[name]) for name in (*REQUIRED, "master") if name in saved}
         for name, tensor in states.items():
             _check_shape(name, tensor, index, parameter)
         states["step"] = states["step"].reshape(())

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from offload.optimizer.adamw import Claim, HostAdamW
+from offload.runtime.counters import Counters
 from offload.runtime.registry import Event, Signal, Streams
 from offload.runtime.transfer import profiled
 from offload.weights.units import OffloadUnit, UnitTensor
@@ -105,14 +106,15 @@ class UpdateWorker:
         self.wait_ms += (perf_counter() - start) * 1e3
         self._raise_error()
 
-    def finish(self, units: Iterable[OffloadUnit] | None = None) -> None:
-        """Waits for the updates of `units`, or of all."""
-        for unit in list(self._jobs if units is None else units):
+    def finish(self) -> None:
+        """Blocks the host until all updates are done. Raises the worker's error, now and later."""
+        for unit in list(self._jobs):
             self.wait(unit)
+        self._raise_error()
 
-    def counters(self) -> dict[str, float]:
-        """Totals: ms that updates took, ms that the host waited for them, and parameters updated."""
-        return {"update_ms": self.host_ms, "update_wait_ms": self.wait_ms, "updated_parameters": self.parameters}
+    def counters(self) -> Counters:
+        """Counts the updates made, how long they took and how long the host waited for them."""
+        return Counters(update_ms=self.host_ms, update_wait_ms=self.wait_ms, updated_parameters=self.parameters)
 
     def close(self) -> None:
         """Ends the worker when it has made the updates that were offered, or at once if it failed.
@@ -129,7 +131,6 @@ class UpdateWorker:
         for job in itertools.chain.from_iterable(self._jobs.values()):
             job.done.wait()
         self._jobs.clear()
-        self._optimizer.defer_to(None)
 
     def _start(self) -> None:
         if self._thread is not None:

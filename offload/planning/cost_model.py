@@ -1,4 +1,4 @@
-"""How long a step takes, from what it computes and copies, and how fast a machine does either."""
+"""Predicts the time of a step from the operations and bytes of its phases and from the speeds of a machine."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from offload.runtime.bandwidth import Bandwidth
 
 
 @dataclass(frozen=True)
-class Update:
+class UpdateTimes:
     """The optimizer's part of a step: `host_ms` on the host's cores, `device_ms` on the device.
 
-    `begins` says when the host's may begin: "after" the step, which then waits for them; "at the end" of backward,
+    `begins` says when the host's part may begin: "after" the step, which then waits for it; "at the end" of backward,
     hidden behind the forward that follows; or "inside" backward, as soon as gradients have landed.
     """
 
@@ -24,10 +24,10 @@ class Update:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The time of a step and what it is made of, in ms.
+    """The predicted time of a step and its parts, in ms.
 
-    `floors` are the times that compute, copies in, copies out and the host's update take, each alone; `bound` is the
-    one that the step would be shortened by. `phases_ms` has the phases in their order.
+    `floors` are the times that compute, copies in, copies out and the host's update take, each alone. `bound` names the
+    part that would have to be faster for a shorter step. `phases_ms` are the phases in their order.
     """
 
     step_ms: float
@@ -37,7 +37,7 @@ class Forecast:
 
 
 def hidden_share(phases: Sequence[Phase], bandwidth: Bandwidth, flops_per_s: float) -> float:
-    """The share of the swapped activations, 0 to 1, whose copies find room behind compute beside those of weights."""
+    """Returns the share of the swapped activations, 0 to 1, whose copies compute can hide beside those of weights."""
     share = 1.0
     for phase in phases:
         acts_in, acts_out = phase.activation_h2d_bytes, phase.activation_d2h_bytes
@@ -52,13 +52,13 @@ def forecast(
     phases: Sequence[Phase],
     bandwidth: Bandwidth,
     flops_per_s: float,
-    update: Update,
-    rehearsed_ms: float | None = None,
+    update: UpdateTimes,
+    simulated_ms: float | None = None,
 ) -> Forecast:
-    """The time of a step of `phases`; `rehearsed_ms`, where it is known, is what forward and backward took in time.
+    """Predicts the time of a step of `phases`; `simulated_ms` is the time of forward and backward, where it is known.
 
-    Else, within a phase compute and copies go on side by side, from one to the next they wait for each other: gradients
-    do not leave in forward, and backward does not begin before it.
+    Without it, compute and copies overlap within a phase, and each phase waits for both of the one before: gradients
+    do not leave in forward, and backward does not begin before its forward has ended.
     """
     compute_ms = [phase.flops / flops_per_s * 1e3 for phase in phases]
     waits_ms = [bandwidth.two_way_ms(phase.waited_for_bytes, 0) for phase in phases]
@@ -66,21 +66,21 @@ def forecast(
     phases_ms = [
         max(compute + wait, copies) for compute, wait, copies in zip(compute_ms, waits_ms, copies_ms, strict=True)
     ]
-    beside_ms = {"after": 0.0, "at the end": phases_ms[0], "inside": phases_ms[0] + phases_ms[-1]}[update.begins]
+    hiding_ms = {"after": 0.0, "at the end": phases_ms[0], "inside": phases_ms[0] + phases_ms[-1]}[update.begins]
     floors = {
         "compute": sum(compute_ms),
         "copies in": bandwidth.two_way_ms(sum(phase.h2d_bytes for phase in phases), 0),
         "copies out": bandwidth.two_way_ms(0, sum(phase.d2h_bytes for phase in phases)),
         "host optimizer": update.host_ms,
     }
-    not_hidden_ms = max(update.host_ms - beside_ms, 0.0)
+    not_hidden_ms = max(update.host_ms - hiding_ms, 0.0)
     parts = floors | {
-        # Where copies bind, they do so phase by phase.
+        # Where copies are the bound, they are so phase by phase.
         "copies that compute waits for": sum(waits_ms),
         "host optimizer": not_hidden_ms,
         "device optimizer": update.device_ms,
     }
-    both_ms = sum(phases_ms) if rehearsed_ms is None else rehearsed_ms + sum(waits_ms)
+    both_ms = sum(phases_ms) if simulated_ms is None else simulated_ms + sum(waits_ms)
     return Forecast(
         step_ms=both_ms + not_hidden_ms + update.device_ms,
         floors=floors,

@@ -1,8 +1,8 @@
-"""A training step under a mode, rehearsed: the engine itself, on tensors of the meta device.
+"""Runs a training step of a mode on tensors of the meta device, and counts what it would copy, compute and allocate.
 
-A formula for what a mode holds and moves would repeat the mode. So its own code runs here, slots, copies, hooks and
-all, on a model without memory: what it would copy is counted where it copies, what would be on the device by the
-tracker. It takes seconds for a model of any size, and no GPU.
+A formula for the bytes of a mode would repeat the mode. So its own code runs here, with slots, copies and hooks, on a
+model without memory: copies are counted where they are made, and device memory by the tracker. It takes seconds for a
+model of any size, and no GPU.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from offload.modes.mode import Mode
 from offload.planning.memory_tracker import MemoryTracker
 from offload.planning.meta_kernels import fused_kernels
 from offload.planning.simulated_streams import SimulatedStreams
+from offload.runtime.counters import Counters
 from offload.runtime.stream_checker import CheckedStreams
 
-# The first records the order of use, which the second knows, as all that follow do.
+# The first step records the order of use; the second knows it, as all later ones do.
 STEPS = 2
 
 MOVED = ("h2d_bytes", "d2h_bytes", "activation_h2d_bytes", "activation_d2h_bytes", "waited_for_bytes")
@@ -28,9 +29,9 @@ MOVED = ("h2d_bytes", "d2h_bytes", "activation_h2d_bytes", "activation_d2h_bytes
 
 @dataclass(frozen=True)
 class Phase:
-    """What is computed and copied from the beginning of a forward to its end, or from there to the next.
+    """Operations and copies from the beginning of a forward to its end, or from there to the next forward.
 
-    `waited_for_bytes` of them are copied while compute stands still.
+    `waited_for_bytes` of the bytes are copied while compute stands still.
     """
 
     forward: bool
@@ -44,11 +45,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class DryRun:
-    """A step as it will be: its phases in order, and bytes at their peak.
+    """The phases of a step in their order, and its bytes at their peak.
 
-    On the device, besides the parameters and buffers that stay there: `slot_bytes`, of `peak_bytes` at most in all;
-    at that moment `peak_gradient_bytes` of them were gradients that stay on the device. `turn_bytes` is what forward
-    left there for backward, slots aside. `host_bytes` are on the host: homes, gradients, activations.
+    Device memory is counted without the parameters and buffers that stay there: `peak_bytes` at most, of which
+    `slot_bytes` are slots, and `peak_gradient_bytes` gradients that stay. `turn_bytes` are there when forward turns to
+    backward, without slots. `host_bytes` are on the host: weights, gradients, activations.
     """
 
     phases: tuple[Phase, ...]
@@ -60,15 +61,15 @@ class DryRun:
 
     @property
     def activation_bytes(self) -> int:
-        """What the peak holds besides slots and gradients that stay: activations, and what is on its way."""
+        """The rest of the peak besides slots and gradients that stay: activations, and copies under way."""
         return self.peak_bytes - self.slot_bytes - self.peak_gradient_bytes
 
     def total(self, key: str) -> float:
-        """The sum of the attribute `key` over the phases."""
+        """Sums the attribute `key` over the phases."""
         return sum(getattr(phase, key) for phase in self.phases)
 
     def swapping(self, share: float) -> DryRun:
-        """That of a step in which only `share` of the activations leave the device that leave it here."""
+        """Returns the dry run of a step that swaps only `share` of the activations that this one swaps."""
 
         def less(phase: Phase) -> Phase:
             stays_in, stays_out = ((1 - share) * phase.activation_h2d_bytes, (1 - share) * phase.activation_d2h_bytes)
@@ -84,22 +85,23 @@ class DryRun:
         return replace(
             self,
             phases=tuple(less(phase) for phase in self.phases),
-            # What stays is the most at the turn, where no gradient is there yet.
+            # Most activations are there at the turn, when no gradient is there yet.
             peak_bytes=max(self.peak_bytes, self.slot_bytes + self.turn_bytes + stay_bytes),
             host_bytes=self.host_bytes - stay_bytes,
         )
 
     def repeated(self, times: Sequence[int]) -> DryRun:
-        """That of a step with more microbatches one after another: each of those here as often as `times` says."""
+        """Returns the dry run of a step in which each microbatch of this one comes as often as `times` says."""
         pairs = zip(self.phases[::2], self.phases[1::2], strict=True)
         return replace(
             self, phases=tuple(phase for pair, count in zip(pairs, times, strict=True) for phase in pair * count)
         )
 
     def continued(self, after: DryRun, more: float) -> DryRun:
-        """That of a step with `more` microbatches side by side than `after`, which has one more than this.
+        """Returns the dry run of a step with `more` microbatches side by side than `after`.
 
-        They are as large as that one; a smaller one counts by its share.
+        `after` has one microbatch more than this dry run. The others are as large as that one; a smaller one counts by
+        its share.
         """
 
         def line(first: float, second: float) -> float:
@@ -125,12 +127,12 @@ def dry_run(
     timed: SimulatedStreams | None = None,
     on_gpu: bool = True,
 ) -> DryRun:
-    """Attaches `mode` to `model` (on the meta device, and afterwards good for nothing), and runs a step.
+    """Attaches `mode` to `model` and runs a step. The model is on the meta device, and of no use afterwards.
 
-    `losses` compute the loss of each microbatch on meta tensors; `recomputed` are the blocks that backward computes
-    again, unless the mode does so itself; `timed` are streams that note when they do what; `on_gpu` says whether what
-    is saved for backward is that of a GPU's kernels or of the CPU's. Raises whatever the model raises that cannot do
-    without values.
+    `losses` compute the loss of each microbatch on meta tensors. `recomputed` are the blocks that backward computes
+    again, unless the mode does so itself. `norms`: the mode takes the norms of gradients. `timed` are streams that
+    record when they do what. `on_gpu`: the kernels are those of a GPU, not of the CPU; they save other tensors for
+    backward. Raises what the model raises where it needs values.
     """
     streams = timed or CheckedStreams(torch.device("meta"))
     tracker = MemoryTracker(timed.spend) if timed else MemoryTracker()
@@ -139,7 +141,7 @@ def dry_run(
         mode.attach(model, streams)
         undo = recompute(recomputed)
         slot_bytes = tracker.live_bytes
-        handles = [tensor.register_post_accumulate_grad_hook(tracker.landed) for tensor in resident]
+        handles = [tensor.register_post_accumulate_grad_hook(tracker.gradient_landed) for tensor in resident]
         try:
             for _ in range(STEPS):
                 model.zero_grad(set_to_none=True)
@@ -150,7 +152,7 @@ def dry_run(
                 with mode.step(norms):
                     mode.accumulate([log.around(loss) for loss in losses])
                 log.mark()
-            host_bytes = int(mode.counters()["host_pageable_bytes"])
+            host_bytes = mode.counters().host_pageable_bytes
         finally:
             for handle in handles:
                 handle.remove()
@@ -167,23 +169,22 @@ def dry_run(
 
 
 class _Log:
-    """Reads the counters where forward begins and ends: when the first microbatch enters, and the last leaves."""
+    """Reads the counters where forward begins and ends: when the first microbatch enters it, and the last leaves it."""
 
     def __init__(self, tracker: MemoryTracker, mode: Mode):
         self.turn_bytes = 0
         self._tracker = tracker
         self._mode = mode
         self._inside = 0
-        self._readings: list[dict[str, float]] = []
+        self._readings: list[tuple[float, Counters]] = []
         self.mark()
 
     def mark(self) -> None:
-        counters = self._mode.counters()
-        self._readings.append({"flops": self._tracker.flops} | {key: counters.get(key, 0) for key in MOVED})
+        self._readings.append((self._tracker.flops, self._mode.counters()))
 
     def around(self, loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
         def logged() -> Tensor:
-            # What is fetched before the first forward belongs to it.
+            # Units fetched before the first forward belong to it.
             if not self._inside and len(self._readings) > 1:
                 self.mark()
             self._inside += 1
@@ -200,6 +201,6 @@ class _Log:
     def phases(self) -> tuple[Phase, ...]:
         pairs = zip(self._readings, self._readings[1:], strict=False)
         return tuple(
-            Phase(forward=index % 2 == 0, **{key: after[key] - before[key] for key in before})
-            for index, (before, after) in enumerate(pairs)
+            Phase(index % 2 == 0, after_flops - flops, **{key: getattr(after - before, key) for key in MOVED})
+            for index, ((flops, before), (after_flops, after)) in enumerate(pairs)
         )

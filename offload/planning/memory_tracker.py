@@ -1,4 +1,4 @@
-"""What a step would hold and compute, counted over tensors of the meta device, which have shapes and no memory."""
+"""Counts the memory and the operations of a step on tensors of the meta device, which have shapes and no memory."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-# What torch's CUDA allocator rounds to.
+from offload.runtime.torch_internals import (
+    TorchDispatchMode,
+    overload_name,
+    overload_packet,
+    storage_address,
+    tree_leaves,
+)
+
+# torch's CUDA allocator rounds sizes to multiples of this.
 ROUNDING_BYTES = 512
 
 
 class MemoryTracker:
-    """Bytes of the storages that operations made and that are alive, their peak, and the operations' FLOPs.
+    """Counts bytes of the storages that operations made and that are alive, their peak, and the FLOPs of operations.
 
-    `gradient_bytes` of them are gradients that `landed`, `peak_gradient_bytes` were when the peak was reached.
-
-    `spend` is told of each operation: its FLOPs, and the bytes that it copies.
-
-    It counts what runs inside `recording`, in any thread, over meta tensors. Storages that were there before, such as
-    parameters, are not counted. FLOPs are those of products and convolutions.
+    Counts operations on meta tensors inside `recording`, in any thread. Storages that were there before, such as
+    parameters, are left out. FLOPs are those of products and convolutions. `gradient_bytes` of the live bytes are
+    gradients that stay on the device (`gradient_landed`), `peak_gradient_bytes` were when the peak was reached.
+    `spend(flops, copied_bytes)` is called for each operation.
     """
 
     def __init__(self, spend: Callable[[float, int], None] = lambda flops, copied_bytes: None):
@@ -41,7 +45,7 @@ class MemoryTracker:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Counts what the calling thread computes; nested in itself it does nothing."""
+        """Counts the operations of the calling thread inside the block. Does nothing where it is nested in itself."""
         if getattr(self._thread, "records", False):
             yield
             return
@@ -53,30 +57,30 @@ class MemoryTracker:
             self._thread.records = False
 
     def add_flops(self, count: float) -> None:
-        """For operations that are not known by themselves."""
+        """Counts the FLOPs of an operation that the tracker cannot see by itself."""
         self.flops += count
         self._spend(count, 0)
 
     def add_copy(self, nbytes: int) -> None:
-        """An operation copies so many bytes."""
+        """Counts an operation that copies so many bytes."""
         self._spend(0.0, nbytes)
 
     def start_step(self) -> None:
-        """No gradient is there yet, and the peak starts again from what is alive."""
+        """Starts a step: no gradient is there yet, and the peak is the bytes alive now."""
         self.peak_bytes = self.live_bytes
         self.gradient_bytes = self.peak_gradient_bytes = 0
         self._landed.clear()
 
-    def landed(self, parameter: Tensor) -> None:
-        """A hook: the gradient of `parameter` has landed, and stays on the device."""
+    def gradient_landed(self, parameter: Tensor) -> None:
+        """Counts the gradient of `parameter`, which stays on the device; a hook of autograd."""
         if parameter not in self._landed:
             self._landed.add(parameter)
             self.gradient_bytes += parameter.grad.nbytes
 
     def add(self, tensor: Tensor) -> None:
-        """Counts the storage of a tensor for as long as it lives, once."""
+        """Counts the storage of a tensor, once, for as long as it lives."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_address(storage)
         if key in self._storages:
             return
         nbytes = -(-storage.nbytes() // ROUNDING_BYTES) * ROUNDING_BYTES
@@ -99,17 +103,17 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _counts(leaf)}
+        known = {storage_address(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if _counts(leaf)}
         for leaf in tree_leaves(result):
-            # A view, or what is updated in place, is no new memory.
-            if _counts(leaf) and leaf.untyped_storage()._cdata not in known:
+            # A view, or a tensor updated in place, is no new memory.
+            if _counts(leaf) and storage_address(leaf.untyped_storage()) not in known:
                 self._tracker.add(leaf)
-        if function._overloadpacket is torch.ops.aten.copy_:
+        if overload_packet(function) is torch.ops.aten.copy_:
             self._tracker.add_copy(result.nbytes)
-        count = flop_registry.get(function._overloadpacket)
+        count = flop_registry.get(overload_packet(function))
         if count is not None:
-            if function._overloadname.startswith("dtype"):
-                # The wider dtype of the result comes where the formulas expect its shape.
+            if overload_name(function).startswith("dtype"):
+                # The dtype of the wider result is an argument where the formulas expect a shape.
                 args = tuple(argument for argument in args if isinstance(argument, Tensor))
             self._tracker.add_flops(count(*args, **kwargs, out_val=result))
         return result

@@ -1,8 +1,8 @@
-"""Attention and RMS norm as fused kernels compute them, for tensors of the meta device.
+"""Attention and RMS norm for meta tensors that save the same tensors for backward as fused kernels do.
 
-There torch takes both apart into operations that save much more for backward: attention its whole matrix of scores.
-A GPU has kernels for both. The CPU has one for attention, which saves what a GPU's saves; it takes RMS norm apart too.
-Products that add to a wider result are here too: before 2.13 torch knows them on GPUs alone.
+On the meta device torch splits both into operations that save much more, attention its whole matrix of scores. A GPU
+has kernels for both. The CPU has one for attention, which saves the same as a GPU's; RMS norm it splits too. Products
+that add to a wider result are here as well: before 2.13 torch has them on GPUs only.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from torch import Tensor
 
 @contextmanager
 def fused_kernels(add_flops: Callable[[float], None], on_gpu: bool = True) -> Iterator[None]:
-    """Inside, attention of meta tensors, and `on_gpu` RMS norm, save what fused kernels save; other tensors notice
-    nothing.
+    """Replaces attention of meta tensors inside the block, and with `on_gpu` RMS norm. Other tensors are not affected.
 
-    `add_flops` is told the FLOPs of attention: two products in forward and, as it is usually counted, four in
-    backward; half of them under a causal mask.
+    `add_flops` is called with the FLOPs of attention: two products in forward and, as is usual, four in backward; half
+    of them under a causal mask.
     """
     attention, rms_norm, addmm = F.scaled_dot_product_attention, F.rms_norm, torch.addmm
 
@@ -42,7 +41,7 @@ def fused_kernels(add_flops: Callable[[float], None], on_gpu: bool = True) -> It
         add_flops(2.0 * a.numel() * b.shape[-1])
         return named["out"]
 
-    # In the module, not by a function mode: autograd leaves such modes where backward computes a block again.
+    # In the module, not by a TorchFunctionMode: autograd leaves such modes where backward computes a block again.
     F.scaled_dot_product_attention, F.rms_norm, torch.addmm = meta_attention, meta_rms_norm, meta_addmm
     try:
         yield
@@ -55,7 +54,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor, products: float, add_flops: Callable):
-        # Laid out as the query, so that heads join again without a copy.
+        # With the strides of the query, so that heads join again without a copy.
         same = query.shape[-1] == value.shape[-1]
         result = torch.empty_like(query) if same else query.new_empty(*query.shape[:-1], value.shape[-1])
         row_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)

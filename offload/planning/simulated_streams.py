@@ -1,4 +1,4 @@
-"""Streams that keep time: when each of them does what in a rehearsed step, on a machine of given speeds."""
+"""Streams with a clock: when each of them does what in a dry run, on a machine of given speeds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIME = "ms"
 
 @dataclass(frozen=True)
 class Work:
-    """What one stream does from `start_ms` to `end_ms` of the step: "copy in", "compute" or "copy out"."""
+    """One stream is busy from `start_ms` to `end_ms` of the step; `lane` is "copy in", "compute" or "copy out"."""
 
     lane: str
     start_ms: float
@@ -23,10 +23,10 @@ class Work:
 
 
 class SimulatedStreams(CheckedStreams):
-    """The twin's streams, on which arithmetic takes time at `flops_per_s`, and copies at `bandwidth`.
+    """The stream checker's streams, on which arithmetic takes time at `flops_per_s`, and copies at `bandwidth`.
 
-    A copy that begins while the bus is busy the other way goes at the speed of both at once. The host takes no time.
-    `work` is that of the step that began last.
+    A copy that begins while the bus is busy the other way has the speed of two copies at once. The host takes no time.
+    `work` is everything that the streams did since the last `start_step`.
     """
 
     def __init__(self, device: torch.device, bandwidth: Bandwidth, flops_per_s: float):
@@ -38,23 +38,23 @@ class SimulatedStreams(CheckedStreams):
 
     @property
     def step_ms(self) -> float:
-        """When the last work of the step ends."""
+        """The time from the start of the step to the end of its last work."""
         return max((work.end_ms for work in self.work), default=0.0)
 
     def start_step(self) -> None:
-        """All streams are idle, and what they do from now on belongs to a new step."""
+        """Waits for all streams and starts a step at time 0."""
         self.synchronize()
         self._began_ms = _time(self.host)
         self.work.clear()
 
     def spend(self, flops: float, copied_bytes: int) -> None:
-        """The current stream computes `flops`, or, if it is one that copies, copies so many bytes."""
+        """Lets the current stream compute `flops`, or copy so many bytes if it is a stream for copies."""
         stream = self.compute
         stream.follow(self.host.clock)
         start_ms = _time(stream)
         if stream is self.d2h:
             lane, rate = "copy out", self._bandwidth.both if _time(self.h2d) > start_ms else self._bandwidth.d2h
-        elif stream in (self.h2d, self.visits):
+        elif stream is self.h2d:
             lane, rate = "copy in", self._bandwidth.both if _time(self.d2h) > start_ms else self._bandwidth.h2d
         else:
             lane, rate = "compute", None

@@ -1,8 +1,10 @@
-"""Where a model's repeated blocks are: what is streamed as layers and recomputed as blocks."""
+"""Finds the repeated blocks of a model: the modules that are streamed as layers and recomputed as blocks."""
 
 from __future__ import annotations
 
 from torch import nn
+
+from offload.runtime.errors import KnobError
 
 # Dotted paths of the block list in well-known models, the usual names first.
 USUAL_PATHS = (
@@ -20,11 +22,11 @@ USUAL_PATHS = (
 
 
 def find_blocks(model: nn.Module, path: str | None = None, key: str = "path") -> list[tuple[str, nn.Module]]:
-    """The blocks of `model` with their names, in order.
+    """Returns the blocks of `model` with their names, in order.
 
-    `path` is the dotted path of an nn.ModuleList or nn.Sequential; None looks under the usual names and then takes
-    the ModuleList with the most parameters, or if there is none the Sequential. Raises ValueError naming the path, as
-    the value of `key`, and the lists that there are.
+    `path` is the dotted path of an nn.ModuleList or nn.Sequential. None stands for the first of the usual paths that
+    the model has, else for the ModuleList with the most parameters, else for the Sequential with the most. Raises
+    KnobError naming the path, as the value of `key`, and the lists of the model.
     """
     modules = dict(model.named_modules())
     lists = {name: module for name, module in modules.items() if isinstance(module, (nn.ModuleList, nn.Sequential))}
@@ -39,5 +41,5 @@ def find_blocks(model: nn.Module, path: str | None = None, key: str = "path") ->
             )
     if path not in lists or not len(lists[path]):
         known = ", ".join(sorted(name or "(the model itself)" for name in lists)) or "none"
-        raise ValueError(f"{key}={path}: no list of blocks there; the lists of this model: {known}")
+        raise KnobError(key, path, f"no list of blocks there; the lists of this model: {known}")
     return [(f"{path}.{name}".lstrip("."), block) for name, block in lists[path].named_children()]

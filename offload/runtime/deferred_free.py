@@ -1,4 +1,13 @@
-"""Device memory that a copy still uses: freed later, without stopping the host."""
+"""Device memory that a copy still uses: it is freed later, without stopping the host.
+
+torch's allocator gives memory out again as soon as the host drops the last reference to it, in the order of the stream
+that it was allocated on. A copy on another stream may not be done by then. So the memory stays referenced, as a
+`PendingFree`, until the stream that it was allocated on has been made to wait for the copy. The later that is done, the
+shorter the stream waits.
+
+`DeferredFrees` bounds the memory that is pending. `StashedTensors` stands before it: tensors that may be wanted again
+soon stay there as long as there is room, and compute does not wait for their copies.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +22,10 @@ from offload.runtime.transfer import Transfer
 
 @dataclass(eq=False)
 class PendingFree:
-    """Device memory that a side stream still uses; it may go once `done` is past on `owner`, which computed it."""
+    """Device memory that a side stream still uses. It may be freed once `owner`, which allocated it, waited for `done`.
+
+    `name` names it in messages of the stream checker.
+    """
 
     tensor: torch.Tensor
     done: Event
@@ -25,10 +37,9 @@ class PendingFree:
 
 
 class DeferredFrees:
-    """A queue of departing device memory of at most `limit_bytes`, beyond which compute waits for the oldest.
+    """A queue of pending memory of at most `limit_bytes`; beyond that, the compute stream waits for the oldest copy.
 
-    The allocator hands memory out again in the order of the stream that it was for, as soon as the host drops it. So
-    that stream is put behind the copy first; doing that late, for what was queued long ago, makes the wait short.
+    The newest entry stays in any case, also if it is larger than the limit.
     """
 
     def __init__(self, transfer: Transfer, limit_bytes: int):
@@ -37,14 +48,15 @@ class DeferredFrees:
         self._queue: deque[PendingFree] = deque()
         self._bytes = 0
 
-    def add(self, departing: PendingFree) -> None:
-        self._queue.append(departing)
-        self._bytes += departing.tensor.nbytes
+    def add(self, pending: PendingFree) -> None:
+        """Takes over the last reference to some memory. `pending.done` must have been recorded."""
+        self._queue.append(pending)
+        self._bytes += pending.tensor.nbytes
         while len(self._queue) > 1 and self._bytes > self._limit_bytes:
             self._release_oldest()
 
     def release(self) -> None:
-        """Hands all of it back, for use behind the copies."""
+        """Frees all memory, for use after the copies."""
         while self._queue:
             self._release_oldest()
 
@@ -56,25 +68,26 @@ class DeferredFrees:
 
 
 class StashedTensors:
-    """Stands before a queue of departures: the newest stay, without compute waiting for their copies."""
+    """Pending memory that is kept while there is room, the newest longest. `nbytes` is how much that is."""
 
-    def __init__(self, departures: DeferredFrees):
+    def __init__(self, deferred_frees: DeferredFrees):
         self.nbytes = 0
-        self._deferred_frees = departures
+        self._deferred_frees = deferred_frees
         self._queue: deque[PendingFree] = deque()
 
-    def add(self, departing: PendingFree) -> None:
-        self._queue.append(departing)
-        self.nbytes += departing.tensor.nbytes
+    def add(self, pending: PendingFree) -> None:
+        """Takes over the last reference to some memory."""
+        self._queue.append(pending)
+        self.nbytes += pending.tensor.nbytes
 
     def fit_into(self, nbytes: int) -> None:
-        """Sends the oldest on until at most `nbytes` are left."""
+        """Passes the oldest memory on to the deferred frees until at most `nbytes` are left here."""
         while self.nbytes > nbytes:
             oldest = self._queue.popleft()
             self.nbytes -= oldest.tensor.nbytes
             self._deferred_frees.add(oldest)
 
     def release(self) -> None:
-        """Hands all of it back, for use behind the copies."""
+        """Frees all memory, that of the deferred frees too, for use after the copies."""
         self.fit_into(0)
         self._deferred_frees.release()

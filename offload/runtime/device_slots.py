@@ -5,21 +5,14 @@ from __future__ import annotations
 import torch
 
 from offload.runtime.registry import Event, Streams
-
-
-def free_device_bytes(device: torch.device) -> int | None:
-    """What tensors can still take on `device`: its free memory and what torch's allocator holds; None: unknown."""
-    if device.type != "cuda":
-        return None
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
+from offload.runtime.torch_internals import storage_address
 
 
 class DeviceSlot:
-    """One reusable device buffer: `bytes` is uint8.
+    """One reusable device buffer: `bytes` is a uint8 tensor.
 
-    `ready` ends the copy that filled the slot; `free` ends the last work that read it. `readers` are the streams that
-    read it since it was filled. `content` is what the slot holds, for its owner to say.
+    `ready` marks the end of the copy that filled the slot, `free` the end of the last work that read it. `readers` are
+    the streams that have read it since it was filled. `content` is set by the owner of the slots: the unit in it.
     """
 
     def __init__(self, index: int, nbytes: int, streams: Streams):
@@ -35,7 +28,7 @@ class DeviceSlot:
 
 
 class DeviceSlots:
-    """A fixed pool of equal slots, found again by the address of a tensor that lives in one."""
+    """A fixed pool of slots of equal size. A slot is found by the address of a tensor that lies in it."""
 
     def __init__(self, count: int, nbytes: int, streams: Streams):
         self.all = [DeviceSlot(index, nbytes, streams) for index in range(count)]
@@ -49,13 +42,13 @@ class DeviceSlots:
         return sum(slot.bytes.numel() for slot in self.all)
 
     def slot_of(self, tensor: torch.Tensor) -> DeviceSlot | None:
-        """The slot that holds `tensor`'s storage, or None."""
+        """Returns the slot in which the storage of `tensor` lies, or None."""
         if tensor.layout is not torch.strided:
             return None
         return self._by_address.get(_address(tensor))
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Where the storage of `tensor` is: that of its bytes, or its own where it has none, as on the meta device."""
+    """Returns the address of the bytes of `tensor`'s storage; on the meta device, where it has none, its own."""
     storage = tensor.untyped_storage()
-    return storage.data_ptr() or storage._cdata
+    return storage.data_ptr() or storage_address(storage)

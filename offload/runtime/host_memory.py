@@ -1,4 +1,4 @@
-"""Memory that transfers run between: page-locked host blocks of exact size, and a fixed pool of device slots."""
+"""Host memory that copies use: page-locked blocks of exact size."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from pathlib import Path
 
 import torch
 
-# What a CUDA allocation guarantees; views of any dtype start at multiples of it.
+from offload.runtime.byte_sizes import GIB
+
+# CUDA allocations start at multiples of it, and so do tensors inside a flat buffer, whatever their dtype.
 ALIGNMENT_BYTES = 256
 
-
-# The system provides private pages three times as fast as shared ones, which Python would take.
+# The system provides private pages three times as fast as shared ones, which are Python's default.
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to the alignment of tensors inside a flat buffer."""
+    """Returns `nbytes` rounded up to the alignment of tensors inside a flat buffer."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class HostBlock:
     """A flat host buffer: `bytes` is a uint8 tensor of exactly the size asked for, starting at a page.
 
-    For a device of type meta, on which a step is rehearsed, it has no memory either.
+    `is_meta`: a block of a dry run, which runs on the meta device, and has no memory.
     """
 
-    def __init__(self, nbytes: int, name: str, imaginary: bool = False):
+    def __init__(self, nbytes: int, name: str, is_meta: bool = False):
         self.name = name
-        if imaginary:
-            # By no operation of torch: the tracker of a rehearsal takes what operations make for device memory.
+        if is_meta:
+            # Made without an operation of torch: the memory tracker counts what operations make as device memory.
             nothing = torch.empty(0, dtype=torch.uint8, device="meta")
             self.bytes = nothing.set_(torch.UntypedStorage(nbytes, device="meta"))
             return
@@ -43,33 +44,33 @@ class HostBlock:
 
 
 class HostArena:
-    """Host memory of one attached model, page-locked in place where the device has use for it.
+    """The host memory of one attached model, page-locked in place where the device is a GPU.
 
-    torch's own pinned allocator rounds to powers of two and never gives back; registering pages that exist
-    (cudaHostRegister) is exact, takes about 0.05 s a GiB, and copies as fast. Where locking fails (an `ulimit -l`, a
-    container's limit, too little memory) the block stays pageable: copies are correct but slow, one warning says so,
-    and `pageable_bytes` counts it.
+    torch's own allocator of pinned memory rounds up to powers of two and never returns memory to the system. Locking
+    pages that exist (cudaHostRegister) is exact, takes about 0.05 s a GiB, and copies are as fast. Where locking fails
+    (`ulimit -l`, a container's limit, too little memory) the block stays pageable: copies are correct but slow, one
+    warning is given, and the block counts in `pageable_bytes` instead of `pinned_bytes`.
     """
 
     def __init__(self, device: torch.device, pin: bool = True):
         self.pinned_bytes = 0
         self.pageable_bytes = 0
         self._pin = pin and device.type == "cuda"
-        self._imaginary = device.type == "meta"
+        self._is_meta = device.type == "meta"
         self._locked: dict[HostBlock, None] = {}
 
     def require(self, nbytes: int) -> None:
-        """Raises MemoryError with both numbers where the host has less than `nbytes` to give; allocates nothing."""
-        free = None if self._imaginary else free_host_bytes()
+        """Raises MemoryError with both numbers if the host has less than `nbytes` free. Allocates nothing."""
+        free = None if self._is_meta else free_host_bytes()
         if free is not None and nbytes > free:
-            raise MemoryError(f"{nbytes / 2**30:.2f} GiB of host memory are needed, {free / 2**30:.2f} GiB are free")
+            raise MemoryError(f"{nbytes / GIB:.2f} GiB of host memory are needed, {free / GIB:.2f} GiB are free")
 
     def allocate(self, nbytes: int, name: str) -> HostBlock:
-        """A zero-filled block of `nbytes`. Raises MemoryError naming the size where the host has no room for it."""
+        """Returns a zero-filled block of `nbytes`. Raises MemoryError naming the size if the host has no room."""
         try:
-            block = HostBlock(nbytes, name, self._imaginary)
+            block = HostBlock(nbytes, name, self._is_meta)
         except (OSError, ValueError) as error:
-            raise MemoryError(f"host memory for {name}: {nbytes / 2**30:.2f} GiB could not be mapped") from error
+            raise MemoryError(f"host memory for {name}: {nbytes / GIB:.2f} GiB could not be mapped") from error
         if self._pin and nbytes and self._lock_pages(block):
             self.pinned_bytes += nbytes
             self._locked[block] = None
@@ -77,10 +78,10 @@ class HostArena:
             self.pageable_bytes += nbytes
         return block
 
-    def give_back(self, block: HostBlock) -> None:
-        """Unlocks one block and stops counting it. Its memory goes with the last tensor that views it.
+    def release(self, block: HostBlock) -> None:
+        """Unlocks one block and stops counting it. Its memory is freed with the last tensor that views it.
 
-        No copy may use the block any more.
+        The caller makes sure that no copy uses the block any more.
         """
         if block in self._locked:
             del self._locked[block]
@@ -90,7 +91,7 @@ class HostArena:
             self.pageable_bytes -= block.bytes.numel()
 
     def close(self) -> None:
-        """Unlocks every block. Their memory lives on for as long as tensors view it."""
+        """Unlocks every block. Their memory stays as long as tensors view it."""
         for block in self._locked:
             self._unlock_pages(block)
         self._locked.clear()
@@ -98,14 +99,14 @@ class HostArena:
 
     def _lock_pages(self, block: HostBlock) -> bool:
         nbytes = block.bytes.numel()
-        # 1: cudaHostRegisterPortable, page-locked for the contexts of every device.
+        # 1 is cudaHostRegisterPortable: page-locked for every device.
         code = torch.cuda.cudart().cudaHostRegister(block.bytes.data_ptr(), nbytes, 1)
         if int(code) == 0:
-            # A forked process would share the pages until one of the two writes, and the device might keep the other's.
+            # A forked process would share the pages until one of the two writes, and the device might keep the child's.
             _advise(block, "MADV_DONTFORK")
             return True
         warnings.warn(
-            f"page-locking {block.name} ({nbytes / 2**30:.2f} GiB, after {self.pinned_bytes / 2**30:.2f} GiB) failed"
+            f"page-locking {block.name} ({nbytes / GIB:.2f} GiB, after {self.pinned_bytes / GIB:.2f} GiB) failed"
             f" with {code}: copies fall back to pageable memory, several times slower. Raise `ulimit -l` or the"
             " container's memory limit.",
             RuntimeWarning,
@@ -121,13 +122,16 @@ class HostArena:
 
 
 def _advise(block: HostBlock, advice: str) -> None:
-    # Not everywhere, and copies are right without it as long as nobody forks.
+    # Not every system has it. Without it copies are right as long as nobody forks.
     with suppress(AttributeError, OSError):
         block.mapping.madvise(getattr(mmap, advice))
 
 
 def free_host_bytes() -> int | None:
-    """What this process can still allocate: the system's available memory and its control group's; None: unknown."""
+    """Returns how many bytes this process can still allocate: the least that the system and its control group allow.
+
+    Returns None where neither is known.
+    """
     limits = []
     with suppress(OSError, ValueError, IndexError):
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())

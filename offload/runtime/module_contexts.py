@@ -1,4 +1,12 @@
-"""Contexts around a module's call: in place of its forward, or by hooks outside of it."""
+"""Two ways to open a context around every call of a module.
+
+`WrappedForward` replaces the module's `forward`. Activation checkpointing that wraps the block later recomputes the
+replaced forward, so the context is open in the recompute, too: windows of weights need that.
+
+`ModuleContexts` uses module hooks, which torch calls outside of `forward`, whoever replaces it later. The context is
+open when checkpointing saves what enters the block, and is not opened again in the recompute: swapping of activations
+needs that.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +20,9 @@ from torch import nn
 
 
 class WrappedForward:
-    """Stands in for the `forward` of a module: the same forward, inside the context that `around` opens.
+    """Stands in for the `forward` of a module: the same forward, inside the context that `around` returns.
 
-    Not a pair of hooks, because activation checkpointing that wraps a block's forward afterwards must recompute
-    the context with it. A deepcopy of the module has the forward that it had before.
+    A deepcopy of the module has the forward that it had before.
     """
 
     def __init__(self, module: nn.Module, around: Callable[[], AbstractContextManager]):
@@ -30,7 +37,7 @@ class WrappedForward:
             return self._forward(*arguments, **keywords)
 
     def remove(self) -> None:
-        """Puts back what was there. Someone's wrapper around this one stays, and from now on passes through."""
+        """Restores the forward of before. If somebody has wrapped this one, it stays, and opens no context any more."""
         if self._module.__dict__.get("forward") is not self:
             self._around = nullcontext
         elif self._replaced is None:
@@ -45,46 +52,46 @@ class WrappedForward:
         return types.MethodType(type(module).forward, module)
 
 
+# Returns the context of a call, given its positional and its keyword arguments.
 Opener = Callable[[tuple, Mapping], AbstractContextManager]
 
 
 class ModuleContexts:
-    """Opens a context around every call of some modules, given in pairs with what makes the context of the arguments.
+    """Opens a context around every call of some modules, given as pairs of a module and its opener.
 
-    By module hooks, so that it lies outside of whatever replaces a module's `forward` later: activation checkpointing
-    saves what enters a block inside of it. Contexts are closed when forward raises as well; torch runs no hook on a
-    KeyboardInterrupt, so `close_open` closes what that left. Deepcopies of the modules open nothing.
+    A context is closed also when forward raises an exception. torch calls no hook on a KeyboardInterrupt: `close_open`
+    closes the contexts that are then still open. Deepcopies of the modules open none.
     """
 
-    def __init__(self, regions: Iterable[tuple[nn.Module, Opener]]):
+    def __init__(self, openers: Iterable[tuple[nn.Module, Opener]]):
         self._local = threading.local()
         self._handles = []
-        for module, opener in regions:
-            hooks = _RegionHooks(self._stack, opener)
+        for module, opener in openers:
+            hooks = _HookPair(self._stack, opener)
             self._handles += [
                 module.register_forward_pre_hook(_Hook(hooks.enter), with_kwargs=True),
                 module.register_forward_hook(_Hook(hooks.leave), always_call=True),
             ]
 
     def close_open(self) -> None:
-        """Closes what this thread has open."""
+        """Closes the contexts that this thread has open."""
         _close(self._stack(), 0)
 
     def remove(self) -> None:
-        """Takes the hooks off."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def _stack(self) -> list:
-        # Hooks on saved tensors are a thread's own, and microbatches may run in threads.
+        # A stack for each thread: hooks on saved tensors belong to a thread, and microbatches may run in threads.
         if not hasattr(self._local, "stack"):
             self._local.stack = []
         return self._local.stack
 
 
-class _RegionHooks:
-    """The pair of hooks of one module."""
+class _HookPair:
+    """The two hooks of one module. `stack` returns the open contexts of the calling thread."""
 
     def __init__(self, stack: Callable[[], list], opener: Opener):
         self._stack = stack
@@ -96,11 +103,11 @@ class _RegionHooks:
         self._stack().append((self, context))
 
     def leave(self, *_: object) -> None:
-        # Where another hook raised before `enter`, there is nothing to leave.
+        # If another hook raised an exception before `enter`, there is nothing to leave.
         stack = self._stack()
-        mine = [depth for depth, (hooks, _) in enumerate(stack) if hooks is self]
-        if mine:
-            _close(stack, mine[-1])
+        own_depths = [depth for depth, (hooks, _) in enumerate(stack) if hooks is self]
+        if own_depths:
+            _close(stack, own_depths[-1])
 
 
 def _close(stack: list, depth: int) -> None:
@@ -109,7 +116,7 @@ def _close(stack: list, depth: int) -> None:
 
 
 class _Hook:
-    """Calls a function; in a copy of the module, or in one loaded from a file, does nothing."""
+    """Calls a function. A copy of it, in a copied module or in one loaded from a file, does nothing."""
 
     def __init__(self, function: Callable | None = None):
         self._function = function

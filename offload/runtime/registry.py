@@ -1,9 +1,11 @@
-"""The streams and events of each device, shared by everything that runs there.
+"""The streams and events of each device, shared by all modes that run there.
 
-Every mode on a device takes its streams from here, so that two models on one GPU queue their copies behind each
-other instead of competing, and so that dropping one model never takes the streams of another away. On a device
-without streams (the CPU) the same calls reach `offload.runtime.stream_checker`, which executes in program
-order and checks that the waits a GPU would need are all there.
+Every mode takes the streams of its device from here with `acquire`, and gives them back with `release`. So two models
+on one GPU queue their copies one after the other instead of competing, and dropping one model never takes the streams
+away from another. On the CPU, which has no streams, the same calls reach `offload.runtime.stream_checker`: it executes
+in program order, and checks that every wait that a GPU would need was queued.
+
+`Streams`, `Stream`, `Event` and `Signal` are the protocols that both implement.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ from offload.runtime.stream_checker import CheckedStreams
 
 
 class Event(Protocol):
-    """A point in a stream's work. Recorded again, it marks the new point; earlier waits keep the old one."""
+    """A point in the work of a stream. When it is recorded again it marks the new point; earlier waits keep the old."""
 
     def record(self, stream: Stream) -> None: ...
 
     def query(self) -> bool:
-        """Whether the work before the point is done."""
+        """Returns whether the work before the point is done."""
         ...
 
     def synchronize(self) -> None:
@@ -33,7 +35,7 @@ class Event(Protocol):
 
 
 class Signal(Protocol):
-    """What one thread of the host tells others: that something is done, and all that it did before."""
+    """Tells other threads of the host that one thread has done something, and everything before it."""
 
     def set(self) -> None: ...
 
@@ -45,29 +47,28 @@ class Signal(Protocol):
 
 
 class Stream(Protocol):
-    """Work that runs in order, beside other streams."""
+    """A queue of work of one device, which runs in order. Work of different streams runs in any order."""
 
     def wait_event(self, event: Event) -> None:
-        """Later work on this stream starts after `event`; the host does not block."""
+        """Makes later work on this stream start after `event`. The host does not block."""
         ...
 
 
 class Streams(Protocol):
     """The streams of one device: the current compute stream and copy streams.
 
-    `h2d` and `d2h` copy what compute waits for, `visits` copies in what it does not. `device` is the device they belong
-    to; `asynchronous` tells whether work outlives the call that queues it.
+    `h2d` and `d2h` copy in and out. `device` is the device they belong to; `asynchronous` tells whether work outlives
+    the call that queues it.
     """
 
     device: torch.device
     asynchronous: bool
     h2d: Stream
     d2h: Stream
-    visits: Stream
 
     @property
     def compute(self) -> Stream:
-        """The stream that kernels launched now would run on."""
+        """The stream on which kernels that are launched now run."""
         ...
 
     def event(self, timing: bool = False) -> Event: ...
@@ -75,21 +76,25 @@ class Streams(Protocol):
     def signal(self) -> Signal: ...
 
     def beside(self, name: str) -> AbstractContextManager:
-        """Around what a thread does beside the host: only signals order the two. Checked by the twin."""
+        """Surrounds the work of a thread beside the main one. Only signals order the two, as the checker checks."""
         ...
 
     def on(self, stream: Stream) -> AbstractContextManager: ...
 
-    def as_here(self) -> Callable[[], AbstractContextManager]:
-        """A context for another thread, in which work is queued where the caller's would be."""
+    def thread_context(self) -> Callable[[], AbstractContextManager]:
+        """Returns a maker of contexts for other threads, whose work in them is queued where the caller's would be."""
         ...
 
     def reads(self, stream: Stream | None, resource: object, what: str) -> None:
-        """Declares that `stream` (None: the host) reads `resource` now. Checked by the twin, free on a GPU."""
+        """Declares that `stream` (None: the host) reads `resource` in the work that it is given next.
+
+        The stream checker raises StreamOrderError if nothing orders the read after the last write. On a GPU this does
+        nothing. `resource` is any object that stands for the memory, `what` names the access in the message.
+        """
         ...
 
     def writes(self, stream: Stream | None, resource: object, what: str) -> None:
-        """Declares that `stream` (None: the host) writes `resource` now."""
+        """Declares a write, like `reads`. It must be ordered after the last write and all reads since."""
         ...
 
     def synchronize(self) -> None:
@@ -106,7 +111,6 @@ class CudaStreams:
         self.device = device
         self.h2d = torch.cuda.Stream(device)
         self.d2h = torch.cuda.Stream(device)
-        self.visits = torch.cuda.Stream(device)
 
     @property
     def compute(self) -> torch.cuda.Stream:
@@ -124,7 +128,7 @@ class CudaStreams:
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager:
         return torch.cuda.stream(stream)
 
-    def as_here(self) -> Callable[[], AbstractContextManager]:
+    def thread_context(self) -> Callable[[], AbstractContextManager]:
         compute, current = self.compute, torch.cuda.current_device()
 
         @contextmanager
@@ -149,7 +153,7 @@ _open: dict[torch.device, tuple[Streams, int]] = {}
 
 
 def acquire(device: torch.device | str) -> Streams:
-    """The streams of `device`, made on first use; every call is to be matched by one `release`.
+    """Returns the streams of `device`, made on first use. Every call must be matched by one `release`.
 
     Raises ValueError for a device type other than cuda and cpu.
     """
@@ -163,13 +167,13 @@ def acquire(device: torch.device | str) -> Streams:
 
 
 def release(streams: Streams) -> None:
-    """Gives back one `acquire`; the last holder's release drops the streams.
+    """Ends one `acquire`; the last one drops the streams.
 
-    Raises ValueError when `streams` is not in the registry.
+    Raises ValueError if `streams` is not in the registry.
     """
     with _lock:
-        held, holders = _open.get(streams.device, (None, 0))
-        if held is not streams:
+        registered, holders = _open.get(streams.device, (None, 0))
+        if registered is not streams:
             raise ValueError(f"streams of {streams.device} are not in the registry: released once too often?")
         if holders > 1:
             _open[streams.device] = (streams, holders - 1)
@@ -178,7 +182,7 @@ def release(streams: Streams) -> None:
 
 
 def holders(device: torch.device | str) -> int:
-    """How many acquired the streams of `device` and have not released them."""
+    """Returns how many times the streams of `device` were acquired and not yet released."""
     with _lock:
         return _open.get(_with_index(torch.device(device)), (None, 0))[1]
 

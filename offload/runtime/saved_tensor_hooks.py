@@ -1,8 +1,11 @@
-"""What hooks on saved tensors have in common: what stays where it is, what is passed on, and autograd's own check.
+"""Hooks on saved tensors that share one thread: who saves which tensor, and autograd's check for writes in place.
 
-Autograd knows one pair of hooks at a time, the innermost. A pair that lets others have their share keeps the pair
-outside it as an attribute of its pack function: `owner` (whose hooks they are), `outer` (the pair outside, or None)
-and, where some tensors are its own whatever stands above it, `claims` (a function of a tensor).
+Autograd calls one pair of hooks (pack, unpack) at a time: the innermost. The pairs of this package still work inside
+each other, because a pack function carries attributes that tell the pair inside it what to do:
+
+- `owner`: the object whose hooks they are, by which the object finds out that its hooks are open already;
+- `outer`: the pair outside of this one, or None;
+- `claims`: a function of a tensor, True for the tensors that this pair saves whatever pair stands inside it.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+
+from offload.runtime.torch_internals import innermost_saved_tensor_hooks
 
 Hooks = tuple[Callable, Callable]
 
@@ -23,18 +28,18 @@ class Kept(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Kept:
-        # Detached it shares memory and version. As it is, an operation's result would keep the operation that saves
-        # it, and neither would ever go.
+        # Detached, it shares memory and version with the original. The original may be the result of the operation
+        # that saves it, and would keep that operation alive, which keeps what the hook returns: neither would ever go.
         return cls(tensor.detach(), tensor._version)
 
     def checked(self) -> torch.Tensor:
-        """The tensor. Raises RuntimeError if it was modified since it was saved."""
+        """Returns the tensor. Raises RuntimeError if it was modified since it was saved."""
         check_version(self.tensor._version, self.version, self.tensor.dtype, self.tensor.shape)
         return self.tensor
 
 
 class Passed(NamedTuple):
-    """What other hooks made of a tensor, and their way back."""
+    """The result of other hooks' pack function, with their unpack function."""
 
     packed: object
     unpack: Callable
@@ -44,29 +49,29 @@ class Passed(NamedTuple):
         return cls(hooks[0](tensor), hooks[1])
 
 
-def check_version(now: int, saved: int, dtype: torch.dtype, shape: torch.Size) -> None:
-    """Raises RuntimeError, as autograd does without hooks, where a saved tensor is no longer at its version."""
-    if now != saved:
+def check_version(current: int, saved: int, dtype: torch.dtype, shape: torch.Size) -> None:
+    """Raises RuntimeError, as autograd does without hooks, if a tensor was modified since it was saved."""
+    if current != saved:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation:"
-            f" a {dtype} tensor of shape {tuple(shape)} is at version {now}, saved at version {saved}"
+            f" a {dtype} tensor of shape {tuple(shape)} is at version {current}, saved at version {saved}"
         )
 
 
 def active_hooks() -> Hooks | None:
-    """The innermost hooks of this thread."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    """Returns the innermost hooks of this thread."""
+    return innermost_saved_tensor_hooks(True)
 
 
 def beneath_claims(hooks: Hooks | None) -> Hooks | None:
-    """The innermost of `hooks` and those outside them that do not merely claim what is theirs."""
+    """Returns the innermost pair, of `hooks` and those outside of it, that does not only save what it claims."""
     while hooks is not None and hasattr(hooks[0], "claims"):
         hooks = hooks[0].outer
     return hooks
 
 
 def claimed(hooks: Hooks | None, tensor: torch.Tensor) -> bool:
-    """Whether `hooks`, or claiming hooks outside them, claim `tensor`."""
+    """Returns whether `hooks`, or claiming hooks outside of them, claim `tensor`."""
     while hooks is not None and hasattr(hooks[0], "claims"):
         if hooks[0].claims(tensor):
             return True

@@ -1,10 +1,10 @@
-"""The CPU twin of a device's streams: program order in execution, a GPU's freedom in checking.
+"""The stream checker: streams for the CPU that execute in program order, and check for the order that a GPU needs.
 
-On a GPU a missing wait shows as a wrong number now and then. Here each stream carries a vector clock (Mattern 1989;
-the happens-before test is that of FastTrack, Flanagan and Freund 2009): work on a stream advances its clock, an event
-keeps a copy of it, a wait merges the event's clock in. Two accesses to one resource, at least one of them a write,
-must be ordered by these clocks; if they are not, a GPU may run them in either order, and `StreamOrderError` says so
-at once, although this run, in program order, computed the right thing.
+On a GPU a missing wait shows as a wrong number now and then. Here each stream has a vector clock (Mattern 1989; the
+happens-before test is that of FastTrack, Flanagan and Freund 2009): work on a stream advances its clock, an event
+keeps a copy of it, and a wait merges the clock of the event into that of the stream. Two accesses to one resource, at
+least one of them a write, must be ordered by these clocks. If they are not, a GPU may run them in either order:
+`StreamOrderError` is raised at once, although this run, in program order, computed the right result.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Clock = dict[str, int]
 
 
 class StreamOrderError(RuntimeError):
-    """Two accesses to one resource that no event orders. The message names both."""
+    """Raised for two accesses to one resource that no event orders. The message names both."""
 
 
 class CheckedEvent:
-    """An event of the twin: a copy of the clock of the stream that recorded it."""
+    """An event: a copy of the clock of the stream that recorded it."""
 
     def __init__(self, streams: CheckedStreams):
         self._streams = streams
@@ -43,7 +43,7 @@ class CheckedEvent:
 
 
 class CheckedSignal:
-    """A signal of the twin: the clock of the thread that set it, which those that wait for it follow."""
+    """A signal: the clock of the thread that set it, which the threads that wait for it merge into theirs."""
 
     def __init__(self, streams: CheckedStreams):
         self._streams = streams
@@ -66,7 +66,7 @@ class CheckedSignal:
 
 
 class CheckedStream:
-    """A stream of the twin, named for messages; its clock counts the work seen from each stream."""
+    """A stream, with a name for messages. Its clock has the last work of each stream that is done before its next."""
 
     def __init__(self, name: str):
         self.name = name
@@ -86,7 +86,7 @@ class CheckedStream:
 
 @dataclass(frozen=True)
 class Access:
-    """One declared read or write: who, when on his own clock, and what for."""
+    """One declared read or write: the stream, the time on its own clock, and the purpose."""
 
     stream: str
     tick: int
@@ -98,7 +98,7 @@ class Access:
 
 @dataclass
 class _History:
-    """The accesses of one resource that a later access still has to be ordered after."""
+    """The accesses to one resource that a later access must be ordered after."""
 
     write: Access | None = None
     reads: dict[str, Access] = field(default_factory=dict)
@@ -107,9 +107,9 @@ class _History:
 class CheckedStreams:
     """`offload.runtime.registry.Streams` for a device without streams.
 
-    Work runs where it is called. The host is a stream too: whatever it did before it queues work is done when that
-    work starts, but it sees a stream's work only after `Event.synchronize`. A thread `beside` it is a host of its own,
-    which sees the other's work only after `Signal.wait`.
+    Work runs when it is queued. The host counts as a stream, too: what it did before it queues work is done when that
+    work starts, but it sees the work of a stream only after `Event.synchronize`. A thread inside `beside` is a host of
+    its own, which sees the work of the other only after `Signal.wait`.
     """
 
     asynchronous = False
@@ -120,7 +120,6 @@ class CheckedStreams:
         self._host = CheckedStream("host")
         self.h2d = CheckedStream("h2d")
         self.d2h = CheckedStream("d2h")
-        self.visits = CheckedStream("visits")
         self._compute = CheckedStream("compute")
         self._current = self._compute
         self._histories: weakref.WeakKeyDictionary[object, _History] = weakref.WeakKeyDictionary()
@@ -156,7 +155,7 @@ class CheckedStreams:
         finally:
             self._current = before
 
-    def as_here(self) -> Callable[[], AbstractContextManager]:
+    def thread_context(self) -> Callable[[], AbstractContextManager]:
         return nullcontext
 
     def reads(self, stream: CheckedStream | None, resource: object, what: str) -> None:
@@ -175,7 +174,7 @@ class CheckedStreams:
             history.write, history.reads = access, {}
 
     def synchronize(self) -> None:
-        for stream in (self.h2d, self.d2h, self.visits, self._compute):
+        for stream in (self.h2d, self.d2h, self._compute):
             self.host.follow(stream.clock)
 
     def _access(self, stream: CheckedStream | None, resource: object, what: str):

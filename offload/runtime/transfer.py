@@ -1,4 +1,8 @@
-"""Copies between host and device: the one place that makes them, counts them and times the waits for them."""
+"""Copies between host and device: the one place that queues them, counts their bytes and times the waits for them.
+
+`Transfer` queues copies on the side streams, `Telemetry` holds the counters of one attached model. Nothing else in the
+engine copies asynchronously (a test of the architecture holds that).
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,14 @@ from time import perf_counter
 import torch
 
 from offload.runtime.registry import Event, Stream, Streams
+from offload.runtime.torch_internals import is_profiling
 
 # Two events with nothing to wait for between them are microseconds apart, and a step has a thousand such pairs.
 RESOLUTION_MS = 0.01
 
 
 class Telemetry:
-    """Counters of one attached model since it was attached: bytes copied in and out, ms of compute stalled."""
+    """Counters of one model since it was attached: bytes copied in and out, and ms that compute stood still."""
 
     def __init__(self, streams: Streams):
         self.h2d_bytes = 0
@@ -27,7 +32,7 @@ class Telemetry:
 
     @contextmanager
     def stall(self, stream: Stream) -> Iterator[None]:
-        """Counts the time that `stream` spends in the waits queued inside the block."""
+        """Counts the time that `stream` spends in the waits that are queued inside the block."""
         if not self._streams.asynchronous:
             yield
             return
@@ -38,7 +43,7 @@ class Telemetry:
         self._pending.append((before, after))
 
     def timestamp(self) -> Event | None:
-        """An event that will know when compute came here; None on a device without a clock."""
+        """Returns an event that marks this point of the compute stream; None on a device without a clock."""
         if not self._streams.asynchronous:
             return None
         event = self._streams.event(timing=True)
@@ -46,7 +51,7 @@ class Telemetry:
         return event
 
     def collect(self) -> None:
-        """Reads the timings that are over; a later call reads the others."""
+        """Adds the stalls that are over to `stall_ms`, without waiting for the others: a later call adds them."""
         while self._pending and self._pending[0][1].query():
             before, after = self._pending.popleft()
             wait_ms = before.elapsed_time(after)
@@ -57,32 +62,24 @@ class Telemetry:
 class Transfer:
     """Queues copies on the side streams of a device.
 
-    Neither method blocks the host where the device has streams and the host memory is page-locked.
+    No method blocks the host where the device has streams and the host memory is page-locked.
     """
 
     def __init__(self, streams: Streams, telemetry: Telemetry):
         self.streams = streams
         self.telemetry = telemetry
 
-    def copy_in(
-        self,
-        device_tensor: torch.Tensor,
-        host_tensor: torch.Tensor,
-        done: Event,
-        what: str,
-        stream: Stream | None = None,
-    ) -> None:
-        """Copies host to device on `stream` (None: h2d) and records `done` behind it. Shapes and dtypes are equal.
+    def copy_in(self, device_tensor: torch.Tensor, host_tensor: torch.Tensor, done: Event, what: str) -> None:
+        """Copies host to device on the h2d stream and then records `done`. Shapes and dtypes must be equal.
 
         `what` names the copy in a profiler's trace.
         """
-        stream = self.streams.h2d if stream is None else stream
         with profiled(f"copy in {what}"):
-            self.telemetry.h2d_bytes += self._copy(device_tensor, host_tensor, stream)
-        done.record(stream)
+            self.telemetry.h2d_bytes += self._copy(device_tensor, host_tensor, self.streams.h2d)
+        done.record(self.streams.h2d)
 
     def copy_out(self, host_tensor: torch.Tensor, device_tensor: torch.Tensor, done: Event, what: str) -> None:
-        """Copies device to host on the d2h stream and records `done` behind it. Shapes and dtypes are equal.
+        """Copies device to host on the d2h stream and then records `done`. Shapes and dtypes must be equal.
 
         `what` names the copy in a profiler's trace.
         """
@@ -91,14 +88,14 @@ class Transfer:
         done.record(self.streams.d2h)
 
     def after_compute(self, *streams: Stream) -> None:
-        """Makes `streams` wait for all that compute has queued so far."""
+        """Makes `streams` wait for everything that is queued on the compute stream so far."""
         made = self.streams.event()
         made.record(self.streams.compute)
         for stream in streams:
             stream.wait_event(made)
 
     def await_on(self, stream: Stream, event: Event) -> None:
-        """Makes `stream` wait for a copy's event, and counts the time that it stands still."""
+        """Makes `stream` wait for the event of a copy, and counts the time that it stands still."""
         with self.telemetry.stall(stream):
             stream.wait_event(event)
 
@@ -107,19 +104,19 @@ class Transfer:
         with torch.no_grad(), self.streams.on(stream):
             destination.copy_(source, non_blocking=True)
         if not self.streams.asynchronous:
-            # The twin copies where it stands: all of the copy's time is time that compute waits.
+            # On a device without streams the copy is made at once: compute waits for all of it.
             self.telemetry.stall_ms += (perf_counter() - start) * 1e3
         return source.nbytes
 
 
 def profiled(name: str) -> AbstractContextManager:
-    """A range in a profiler's trace, on whichever thread; nothing where none runs."""
-    # Opening a range costs microseconds, also when nobody records it.
-    return torch.profiler.record_function(name) if torch.autograd.profiler._is_profiler_enabled else nullcontext()
+    """Returns a context that is a range of that name in a profiler's trace; it does nothing where none is recorded."""
+    # To open a range costs microseconds, also where nobody records it.
+    return torch.profiler.record_function(name) if is_profiling() else nullcontext()
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor (a batch of tokens, say) on `device`, without the host waiting for the device's queue."""
+    """Returns a host tensor (a batch of tokens, say) on `device`. The host does not wait for the device's queue."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""When units are used: pure arithmetic over unit numbers, with no tensor and no stream in it."""
+"""The order in which a step uses units: arithmetic over unit numbers, with no tensor and no stream in it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 
 
 class AccessOrder:
-    """The order in which a step visits its units, recorded in one step and replayed in the next.
+    """The uses of units in the order of a step, recorded in one step and taken as the forecast of the next.
 
-    `position` is the index of the current visit, -1 before the first. A step that departs from the record is
-    followed where the record has the unit later on (visits were skipped), and recorded anew.
+    `order` is the record, and `position` the index in it of the current use, -1 before the first. A step that departs
+    from the record is looked up where the record has the unit later on (uses were skipped), and recorded anew.
     """
 
     def __init__(self) -> None:
@@ -21,11 +21,11 @@ class AccessOrder:
         self._uses: dict[int, list[int]] = {}
 
     def begin(self) -> None:
-        """A step begins: back to the start of the record."""
+        """Begins a step at the start of the record."""
         self.position, self._trace = -1, []
 
-    def visit(self, unit: int) -> None:
-        """The step now uses `unit`; repeated visits in a row count once."""
+    def record(self, unit: int) -> None:
+        """Records that the step now uses `unit`; repeated uses in a row count once."""
         if self._trace and self._trace[-1] == unit:
             return
         self._trace.append(unit)
@@ -34,7 +34,7 @@ class AccessOrder:
             self.position = position
 
     def end(self) -> None:
-        """The step is over: what it did is the record for the next, unless it merely stopped early."""
+        """Ends the step. Its uses are the record for the next one, unless the step merely stopped early."""
         if self._trace != self.order[: len(self._trace)]:
             self.order = self._trace
             self._uses = {}
@@ -43,20 +43,20 @@ class AccessOrder:
         self.begin()
 
     def next_use(self, unit: int) -> float:
-        """The position of the next visit to `unit` after the current one, infinity when none is known."""
+        """Returns the position of the next use of `unit` after the current one, infinity when none is known."""
         uses = self._uses.get(unit, ())
         following = bisect_left(uses, self.position + 1)
         return uses[following] if following < len(uses) else math.inf
 
     def first_use(self, unit: int) -> float:
-        """The position of the first visit to `unit` in a step; of units that are not in the record, its number."""
+        """Returns the position of the first use of `unit` in a step; units without a record come last, by number."""
         uses = self._uses.get(unit)
         return uses[0] if uses else len(self.order) + unit
 
     def upcoming(self, count: int) -> Sequence[int]:
-        """The next `count` visits after the current one."""
+        """Returns the units of the next `count` uses after the current one."""
         return self.order[self.position + 1 : self.position + 1 + count]
 
     def farthest(self, units: Iterable[int]) -> int | None:
-        """Of `units`, the one whose next use is latest (Belady 1966); None of none."""
+        """Returns the one of `units` whose next use is latest (Belady 1966), None if there are none."""
         return max(units, key=self.next_use, default=None)

@@ -1,9 +1,9 @@
-"""Gradients on their way out: from where autograd made them to the host, and which of them are final."""
+"""Copies gradients from the device to the host, and tells which of them are final."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -16,23 +16,30 @@ from offload.weights.units import OffloadUnit, UnitTensor
 class GradientOffloader:
     """Copies gradients out on the d2h stream while backward goes on.
 
-    At most `limit_bytes` of them wait on the device; beyond that compute waits for the oldest to leave. A gradient
-    that meets an earlier one (`parameter.grad` is set: accumulation) fetches it, adds it on the device and sends the
-    sum home, so that the host never adds and the order of additions is autograd's own.
+    At most `limit_bytes` of them wait on the device; beyond that compute waits for the oldest to leave. Where
+    `parameter.grad` is set already (accumulation), the earlier gradient is fetched and added on the device, and the sum
+    is sent home: the host never adds, and the order of additions is autograd's own.
     """
 
     def __init__(self, transfer: Transfer, limit_bytes: int):
+        self.limit_bytes = limit_bytes
         self._transfer = transfer
         self._streams = transfer.streams
         self._deferred_frees = DeferredFrees(transfer, limit_bytes)
-        # Whether to take the norm of each gradient on the way, where the device's memory bandwidth is at hand.
-        self.takes_norms = False
+        self._takes_norms = False
 
-    def land(self, tensor: UnitTensor, leaf: nn.Parameter, hold: Callable[..., None] | None = None) -> None:
-        """Takes the gradient off `leaf` and starts it home; afterwards `tensor.host.grad` is its host view.
+    def begin_step(self, units: Iterable[OffloadUnit], norms: bool) -> None:
+        """Forgets the norms of the last step. `norms`: take those of this step, on the device, whose memory is fast."""
+        self._takes_norms = norms
+        for unit in units:
+            for tensor in unit.tensors:
+                tensor.norm = None
 
-        The bytes are there once the host has synchronised with the d2h stream. `hold`, of the tensor and its
-        departing gradient, takes charge of the device's copy, which else goes behind the copy out.
+    def land(self, tensor: UnitTensor, leaf: nn.Parameter) -> PendingFree:
+        """Takes the gradient off `leaf` and starts its copy home; afterwards `tensor.host.grad` is its host memory.
+
+        The bytes are there once `tensor.landed` is past. Returns the device's copy, for `free` or for somebody who
+        still needs it.
         """
         gradient, leaf.grad = leaf.grad, None
         streams = self._streams
@@ -50,18 +57,26 @@ class GradientOffloader:
         streams.writes(streams.d2h, tensor, "copy out")
         self._transfer.copy_out(tensor.gradient, gradient, done=leaving.done, what=f"gradient of {tensor.name}")
         tensor.landed = leaving.done
+        tensor.landed_version = tensor.gradient._version
         tensor.host.grad = tensor.gradient
-        if hold is None:
-            self._deferred_frees.add(leaving)
-        else:
-            hold(tensor, leaving)
+        return leaving
+
+    def free(self, leaving: PendingFree) -> None:
+        """Frees the device's copy of a gradient behind its copy home."""
+        self._deferred_frees.add(leaving)
 
     def release(self) -> None:
         """Hands the device memory of every gradient back, for use behind its copy."""
         self._deferred_frees.release()
 
+    @staticmethod
+    def norms(units: Iterable[OffloadUnit]) -> dict[nn.Parameter, torch.Tensor]:
+        """Returns the norms that were taken in this step, but for gradients that were changed since they landed."""
+        normed = (tensor for unit in units for tensor in unit.tensors if tensor.norm is not None)
+        return {tensor.host: tensor.norm for tensor in normed if tensor.has_landed_gradient}
+
     def _take_norm(self, tensor: UnitTensor, gradient: torch.Tensor) -> None:
-        if self.takes_norms:
+        if self._takes_norms:
             tensor.norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
 
     def _fetch_and_add(self, earlier: torch.Tensor, leaving: PendingFree, tensor: UnitTensor) -> None:
@@ -87,11 +102,12 @@ class GradientOffloader:
 
 
 class FinalGradients:
-    """What the step before says of this one, gradient by gradient.
+    """Tells which gradients are final as they land, by what the step before showed.
 
-    Trusted are units in which every tensor trains, every gradient landed once (under reentrant checkpoints what is
-    used twice gets it in pieces, none of them known to be the last), and no weight was needed after its gradient, as
-    a frozen one or one that is used detached may be. While not `counting`, nothing is final and nothing is learned.
+    Units are trusted in which every tensor trains, every gradient landed once in that step (under reentrant checkpoints
+    a parameter that is used twice gets its gradient in pieces, none of them known to be the last), and no weight was
+    needed after its gradient (as a frozen one may be, or one that is used detached). While `counting` is False, no
+    gradient is final and nothing is learned.
     """
 
     def __init__(self) -> None:
@@ -101,7 +117,7 @@ class FinalGradients:
         self._trusted: set[OffloadUnit] = set()
 
     def begin_step(self, units: Iterable[OffloadUnit]) -> None:
-        """A step of these units begins."""
+        """Begins a step of these units."""
         self._trusted = {
             unit
             for unit in units
@@ -111,10 +127,14 @@ class FinalGradients:
         self._needed_late.clear()
 
     def end_step(self) -> None:
+        """Ends the step: nothing counts until the next one does."""
         self.counting = False
 
     def land(self, unit: OffloadUnit, tensor: UnitTensor) -> bool:
-        """A gradient lands: whether it is final. Raises RuntimeError where an earlier one was taken for final."""
+        """Notes a gradient that is about to land. Returns True if it is final.
+
+        Raises RuntimeError where an earlier one was taken for final.
+        """
         if not self.counting:
             return False
         self._landed[tensor] += 1
@@ -126,13 +146,16 @@ class FinalGradients:
         return unit in self._trusted
 
     def use(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
-        """A weight is used, in a step or between two. Raises RuntimeError where its gradient was taken for final."""
+        """Notes a use of a weight, in a step or between two.
+
+        Raises RuntimeError where its gradient was taken for final.
+        """
         if not self.counting or not self._landed[tensor]:
             return
         if unit in self._trusted:
             raise RuntimeError(
                 f"{tensor.name} is needed after its gradient, which it was not in the step before: its update may have"
-                " begun. Where uses change from step to step, let updates begin after backward (early=False), and"
-                " checkpoints be use_reentrant=False"
+                " begun. Where uses change from step to step, let updates begin after backward (early=False), and use"
+                " checkpoints with use_reentrant=False"
             )
         self._needed_late.add(unit)

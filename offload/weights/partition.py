@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from offload.runtime.byte_sizes import parse_bytes
-from offload.weights.units import OffloadUnit, Place, UnitTensor
+from offload.runtime.errors import KnobError
+from offload.weights.units import ModuleAttribute, OffloadUnit, UnitTensor
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class CutModel:
 
     units: list[OffloadUnit]
     windows: list[Window]
-    resident: list[tuple[torch.Tensor, list[Place]]]
+    resident: list[tuple[torch.Tensor, list[ModuleAttribute]]]
 
     @property
     def resident_bytes(self) -> int:
@@ -89,13 +90,13 @@ def cut(model: nn.Module, cut_points: Sequence[CutPoint]) -> CutModel:
     """
     cut_points = list({root.module: root for root in reversed(cut_points)}.values())[::-1]
     root_of = _cut_points_by_module(cut_points)
-    places: dict[torch.Tensor, list[Place]] = {}
+    places: dict[torch.Tensor, list[ModuleAttribute]] = {}
     names: dict[torch.Tensor, str] = {}
     for prefix, module in model.named_modules():
         for is_buffer, held in ((False, module._parameters), (True, module._buffers)):
             for attribute, tensor in held.items():
                 if tensor is not None:
-                    places.setdefault(tensor, []).append(Place(module, attribute, is_buffer))
+                    places.setdefault(tensor, []).append(ModuleAttribute(module, attribute, is_buffer))
                     names.setdefault(tensor, f"{prefix}.{attribute}".lstrip("."))
 
     units: dict[str, OffloadUnit] = {}
@@ -119,7 +120,7 @@ def keep_on_device(model: CutModel, amount: str | int) -> CutModel:
     streamed = [unit for index, unit in enumerate(model.units) if index not in kept]
     resident = list(model.resident)
     for index in sorted(kept):
-        resident += [(tensor.host, tensor.places) for tensor in model.units[index].tensors]
+        resident += [(tensor.host, tensor.attributes) for tensor in model.units[index].tensors]
     windows = []
     for window in model.windows:
         read = tuple((unit, tensor) for unit, tensor in window.read if unit.index not in kept)
@@ -159,16 +160,16 @@ def keep_resident(sizes: Sequence[int], amount: str | int) -> set[int]:
 
     `amount` is a number of units (`4`), a share of the bytes (`25%`) or bytes (`2GiB`, `512MiB`). The choice is a
     function of its arguments alone and never exceeds the amount. The first unit is in it, if any is: a step starts
-    with its weights and ends with its gradients, and nothing computes while these are copied. Raises ValueError for
+    with its weights and ends with its gradients, and nothing computes while these are copied. Raises KnobError for
     an amount that is none.
     """
     text = str(amount).strip()
     if text.isdigit():
         count = int(text)
         if count > len(sizes):
-            raise ValueError(f"offload.resident={amount}: the model has {len(sizes)} units")
+            raise KnobError("resident", amount, f"the model has {len(sizes)} units")
         return {k * len(sizes) // count for k in range(count)}
-    budget = _budget_bytes(text, sum(sizes))
+    budget = amount_bytes(text, sum(sizes))
     share = budget / max(sum(sizes), 1)
     # Owed so much at the start that the first unit is the first to be kept.
     kept, owed = set(), (1 - share) * sizes[0] if sizes else 0.0
@@ -181,15 +182,22 @@ def keep_resident(sizes: Sequence[int], amount: str | int) -> set[int]:
     return kept
 
 
-def _budget_bytes(text: str, total: int) -> int:
+def check_amount(amount: str | int) -> None:
+    """Raises KnobError where `amount` is none that `keep_resident` could take for any model."""
+    text = str(amount).strip()
+    if not text.isdigit():
+        amount_bytes(text, 0)
+
+
+def amount_bytes(text: str, total: int) -> int:
+    """The bytes of an amount that is no number of units: a share of `total` ("25%") or bytes ("2GiB")."""
     share = text.removesuffix("%")
     try:
         if share == text:
-            return parse_bytes("offload.resident", text)
+            return parse_bytes("resident", text)
         if 0 <= float(share) <= 100:
             return int(float(share) * total / 100)
     except ValueError:
         pass
-    raise ValueError(
-        f"offload.resident={text}: give a number of units (4), a share (25%, up to 100%) or bytes (2GiB, 512MiB)"
-    )
+    problem = "must be a number of units (4), a share (25%, up to 100%) or bytes (2GiB, 512MiB)"
+    raise KnobError("resident", text, problem)

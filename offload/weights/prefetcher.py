@@ -1,4 +1,15 @@
-"""Onloading: units into device slots ahead of use, and which unit makes way."""
+"""Fetches units into device slots ahead of use, and chooses the unit that makes way.
+
+[Note: the life of a slot]
+
+- Free. `content` is None, and the h2d stream already waits for every stream that has read the slot.
+- Filling. `_fill` queues the copy of a unit on the h2d stream and records `ready` behind it; `content` is the unit.
+- Read. The first `fetch` after that makes compute wait for `ready` and adds it to `readers`. `write_home` adds the d2h
+  stream, which copies changed buffers out of the slot. The slot keeps its unit while a window is open on the unit,
+  while the unit is among those fetched last in backward, and inside `retain_recent`.
+- Released. `_evict` records `free` on every reader and makes the h2d stream wait for it, so that the next copy into the
+  slot comes after all that reads it: the slot is free.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +19,28 @@ from contextlib import contextmanager
 
 import torch
 
-from offload.optimizer.worker import UpdateWorker
 from offload.runtime.device_slots import DeviceSlot, DeviceSlots
 from offload.runtime.registry import Event
 from offload.runtime.transfer import Transfer
 from offload.weights.access_order import AccessOrder
 from offload.weights.units import OffloadUnit, UnitTensor
+from offload.weights.updates import NO_UPDATES, Updates
 
 
 class Prefetcher:
     """Keeps the units that compute needs next in a fixed pool of slots.
 
-    Two orders hold throughout: compute does not read a slot before the copy that fills it is done, and a copy does
-    not overwrite a slot before the streams that read it are.
+    Two orders hold throughout: compute reads a slot after the copy that fills it, and a copy fills a slot after all
+    streams that read it before. `updates` is asked before a unit is copied in.
     """
 
     def __init__(self, units: list[OffloadUnit], slots: DeviceSlots, transfer: Transfer, prefetch: int, poison: bool):
-        """`prefetch` is how many visits ahead units are fetched. `poison` fills freed slots with NaN, so that a stale
-        read shows in the result; it costs the device's memory bandwidth."""
+        """`prefetch` is the number of uses ahead for which units are fetched.
+
+        `poison` fills freed slots with NaN, so that a stale read shows in the result; it costs the device's memory
+        bandwidth.
+        """
+        self.updates: Updates = NO_UPDATES
         self._units = units
         self._slots = slots
         self._transfer = transfer
@@ -35,63 +50,67 @@ class Prefetcher:
         self._access_order = AccessOrder()
         self._slot_of: dict[OffloadUnit, DeviceSlot] = {}
         self._in_step = False
+        # Units fetched last outside of windows: an operation of backward that is not queued yet may read them.
         self._recent: deque[OffloadUnit] = deque(maxlen=1)
-        self._pinned: set[OffloadUnit] = set()
-        self._unread: dict[OffloadUnit, Event] = {}
-        self.updates: UpdateWorker | None = None
+        self._retained: set[OffloadUnit] = set()
+        self._unawaited: dict[OffloadUnit, Event] = {}
         for slot in slots:
             # The allocator may hand out memory that kernels already queued still use.
             slot.readers = [self._streams.compute]
             self._release(slot)
 
     def begin_step(self) -> None:
-        """Starts fetching what the step will use first. The weights at home are final, or `updates` knows better."""
+        """Starts fetching the units that the step will use first."""
         self._access_order.begin()
         self._in_step = True
         self._fetch_ahead(len(self._slots.all))
 
-    def first_use(self, unit: OffloadUnit) -> float:
-        """When a step uses `unit` first: the lower, the sooner."""
-        return self._access_order.first_use(unit.index)
-
-    def unread(self, unit: OffloadUnit) -> list[Event]:
-        """The end of the last copy of `unit` to the device, where nothing on the device has waited for it yet."""
-        return [self._unread[unit]] if unit in self._unread else []
-
     def end_step(self) -> None:
-        """Forgets what the slots hold: the weights at home may change before the next step."""
+        """Empties every slot, because the weights at home may change before the next step.
+
+        The caller waits for the device afterwards.
+        """
         self._access_order.end()
         self._in_step = False
-        self.drop()
-        self._unread.clear()
+        self.evict_all()
+        self._unawaited.clear()
 
-    def drop(self) -> None:
+    def evict_all(self) -> None:
         """Empties every slot."""
         for unit in list(self._slot_of):
-            self.forget(unit)
+            self._evict(unit)
+        self._recent.clear()
 
-    def forget(self, unit: OffloadUnit) -> None:
-        """Empties the slot of `unit`, if it has one: its next visit copies it in again."""
-        if unit in self._slot_of:
-            slot = self._evict(unit)
-            if not self._in_step and not self._is_pending(unit) and unit.updated is None:
-                # Outside a step the host may use the weights at home as soon as this call returns.
-                slot.ready.synchronize()
-                if unit.written is not None:
-                    unit.written.synchronize()
-                self._streams.writes(None, unit.weights, "the host's next change")
-        if unit in self._recent:
-            self._recent.remove(unit)
+    def evict_between_steps(self, unit: OffloadUnit) -> None:
+        """Empties the slot of `unit`, if it has one. Afterwards the host may change the weights at home."""
+        if unit not in self._slot_of:
+            return
+        slot = self._evict(unit)
+        slot.ready.synchronize()
+        if unit.written is not None:
+            unit.written.synchronize()
+        self._streams.writes(None, unit.weights, "the host's next change")
 
-    def visit(self, unit: OffloadUnit, in_window: bool = False) -> DeviceSlot:
-        """The slot that holds `unit`, for the current compute stream to read from now on.
+    def first_use(self, unit: OffloadUnit) -> float:
+        """Returns the position of the unit's first use in a step; the lower, the sooner."""
+        return self._access_order.first_use(unit.index)
 
-        It keeps the slot while a window is open on it (`in_window` opens one, for the caller to close), otherwise
-        until as many other units have been visited as one operation may read. Raises RuntimeError when every slot is
-        taken by a unit in use.
+    def unawaited_copy(self, unit: OffloadUnit) -> list[Event]:
+        """Returns the end of the last copy of `unit` to the device, if no stream has waited for it yet.
+
+        The unit was then fetched ahead and has not been used, so the copy may still be reading the home.
+        """
+        return [self._unawaited[unit]] if unit in self._unawaited else []
+
+    def fetch(self, unit: OffloadUnit, in_window: bool = False) -> DeviceSlot:
+        """Returns the slot that has `unit`, for the current compute stream to read from now on.
+
+        The unit keeps the slot while a window is open on it (`in_window` opens one, `close_window` closes it), else
+        until as many other units have been fetched as one operation may read. Raises RuntimeError when every slot has a
+        unit in use.
         """
         if self._in_step:
-            self._access_order.visit(unit.index)
+            self._access_order.record(unit.index)
         if in_window:
             # Operations of backward whose weights were unpacked before have been queued by now.
             self._recent.clear()
@@ -106,41 +125,39 @@ class Prefetcher:
             self._transfer.await_on(stream, slot.ready)
             slot.readers.append(stream)
         if self._streams.d2h in slot.readers:
-            # A write back still reads what a new forward may update.
+            # Buffers that are being copied home may be updated by this use.
             self._transfer.await_on(stream, unit.written)
         self._streams.reads(stream, slot, f"use of {unit}")
-        self._unread.pop(unit, None)
+        self._unawaited.pop(unit, None)
         if self._in_step:
             self._fetch_ahead(self._prefetch)
         return slot
 
-    @contextmanager
-    def holding(self) -> Iterator[None]:
-        """What was visited last is in the same slot after the block, whatever the block visits.
+    def close_window(self, unit: OffloadUnit) -> bool:
+        """Closes a window on `unit` that `fetch` opened. Returns True if no other is open."""
+        unit.open_windows -= 1
+        return not unit.open_windows
 
-        It stays there if the slots suffice, and is copied in again if not.
+    @contextmanager
+    def retain_recent(self) -> Iterator[None]:
+        """The units fetched last are in the same slots after the block, whatever the block fetches.
+
+        They stay there if the slots suffice, and are copied in again if not.
         """
-        recent, pinned = list(self._recent), self._pinned
-        held = {unit: self._slot_of[unit] for unit in recent if unit in self._slot_of}
-        self._pinned = pinned.union(held)
+        recent, retained_before = list(self._recent), self._retained
+        retained = {unit: self._slot_of[unit] for unit in recent if unit in self._slot_of}
+        self._retained = retained_before.union(retained)
         try:
             yield
         finally:
-            self._pinned = pinned
+            self._retained = retained_before
             self._recent = deque(recent, maxlen=self._recent.maxlen)
-        for unit, slot in held.items():
+        for unit, slot in retained.items():
             if slot.content is not unit:
                 self._put_back(unit, slot)
 
-    def _put_back(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
-        for other in (unit, slot.content):
-            if other in self._slot_of:
-                self._evict(other)
-        self._fill(unit, slot)
-        self.visit(unit)
-
     def write_home(self, unit: OffloadUnit, tensors: list[UnitTensor]) -> None:
-        """Copies tensors of `unit` that compute changed in its slot back to the host block."""
+        """Copies tensors of `unit` that compute changed in its slot back to the host block; `unit.written` ends it."""
         streams, slot = self._streams, self._slot_of[unit]
         streams.writes(streams.compute, slot, f"update of {unit}")
         self._transfer.after_compute(streams.d2h)
@@ -153,8 +170,15 @@ class Prefetcher:
         if streams.d2h not in slot.readers:
             slot.readers.append(streams.d2h)
 
+    def _put_back(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
+        for other in (unit, slot.content):
+            if other in self._slot_of:
+                self._evict(other)
+        self._fill(unit, slot)
+        self.fetch(unit)
+
     def _allow_for_open_windows(self) -> None:
-        """An operation reads at most the units whose windows were open around it: as many visits are remembered."""
+        """One operation reads at most the units whose windows were open around it: `_recent` has room for as many."""
         open_units = sum(1 for unit in self._slot_of if unit.open_windows)
         if open_units > self._recent.maxlen:
             self._recent = deque(self._recent, maxlen=open_units)
@@ -169,36 +193,35 @@ class Prefetcher:
             unit = self._units[index]
             if unit in self._slot_of:
                 continue
-            slot = self._spare() or self._evict_later_than(unit)
+            slot = self._free_slot() or self._evict_later_than(unit)
             if slot is None:
                 return
-            if self._is_pending(unit):
-                # The host goes on to queue what compute can do in the meantime. The slot was given up before that:
-                # given up later, it would be free only behind that work.
+            if self.updates.is_pending(unit):
+                # The host goes on and queues other work for compute. The slot was given up before: given up later, it
+                # would be free only behind that work.
                 return
             self._fill(unit, slot)
 
-    def _is_pending(self, unit: OffloadUnit) -> bool:
-        return self.updates is not None and self.updates.is_pending(unit)
-
     def _make_room(self) -> DeviceSlot:
-        slot = self._spare()
+        slot = self._free_slot()
         if slot is not None:
             return slot
-        spared = [other for other in self._slot_of if not other.open_windows and other not in self._recent]
-        farthest = self._access_order.farthest(other.index for other in self._evictable() or spared)
+        # Retained units make way only if nothing else can.
+        not_open = [other for other in self._slot_of if not other.open_windows and other not in self._recent]
+        farthest = self._access_order.farthest(other.index for other in self._evictable() or not_open)
         if farthest is None:
-            held = ", ".join(str(other) for other in self._slot_of)
+            in_use = ", ".join(str(other) for other in self._slot_of)
             raise RuntimeError(
-                f"a device slot is needed while all {len(self._slots.all)} are in use by {held}: raise offload.slots"
+                f"a device slot is needed while all {len(self._slots.all)} are in use by {in_use}:"
+                " give the mode more slots"
             )
         return self._evict(self._units[farthest])
 
-    def _spare(self) -> DeviceSlot | None:
+    def _free_slot(self) -> DeviceSlot | None:
         return next((slot for slot in self._slots if slot.content is None), None)
 
     def _evictable(self) -> list[OffloadUnit]:
-        kept = self._pinned.union(self._recent)
+        kept = self._retained.union(self._recent)
         return [unit for unit in self._slot_of if not unit.open_windows and unit not in kept]
 
     def _evict_later_than(self, wanted: OffloadUnit) -> DeviceSlot | None:
@@ -227,15 +250,12 @@ class Prefetcher:
                 slot.bytes.fill_(0xFF)
 
     def _fill(self, unit: OffloadUnit, slot: DeviceSlot) -> DeviceSlot:
-        if self.updates is not None:
-            self.updates.wait(unit)
-        if unit.updated is not None:
-            self._streams.h2d.wait_event(unit.updated)
+        self.updates.before_onload(unit)
         # A write back of this unit is over by now as h2d sees it: its slot was released behind it.
         self._streams.reads(self._streams.h2d, unit.weights, f"onload of {unit}")
         self._streams.writes(self._streams.h2d, slot, f"onload of {unit}")
         self._transfer.copy_in(slot.bytes[: unit.nbytes], unit.weights.bytes, done=slot.ready, what=unit.name)
-        self._unread[unit] = slot.ready
+        self._unawaited[unit] = slot.ready
         slot.content = unit
         self._slot_of[unit] = slot
         return slot

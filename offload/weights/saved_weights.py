@@ -1,9 +1,9 @@
-"""Weights saved for backward are saved by name, not by bytes.
+"""Saves weights for backward by name, not by bytes.
 
-A slot holds other weights by the time backward runs. So what autograd would keep of a slot is replaced by where it
-came from (unit, offset, shape, strides), and brought back into whatever slot the unit has when backward asks.
-Everything else passes through to the hooks that were there before, so that activation checkpointing, which is built
-on the same hooks, sees in its recompute exactly the tensors that it saw in forward.
+By the time backward runs, a slot has other weights. So a view of a slot that autograd would save is replaced by its
+origin (unit, offset, shape, strides). When backward asks for it, the unit is brought back into any slot, and the view
+is made there. All other tensors are passed to the hooks that were active before. Activation checkpointing is built on
+the same hooks, and so sees in its recompute exactly the tensors that it saw in forward.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from offload.weights.units import OffloadUnit, UnitTensor
 
 
 @dataclass(frozen=True)
-class _Weight:
-    """A piece of a unit: the offset is in elements of `dtype` from the start of its flat buffer."""
+class _SavedWeight:
+    """A view of a unit's flat buffer: `offset` counts elements of `dtype` from its start.
+
+    `tensor` is the weight in which the view starts, `version` its version counter when it was saved.
+    """
 
     unit: OffloadUnit
     dtype: torch.dtype
@@ -35,16 +38,15 @@ class _Weight:
 
 
 class SavedWeights:
-    """The pack and unpack hooks of one attached model."""
+    """The pack and unpack hooks of one attached model. `note_use` is called for every weight that backward asks for."""
 
-    def __init__(self, slots: DeviceSlots, prefetcher: Prefetcher, note: Callable[[OffloadUnit, UnitTensor], None]):
-        """`note` is told of every weight that backward asks for."""
+    def __init__(self, slots: DeviceSlots, prefetcher: Prefetcher, note_use: Callable[[OffloadUnit, UnitTensor], None]):
         self._slots = slots
         self._prefetcher = prefetcher
-        self._note = note
+        self._note_use = note_use
 
     def hooks(self) -> AbstractContextManager:
-        """A context in which weights are saved by name; nested in itself it does nothing."""
+        """Returns a context in which weights are saved by name; nested in itself it does nothing."""
         outer = active_hooks()
         if outer is not None and getattr(outer[0], "owner", None) is self:
             return nullcontext()
@@ -52,7 +54,7 @@ class SavedWeights:
         def pack(tensor: torch.Tensor) -> object:
             slot = self._slots.slot_of(tensor)
             if slot is not None:
-                return self._name(tensor, slot.content)
+                return self._saved(tensor, slot.content)
             if outer is not None:
                 return Passed.to(outer, tensor)
             return Kept.of(tensor)
@@ -61,29 +63,29 @@ class SavedWeights:
         pack.claims = lambda tensor: self._slots.slot_of(tensor) is not None
         return saved_tensors_hooks(pack, self._unpack)
 
-    def _name(self, tensor: torch.Tensor, unit: OffloadUnit) -> _Weight:
+    def _saved(self, tensor: torch.Tensor, unit: OffloadUnit) -> _SavedWeight:
         offset = tensor.storage_offset()
         whole = unit.tensor_at(offset * tensor.itemsize)
-        return _Weight(unit, tensor.dtype, offset, tensor.shape, tensor.stride(), whole, whole.version)
+        return _SavedWeight(unit, tensor.dtype, offset, tensor.shape, tensor.stride(), whole, whole.version)
 
     def _unpack(self, saved: object) -> torch.Tensor:
-        if isinstance(saved, _Weight):
-            return self._fetch(saved)
+        if isinstance(saved, _SavedWeight):
+            return self._bring_back(saved)
         if isinstance(saved, Passed):
             # Unpacking may recompute a block, and a weight unpacked just before belongs to the same operation.
-            with self._prefetcher.holding():
+            with self._prefetcher.retain_recent():
                 return saved.unpack(saved.packed)
         return saved.checked()
 
-    def _fetch(self, saved: _Weight) -> torch.Tensor:
-        self._note(saved.unit, saved.tensor)
+    def _bring_back(self, saved: _SavedWeight) -> torch.Tensor:
+        self._note_use(saved.unit, saved.tensor)
         if saved.version != saved.tensor.version:
             raise RuntimeError(
                 f"{saved.tensor.name}, needed for gradient computation, has been modified since forward:"
                 " run backward before the optimizer's step"
             )
-        slot = self._prefetcher.visit(saved.unit)
+        slot = self._prefetcher.fetch(saved.unit)
         flat = slot.bytes.view(saved.dtype)
         view = flat.as_strided(saved.shape, saved.strides, saved.offset)
-        # With create_graph, what is unpacked is saved again, outside any window: that copy must not live in a slot.
+        # With create_graph, the unpacked tensor is saved again, outside any window: that copy must not live in a slot.
         return view.clone() if torch.is_grad_enabled() else view

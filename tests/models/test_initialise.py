@@ -1,3 +1,5 @@
+"""Initial parameters: their distribution, and that they depend on seed, name and index alone."""
+
 import hashlib
 import itertools
 
@@ -31,25 +33,25 @@ def random_values(key: str, count: int, std=1.0, **options) -> torch.Tensor:
 
 
 def split_mix_64(state: int) -> int:
-    """Output of SplitMix64 for one state, in Python's unbounded integers."""
+    """Returns the output of SplitMix64 for one state, in Python's unbounded integers."""
     z = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
     return z ^ (z >> 31)
 
 
 def test_reference_generator_is_split_mix_64():
-    # First outputs for seed 1234567, as published with the algorithm.
+    # The first outputs for seed 1234567, as published with the algorithm.
     outputs = [split_mix_64((1234567 + i * 0x9E3779B97F4A7C15) % 2**64) for i in (1, 2, 3)]
     assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
-def test_values_are_those_of_the_written_out_hash():
+def test_values_equal_the_reference_hash():
     digest = int.from_bytes(hashlib.blake2b(b"7/model.layers.0", digest_size=8).digest(), "little")
     expected = []
     for index in range(1000):
         z = split_mix_64((digest + (index + 1) * 0x9E3779B97F4A7C15) % 2**64)
         expected.append(sum(z >> bits & 0xFFFF for bits in (0, 16, 32, 48)) - 131070)
-    # Uniform on 0 .. 65535, four times.
+    # Of the sum of four values that are uniform on 0 .. 65535.
     variance = 4 * (65536**2 - 1) / 12
     scale = torch.tensor(0.02 / variance**0.5, dtype=torch.float32)
     expected = torch.tensor(expected, dtype=torch.float32) * scale
@@ -58,7 +60,7 @@ def test_values_are_those_of_the_written_out_hash():
 
 def test_distribution_is_close_to_normal():
     values = random_values("0/x", 2**20).double()
-    error = 2**-10  # standard error of the mean of 2^20 values
+    error = 2**-10  # the standard error of the mean of 2^20 values
     assert abs(values.mean()) < 4 * error
     assert abs(values.std() - 1) < 4 * error
     assert abs((values**3).mean()) < 4 * error * 15**0.5
@@ -79,7 +81,7 @@ def test_nothing_correlates():
 
 
 def test_streams_do_not_overlap():
-    """No stream goes through a stretch of another's values: then pairs of neighbours would come twice."""
+    """If two streams shared a run of values, pairs of neighbours would occur twice."""
     streams = [random_values(f"{seed}/{name}", 2**16, std=HashNormal.STD).long() for seed in (0, 1) for name in "abc"]
     pairs = torch.cat([stream[:-1] * 2**20 + stream[1:] for stream in streams])
     assert len(pairs.unique()) > 0.9999 * len(pairs)
@@ -134,7 +136,7 @@ def test_seed_changes_every_matrix_and_nothing_else():
 
 def test_values_belong_to_the_name_not_to_the_order():
     two, three = make_model(num_hidden_layers=2), make_model(num_hidden_layers=3)
-    # The residual projections' scale depends on depth.
+    # The scale of residual projections depends on depth.
     for name, parameter in two.named_parameters():
         if not name.endswith(("o_proj.weight", "down_proj.weight")):
             assert torch.equal(parameter, three.get_parameter(name))

@@ -1,3 +1,5 @@
+"""The Llama model: its numbers, its names, and what offload modes require of it."""
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +20,7 @@ def _seeded():
 def make_model(dtype=torch.float32, **changes) -> Llama:
     model = Llama(**{**SIZES, **changes}).to(dtype)
     initialise(model, seed=0)
-    # Wider than a fresh model's, so that attention is far from uniform and norms are not all ones.
+    # Larger values than a new model's, so that attention is far from uniform and norms are not all ones.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.mul_(1 + torch.rand(parameter.shape) if "norm" in name else 8)
@@ -29,7 +31,7 @@ def make_ids(batch=2, seq_len=12, seed=0):
     return torch.randint(0, 50, (batch, seq_len), generator=torch.Generator().manual_seed(seed))
 
 
-def test_parameter_names_and_shapes_are_hugging_faces():
+def test_parameters_have_hugging_faces_names_and_shapes():
     shapes = {name: tuple(p.shape) for name, p in Llama(**SIZES).named_parameters()}
     assert shapes == HUGGING_FACE_SHAPES
     assert list(Llama(**SIZES).state_dict()) == list(HUGGING_FACE_SHAPES)
@@ -89,7 +91,7 @@ def test_grouped_query_attention_equals_repeated_heads():
     torch.testing.assert_close(grouped(hidden, cos, sin), full(hidden, cos, sin))
 
 
-def test_attention_equals_written_out_softmax():
+def test_attention_equals_an_explicit_softmax():
     attention = Attention(hidden_size=32, num_heads=4, num_key_value_heads=4)
     hidden = torch.randn(1, 12, 32)
     cos, sin = rotary_tables(12, 8, 10000.0, like=hidden)
@@ -105,14 +107,14 @@ def test_attention_equals_written_out_softmax():
     torch.testing.assert_close(attention(hidden, cos, sin), attention.o_proj(context))
 
 
-def test_rotary_turns_complex_numbers():
+def test_rotary_embedding_equals_complex_rotation():
     seq_len, head_dim, theta = 40, 8, 500.0
     x = torch.randn(3, seq_len, head_dim, dtype=torch.float64)
     cos, sin = rotary_tables(seq_len, head_dim, theta, like=x)
     frequencies = torch.tensor([theta ** (-2 * j / head_dim) for j in range(head_dim // 2)], dtype=torch.float64)
-    turns = torch.exp(1j * torch.arange(seq_len)[:, None] * frequencies)
-    turned = torch.complex(x[..., :4], x[..., 4:]) * turns
-    expected = torch.cat((turned.real, turned.imag), dim=-1)
+    rotations = torch.exp(1j * torch.arange(seq_len)[:, None] * frequencies)
+    rotated = torch.complex(x[..., :4], x[..., 4:]) * rotations
+    expected = torch.cat((rotated.real, rotated.imag), dim=-1)
     torch.testing.assert_close(Rotate.apply(x, cos, sin), expected, rtol=0, atol=1e-4)
 
 
@@ -136,7 +138,7 @@ def test_autocast_trains():
         assert (parameter.grad - gradient).norm() < 0.1 * gradient.norm()
 
 
-def test_rotary_tables_tell_far_positions_apart_in_bfloat16():
+def test_rotary_tables_distinguish_far_positions_in_bfloat16():
     cos, _ = rotary_tables(4096, 8, 10000.0, like=torch.empty(0, dtype=torch.bfloat16))
     reference, _ = rotary_tables(4096, 8, 10000.0, like=torch.empty(0, dtype=torch.float32))
     assert cos.dtype == torch.bfloat16
@@ -182,7 +184,7 @@ def test_recomputed_blocks_give_the_same_gradients(use_reentrant):
 
 
 def test_parameters_are_read_only_while_their_own_module_runs():
-    """What weight streaming relies on: outside its module's forward, a parameter may hold anything."""
+    """Weight streaming relies on it: outside its module's forward, a parameter has no defined value."""
     model, ids = make_model(tie_word_embeddings=True), make_ids()
     expected = model(ids, ids)
     owners = [module for module in model.modules() if list(module.parameters(recurse=False))]
@@ -213,11 +215,11 @@ def test_flops_per_token_counts_what_torch_counts():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": 30}, r"hidden_size=30 .* num_attention_heads=4"),
-        ({"hidden_size": 20}, r"hidden_size=20 .* num_attention_heads=4"),
-        ({"num_key_value_heads": 3}, r"num_key_value_heads=3 must divide num_attention_heads=4"),
-        ({"num_key_value_heads": 0}, r"num_key_value_heads=0 must be at least 1"),
-        ({"num_hidden_layers": 0}, r"num_hidden_layers=0 must be at least 1"),
+        ({"hidden_size": 30}, r"hidden_size=30: .* num_attention_heads=4"),
+        ({"hidden_size": 20}, r"hidden_size=20: .* num_attention_heads=4"),
+        ({"num_key_value_heads": 3}, r"num_key_value_heads=3: must divide num_attention_heads=4"),
+        ({"num_key_value_heads": 0}, r"num_key_value_heads=0: must be at least 1"),
+        ({"num_hidden_layers": 0}, r"num_hidden_layers=0: must be at least 1"),
     ],
 )
 def test_impossible_sizes_are_refused_in_one_line(changes, message):
@@ -236,7 +238,7 @@ def test_labels_of_another_shape_are_refused():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
-def test_attention_never_holds_the_score_matrix_on_cuda(dtype, heads):
+def test_attention_never_stores_the_score_matrix_on_cuda(dtype, heads):
     seq_len = 8192
     attention = Attention(64, *heads).to("cuda", dtype)
     hidden = torch.randn(1, seq_len, 64, device="cuda", dtype=dtype, requires_grad=True)

@@ -1,9 +1,11 @@
+"""The fused linear cross-entropy, compared with torch's, and its memory."""
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from models.loss import CHUNK_LOGITS_BYTES, MOST_CHUNKS, Head, linear_cross_entropy, tokens_at_once
+from models.loss import CHUNK_LOGITS_BYTES, MAX_CHUNKS, Head, linear_cross_entropy, tokens_per_chunk
 
 TOKENS, HIDDEN, VOCAB = 37, 16, 29
 
@@ -58,25 +60,25 @@ def test_half_precision_is_at_least_as_accurate_as_plain(dtype, chunk_tokens):
     reference = loss_and_gradients(plain, *exact, inputs[2])
     by_plain = loss_and_gradients(plain, *inputs)
     by_chunks = loss_and_gradients(linear_cross_entropy, *inputs, chunk_tokens=chunk_tokens)
-    for ours, theirs, true in zip(by_chunks, by_plain, reference, strict=True):
-        assert ours.dtype == theirs.dtype
+    for ours, plains, true in zip(by_chunks, by_plain, reference, strict=True):
+        assert ours.dtype == plains.dtype
         our_error = (ours.double() - true).norm() / true.norm()
-        their_error = (theirs.double() - true).norm() / true.norm()
-        assert our_error <= 1.05 * their_error
+        plain_error = (plains.double() - true).norm() / true.norm()
+        assert our_error <= 1.05 * plain_error
 
 
 @pytest.mark.parametrize(
-    ("tokens", "vocab_size", "at_once"),
+    ("tokens", "vocab_size", "chunk_tokens"),
     [(100, 32000, 100), (10**6, 32000, 2097), (10**11, 256, 97_656_250), (1, 10**9, 1)],
 )
-def test_chunks_are_no_more_than_a_thousand(tokens: int, vocab_size: int, at_once: int):
-    """So that a plan takes no longer the more tokens there are."""
-    assert tokens_at_once(tokens, vocab_size) == at_once
-    assert -(-tokens // at_once) <= MOST_CHUNKS
+def test_there_are_at_most_1024_chunks(tokens: int, vocab_size: int, chunk_tokens: int):
+    """So the time of a plan does not grow with its tokens."""
+    assert tokens_per_chunk(tokens, vocab_size) == chunk_tokens
+    assert -(-tokens // chunk_tokens) <= MAX_CHUNKS
 
 
 def test_default_chunk_bounds_the_float32_logits(monkeypatch):
-    """No tensor of the forward has as many elements as the logits of two chunks."""
+    """The largest tensor of the forward is the logits of one chunk."""
     monkeypatch.setattr("models.loss.CHUNK_LOGITS_BYTES", 4 * VOCAB * 8)
     largest = 0
 
@@ -103,14 +105,14 @@ def test_only_ignored_labels_give_zero_loss_and_zero_gradients():
 
 
 def products_of(function) -> int:
-    """Matrix products that `function` runs."""
+    """Returns the number of matrix products that `function` runs."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profile:
         function()
     return sum(event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::addmm_"))
 
 
-def test_no_gradient_work_that_nobody_asked_for():
+def test_gradients_that_are_not_needed_are_not_computed():
     hidden, weight, labels = make_inputs()
     frozen_weight, frozen_hidden = weight.detach(), hidden.detach()
     assert products_of(lambda: linear_cross_entropy(hidden, weight, labels).backward()) == 3
@@ -154,15 +156,15 @@ def test_works_under_checkpoint(use_reentrant):
 
 def test_saved_tensors_pass_through_hooks():
     hidden, weight, labels = make_inputs()
-    packed = []
+    saved_shapes = []
 
-    def pack(tensor):
-        packed.append(tensor.shape)
+    def save(tensor):
+        saved_shapes.append(tensor.shape)
         return tensor.clone()
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         loss = linear_cross_entropy(hidden, weight, labels)
-    assert packed == [hidden.shape, weight.shape]
+    assert saved_shapes == [hidden.shape, weight.shape]
     expected = loss_and_gradients(linear_cross_entropy, hidden, weight, labels)
     loss.backward()
     assert torch.equal(weight.grad, expected[2])
@@ -197,10 +199,10 @@ def test_cuda_is_at_least_as_accurate_as_plain(dtype, chunk_tokens):
     reference = loss_and_gradients(plain, *exact, inputs[2])
     by_plain = loss_and_gradients(plain, *inputs)
     by_chunks = loss_and_gradients(linear_cross_entropy, *inputs, chunk_tokens=chunk_tokens)
-    for ours, theirs, true in zip(by_chunks, by_plain, reference, strict=True):
+    for ours, plains, true in zip(by_chunks, by_plain, reference, strict=True):
         our_error = (ours.double() - true).norm() / true.norm()
-        their_error = (theirs.double() - true).norm() / true.norm()
-        assert our_error <= 1.05 * their_error + 1e-6
+        plain_error = (plains.double() - true).norm() / true.norm()
+        assert our_error <= 1.05 * plain_error + 1e-6
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Fixtures of several files: streams of the CPU, swapping by itself, and a GPU made late and exact."""
+"""Fixtures for the engine's tests: streams of the CPU, a swapper, and settings for exact or delayed GPU streams."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def swap(streams: registry.Streams) -> Swap:
 
 @pytest.fixture
 def exact_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels that repeat bit for bit; under TORCH_CUDA_SANITIZER=1, recomputes run to their end.
+    """Selects kernels that repeat bit for bit, and works around two limits of TORCH_CUDA_SANITIZER=1.
 
-    torch ends them early by an exception; the sanitizer's hooks fail when CUDA events are freed while one is raised.
-    The sanitizer also takes `Tensor.set_`, which moves no data, for a write to the memory that the tensor views then;
-    it is told that this only makes a tensor.
+    torch ends a recompute early by raising an exception. The sanitizer's hooks fail if CUDA events are freed during
+    that, so recomputes run to their end here. The sanitizer also treats `Tensor.set_` as a write to memory, although
+    it moves no data; here it is registered as a function that only creates a tensor.
     """
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     if os.environ.get("TORCH_CUDA_SANITIZER"):
-        # Not at the top: importing it switches its tracing on.
+        # Not at the top: importing it enables its tracing.
         from torch.cuda import _sanitizer
 
         makes_tensors = re.compile(f"{_sanitizer.FACTORY_FUNCTION_REGEX.pattern}|aten::set_$")
@@ -49,7 +49,7 @@ def exact_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots that a unit leaves are filled with NaN."""
+    """Fills each slot with NaN when its unit leaves it."""
     original = Prefetcher.__init__
 
     def poisoning(self, units, slots, transfer, prefetch, poison):
@@ -60,5 +60,5 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["nobody", "h2d", "d2h", "compute"])
 def delayed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One stream runs late, the others do not."""
+    """Delays one stream, or none."""
     make_late(monkeypatch, request.param)

@@ -1,4 +1,4 @@
-"""200 steps, and 20 times attach and detach, in every mode: nothing is held that was not held before."""
+"""200 steps, and 20 times attach and detach, in every mode: nothing is left behind."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.offload.helpers.updates import host_adamw, make_small, one_step
 
 STEPS = 200
 CYCLES = 20
-# Every trial of an automatic budget is over by then, those that wait for memory too, and the pool has given up what
-# they left idle.
+# By then every trial of an automatic budget is over, also those that page-lock memory, and the pool has returned the
+# blocks that they left idle.
 WARM_UP = AutomaticBudget.TRIALS * (AutomaticBudget.PATIENCE + 1) + IDLE_STEPS + 2
-# Less than a weight of the model a step: those are 32 KiB.
+# Less than one weight of the model a step: a weight has 32 KiB.
 TOLERANCE_BYTES = 4 * 2**20
 
-# A mode, and whether its updates are made by `step` (None), behind the step (False), or begin inside backward (True).
+# A mode, and when its updates are made: by `step` (None), beside the next step (False), or from backward on (True).
 CASES = {
     "none": (Resident, None),
     "bounce_linear": (lambda: BounceLinear(slots=2, outside="stream"), True),
@@ -50,7 +50,7 @@ on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", mark
 
 
 class PageLocks:
-    """Stands in for the CUDA runtime where there is none: locks nothing, and knows what is locked, by address."""
+    """Stands in for the CUDA runtime on a machine without one: records which ranges are locked, by address."""
 
     def __init__(self):
         self.ranges: dict[int, int] = {}
@@ -66,7 +66,7 @@ class PageLocks:
 
 @pytest.fixture
 def locks(monkeypatch: pytest.MonkeyPatch) -> PageLocks:
-    """What is page-locked, on a machine without a GPU; and activations leave although they are small."""
+    """Records the page-locked memory on a machine without a GPU, and makes small activations leave the device."""
     make_small(monkeypatch)
     locks = PageLocks()
     if not torch.cuda.is_available():
@@ -76,7 +76,7 @@ def locks(monkeypatch: pytest.MonkeyPatch) -> PageLocks:
 
 
 def steps(model, mode, optimizer, count: int, device: str) -> None:
-    """Steps with dropout, of several microbatches where these go side by side."""
+    """Runs steps with dropout, of two microbatches where the mode is layer-major."""
     microbatches = 2 if mode.footprint(model).layer_major else 1
 
     def inputs(step: int, microbatch: int) -> torch.Tensor:
@@ -100,16 +100,14 @@ def test_steps_leave_nothing_behind(make: Callable, early: bool | None, device: 
         optimizer.finish()
         locked, host = dict(locks.ranges), mode.counters()
 
-        def go_on() -> None:
+        def more_steps() -> None:
             steps(model, mode, optimizer, STEPS, device)
             optimizer.finish()
 
-        assert_leaves_nothing(go_on, objects=STEPS // 2, resident_bytes=TOLERANCE_BYTES)
+        assert_leaves_nothing(more_steps, objects=STEPS // 2, resident_bytes=TOLERANCE_BYTES)
         for counter in ("host_pinned_bytes", "host_pageable_bytes"):
-            assert mode.counters()[counter] == host[counter]
-        assert (
-            sum(locks.ranges.values()) == sum(locked.values()) == (host["host_pinned_bytes"] if device == "cpu" else 0)
-        )
+            assert getattr(mode.counters(), counter) == getattr(host, counter)
+        assert sum(locks.ranges.values()) == sum(locked.values()) == (host.host_pinned_bytes if device == "cpu" else 0)
     assert_given_back(model, device)
     assert locks.ranges == {}
 
@@ -133,7 +131,7 @@ def test_attaching_and_detaching_leave_nothing_behind(
         assert_given_back(model, device)
         assert locks.ranges == {}
 
-    # What torch makes once, and where a model that was attached before finds its memory.
+    # Fills the caches of torch, and places the weights where a model lies that was attached before.
     for _ in range(3):
         cycle()
 

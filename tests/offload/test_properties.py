@@ -1,6 +1,6 @@
-"""Whatever the model, the mode and its knobs: the numbers are those of the resident model, bit for bit.
+"""For any model, mode and knobs, the numbers are those of the resident model, bit for bit.
 
-Examples come from a fixed seed. To hunt with others: HYPOTHESIS_PROFILE=hunt pytest tests/offload/test_properties.py
+Examples come from a fixed seed. To try others: HYPOTHESIS_PROFILE=hunt pytest tests/offload/test_properties.py
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires
 
 @pytest.fixture(autouse=True)
 def little_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So little that what is saved leaves the device of these small models."""
+    """Keeps so few copies in flight that the saved tensors of these small models leave the device."""
     monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 0)
     monkeypatch.setattr(shard_offload, "IN_FLIGHT_BYTES", 300)
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
@@ -37,7 +37,7 @@ def little_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fitting(mode: tuple[str, dict], model: Assembled):
-    """The mode, if its knobs fit the model; else the example is dropped."""
+    """Makes the mode if its knobs fit the model; otherwise drops the example."""
     made = built(mode)
     try:
         made.footprint(model)
@@ -47,7 +47,7 @@ def fitting(mode: tuple[str, dict], model: Assembled):
 
 
 def recomputing(mode):
-    """`mode`, with blocks that recompute from when it has attached, as the training loop does."""
+    """Makes `mode` recompute the blocks once it has attached, as the training loop does."""
     if mode.recomputes:
         return mode
     attach, detach = mode.attach, mode.detach
@@ -65,9 +65,9 @@ def recomputing(mode):
 
 
 def comparable(spec: Spec, mode: tuple[str, dict], microbatches: int, recomputed: bool = False) -> bool:
-    """False for what another order of microbatches, or a checkpoint in a checkpoint, must change."""
+    """Returns False where another order of microbatches, or a checkpoint in a checkpoint, must change the numbers."""
     sharded = shards(mode)
-    # A checkpoint of the user counts every batch twice; where it is recomputed itself, the second time is lost.
+    # A user's checkpoint counts every batch twice in running statistics; inside a recompute it counts once.
     if spec.has_statistics and spec.checkpointing is not None and (recomputed or sharded):
         return False
     if not sharded or microbatches == 1:
@@ -100,24 +100,21 @@ def test_losses_gradients_and_updates_are_the_resident_models(spec, mode, microb
     clip_norm=st.sampled_from([None, 0.1]),
     early=st.booleans(),
     device_share=st.sampled_from([0, 0, 2000, 2**20]),
-    visiting_share=st.sampled_from([0, 0, 0.5, 1]),
 )
-def test_updates_behind_the_step_are_the_resident_models(
-    spec, mode, microbatches, clip_norm, early, device_share, visiting_share
-):
+def test_updates_behind_the_step_are_the_resident_models(spec, mode, microbatches, clip_norm, early, device_share):
     assume(comparable(spec, mode, microbatches))
     moved, resident = twin(Assembled(spec))
     options = {"steps": 3, "microbatches": microbatches, "clip_norm": clip_norm, "inputs": moved.inputs}
-    placed = {"device_share": device_share, "visiting_share": visiting_share}
-    seen = updates.train(moved, fitting(mode, moved), early and clip_norm is None, **placed, **options)
+    early = early and clip_norm is None
+    seen = updates.train(moved, fitting(mode, moved), early, device_share=device_share, **options)
     expected = updates.train(resident, Resident(), **options)
-    # Losses, weights and buffers; between them are the states, which have masters where they are on the device.
+    # Losses, weights and buffers. The states between them differ: those on the device have masters.
     losses, ends = 3 * microbatches, len(moved.state_dict())
     assert_same(seen[:losses] + seen[-ends:], expected[:losses] + expected[-ends:])
 
 
 def test_uses_that_are_summed_in_another_order_differ_by_rounding_alone():
-    """What `comparable` leaves out, side by side microbatches and a block that is used twice."""
+    """The case that `comparable` leaves out: layer-major microbatches and a block that is used twice."""
     spec = Spec(
         kinds=("perceptron", "attention"),
         order=(0, 1, 0),

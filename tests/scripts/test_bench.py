@@ -1,4 +1,4 @@
-"""The bench: floors by hand, and a run on the CPU."""
+"""The benchmark: floors against values by hand, a run on the CPU, modes by their names."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench import with_floor
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from scripts.bench import build_mode, weight_modes, with_floor
 from tests import ROOT
+from training.config.modes import mode_options
+from training.errors import UserError
 
 SPEED = {"h2d": 50.0, "d2h": 40.0, "both": 30.0}
 
@@ -34,7 +38,23 @@ def test_a_run_compares_modes_and_names_what_failed(tmp_path: Path):
     modes = ["none", "layer_stream", "layer_stream:slots=0"]
     command = [sys.executable, "scripts/bench.py", "--device", "cpu", *shape, "--json", tmp_path / "b.json", "--modes"]
     result = subprocess.run([*command, *modes], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "failed: ValueError: offload.slots=0" in result.stdout
+    assert "failed: UserError: offload.slots=0: must be at least 1" in result.stdout
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
     assert rows[0]["loss"] == rows[1]["loss"]
     assert rows[1]["h2d_bytes"] > 0 == rows[0]["h2d_bytes"]
+
+
+def test_any_mode_is_built_by_its_name_with_its_knobs():
+    for name in mode_options():
+        assert build_mode(name)[0] == name
+    _, mode = build_mode("layer_stream:slots=2,resident=60%")
+    assert (type(mode), mode.slots, mode.resident) == (LayerStream, 2, "60%")
+    _, mode = build_mode("tensor_swap:weights=bounce_linear,weights.slots=5,budget=auto")
+    assert (type(mode.weights), mode.weights.slots, mode.budget) == (BounceLinear, 5, "auto")
+    with pytest.raises(UserError, match=r"^offload\.weights\.slots=0: must be at least 1"):
+        build_mode("layer_stream_swap:weights.slots=0")
+
+
+def test_without_names_all_modes_of_weights_are_measured():
+    assert set(weight_modes()) >= {"none", "bounce_linear", "layer_stream", "shard_offload"}
+    assert not {"tensor_swap", "save_on_cpu", "layer_stream_swap"} & set(weight_modes())

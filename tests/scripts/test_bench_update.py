@@ -1,4 +1,4 @@
-"""The bench of the optimizer's update, on as little as it takes."""
+"""The program that measures the optimizer's update on the host, with few parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scripts/run.sh against a stand-in for Python that notes what it is asked, so that nothing is downloaded."""
+"""scripts/run.sh with a stand-in for Python that records its calls, so that nothing is downloaded."""
 
 import os
 import shutil
@@ -10,20 +10,20 @@ from tests import ROOT
 
 RUN = ROOT / "scripts" / "run.sh"
 
-# Answers what run.sh asks of a Python: is the version supported, which is it, make an environment, run pip, compile.
+# Accepts the calls of run.sh: check the version, print it, make an environment, run pip, compile.
 PYTHON = """#!/bin/bash
 case "$*" in
     -c*version_info*) [ "${FAKE_VERSION:-3.12}" = 3.12 ] ;;
     --version) echo "Python ${FAKE_VERSION:-3.12}" ;;
     "-m venv --clear "*)
-        echo "venv" >>"$NOTES"
+        echo "venv" >>"$CALLS"
         rm -rf "$4"; mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
     "-m pip --version") [ -z "${FAKE_BROKEN:-}" ] ;;
     "-m pip install "*)
-        echo "install in $PWD" >>"$NOTES"
+        echo "install in $PWD" >>"$CALLS"
         [ -z "${FAKE_SLOW:-}" ] || sleep "$FAKE_SLOW"
         [ -z "${FAKE_FAILURE:-}" ] || exit 1
-        echo "installed in $PWD" >>"$NOTES"
+        echo "installed in $PWD" >>"$CALLS"
         printf '#!/bin/bash\\nprintf "<%%s>" "$@"; pwd\\n' >.venv/bin/show && chmod +x .venv/bin/show ;;
     "-m compileall "*) ;;
     *) echo "unexpected: $*" >&2; exit 99 ;;
@@ -40,14 +40,14 @@ class Checkout:
         shutil.copy(RUN, self.root / "scripts")
         self.requirements = self.root / "requirements.txt"
         self.requirements.write_text("torch==2\n")
-        self.notes = folder / "notes"
-        self.notes.touch()
+        self.calls = folder / "calls"
+        self.calls.touch()
         bin_folder = folder / "bin"
         bin_folder.mkdir()
         for name in ("python3", "python3.11", "python3.12", "python3.13"):
             (bin_folder / name).write_text(PYTHON)
             (bin_folder / name).chmod(0o755)
-        self.environment = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "NOTES": str(self.notes)}
+        self.environment = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "CALLS": str(self.calls)}
 
     def start(self, *command, cwd=None, **environment):
         return subprocess.Popen(
@@ -64,10 +64,10 @@ class Checkout:
         stdout, stderr = process.communicate(timeout=60)
         return process.returncode, stdout, stderr
 
-    def noted(self):
-        """What Python was asked since the last call: venv, install, installed."""
-        words = [line.split()[0] for line in self.notes.read_text().splitlines()]
-        self.notes.write_text("")
+    def recorded(self):
+        """Returns the calls of Python since the last time: venv, install, installed."""
+        words = [line.split()[0] for line in self.calls.read_text().splitlines()]
+        self.calls.write_text("")
         return words
 
 
@@ -78,9 +78,9 @@ def checkout(tmp_path):
 
 def test_the_first_command_sets_up_and_the_next_does_not(checkout):
     assert checkout.run("show")[0] == 0
-    assert checkout.noted() == ["venv", "install", "installed"]
+    assert checkout.recorded() == ["venv", "install", "installed"]
     assert checkout.run("show")[0] == 0
-    assert checkout.noted() == []
+    assert checkout.recorded() == []
 
 
 def test_arguments_arrive_as_given_in_the_root_from_anywhere(checkout, tmp_path):
@@ -103,24 +103,24 @@ def test_the_command_finds_the_environment(checkout):
     assert stdout.splitlines() == [f"{checkout.root}/.venv", f"{checkout.root}/.venv/bin/python", "unset"]
 
 
-def test_changed_requirements_are_installed_into_the_environment_there_is(checkout):
+def test_changed_requirements_are_installed_into_the_same_environment(checkout):
     checkout.run("show")
-    checkout.noted()
+    checkout.recorded()
     checkout.requirements.write_text("torch==3\n")
     assert checkout.run("show")[0] == 0
-    assert checkout.noted() == ["install", "installed"]
-    # The content counts, not the time.
+    assert checkout.recorded() == ["install", "installed"]
+    # Its content decides, not its time.
     os.utime(checkout.requirements)
     checkout.run("show")
-    assert checkout.noted() == []
+    assert checkout.recorded() == []
 
 
-def test_a_failed_install_runs_no_command_and_is_tried_again(checkout):
+def test_after_a_failed_install_no_command_runs_and_the_next_call_retries(checkout):
     status, stdout, _ = checkout.run("show", FAKE_FAILURE="1")
     assert (status, stdout) == (1, "")
-    assert checkout.noted() == ["venv", "install"]
+    assert checkout.recorded() == ["venv", "install"]
     assert checkout.run("show")[0] == 0
-    assert checkout.noted() == ["install", "installed"]
+    assert checkout.recorded() == ["install", "installed"]
 
 
 def test_requirements_that_fail_to_install_leave_no_old_stamp(checkout):
@@ -128,28 +128,28 @@ def test_requirements_that_fail_to_install_leave_no_old_stamp(checkout):
     before = checkout.requirements.read_text()
     checkout.requirements.write_text("torch==3\n")
     assert checkout.run("show", FAKE_FAILURE="1")[0] == 1
-    checkout.noted()
+    checkout.recorded()
     # The failed attempt may have replaced packages, so the old list is installed again.
     checkout.requirements.write_text(before)
     assert checkout.run("show")[0] == 0
-    assert checkout.noted() == ["install", "installed"]
+    assert checkout.recorded() == ["install", "installed"]
 
 
 def test_an_environment_without_pip_is_made_again(checkout):
-    # What is left when `python -m venv` is interrupted.
+    # The remains of an interrupted `python -m venv`.
     (checkout.root / ".venv" / "bin").mkdir(parents=True)
     (checkout.root / ".venv" / "bin" / "python").write_text("#!/bin/bash\nexit 1\n")
     (checkout.root / ".venv" / "bin" / "python").chmod(0o755)
     assert checkout.run("show")[0] == 0
-    assert checkout.noted() == ["venv", "install", "installed"]
+    assert checkout.recorded() == ["venv", "install", "installed"]
 
 
 def test_an_environment_that_was_moved_is_made_again(checkout):
     checkout.run("show")
-    checkout.noted()
+    checkout.recorded()
     checkout.root = checkout.root.rename(checkout.root.with_name("elsewhere"))
     assert checkout.run("show")[0] == 0
-    assert checkout.noted() == ["venv", "install", "installed"]
+    assert checkout.recorded() == ["venv", "install", "installed"]
 
 
 def test_two_commands_at_once_install_once(checkout):
@@ -157,14 +157,14 @@ def test_two_commands_at_once_install_once(checkout):
     for process in both:
         process.communicate(timeout=60)
     assert [process.returncode for process in both] == [0, 0]
-    assert checkout.noted() == ["venv", "install", "installed"]
+    assert checkout.recorded() == ["venv", "install", "installed"]
 
 
 def test_an_unsupported_python_is_named(checkout):
     status, _, stderr = checkout.run("show", FAKE_VERSION="3.9.1")
     assert status == 1
     assert "needs Python 3.11, 3.12 or 3.13; python3 is Python 3.9.1." in stderr
-    assert checkout.noted() == []
+    assert checkout.recorded() == []
     assert not (checkout.root / ".venv").exists()
 
 
@@ -172,7 +172,7 @@ def test_a_chosen_python_is_not_replaced_by_another(checkout):
     status, _, stderr = checkout.run("show", PYTHON="/no/python")
     assert status == 1
     assert "; /no/python is missing." in stderr
-    assert checkout.noted() == []
+    assert checkout.recorded() == []
 
 
 @pytest.mark.parametrize(("arguments", "status"), [((), 2), (("--help",), 0)])
@@ -180,4 +180,4 @@ def test_usage(checkout, arguments, status):
     returned, stdout, stderr = checkout.run(*arguments)
     assert returned == status
     assert "usage: scripts/run.sh CMD" in stdout + stderr
-    assert checkout.noted() == []
+    assert checkout.recorded() == []

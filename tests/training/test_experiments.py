@@ -1,4 +1,4 @@
-"""The overlays in conf/experiment/: they compose, say what they promise, and train when they are made small."""
+"""The overlays in conf/experiment/ compose, contain every mode, and train when they are made small."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, open_dict
 
@@ -15,6 +16,7 @@ from tests import ROOT
 from tests.training.helpers.in_process import run_here
 from training import sweep
 from training.config import schema
+from training.config.modes import mode_options
 from training.config.validation import check
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -50,16 +52,18 @@ def test_every_experiment_composes_and_is_consistent(experiment: str):
 def jobs(*arguments: str) -> list[list[str]]:
     params = composed("experiment=offload_ablation").hydra.sweeper.params
     overrides = [*(f"{key}={value}" for key, value in params.items()), *arguments]
-    (batch,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(overrides), None)
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        # It lists the options of a group.
+        loader = GlobalHydra.instance().config_loader()
+        (batch,) = BasicSweeper.split_arguments(OverridesParser.create(loader).parse_overrides(overrides), None)
     return batch
 
 
 def test_the_ablation_sweeps_every_mode_with_and_without_recompute_in_two_seeds():
-    modes = {path.stem for path in (ROOT / "conf" / "offload").glob("*.yaml")}
     found = {tuple(job) for job in jobs()}
     assert found == {
         (f"offload={mode}", f"recompute={recompute}", f"seed={seed}")
-        for mode in modes
+        for mode in mode_options()
         for recompute in ("none", "block")
         for seed in (0, 1)
     }

@@ -38,7 +38,6 @@ MAY_CHANGE = (
     "trace_step",
     "on_nonfinite",
     "optimizer.device_share",
-    "optimizer.visiting_share",
     "optimizer.threads",
     "optimizer.compile",
 )

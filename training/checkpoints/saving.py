@@ -13,9 +13,9 @@ from omegaconf import DictConfig
 from torch import nn
 
 from models.llama import Llama
-from models.safetensors_files import in_files, write_tensors
+from models.safetensors_files import split_into_files, write_tensors
 from models.weights import INDEX_FILE, MAX_SHARD_BYTES, weight_files
-from offload.runtime.byte_sizes import size
+from offload.runtime.byte_sizes import format_bytes
 from offload.runtime.registry import Streams
 from training.checkpoints.changes import config_text
 from training.checkpoints.durable import remove_folder, remove_leftover, write_folder
@@ -76,7 +76,7 @@ class Checkpoints:
             self._refused(folder, error, required)
             return None
         save_ms = (perf_counter() - start) * 1e3
-        logger.info("saved %s, %s in %.0f ms", folder.name, size(nbytes), save_ms)
+        logger.info("saved %s, %s in %.0f ms", folder.name, format_bytes(nbytes), save_ms)
         self._remove_old(state.step)
         return save_ms
 
@@ -86,7 +86,7 @@ class Checkpoints:
 
     def _files(self, state: RunState) -> dict:
         weights, index = weight_files(self._model, MAX_SHARD_BYTES)
-        states = in_files(OPTIMIZER_STEM, optimizer_tensors(self._model, self._optimizer), MAX_SHARD_BYTES)
+        states = split_into_files(OPTIMIZER_STEM, optimizer_tensors(self._model, self._optimizer), MAX_SHARD_BYTES)
         random = {RANDOM_FILE: random_states(self._streams.device)}
         files = {name: partial(write_tensors, tensors=tensors) for name, tensors in (weights | states | random).items()}
         texts = {STATE_FILE: state.to_json(), CONFIG_FILE: config_text(self._config).encode()}

@@ -1,62 +1,50 @@
 """Types, choices and ranges of the configuration.
 
-YAML under conf/ carries the values; the dataclasses here say what may stand there. Hydra merges every option into its
-dataclass, so that an unknown key, a wrong type or a wrong choice is refused while composing, in overlays too. What
-types cannot say is held by `training.config.validation`.
+YAML under conf/ has the values; the dataclasses here say which values are possible. Hydra merges every option into its
+dataclass, so that an unknown key, a wrong type or a wrong choice is refused while composing, in overlays too.
+`training.config.validation` checks what types cannot express.
 
-Nothing here imports torch: `python train.py --cfg job` answers at once.
+Offload modes and optimizers declare their keys themselves, as the arguments of their classes, with types and defaults.
+Their dataclasses are made from these (`schema_of`).
 """
 
+import dataclasses
+import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, get_type_hints
 
 from hydra.core.config_store import ConfigStore
+from hydra.utils import get_class
 from omegaconf import MISSING
+
+from offload.optimizer.adamw import HostAdamW
+from training.config.modes import mode_options
+from training.optim import AdamW
 
 
 def number(at_least: float | None = None, above: float | None = None, at_most: float | None = None) -> Any:
-    """A numeric key whose range `training.config.validation` holds; its value comes from YAML."""
+    """Declares a numeric key, whose range `training.config.validation` checks. Its value comes from YAML."""
     return field(default=MISSING, metadata={"at_least": at_least, "above": above, "at_most": at_most})
 
 
 class Precision(StrEnum):
-    """bf16: weights and compute in bfloat16, with float32 master weights in the optimizer; fp32: all in float32."""
+    """bf16: weights and compute in bfloat16, with float32 master weights in the optimizer. fp32: all in float32."""
 
     bf16 = "bf16"
     fp32 = "fp32"
-
-
-class Pin(StrEnum):
-    """auto: page-lock host memory, and warn once where that fails; off: use pageable memory."""
-
-    auto = "auto"
-    off = "off"
-
-
-class StateDtype(StrEnum):
-    """Of the optimizer's moments, which are computed in float32 either way."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-
-
-class Compile(StrEnum):
-    """auto: the fastest kernel, compiled where there is a compiler; off: torch's own."""
-
-    auto = "auto"
-    off = "off"
 
 
 class OnNonfinite(StrEnum):
-    """Where gradients are not finite. stop: the run ends; skip: the step is left out, and the run goes on."""
+    """For gradients that are not finite. stop: the run ends. skip: the step is left out, and the run continues."""
 
     stop = "stop"
     skip = "skip"
 
 
 class TrackingMode(StrEnum):
-    """auto: what WANDB_MODE says, else online where an API key is set and offline where none is."""
+    """auto: as WANDB_MODE says, else online where an API key is set, and offline where none is."""
 
     auto = "auto"
     online = "online"
@@ -72,79 +60,34 @@ class Built:
     _convert_: str = "all"
 
 
-@dataclass
-class Resident(Built):
-    _target_: str = "offload.modes.none.Resident"
+def schema_of(target: type, given: frozenset[str] = frozenset()) -> type:
+    """Makes the dataclass of a class: a key for each argument, with its type and default.
+
+    Arguments that code gives (`given`) are left out. The mode of the weights is an option of its own.
+    """
+    keys = [
+        (name, kind, field(default_factory=default.copy) if isinstance(default, list) else field(default=default))
+        for name, kind, default in _arguments(target)
+        if name not in given
+    ]
+    path = ("_target_", str, field(default=f"{target.__module__}.{target.__qualname__}"))
+    return dataclasses.make_dataclass(target.__name__, [path, *keys], bases=(Built,))
 
 
-class Elsewhere(StrEnum):
-    """What a mode's cuts leave out does: resident on the device, or stream as well."""
-
-    resident = "resident"
-    stream = "stream"
-
-
-class Boundary(StrEnum):
-    """Where the inputs of recomputed blocks wait for backward."""
-
-    host = "host"
-    device = "device"
-
-
-@dataclass
-class WeightMode(Built):
-    """The knobs that modes which stream weights have in common."""
-
-    slots: int = number(at_least=1)
-    prefetch: int | None = number(at_least=0)
-    resident: str | int = MISSING
-    include: list[str] = MISSING
-    exclude: list[str] = MISSING
-    pin: Pin = MISSING
-
-
-@dataclass
-class BounceLinear(WeightMode):
-    _target_: str = "offload.modes.bounce_linear.BounceLinear"
-    outside: Elsewhere = MISSING
-
-
-@dataclass
-class LayerStream(WeightMode):
-    _target_: str = "offload.modes.layer_stream.LayerStream"
-    layers: str | None = MISSING
-    outside: Elsewhere = MISSING
-
-
-@dataclass
-class ShardOffload(WeightMode):
-    _target_: str = "offload.modes.shard_offload.ShardOffload"
-    layers: str | None = MISSING
-    shards: int | None = number(at_least=1)
-    shard_bytes: str | int = MISSING
-    checkpoint: bool = MISSING
-    boundary: Boundary = MISSING
-
-
-@dataclass
-class TensorSwap(Built):
-    _target_: str = "offload.modes.tensor_swap.TensorSwap"
-    weights: Any = MISSING
-    layers: list[str] | None = MISSING
-    min_bytes: str | int = MISSING
-    budget: str | int = MISSING
-    keep_last: int = number(at_least=0)
-    prefetch: str | int = MISSING
-    host_budget: str | int | None = MISSING
-    predicate: str | None = MISSING
-    pin: Pin = MISSING
-
-
-@dataclass
-class SaveOnCpu(Built):
-    _target_: str = "offload.modes.save_on_cpu.SaveOnCpu"
-    weights: Any = MISSING
-    pin: Pin = MISSING
+def _arguments(target: type) -> Iterator[tuple[str, Any, Any]]:
+    """Yields name, type and default of the arguments of a class."""
+    if not dataclasses.is_dataclass(target):
+        hints = get_type_hints(target.__init__)
+        for name, argument in inspect.signature(target).parameters.items():
+            yield name, hints[name], MISSING if argument.default is argument.empty else argument.default
+        return
+    hints = get_type_hints(target)
+    for entry in dataclasses.fields(target):
+        has_default = entry.default is not dataclasses.MISSING
+        if not has_default and entry.default_factory is dataclasses.MISSING:
+            yield entry.name, Any, MISSING
+        else:
+            yield entry.name, hints[entry.name], entry.default if has_default else entry.default_factory()
 
 
 @dataclass
@@ -153,7 +96,7 @@ class Llama(Built):
     vocab_size: int = number(at_least=1)
     hidden_size: int = number(at_least=1)
     intermediate_size: int = number(at_least=1)
-    # More would take minutes to be made, weights aside.
+    # Making the modules of more layers would take minutes.
     num_hidden_layers: int = number(at_least=1, at_most=10_000)
     num_attention_heads: int = number(at_least=1)
     num_key_value_heads: int = number(at_least=1)
@@ -165,7 +108,7 @@ class Llama(Built):
 
 @dataclass
 class Text(Built):
-    """What every dataset of text takes; the builder adds seed, seq_len and batch_size."""
+    """The keys of every dataset of text; the builder adds seed, seq_len and batch_size."""
 
     tokenizer: str | None = MISSING
     max_tokens: int | None = number(at_least=1)
@@ -179,7 +122,7 @@ class StdlibText(Text):
 @dataclass
 class TextFiles(Text):
     _target_: str = "training.data.datasets.TextFiles"
-    # One pattern or a list of them; OmegaConf knows no type for that, so `training.config.validation` holds it.
+    # One pattern or a list of them; OmegaConf has no type for that, so `training.config.validation` checks it.
     files: Any = MISSING
     text_column: str = MISSING
 
@@ -199,26 +142,6 @@ class HubText(Text):
 class SyntheticTokens(Built):
     _target_: str = "training.data.datasets.SyntheticTokens"
     vocab_size: int = number(at_least=1)
-
-
-@dataclass
-class AdamW(Built):
-    _target_: str = "training.optim.AdamW"
-    lr: float = number(at_least=0)
-    betas: tuple[float, float] = MISSING
-    eps: float = number(above=0)
-    weight_decay: float = number(at_least=0)
-    decay_norms_and_biases: bool = MISSING
-
-
-@dataclass
-class HostAdamW(AdamW):
-    _target_: str = "offload.optimizer.adamw.HostAdamW"
-    state_dtype: StateDtype = MISSING
-    device_share: str | int = MISSING
-    visiting_share: float = number(at_least=0, at_most=1)
-    threads: int | None = number(at_least=1, at_most=1024)
-    compile: Compile = MISSING
 
 
 @dataclass
@@ -259,7 +182,7 @@ class Tracking:
 
 @dataclass
 class Checkpointing:
-    """When a run saves itself; `on_signal` null: wherever it saves itself at all."""
+    """When a run saves itself. `on_signal` null: on signals too, where `every` is set."""
 
     every: int | None = number(at_least=1)
     keep: int = number(at_least=1)
@@ -268,7 +191,7 @@ class Checkpointing:
 
 @dataclass
 class Hardware:
-    """A machine to plan for; see `training.planning.machine.Figures`. What is null is measured, or kept by the probe"""
+    """A machine to plan for; see `training.planning.machine.Figures`. Null: measured, now or by the probe."""
 
     name: str | None = MISSING
     vram_gib: float | None = number(above=0)
@@ -285,7 +208,7 @@ class Hardware:
 
 @dataclass
 class TrainConfig:
-    """The top level. Each group holds the option that was chosen, with that option's own dataclass."""
+    """The top level. Each group has the option that was chosen, with the dataclass of that option."""
 
     offload: Any = MISSING
     model: Any = MISSING
@@ -315,18 +238,12 @@ class TrainConfig:
     resume: str | None = MISSING
 
 
+OPTIMIZERS = {"adamw": AdamW, "host_adamw": HostAdamW}
 SCHEMAS = {
-    "offload": {
-        "none": Resident,
-        "bounce_linear": BounceLinear,
-        "layer_stream": LayerStream,
-        "shard_offload": ShardOffload,
-        "tensor_swap": TensorSwap,
-        "save_on_cpu": SaveOnCpu,
-    },
+    "offload": {name: schema_of(get_class(option.target)) for name, option in mode_options().items() if option.target},
     "model": {"llama": Llama},
     "dataset": {"stdlib": StdlibText, "text": TextFiles, "hub": HubText, "synthetic": SyntheticTokens},
-    "optimizer": {"adamw": AdamW, "host_adamw": HostAdamW},
+    "optimizer": {name: schema_of(optimizer, frozenset({"params"})) for name, optimizer in OPTIMIZERS.items()},
     "schedule": {"constant": ConstantSchedule, "linear": LinearSchedule, "cosine": CosineSchedule},
     "recompute": {"none": RecomputeNothing, "block": RecomputeBlocks},
     "tracking": {"wandb": Tracking},
@@ -335,7 +252,7 @@ SCHEMAS = {
 
 
 def register() -> None:
-    """Stores the dataclasses under the group `schema`, from which the defaults lists of conf/ take them."""
+    """Stores the dataclasses under the group `schema`, where the defaults lists of conf/ find them."""
     store = ConfigStore.instance()
     store.store(group="schema", name="train", node=TrainConfig)
     for group, options in SCHEMAS.items():

@@ -1,9 +1,5 @@
-"""What the types of the configuration cannot say: keys that are unknown or have no value, ranges, rules across keys.
+"""Checks what the types of the configuration cannot express: unknown keys, keys without a value, ranges, rules."""
 
-Nothing here imports torch: `python train.py --cfg job` answers at once.
-"""
-
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
@@ -13,16 +9,19 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from offload.runtime.byte_sizes import parse_bytes
-from training.config.schema import SCHEMAS, AdamW, HostAdamW, Llama, ShardOffload, TensorSwap, TextFiles, WeightMode
+from offload.runtime.errors import KnobError
+from offload.runtime.knobs import in_range
+from training.config.construct import check_optimizer, make_mode
+from training.config.schema import SCHEMAS, Llama, TextFiles
 from training.errors import UserError
 
 
 def check(config: DictConfig) -> None:
-    """Refuses what the types let through, before anything is built.
+    """Refuses mistakes that types cannot find, before anything is built.
 
-    Raises UserError naming the key, its value and what it may be: a reference that leads nowhere, an option or a class
-    to build that is none of ours, a key that is unknown (added with +) or has no value, a number out of range, a
-    combination of keys that contradicts itself.
+    Raises UserError naming the key, its value and what to do, for: a reference that leads nowhere, an option or a class
+    that is not in conf/, a key that is unknown (added with +) or has no value, a number out of range, keys that
+    contradict each other. Modes and optimizers check their own keys: they are made once for nothing.
     """
     _check_references(config)
     for group, options in SCHEMAS.items():
@@ -34,10 +33,12 @@ def check(config: DictConfig) -> None:
     for key, node in _sections(config):
         _check_ranges(key, node)
     _check_rules(config)
+    make_mode(config.offload)
+    check_optimizer(config.optimizer)
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    """One line about a key that does not exist: the one probably meant, and those that do exist beside it."""
+    """Returns one line about a key that does not exist: the one probably meant, and those that exist beside it."""
     parent, _, name = key.rpartition(".")
     prefix = f"{parent}." if parent else ""
     known = sorted(name for name in known if not name.startswith("_") and name != "hydra")
@@ -45,7 +46,7 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     meant = f" Did you mean {prefix}{close[0]}?" if close else ""
     where = f"{parent}, as chosen," if parent else "the top level"
     there = f"Keys that {where} has: {', '.join(known)}" if known else f"{where} has no keys"
-    return f"{key} is no key of the configuration.{meant} {there}"
+    return f"{key}: unknown key.{meant} {there}"
 
 
 def _sections(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, DictConfig]]:
@@ -63,18 +64,18 @@ def _check_references(config: DictConfig) -> None:
 
 
 def _check_option(parent: DictConfig, name: str, key: str, options: Mapping[str, type]) -> None:
-    """`parent.name`, called `key`, must hold one of the options, as the option says what it becomes.
+    """Refuses `parent.name`, called `key`, where it is not one of the options, or names another class than they do.
 
-    So nothing in a configuration names other code to be called, but for `offload.predicate`, which is there to do so.
+    So nothing in a configuration can name code to be called but `offload.predicate`, which is there to do so.
     """
     choose = f"choose an option with {key if key == name else f'offload@{key}'}=OPTION; --help lists them"
     node = None if OmegaConf.is_missing(parent, name) else parent.get(name)
     schema = OmegaConf.get_type(node) if OmegaConf.is_dict(node) else None
     if schema not in options.values():
-        raise UserError(f"{key}={node}: is no option: {choose}")
+        raise UserError(f"{key}={node}: is not an option: {choose}")
     for entry in fields(schema):
         if entry.name.startswith("_") and node.get(entry.name) != entry.default:
-            raise UserError(f"{key}.{entry.name}={node.get(entry.name)}: is not to be set: {choose}")
+            raise UserError(f"{key}.{entry.name}={node.get(entry.name)}: must not be set: {choose}")
 
 
 def _check_keys(prefix: str, node: DictConfig) -> None:
@@ -90,19 +91,12 @@ def _check_keys(prefix: str, node: DictConfig) -> None:
 
 def _check_ranges(prefix: str, node: DictConfig) -> None:
     for entry in fields(OmegaConf.get_type(node)):
-        value = node[entry.name]
-        if value is None:
-            continue
-        at_least, above, at_most = (entry.metadata.get(bound) for bound in ("at_least", "above", "at_most"))
-        if isinstance(value, float) and math.isinf(value):
-            raise UserError(f"{prefix}{entry.name}={value}: must be finite")
-        # Written so that NaN is refused.
-        if at_least is not None and not value >= at_least:
-            raise UserError(f"{prefix}{entry.name}={value}: must be at least {at_least}")
-        if above is not None and not value > above:
-            raise UserError(f"{prefix}{entry.name}={value}: must be above {above}")
-        if at_most is not None and not value <= at_most:
-            raise UserError(f"{prefix}{entry.name}={value}: must be at most {at_most}")
+        bounds = {bound: entry.metadata.get(bound) for bound in ("at_least", "above", "at_most")}
+        if node[entry.name] is not None:
+            try:
+                in_range(f"{prefix}{entry.name}", node[entry.name], **bounds)
+            except KnobError as error:
+                raise UserError(str(error)) from None
 
 
 def _check_rules(config: DictConfig) -> None:
@@ -120,50 +114,11 @@ def _check_rules(config: DictConfig) -> None:
     if config.trace_step is not None and config.trace_step > config.steps:
         raise UserError(f"trace_step={config.trace_step}: must be between 1 and steps={config.steps}")
     _check_schedule(config)
-    rules = {
-        WeightMode: _check_weight_mode,
-        ShardOffload: _check_shard_offload,
-        TensorSwap: _check_tensor_swap,
-        Llama: _check_llama,
-        TextFiles: _check_files,
-        AdamW: _check_adamw,
-        HostAdamW: _check_host_adamw,
-    }
+    rules = {Llama: _check_llama, TextFiles: _check_files}
     for prefix, node in _sections(config):
         for schema, rule in rules.items():
             if issubclass(OmegaConf.get_type(node), schema):
                 rule(prefix, node)
-
-
-def _check_weight_mode(prefix: str, mode: DictConfig) -> None:
-    if mode.prefetch is not None and mode.prefetch >= mode.slots:
-        raise UserError(
-            f"{prefix}prefetch={mode.prefetch}: must be below {prefix}slots={mode.slots},"
-            " because the unit that computes holds a slot as well"
-        )
-    if not re.fullmatch(r"\d+|\d+(\.\d+)?(%|[KMGT]iB)", str(mode.resident)):
-        raise UserError(
-            f"{prefix}resident={mode.resident}: must be a number of units (8), a share of the bytes (25%)"
-            " or bytes (2GiB, 512MiB)"
-        )
-
-
-def _check_shard_offload(prefix: str, mode: DictConfig) -> None:
-    _check_bytes(f"{prefix}shard_bytes", mode.shard_bytes)
-
-
-def _check_tensor_swap(prefix: str, mode: DictConfig) -> None:
-    _check_bytes(f"{prefix}min_bytes", mode.min_bytes)
-    _check_bytes(f"{prefix}prefetch", mode.prefetch)
-    if mode.host_budget is not None:
-        _check_bytes(f"{prefix}host_budget", mode.host_budget, "null for what is free")
-    if mode.budget != "auto":
-        _check_bytes(f"{prefix}budget", mode.budget, "auto")
-
-
-def _check_host_adamw(prefix: str, optimizer: DictConfig) -> None:
-    if optimizer.device_share != "auto":
-        _check_bytes(f"{prefix}device_share", optimizer.device_share, "auto")
 
 
 def _check_bytes(key: str, value: str | int, alternative: str = "") -> None:
@@ -194,13 +149,6 @@ def _check_files(prefix: str, dataset: DictConfig) -> None:
         raise UserError(
             f"dataset.files={files}: must be a path or pattern (texts/*.txt), or a list of them ([a.txt,b.txt])"
         )
-
-
-def _check_adamw(prefix: str, optimizer: DictConfig) -> None:
-    betas = list(optimizer.betas)
-    # A tuple of numbers is a list of anything to OmegaConf.
-    if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
-        raise UserError(f"{prefix}betas={optimizer.betas}: must be two numbers, at least 0 and below 1")
 
 
 def _check_schedule(config: DictConfig) -> None:

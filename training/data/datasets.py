@@ -1,10 +1,16 @@
-"""Datasets that Hydra builds from the `dataset` config group.
+"""The datasets that Hydra builds from the `dataset` config group.
 
-Each has `batch(index)`: int64 [batch_size, seq_len + 1] on the CPU (inputs are `[:, :-1]`, labels `[:, 1:]`), a pure
-function of the dataset, the seed and the index: not of the batches asked for before, the process, its threads or the
-machine. Each has `vocab_size`, which the model's must not be below, and `num_blocks`, the sequences in one epoch
-(None where that is not known or has no end). `cache_dir` is a folder for what `datasets` insists to write, for HubText
-the metadata of the repository; None takes a temporary folder that is removed.
+Every dataset has:
+
+* `batch(index)`: int64 [batch_size, seq_len + 1] on the CPU; inputs are `[:, :-1]`, labels `[:, 1:]`. It is a pure
+  function of the dataset, the seed and the index. Earlier calls, the process, its threads and the machine do not
+  change it.
+* `vocab_size`: all token ids are below it. The model's vocabulary must be at least as large.
+* `num_blocks`: the sequences in one epoch; None where that is unknown or endless.
+* `tokens_sha256`, where all tokens are in memory: resuming compares it, to see whether the text has changed.
+
+`cache_dir` is a folder for files that the `datasets` library must write (for HubText, the repository's metadata);
+None uses a temporary folder, which is removed.
 """
 
 from collections.abc import Sequence
@@ -15,7 +21,7 @@ import torch
 
 from training.data.corpus import find_files, read_files, read_stdlib
 from training.data.hub import HubText
-from training.data.packing import PackedTokens, pack, random_words, take, tokenise
+from training.data.packing import PackedTokens, concatenate, limit_tokens, random_words, tokenise
 from training.data.tokenizer import load_tokenizer
 from training.errors import UserError
 
@@ -23,13 +29,16 @@ __all__ = ["HubText", "StdlibText", "SyntheticTokens", "TextFiles"]
 
 
 class StdlibText(PackedTokens):
-    """The source files of the running Python's standard library: real text that is always there, 11 MB of it.
+    """The source files of the running Python's standard library: 11 MB of real text that every machine has.
 
-    The text is that of one Python release: 3.11 and 3.12 train on different batches.
+    The text depends on the Python release: 3.11 and 3.12 train on different batches.
 
     Args:
         tokenizer: a Hugging Face tokenizers JSON file; None for bytes.
-        max_tokens: tokens to use, in the order of paths; None for all.
+        max_tokens: the number of tokens to use, in the order of paths; None for all.
+
+    Raises:
+        UserError: this Python has no source files, or `max_tokens` is below one block.
     """
 
     def __init__(
@@ -42,11 +51,11 @@ class StdlibText(PackedTokens):
         max_tokens: int | None = None,
         cache_dir: str | Path | None = None,
     ):
-        reader = load_tokenizer(tokenizer)
-        arrays = take(tokenise(read_stdlib(cache_dir), reader), max_tokens)
+        encoder = load_tokenizer(tokenizer)
+        arrays = limit_tokens(tokenise(read_stdlib(cache_dir), encoder), max_tokens)
         super().__init__(
-            pack(arrays, reader.vocab_size),
-            vocab_size=reader.vocab_size,
+            concatenate(arrays, encoder.vocab_size),
+            vocab_size=encoder.vocab_size,
             seed=seed,
             seq_len=seq_len,
             batch_size=batch_size,
@@ -54,16 +63,16 @@ class StdlibText(PackedTokens):
 
 
 class TextFiles(PackedTokens):
-    """Local .txt, .jsonl, .json and .parquet files, held in memory as tokens (two or four bytes each).
+    """Local .txt, .jsonl, .json and .parquet files, kept in memory as tokens (two or four bytes each).
 
     Args:
         files: paths and glob patterns, relative to the current folder.
-        text_column: the column that holds the text, in files that have columns.
+        text_column: the column that contains the text, in files with columns.
         tokenizer: a Hugging Face tokenizers JSON file; None for bytes.
-        max_tokens: tokens to use, in the order of `files`, reading no further; None for all.
+        max_tokens: the number of tokens to use, in the order of `files`; what follows is not read. None for all.
 
     Raises:
-        UserError: files that are missing, unreadable or too short; see training.data.corpus.
+        UserError: a file is missing or unreadable, or there is too little text; see training.data.corpus.
     """
 
     def __init__(
@@ -78,11 +87,11 @@ class TextFiles(PackedTokens):
         max_tokens: int | None = None,
         cache_dir: str | Path | None = None,
     ):
-        reader = load_tokenizer(tokenizer)
-        texts = read_files(find_files(files), text_column, cache_dir)
+        encoder = load_tokenizer(tokenizer)
+        pieces = read_files(find_files(files), text_column, cache_dir)
         super().__init__(
-            pack(take(tokenise(texts, reader), max_tokens), reader.vocab_size),
-            vocab_size=reader.vocab_size,
+            concatenate(limit_tokens(tokenise(pieces, encoder), max_tokens), encoder.vocab_size),
+            vocab_size=encoder.vocab_size,
             seed=seed,
             seq_len=seq_len,
             batch_size=batch_size,
@@ -90,11 +99,14 @@ class TextFiles(PackedTokens):
 
 
 class SyntheticTokens:
-    """Uniformly random tokens, new ones in every batch: for measuring speed, where the loss means nothing.
+    """Uniformly random tokens, new ones in every batch: for measuring speed. The loss means nothing.
 
     Args:
-        vocab_size: ids are below this.
-        cache_dir: taken because every dataset takes it; nothing is written.
+        vocab_size: all ids are below this.
+        cache_dir: unused; every dataset accepts it.
+
+    Raises:
+        UserError: vocab_size is below 1.
     """
 
     num_blocks = None
@@ -115,7 +127,7 @@ class SyntheticTokens:
         self._shape = (batch_size, seq_len + 1)
 
     def batch(self, index: int) -> torch.Tensor:
-        """Batch `index` >= 0: int64 [batch_size, seq_len + 1] on the CPU."""
+        """Returns batch `index` >= 0: int64 [batch_size, seq_len + 1] on the CPU."""
         words = random_words(self._shape[0] * self._shape[1], self._seed, index)
         tokens = words % np.uint64(self.vocab_size)
         return torch.from_numpy(tokens.astype(np.int64).reshape(self._shape))

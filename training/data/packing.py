@@ -1,7 +1,7 @@
-"""Packing: documents become one stream of tokens, and the stream becomes blocks of `seq_len` predictions.
+"""Turns documents into one stream of tokens, and cuts the stream into blocks of `seq_len` predictions.
 
-Block k is tokens[k * seq_len : k * seq_len + seq_len + 1]: inputs and labels are the same block shifted by one, so
-neighbouring blocks share one token and every token but the first is a label exactly once in an epoch.
+Block k is tokens[k * seq_len : k * seq_len + seq_len + 1]. Inputs and labels are the same block, shifted by one.
+Neighbouring blocks share one token, so that every token but the first is a label exactly once in an epoch.
 """
 
 import hashlib
@@ -14,23 +14,23 @@ import torch
 from training.data.tokenizer import Tokenizer
 from training.errors import UserError
 
-# Documents are tokenised this many characters at a time: enough for a tokenizer's threads, little enough that its
-# intermediate objects (about 100 bytes a token) stay small.
+# Documents are tokenised in groups of this many characters: enough to keep a tokenizer's threads busy, and few enough
+# to keep its intermediate objects (about 100 bytes a token) small.
 CHARACTERS_PER_CALL = 1 << 20
 
 
 class PackedTokens:
-    """Batches from a corpus held in memory, its blocks in a new order each epoch.
+    """Makes batches from a corpus in memory. Each epoch has its blocks in a new order.
 
     Args:
-        tokens: the corpus, 1-D, any unsigned integer dtype (two bytes a token where the vocabulary allows).
-        vocab_size: ids are below this.
+        tokens: the corpus, 1-D, any unsigned integer dtype.
+        vocab_size: all ids are below this.
         seed: decides the order of blocks.
-        seq_len: predictions a sequence.
-        batch_size: sequences a batch.
+        seq_len: predictions in a sequence.
+        batch_size: sequences in a batch.
 
     Attributes:
-        num_blocks: blocks an epoch.
+        num_blocks: blocks in an epoch.
 
     Raises:
         UserError: the corpus is shorter than one block.
@@ -41,7 +41,7 @@ class PackedTokens:
         self.num_blocks = (len(tokens) - 1) // seq_len
         if self.num_blocks < 1:
             raise UserError(
-                f"dataset: {len(tokens)} tokens are less than one block of seq_len + 1 = {seq_len + 1}; "
+                f"dataset: {len(tokens)} tokens are fewer than one block of seq_len + 1 = {seq_len + 1}; "
                 "give more text (or a larger dataset.max_tokens), or a smaller seq_len"
             )
         self._tokens = tokens
@@ -51,41 +51,41 @@ class PackedTokens:
 
     @cached_property
     def tokens_sha256(self) -> str:
-        """The SHA-256 of the whole corpus as tokens, whose bytes are in little-endian order."""
+        """The SHA-256 of all tokens in their own dtype, in little-endian byte order."""
         return hashlib.sha256(self._tokens.astype(self._tokens.dtype.newbyteorder("<"), copy=False)).hexdigest()
 
     def batch(self, index: int) -> torch.Tensor:
-        """Batch `index` >= 0: int64 [batch_size, seq_len + 1] on the CPU, whatever was asked for before.
+        """Returns batch `index` >= 0: int64 [batch_size, seq_len + 1] on the CPU. Earlier calls do not change it.
 
-        The blocks are numbered through all epochs: a batch may hold the end of one epoch and the start of the next.
+        Block numbers continue from epoch to epoch, so a batch may contain the end of one and the start of the next.
         """
         first = index * self._batch_size
         rows = []
         for number in range(first, first + self._batch_size):
-            epoch, place = divmod(number, self.num_blocks)
-            start = epoch_order(self.num_blocks, self._seed, epoch)[place] * self._seq_len
+            epoch, position = divmod(number, self.num_blocks)
+            start = epoch_order(self.num_blocks, self._seed, epoch)[position] * self._seq_len
             rows.append(self._tokens[start : start + self._seq_len + 1])
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
 @lru_cache(maxsize=2)
 def epoch_order(num_blocks: int, seed: int, epoch: int) -> np.ndarray:
-    """The permutation of `num_blocks` blocks in `epoch`: int64 [num_blocks].
+    """Returns the order of the blocks in `epoch`: a permutation, int64 [num_blocks].
 
-    Sorts raw 64-bit random words, because numpy promises those to be the same in every version and on every machine,
-    and promises no such thing for `permutation`.
+    It sorts raw 64-bit random words. numpy guarantees that these are the same in every version and on every machine;
+    it does not guarantee this for `permutation`.
     """
     return np.argsort(random_words(num_blocks, seed, epoch), kind="stable")
 
 
 def random_words(count: int, *key: int) -> np.ndarray:
-    """Uniform random uint64 [count], a function of the integers in `key` alone."""
+    """Returns uniformly random uint64 [count]; they depend on the integers in `key` only."""
     entropy = [part & 0xFFFF_FFFF_FFFF_FFFF for part in key]
     return np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(count)
 
 
 def tokenise(pieces: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Token arrays of a stream of (text, whether a document ends here), an end-of-text id after each document."""
+    """Yields arrays of tokens for pairs (text, document_ends), with an end-of-text id after each document."""
     separator = np.array([tokenizer.end_of_text_id], dtype=token_dtype(tokenizer.vocab_size))
     for texts, ends in _grouped(pieces):
         for tokens, document_ends in zip(tokenizer.encode_batch(texts), ends, strict=True):
@@ -95,6 +95,7 @@ def tokenise(pieces: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> Iterat
 
 
 def _grouped(pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[list[str], list[bool]]]:
+    """Yields lists of consecutive texts, and of their `document_ends`, with CHARACTERS_PER_CALL characters each."""
     texts: list[str] = []
     ends: list[bool] = []
     num_characters = 0
@@ -109,8 +110,8 @@ def _grouped(pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[list[str], li
         yield texts, ends
 
 
-def take(arrays: Iterable[np.ndarray], max_tokens: int | None) -> Iterator[np.ndarray]:
-    """The arrays up to `max_tokens` tokens in all (None: all of them), reading no further than needed.
+def limit_tokens(arrays: Iterable[np.ndarray], max_tokens: int | None) -> Iterator[np.ndarray]:
+    """Yields the arrays up to a total of `max_tokens` tokens (None: all), and reads no further.
 
     Raises:
         UserError: max_tokens is below 1.
@@ -127,9 +128,9 @@ def take(arrays: Iterable[np.ndarray], max_tokens: int | None) -> Iterator[np.nd
             return
 
 
-def pack(arrays: Iterable[np.ndarray], vocab_size: int) -> np.ndarray:
-    """One array of all tokens: uint16, or uint32 for a vocabulary above 65,536."""
-    # A bytearray grows in place by reallocation; concatenating a list of arrays would double the peak.
+def concatenate(arrays: Iterable[np.ndarray], vocab_size: int) -> np.ndarray:
+    """Joins arrays of tokens to one: uint16, or uint32 for a vocabulary above 65,536."""
+    # A bytearray grows in place. numpy.concatenate would need the list of arrays beside the result: twice the memory.
     buffer = bytearray()
     for array in arrays:
         buffer += array.astype(token_dtype(vocab_size)).data
@@ -137,5 +138,5 @@ def pack(arrays: Iterable[np.ndarray], vocab_size: int) -> np.ndarray:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest of uint16 and uint32 that holds ids below `vocab_size`."""
+    """Returns uint16 if it can represent all ids below `vocab_size`, else uint32."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)

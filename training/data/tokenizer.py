@@ -1,7 +1,7 @@
-"""Tokenizers: bytes, built in, or any Hugging Face `tokenizers` JSON file.
+"""Two tokenizers: one for bytes, and one for any Hugging Face `tokenizers` JSON file.
 
-Both kinds have `vocab_size` (the number of ids a model needs rows for), `end_of_text_id` (the separator of documents)
-and `encode_batch(texts) -> list of numpy arrays`, one a text, without any special tokens added.
+Both have `vocab_size` (the rows that a model's embedding needs), `end_of_text_id` (which separates documents) and
+`encode_batch(texts)`, which returns one numpy array for each text and adds no special tokens.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ import numpy as np
 from training.errors import UserError, first_line
 from training.runs.paths import home_expanded
 
-# Llama 3, GPT-2 and Qwen, Llama 2 and Mistral, Gemma, DeepSeek, and two common home-made ones.
+# In this order: Llama 3; GPT-2 and Qwen; Llama 2 and Mistral; Gemma; DeepSeek; two that are common elsewhere.
 END_OF_TEXT_NAMES = (
     "<|end_of_text|>",
     "<|endoftext|>",
@@ -24,24 +24,24 @@ END_OF_TEXT_NAMES = (
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, and 256 between documents."""
+    """Ids 0 to 255 are the bytes of UTF-8; 256 separates documents."""
 
     vocab_size = 257
     end_of_text_id = 256
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """One uint8 array a text; code points that UTF-8 cannot hold (lone surrogates) become `?`."""
+        """Returns one uint8 array for each text. Code points without UTF-8 (lone surrogates) become `?`."""
         return [np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8) for text in texts]
 
 
 class FileTokenizer:
-    """A Hugging Face `tokenizers` JSON file (`tokenizer.json` in a model's folder).
+    """The tokenizer in a Hugging Face `tokenizers` JSON file (`tokenizer.json` in a model's folder).
 
     Args:
         path: the file.
 
     Raises:
-        UserError: the file is missing, is not a tokenizer, or names no end-of-text token.
+        UserError: the file is missing, is not a tokenizer, or has none of END_OF_TEXT_NAMES.
     """
 
     def __init__(self, path: str | Path):
@@ -52,11 +52,12 @@ class FileTokenizer:
             raise UserError(f"dataset.tokenizer={path}: no such file; give a tokenizer.json, or null for bytes")
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for whatever it cannot parse
+        except Exception as error:  # the library raises Exception itself when it cannot parse the file
             raise UserError(
-                f"dataset.tokenizer={path}: not a Hugging Face tokenizers JSON file ({first_line(error)})"
+                f"dataset.tokenizer={path}: not a Hugging Face tokenizers JSON file ({first_line(error)}); "
+                "give a tokenizer.json, or null for bytes"
             ) from error
-        # The file may ask for inputs cut or padded to a model's window, which would drop text or add padding here.
+        # The file may cut or pad inputs to a model's window, which would drop text or add padding here.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -67,11 +68,11 @@ class FileTokenizer:
                 "add one of them to its added_tokens"
             )
         self.end_of_text_id: int = end_of_text
-        # Ids may have gaps, so the number of tokens can be below the largest id.
+        # Ids may have gaps, so the largest id can be above the number of tokens.
         self.vocab_size: int = max(ids.values()) + 1
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """One uint32 array a text. Texts are tokenised in parallel; the result does not depend on the thread count."""
+        """Returns one uint32 array for each text. It tokenises in threads; their number does not change the result."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
@@ -80,5 +81,5 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def load_tokenizer(path: str | Path | None) -> Tokenizer:
-    """The byte tokenizer for None, else the tokenizer in the JSON file at `path`."""
+    """Returns the byte tokenizer for None, else the tokenizer in the JSON file at `path`."""
     return ByteTokenizer() if path is None else FileTokenizer(path)

@@ -9,13 +9,13 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from offload.optimizer.kernels import usable_cores
 from offload.runtime import registry
 from offload.runtime.bandwidth import Bandwidth
+from offload.runtime.host_cores import usable_cores
 from training.components import DTYPES
 from training.errors import UserError
 from training.planning.probe import device_name, kept, kept_path
-from training.profiling.hardware import describe, measured_bandwidth, peak_flops, vram_bytes
+from training.profiling.hardware import describe_device, measured_bandwidth, peak_flops, vram_bytes
 
 # Of the peak of matrix products, what blocks reach with all else that they compute: 566 of 989 TFLOP/s on an H200.
 ACHIEVED_SHARE = 0.57
@@ -105,7 +105,7 @@ def measured_in_short(device: torch.device, precision: str) -> dict[str, str | f
     bus = Bandwidth(host_gb_s, host_gb_s, host_gb_s / 2)
     figures = {
         "name": device_name(device),
-        "host_gib": describe(torch.device("cpu"))["host_memory_gib"],
+        "host_gib": describe_device(torch.device("cpu"))["host_memory_gib"],
         "cores": usable_cores(),
         "update_gparams_s": 2 * host_gb_s / UPDATE_BYTES,
         f"{precision}_tflops": peak_flops(device, DTYPES[precision]) * ACHIEVED_SHARE / 1e12,

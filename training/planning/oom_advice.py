@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from hydra.utils import get_class
+from omegaconf import DictConfig
 
-from offload.runtime.byte_sizes import size
+from offload.modes.none import Resident
+from offload.modes.weight_mode import WeightMode
+from offload.runtime.byte_sizes import format_bytes
 from training.components import recomputes
-from training.config.schema import Precision, Resident, WeightMode
+from training.config.schema import Precision
 from training.errors import UserError
 from training.planning.report import RunPlan
 from training.runs.failures import is_device_memory, more_wanted
@@ -38,9 +41,9 @@ def device_memory_told(config: DictConfig, plan: RunPlan) -> Iterator[None]:
 
 def _planned(plan: RunPlan) -> str:
     budget = plan.budgets["vram_budget"]
-    parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in plan.device_bytes.items() if nbytes)
-    there = f" of {size(budget)}" if budget is not None else ""
-    return f"planned were {size(plan.totals['vram_budget'])}{there} ({parts})"
+    parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in plan.device_bytes.items() if nbytes)
+    there = f" of {format_bytes(budget)}" if budget is not None else ""
+    return f"planned were {format_bytes(plan.totals['vram_budget'])}{there} ({parts})"
 
 
 def _advice(config: DictConfig, plan: RunPlan) -> list[str]:
@@ -65,10 +68,10 @@ def _fewer_activations(config: DictConfig) -> list[str]:
 def _fewer_weights(config: DictConfig) -> list[str]:
     key, mode = _weights(config)
     advice = []
-    if issubclass(OmegaConf.get_type(mode), Resident):
+    if issubclass(get_class(mode._target_), Resident):
         swaps = HydraConfig.get().runtime.choices["offload"] == "tensor_swap"
         advice.append("offload=layer_stream_swap" if swaps else "offload=layer_stream")
-    elif issubclass(OmegaConf.get_type(mode), WeightMode):
+    elif issubclass(get_class(mode._target_), WeightMode):
         if str(mode.resident) != "0":
             advice.append(f"{key}.resident=0")
         if mode.slots > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +11,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from offload.optimizer.adamw import STATE_DTYPES, HostAdamW
-from offload.optimizer.visiting_states import PIECE, SLOTS, evenly
-from offload.planning.cost_model import Update
+from offload.planning.cost_model import UpdateTimes
 from offload.runtime.byte_sizes import parse_bytes
 from offload.weights.footprint import Footprint
 from training.components import DTYPES, STATES_OF_SPARE, state_dtype, updates_early
@@ -28,17 +27,13 @@ DEVICE_UPDATE_BYTES = {torch.float32: 28, torch.bfloat16: 50}
 class PlannedUpdate:
     """Bytes of states by place, and the numbers of parameters by where they are updated.
 
-    `device_bytes` and `host_bytes` are states, `visit_bytes` device memory that visiting states pass through. Of what
-    is streamed, `placed_gradient_bytes` of gradients stay on the device with their states; new weights of as many
-    bytes go home from there. `in_bytes` and `out_bytes` are copied a step for states that visit.
+    `device_bytes` and `host_bytes` are states. Of what is streamed, `placed_gradient_bytes` of gradients stay on the
+    device with their states; new weights of as many bytes go home from there.
     """
 
     device_bytes: int
     host_bytes: int
-    visit_bytes: int
     placed_gradient_bytes: int
-    in_bytes: int
-    out_bytes: int
     host_parameters: int
     device_parameters: int
 
@@ -54,40 +49,27 @@ class PlannedUpdate:
         room = room if wanted == "auto" else parse_bytes("optimizer.device_share", wanted)
         sizes = [_count(unit) for unit in plan.trained]
         placed = sum(total * states <= room for total in itertools.accumulate(sizes))
-        left = plan.trained[placed:]
-        visiting = [left[index] for index in evenly(sizes[placed:], config.optimizer.get("visiting_share", 0.0))]
-        on_device, on_visit = sum(sizes[:placed]), sum(map(_count, visiting))
-        weight = DTYPES[config.precision].itemsize
+        on_device = sum(sizes[:placed])
         return cls(
             device_bytes=resident_states + on_device * states,
-            host_bytes=sum(HostAdamW.planned_bytes(unit, state_dtype(config)) for unit in left),
-            visit_bytes=_visit_bytes(itertools.chain(*visiting), states) if visiting else 0,
-            placed_gradient_bytes=on_device * weight,
-            in_bytes=on_visit * (states + weight),
-            # A float32 weight is its own master.
-            out_bytes=on_visit * (states + (weight if weight < 4 else 0)),
-            host_parameters=sum(sizes) - on_device - on_visit,
+            host_bytes=sum(HostAdamW.planned_bytes(unit, state_dtype(config)) for unit in plan.trained[placed:]),
+            placed_gradient_bytes=on_device * DTYPES[config.precision].itemsize,
+            host_parameters=sum(sizes) - on_device,
             device_parameters=on_device + _count(plan.resident),
         )
 
-    def time(self, config: DictConfig, figures: Figures, has_gpu: bool, streams: bool) -> Update:
+    def time(self, config: DictConfig, figures: Figures, has_gpu: bool, streams: bool) -> UpdateTimes:
         """How long it takes on the machine of `figures`; `streams`: the mode has units, and hides it."""
         hides = streams and "device_share" in config.optimizer
         rate = figures.update_gparams_s * 1e9 * (1 if "device_share" in config.optimizer else TORCH_KERNEL_SHARE)
         if not has_gpu:
-            return Update(host_ms=(self.host_parameters + self.device_parameters) / rate * 1e3)
+            return UpdateTimes(host_ms=(self.host_parameters + self.device_parameters) / rate * 1e3)
         device_bytes = self.device_parameters * DEVICE_UPDATE_BYTES[DTYPES[config.precision]]
-        visits_ms = figures.bandwidth.two_way_ms(self.in_bytes, self.out_bytes)
-        return Update(
-            host_ms=max(self.host_parameters / rate * 1e3, visits_ms),
+        return UpdateTimes(
+            host_ms=self.host_parameters / rate * 1e3,
             device_ms=device_bytes / figures.device_gb_s / 1e6,
             begins="after" if not hides else "inside" if updates_early(config) else "at the end",
         )
-
-
-def _visit_bytes(parameters: Iterable[Tensor], states_bytes: int) -> int:
-    """Pieces of states, with their gradient and weight, that are on the device at a time."""
-    return max(SLOTS * min(p.numel(), PIECE) * (states_bytes + 2 * p.itemsize) for p in parameters)
 
 
 def _count(parameters: Sequence[Tensor]) -> int:

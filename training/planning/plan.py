@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from models.loss import Head, tokens_at_once
+from models.loss import Head, tokens_per_chunk
 from offload.planning.cost_model import forecast, hidden_share
 from offload.planning.dry_run import DryRun, Phase, dry_run
 from offload.planning.simulated_streams import SimulatedStreams
@@ -32,7 +32,7 @@ from training.planning.machine import Figures, figures_of, is_whole
 from training.planning.optimizer import PlannedUpdate
 from training.planning.report import RunPlan
 from training.profiling.hardware import resolve_device, rss_gib
-from training.profiling.timeline import Span, Timeline, draw
+from training.profiling.timeline import Interval, Timeline, draw_chart
 
 # Microbatches that are rehearsed one by one; more follow from these.
 REHEARSED = 4
@@ -71,11 +71,11 @@ def draw_timeline(plan: RunPlan, microbatches: int, path: Path, title: str) -> N
 
     Of many `microbatches` a few are rehearsed.
     """
-    spans = (Span(work.lane, work.start_ms * 1e3, work.end_ms * 1e3) for work in plan.timeline)
-    ordered = tuple(sorted(spans, key=lambda span: span.start_us))
+    intervals = (Interval(work.lane, work.start_ms * 1e3, work.end_ms * 1e3) for work in plan.timeline)
+    ordered = tuple(sorted(intervals, key=lambda interval: interval.start_us))
     some = f" of some of {microbatches} microbatches" if microbatches > REHEARSED else ""
     part = f"step of {plan.forecast.step_ms:,.1f} ms, of it forward and backward{some}"
-    draw(Timeline(ordered, overlaps=True), path, f"{title}; {part}")
+    draw_chart(Timeline(ordered, overlaps=True), path, f"{title}; {part}")
 
 
 def plan_run(config: DictConfig, figures: Figures, has_gpu: bool) -> RunPlan:
@@ -178,7 +178,7 @@ def _assembled(
         "activations": rehearsal.activation_bytes,
     }
     update = PlannedUpdate.of(config, plan, spare_bytes=(vram_budget or 0) - sum(device.values()))
-    device["optimizer"] = update.device_bytes + update.visit_bytes
+    device["optimizer"] = update.device_bytes
     if not updates_early(config):
         # Else they go as soon as they are used, while backward still frees what forward saved.
         device["gradients"] += update.placed_gradient_bytes
@@ -203,8 +203,8 @@ def _assembled(
         logits_bytes=logits_bytes(model, config),
         pinned_bytes=rehearsal.host_bytes if has_gpu and config.offload.get("pin", "auto") != "off" else 0,
         step_bytes={
-            "in": sum(phase.h2d_bytes for phase in phases) + update.in_bytes,
-            "out": sum(phase.d2h_bytes for phase in phases) + update.out_bytes,
+            "in": sum(phase.h2d_bytes for phase in phases),
+            "out": sum(phase.d2h_bytes for phase in phases),
             "activations in": rehearsal.total("activation_h2d_bytes"),
             "activations out": rehearsal.total("activation_d2h_bytes"),
         },
@@ -223,7 +223,7 @@ def logits_bytes(model: nn.Module, config: DictConfig) -> int:
     """The logits that exist at once, part of the activations: float32, for as many tokens as the head takes at once."""
     heads = [module for module in model.modules() if isinstance(module, Head)]
     tokens = -(-config.batch_size // config.microbatches) * config.seq_len
-    return max((4 * tokens_at_once(tokens, head.out_features) * head.out_features for head in heads), default=0)
+    return max((4 * tokens_per_chunk(tokens, head.out_features) * head.out_features for head in heads), default=0)
 
 
 def _budget(key: str, value: str | int | None, all_gib: float | None) -> int | None:

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from models.llama import Block, rotary_tables
-from offload.optimizer.kernels import SAMPLE, fastest_update, measure, usable_cores
+from offload.optimizer.kernels import SAMPLE, fastest_update, measure
 from offload.planning.memory_tracker import MemoryTracker
 from offload.planning.meta_kernels import fused_kernels
 from offload.runtime import registry
 from offload.runtime.bandwidth import measure_bandwidth
 from offload.runtime.byte_sizes import GIB
-from training.profiling.hardware import describe
+from offload.runtime.host_cores import usable_cores
+from training.profiling.hardware import describe_device
 
 # Updates share the host's memory with the copies of a step, which takes a tenth of their speed.
 BESIDE_COPIES = 0.9
@@ -67,7 +68,7 @@ def probe(device: torch.device) -> dict[str, str | float]:
     streams = registry.acquire(device)
     bus = measure_bandwidth(streams, nbytes=(256 if gpu else 32) * 2**20)
     registry.release(streams)
-    facts = describe(device)
+    facts = describe_device(device)
     cores = usable_cores()
     (update_s,) = measure([fastest_update(max(cores - 1, 1))]).values()
     figures = {
@@ -88,7 +89,7 @@ def probe(device: torch.device) -> dict[str, str | float]:
 
 def device_name(device: torch.device) -> str:
     """The name of the GPU, or of the processor."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(describe(device)["cpu_name"])
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(describe_device(device)["cpu_name"])
 
 
 def block_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:

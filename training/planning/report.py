@@ -10,7 +10,7 @@ from typing import Any
 
 from offload.planning.cost_model import Forecast
 from offload.planning.simulated_streams import Work
-from offload.runtime.byte_sizes import GIB, size
+from offload.runtime.byte_sizes import GIB, format_bytes
 from training.metrics.names import PLANNED
 from training.planning.machine import Figures
 
@@ -55,7 +55,7 @@ class RunPlan:
             "host_budget": "a smaller model, precision=bf16, optimizer.state_dtype=bf16 or more on the device",
         }
         lines = [
-            f"{key}: {size(self.totals[key])} wanted, {self._limit(key)} there: {advice[key]}"
+            f"{key}: {format_bytes(self.totals[key])} wanted, {self._limit(key)} there: {advice[key]}"
             for key, fits in self.fits.items()
             if fits is False
         ]
@@ -105,9 +105,9 @@ class RunPlan:
         device = "device" if self.has_gpu else "device (here the host)"
         return {
             "hardware": f"{self.figures.name} ({self.figures.source})",
-            **{f"{device}: {name}": size(part) for name, part in self.device_bytes.items() if part},
+            **{f"{device}: {name}": format_bytes(part) for name, part in self.device_bytes.items() if part},
             f"{device}: at its peak": self._against("vram_budget"),
-            **{f"host: {name}": size(part) for name, part in self.host_bytes.items() if part},
+            **{f"host: {name}": format_bytes(part) for name, part in self.host_bytes.items() if part},
             "host: in all": self._against("host_budget"),
             "copied in a step": _copies(step["in"], step["activations in"]),
             "copied out a step": _copies(step["out"], step["activations out"]),
@@ -117,7 +117,7 @@ class RunPlan:
         }
 
     def _against(self, budget: str) -> str:
-        total = size(self.totals[budget])
+        total = format_bytes(self.totals[budget])
         if self.budgets[budget] is None:
             return total
         return f"{total} of {self._limit(budget)}: {'fits' if self.fits[budget] else 'DOES NOT FIT'}"
@@ -126,7 +126,7 @@ class RunPlan:
         """A budget that there is, and what sets it: its key, or the machine."""
         there_gib = {"vram_budget": self.figures.vram_gib, "host_budget": self.figures.host_gib}[budget]
         is_machines = there_gib is not None and self.budgets[budget] == int(there_gib * GIB)
-        return f"{size(self.budgets[budget])} ({self.figures.name if is_machines else budget})"
+        return f"{format_bytes(self.budgets[budget])} ({self.figures.name if is_machines else budget})"
 
     def write(self, run_dir: Path) -> None:
         """Writes plan.json into the run's directory."""
@@ -134,4 +134,6 @@ class RunPlan:
 
 
 def _copies(total: float, activations: float) -> str:
-    return size(int(total)) + (f", of these activations {size(int(activations))}" if activations else "")
+    return format_bytes(int(total)) + (
+        f", of these activations {format_bytes(int(activations))}" if activations else ""
+    )

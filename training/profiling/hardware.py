@@ -1,4 +1,4 @@
-"""The device a run uses: choosing it, describing it, and its memory and arithmetic limits."""
+"""Chooses the device of a run, describes it, and reports its memory and its peak arithmetic rate."""
 
 import functools
 import json
@@ -16,6 +16,7 @@ import torch
 
 from offload.runtime.bandwidth import Bandwidth, measure_bandwidth
 from offload.runtime.byte_sizes import GIB
+from offload.runtime.host_cores import usable_cores
 from offload.runtime.registry import Streams
 from training.errors import UserError
 
@@ -23,9 +24,8 @@ HARDWARE_FILE = "hardware.json"
 
 _bandwidths: dict[torch.device, Bandwidth] = {}
 
-# Dense datasheet peaks in TFLOP/s, (bfloat16 with fp32 accumulation, fp32 without TF32), by the words of the
-# name that torch reports. The first row whose words all occur in the name wins, so a variant stands before
-# its family.
+# Peak rates of dense products in TFLOP/s, from datasheets: (words, bfloat16 with fp32 accumulation, fp32 without TF32).
+# The first row whose words all occur in the name that torch reports is used, so a variant stands before its family.
 _DATASHEET_TFLOPS = (
     (("B200",), 2250.0, 75.0),
     (("H200", "NVL"), 835.5, 60.0),
@@ -53,15 +53,15 @@ _DATASHEET_TFLOPS = (
     (("3090", "Ti"), 80.0, 40.0),
     (("3090",), 71.0, 35.6),
 )
-# A slice of a GPU and a cut-down variant do not reach the figures of the card whose name they carry.
-_NOT_THE_WHOLE_CARD = {"MIG", "Laptop", "Max", "D"}
+# Words in the name of a GPU's slice (MIG) or of a slower variant, which do not reach the rates of the full card.
+_PARTIAL_CARD_WORDS = {"MIG", "Laptop", "Max", "D"}
 
 
 def resolve_device(name: str) -> torch.device:
-    """The torch device of `device=name`, with its index; `auto` is the first GPU, or the CPU without one.
+    """Returns the torch device for `device=name`, with its index; `auto` is the first GPU, or the CPU without one.
 
     Raises:
-        UserError: the name is none of auto, cuda, cuda:N, cpu; or no such GPU can be used.
+        UserError: the name is not auto, cuda, cuda:N or cpu, or there is no such usable GPU.
     """
     if name == "cpu":
         return torch.device("cpu")
@@ -77,20 +77,20 @@ def resolve_device(name: str) -> torch.device:
     if not torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         cause = "does nvidia-smi list one?" if visible is None else f"CUDA_VISIBLE_DEVICES is '{visible}'"
-        raise UserError(f"device={name}: torch finds no usable GPU ({cause}); mend that, or use device=cpu")
+        raise UserError(f"device={name}: torch finds no usable GPU ({cause}); repair that, or use device=cpu")
     index, count = int(match[1] or 0), torch.cuda.device_count()
     if index >= count:
         present = ", ".join(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(count))
-        raise UserError(f"device={name}: no such GPU; here: {present}")
+        raise UserError(f"device={name}: no such GPU; choose one of {present}")
     return torch.device("cuda", index)
 
 
-def describe(device: torch.device) -> dict[str, str | int | float]:
-    """Facts about the machine that explain a measurement; a fact that cannot be had is left out.
+def describe_device(device: torch.device) -> dict[str, str | int | float]:
+    """Returns the facts about device and machine that explain a measurement.
 
-    Keys: device, torch, python, platform, cpu_name, cpu_cores and host_memory_gib (what this process may use); on
-    a GPU also gpu_name, gpu_memory_gib, cuda and, where nvidia-smi answers within two seconds, driver,
-    pcie_generation and pcie_width (of the link at full power: an idle link reports less).
+    The keys are device, torch, python, platform, cpu_name, and cpu_cores and host_memory_gib (what this process may
+    use). For a GPU also gpu_name, gpu_memory_gib and cuda, and, if nvidia-smi answers within two seconds, driver,
+    pcie_generation and pcie_width (the link's maximum: an idle link reports less).
     """
     facts: dict[str, str | int | float] = {
         "device": str(device),
@@ -98,7 +98,7 @@ def describe(device: torch.device) -> dict[str, str | int | float]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu_name": _cpu_name(),
-        "cpu_cores": _usable_cores(),
+        "cpu_cores": usable_cores(),
         "host_memory_gib": round(_usable_host_memory_bytes() / GIB, 1),
     }
     if device.type == "cuda":
@@ -106,13 +106,13 @@ def describe(device: torch.device) -> dict[str, str | int | float]:
         facts["gpu_name"] = properties.name
         facts["gpu_memory_gib"] = round(properties.total_memory / GIB, 1)
         facts["cuda"] = torch.version.cuda or f"hip {torch.version.hip}"
-        # Named by UUID: CUDA_VISIBLE_DEVICES renumbers what torch sees, and nvidia-smi ignores it.
+        # By UUID: CUDA_VISIBLE_DEVICES changes the numbers that torch uses, but not those of nvidia-smi.
         facts.update(_nvidia_smi_facts(f"GPU-{properties.uuid}"))
     return facts
 
 
 def measured_bandwidth(streams: Streams) -> Bandwidth:
-    """The bus in GB/s: copies of 64 MiB, which take 0.1 s on a GPU, made once in a process for each device."""
+    """Measures the bus once for each device of this process: copies of 64 MiB, 0.1 s on a GPU; in GB/s."""
     device = streams.device
     if device not in _bandwidths:
         _bandwidths[device] = measure_bandwidth(streams, nbytes=64 * 2**20, repeats=3)
@@ -122,11 +122,12 @@ def measured_bandwidth(streams: Streams) -> Bandwidth:
 
 
 def record_hardware(streams: Streams, run_dir: Path) -> dict[str, str | int | float]:
-    """What `describe` says of the streams' device and, of a GPU, its bus: returned, and written to hardware.json.
+    """Writes the facts of `describe_device` and the bandwidth of a GPU's bus to hardware.json, and returns them.
 
-    The bus is h2d_gb_s, d2h_gb_s and both_gb_s, GB/s of page-locked copies: each way alone, and each of two at once.
+    The bandwidth is h2d_gb_s, d2h_gb_s and both_gb_s: GB/s of page-locked copies to the device alone, to the host
+    alone, and each way while both run.
     """
-    facts = describe(streams.device)
+    facts = describe_device(streams.device)
     if streams.asynchronous:
         speed = measured_bandwidth(streams)
         facts |= {"h2d_gb_s": speed.h2d, "d2h_gb_s": speed.d2h, "both_gb_s": speed.both}
@@ -136,11 +137,11 @@ def record_hardware(streams: Streams, run_dir: Path) -> dict[str, str | int | fl
 
 @functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Peak dense matrix-product rate in FLOP/s, the denominator of MFU.
+    """Returns the peak rate of dense matrix products in FLOP/s, the denominator of MFU.
 
-    The datasheet's figure where the GPU is in the table (float32: without TF32). Otherwise the best rate
-    that matrix products reach in 0.12 s, with torch's present threads: an MFU against that compares runs
-    on one machine, not machines.
+    For a GPU in the table this is the datasheet's rate (float32: without TF32). Otherwise it is the best rate that
+    matrix products reach in 0.12 s, with torch's current number of threads: such an MFU compares runs on one machine,
+    not machines.
     """
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float32):
         name = torch.cuda.get_device_name(device)
@@ -150,45 +151,41 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def rss_gib() -> float:
-    """Resident host memory of this process in GiB."""
+    """Returns the resident host memory of this process in GiB."""
     return psutil.Process().memory_info().rss / GIB
 
 
 def vram_bytes(device: torch.device) -> int:
-    """The GPU's memory; 0 on the CPU."""
+    """Returns the bytes of the GPU's memory; 0 on the CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 def vram_peak_gib(device: torch.device) -> float:
-    """Most GiB of live tensors on the GPU since the last `reset_peaks`; 0 on the CPU."""
+    """Returns the peak GiB of live tensors on the GPU since the last `reset_peaks`; 0 on the CPU."""
     return torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else 0.0
 
 
 def vram_reserved_gib(device: torch.device) -> float:
-    """Most GiB that torch's allocator held on the GPU since the last `reset_peaks`; 0 on the CPU."""
+    """Returns the peak GiB that torch's allocator reserved on the GPU since the last `reset_peaks`; 0 on the CPU."""
     return torch.cuda.max_memory_reserved(device) / GIB if device.type == "cuda" else 0.0
 
 
 def reset_peaks(device: torch.device) -> None:
-    """Start the GPU's memory peaks again from what is held now; nothing on the CPU."""
+    """Sets the GPU's memory peaks to the current values; does nothing on the CPU."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def _cpu_name() -> str:
-    # Only some platforms name the model where Python looks; Linux on ARM nowhere.
+    # platform.processor() is empty on many Linux systems; on ARM /proc/cpuinfo has no model name either.
     with suppress(OSError):
         if named := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
             return named[1]
     return platform.processor() or platform.machine()
 
 
-def _usable_cores() -> int:
-    # A container or taskset may grant fewer cores than the machine has; macOS cannot tell.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _usable_host_memory_bytes() -> int:
+    """Returns the machine's memory, or the container's limit if that is lower."""
     total = psutil.virtual_memory().total
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -223,7 +220,7 @@ def _parse_nvidia_smi(output: str) -> dict[str, str | int]:
 
 def _datasheet_flops(gpu_name: str, dtype: torch.dtype) -> float | None:
     words = set(re.split(r"[ -]", gpu_name))
-    if words & _NOT_THE_WHOLE_CARD:
+    if words & _PARTIAL_CARD_WORDS:
         return None
     for required, bf16_tflops, fp32_tflops in _DATASHEET_TFLOPS:
         if words.issuperset(required):
@@ -234,12 +231,12 @@ def _datasheet_flops(gpu_name: str, dtype: torch.dtype) -> float | None:
 @torch.inference_mode()
 def _measured_flops(device: torch.device, dtype: torch.dtype) -> float:
     best, size = 0.0, 256
-    _product_seconds(size, device, dtype)  # the first product also loads the library
+    _product_seconds(size, device, dtype)  # warm-up: the first product also loads the library
     deadline = time.perf_counter() + 0.12
     while best == 0.0 or time.perf_counter() < deadline:
         seconds = _product_seconds(size, device, dtype)
         best = max(best, 2 * size**3 / seconds)
-        # A product of some milliseconds hides the cost of starting it, and leaves time to repeat it.
+        # Products of about ten milliseconds hide the cost of their launch, and there is time for several.
         if seconds < 0.01 and size < 8192:
             size *= 2
     if device.type == "cuda":

@@ -1,7 +1,7 @@
-"""One training step as a timeline: what computes, what is copied in and out, and where compute stands still.
+"""Reads one training step as a timeline of compute, copies in, copies out and stalls, and draws it.
 
-Read from the trace of torch's profiler (Chrome's trace event format, which https://ui.perfetto.dev opens too). Times of
-the trace and of everything here are microseconds; of what people read, milliseconds.
+It is read from the trace of torch's profiler (Chrome's trace event format, which https://ui.perfetto.dev also opens).
+Times are in microseconds, as in the trace; summaries and pictures show milliseconds.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 STALL = "stall"
-# From top to bottom, each with its colour: Wong's palette (2011), told apart by colour-blind eyes.
+# The lanes from top to bottom, with their colours: Wong's palette (2011), which colour-blind readers can tell apart.
 LANES = {
     "copy in": "#0072B2",
     "compute": "#009E73",
@@ -23,23 +23,29 @@ LANES = {
     "host update": "#CC79A7",
     STALL: "#D55E00",
 }
-# Drawn also where they are empty; the others only if they have something to show.
-ALWAYS = ("copy in", "compute", "copy out", STALL)
-# Gaps between kernels shorter than this are the launch's, not a wait's.
-STALL_US = 50.0
-COPIES = {"Memcpy HtoD": "copy in", "Memcpy DtoH": "copy out"}
-# Of the picture's axis.
-PIXEL = 1 / 1300
-# The prefixes of the engine's ranges (`offload.runtime.transfer.profiled`), and the range that torch opens around
+# These lanes are drawn even if they are empty, the others only if they contain work.
+ALWAYS_DRAWN = ("copy in", "compute", "copy out", STALL)
+# Shorter gaps between kernels are the time of a launch, not a wait.
+MIN_STALL_US = 50.0
+COPY_LANES = {"Memcpy HtoD": "copy in", "Memcpy DtoH": "copy out"}
+# One pixel as a share of the picture's time axis.
+PIXEL_SHARE = 1 / 1300
+# The prefixes of the engine's ranges (`offload.runtime.transfer.profiled`), and of the range that torch opens around
 # optimizer.step.
-RANGES = {"copy in ": "copy in", "copy out ": "copy out", "update ": "host update", "Optimizer.step#": "host update"}
+RANGE_LANES = {
+    "copy in ": "copy in",
+    "copy out ": "copy out",
+    "update ": "host update",
+    "Optimizer.step#": "host update",
+}
 
-Times = list[tuple[float, float]]
+# (start, end) pairs in microseconds.
+Periods = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Span:
-    """Work of one lane, in microseconds of the trace's clock."""
+class Interval:
+    """One piece of work in a lane, in microseconds of the trace's clock."""
 
     lane: str
     start_us: float
@@ -48,50 +54,55 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of a step by their start. `overlaps` is False for a CPU, which does one thing after another."""
+    """The intervals of a step, sorted by their start.
 
-    spans: tuple[Span, ...]
+    `overlaps` is False for a CPU, which copies and computes one after the other.
+    """
+
+    intervals: tuple[Interval, ...]
     overlaps: bool
 
     @property
     def start_us(self) -> float:
-        return self.spans[0].start_us
+        return self.intervals[0].start_us
 
     @property
     def end_us(self) -> float:
-        return max(span.end_us for span in self.spans)
+        return max(interval.end_us for interval in self.intervals)
 
-    def busy(self, lane: str, bridge_us: float = 0.0) -> Times:
-        """When `lane` works: overlapping spans merged, and gaps of up to `bridge_us` closed."""
-        return merged(((span.start_us, span.end_us) for span in self.spans if span.lane == lane), bridge_us)
+    def busy(self, lane: str, bridge_us: float = 0.0) -> Periods:
+        """Returns the periods in which `lane` works, merged where they overlap or are `bridge_us` or less apart."""
+        return merge(((work.start_us, work.end_us) for work in self.intervals if work.lane == lane), bridge_us)
 
-    def stalls(self) -> Times:
-        """The gaps of the compute lane between the first and the last work of any lane."""
-        working = self.busy("compute", STALL_US)
-        return [time for time in without([(self.start_us, self.end_us)], working) if time[1] - time[0] > STALL_US]
+    def stalls(self) -> Periods:
+        """Returns the gaps in the compute lane, from the first to the last work of any lane."""
+        gaps = subtract([(self.start_us, self.end_us)], self.busy("compute", MIN_STALL_US))
+        return [(start, end) for start, end in gaps if end - start > MIN_STALL_US]
 
-    def times(self, lane: str) -> Times:
+    def periods(self, lane: str) -> Periods:
+        """Returns the periods of a lane, the stalls included."""
         return self.stalls() if lane == STALL else self.busy(lane)
 
     def busy_ms(self) -> dict[str, float]:
-        """How long each lane works, those that have nothing and need not be shown left out."""
-        found = {lane: total_us(self.times(lane)) / 1e3 for lane in LANES}
-        return {lane: ms for lane, ms in found.items() if ms or lane in ALWAYS}
+        """Returns the milliseconds that each lane works, without empty lanes that are not always drawn."""
+        found = {lane: total_us(self.periods(lane)) / 1e3 for lane in LANES}
+        return {lane: ms for lane, ms in found.items() if ms or lane in ALWAYS_DRAWN}
 
     def summary(self) -> str:
-        """One line: the length of the step, and the ms that each lane was busy."""
+        """Returns one line with the length of the step and the milliseconds that each lane was busy."""
         parts = ", ".join(f"{lane} {ms:.1f}" for lane, ms in self.busy_ms().items())
         return f"step {(self.end_us - self.start_us) / 1e3:.1f} ms; busy ms: {parts}"
 
 
 def read_timeline(path: Path) -> Timeline:
-    """The timeline in a trace, gzip'd or not.
+    """Reads the timeline of a trace, whether compressed (.gz) or not.
 
-    Of a GPU the device's own work, by stream: kernels on the stream that computes, kernels on those that copy (norms
-    and sums of gradients, updates of states that live there), copies by direction. Of a CPU, where copies run where
-    they are called, the engine's ranges, and as compute the operations outside them.
+    For a GPU it contains the device's work by stream: kernels on the compute stream, kernels on the copy streams (norms
+    and sums of gradients, updates of states on the device), and copies by direction. On a CPU a copy runs where it is
+    called: there it contains the engine's ranges, and, as compute, the operations outside of them.
 
-    Raises ValueError for a trace without any work.
+    Raises:
+        ValueError: the trace contains no work.
     """
     content = path.read_bytes()
     trace = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
@@ -99,17 +110,17 @@ def read_timeline(path: Path) -> Timeline:
     ranges = [event for event in events if event["cat"] == "user_annotation"]
     overlaps = any(event["cat"] in ("kernel", "gpu_memcpy") for event in events)
     if overlaps:
-        updates = [event for event in ranges if _lane_of_range(event) == "host update"]
-        spans = [*_device_spans(events), *(_span("host update", event) for event in updates)]
+        updates = [event for event in ranges if _lane_of(event, RANGE_LANES) == "host update"]
+        intervals = [*_device_intervals(events), *(_interval("host update", event) for event in updates)]
     else:
-        spans = list(_program_spans(events, ranges))
-    if not spans:
-        raise ValueError(f"{path}: the trace holds no work of the device")
-    return Timeline(tuple(sorted(spans, key=lambda span: span.start_us)), overlaps)
+        intervals = list(_program_intervals(events, ranges))
+    if not intervals:
+        raise ValueError(f"{path}: the trace contains no work of the device")
+    return Timeline(tuple(sorted(intervals, key=lambda interval: interval.start_us)), overlaps)
 
 
-def draw(timeline: Timeline, path: Path, title: str) -> None:
-    """The Gantt chart of a step as a PNG file, 1600 pixels wide."""
+def draw_chart(timeline: Timeline, path: Path, title: str) -> None:
+    """Writes the Gantt chart of a step to `path`, a PNG file 1600 pixels wide."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -118,10 +129,11 @@ def draw(timeline: Timeline, path: Path, title: str) -> None:
     busy_ms, length_ms = timeline.busy_ms(), (timeline.end_us - timeline.start_us) / 1e3
     figure, axes = pyplot.subplots(figsize=(12.3, 1.35 + 0.42 * len(busy_ms)))
     for row, lane in enumerate(busy_ms):
-        times = timeline.stalls() if lane == STALL else timeline.busy(lane, bridge_us=5.0)
-        # A short copy is to be seen; many short kernels are not to look like a long one.
-        least_ms = 0.0 if lane == "compute" else length_ms * PIXEL
-        bars = [((start - timeline.start_us) / 1e3, max((end - start) / 1e3, least_ms)) for start, end in times]
+        periods = timeline.stalls() if lane == STALL else timeline.busy(lane, bridge_us=5.0)
+        # A short copy must be visible, so its bar has at least one pixel; but many short kernels must not look like a
+        # long one.
+        min_ms = 0.0 if lane == "compute" else length_ms * PIXEL_SHARE
+        bars = [((start - timeline.start_us) / 1e3, max((end - start) / 1e3, min_ms)) for start, end in periods]
         axes.broken_barh(bars, (row - 0.4, 0.8), color=LANES[lane], linewidth=0, snap=False)
     axes.set_yticks(range(len(busy_ms)), [f"{lane}  {ms:.1f} ms" for lane, ms in busy_ms.items()], fontsize=11)
     axes.set_ylim(len(busy_ms) - 0.5, -0.5)
@@ -130,7 +142,7 @@ def draw(timeline: Timeline, path: Path, title: str) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     order = "" if timeline.overlaps else ". On the CPU copies run in program order, where they are called"
-    label = f"ms since the step's first work. Beside each lane: ms busy; {STALL}: compute stands still{order}"
+    label = f"ms since the step's first work. Beside each lane: ms busy; {STALL}: compute waits{order}"
     axes.set_xlabel(label, fontsize=10)
     axes.set_title(f"{title}: {length_ms:.1f} ms", fontsize=12, loc="left")
     figure.tight_layout()
@@ -138,10 +150,10 @@ def draw(timeline: Timeline, path: Path, title: str) -> None:
     pyplot.close(figure)
 
 
-def merged(times: Iterable[tuple[float, float]], bridge_us: float = 0.0) -> Times:
-    """The union of intervals, by their start; gaps of up to `bridge_us` are closed."""
+def merge(periods: Iterable[tuple[float, float]], bridge_us: float = 0.0) -> Periods:
+    """Returns the union of periods, sorted, with gaps of up to `bridge_us` closed."""
     union: list[list[float]] = []
-    for start, end in sorted(times):
+    for start, end in sorted(periods):
         if union and start <= union[-1][1] + bridge_us:
             union[-1][1] = max(union[-1][1], end)
         else:
@@ -149,10 +161,10 @@ def merged(times: Iterable[tuple[float, float]], bridge_us: float = 0.0) -> Time
     return [(start, end) for start, end in union]
 
 
-def without(times: Times, holes: Times) -> Times:
-    """What of `times` no hole covers; both merged."""
+def subtract(periods: Periods, holes: Periods) -> Periods:
+    """Returns the parts of `periods` that no hole covers. Both lists must be merged."""
     left, hole = [], 0
-    for start, end in times:
+    for start, end in periods:
         while hole < len(holes) and holes[hole][1] <= start:
             hole += 1
         for hole_start, hole_end in holes[hole:]:
@@ -166,22 +178,24 @@ def without(times: Times, holes: Times) -> Times:
     return left
 
 
-def total_us(times: Times) -> float:
-    return sum(end - start for start, end in times)
+def total_us(periods: Periods) -> float:
+    """Returns the summed length of periods."""
+    return sum(end - start for start, end in periods)
 
 
-def _device_spans(events: Sequence[dict]) -> Iterator[Span]:
+def _device_intervals(events: Sequence[dict]) -> Iterator[Interval]:
+    """Yields the work of a GPU: copies by direction, and kernels by the kind of their stream."""
     compute = _compute_stream(events)
-    copying = {_stream(event) for event in events if event["name"].startswith(tuple(COPIES))} - {compute}
+    copying = {_stream(event) for event in events if event["name"].startswith(tuple(COPY_LANES))} - {compute}
     for event in events:
         if event["cat"] not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
-        elsewhere = "kernels beside" if _stream(event) in copying else "compute"
-        yield _span(next((lane for start, lane in COPIES.items() if event["name"].startswith(start)), elsewhere), event)
+        lane = _lane_of(event, COPY_LANES) or ("kernels beside" if _stream(event) in copying else "compute")
+        yield _interval(lane, event)
 
 
 def _compute_stream(events: Sequence[dict]) -> int | None:
-    """The stream whose kernels take longest."""
+    """Returns the stream whose kernels take the most time in total."""
     total = defaultdict(float)
     for event in events:
         if event["cat"] == "kernel":
@@ -189,28 +203,29 @@ def _compute_stream(events: Sequence[dict]) -> int | None:
     return max(total, key=total.get, default=None)
 
 
-def _program_spans(events: Sequence[dict], ranges: Sequence[dict]) -> Iterator[Span]:
-    """What a CPU does in the threads that compute: the engine's ranges, and the operations outside them."""
-    named = [(lane, event) for event in ranges if (lane := _lane_of_range(event))]
-    yield from (_span(lane, event) for lane, event in named)
+def _program_intervals(events: Sequence[dict], ranges: Sequence[dict]) -> Iterator[Interval]:
+    """Yields the work of a CPU: the engine's ranges, and, as compute, the operations of each thread outside of them."""
+    named = [(lane, event) for event in ranges if (lane := _lane_of(event, RANGE_LANES))]
+    yield from (_interval(lane, event) for lane, event in named)
     operations, holes = defaultdict(list), defaultdict(list)
     for event in events:
         if event["cat"] == "cpu_op":
             operations[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
     for _, event in named:
         holes[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    for thread, times in operations.items():
-        for start, end in without(merged(times), merged(holes[thread])):
-            yield Span("compute", start, end)
+    for thread, periods in operations.items():
+        for start, end in subtract(merge(periods), merge(holes[thread])):
+            yield Interval("compute", start, end)
 
 
-def _lane_of_range(event: dict) -> str | None:
-    return next((lane for start, lane in RANGES.items() if event["name"].startswith(start)), None)
+def _lane_of(event: dict, lanes: Mapping[str, str]) -> str | None:
+    """Returns the lane whose prefix the event's name has, or None."""
+    return next((lane for prefix, lane in lanes.items() if event["name"].startswith(prefix)), None)
 
 
 def _stream(event: dict) -> int | None:
     return event.get("args", {}).get("stream")
 
 
-def _span(lane: str, event: dict) -> Span:
-    return Span(lane, event["ts"], event["ts"] + event["dur"])
+def _interval(lane: str, event: dict) -> Interval:
+    return Interval(lane, event["ts"], event["ts"] + event["dur"])

@@ -1,4 +1,4 @@
-"""One step of a run under torch's profiler: its trace, and the picture of it."""
+"""Records one step of a run with torch's profiler: a trace and a picture of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from offload.runtime.registry import Streams
 from training.errors import first_line
-from training.profiling.timeline import draw, read_timeline
+from training.profiling.timeline import draw_chart, read_timeline
 
 logger = logging.getLogger(__name__)
 
@@ -24,19 +24,24 @@ VIEWER = "https://ui.perfetto.dev"
 
 @dataclass(frozen=True)
 class StepTrace:
-    """What is left of a traced step: two files in the run's directory."""
+    """The files of a traced step, in the run's directory."""
 
     step: int
     trace: Path
-    """Chrome's trace event format, gzip'd"""
+    """in Chrome's trace event format, gzip-compressed"""
     picture: Path | None
-    """PNG; None where it could not be drawn"""
+    """PNG; None if drawing failed"""
 
 
 class Tracer:
-    """Traces one step of a run, and never stops it: what goes wrong is one warning.
+    """Traces one step of a run. Errors never stop the run: each becomes one warning.
 
-    `streams` are the run's; `title` stands over the picture; a run that goes on after `steps_done` warms up again.
+    Args:
+        config: the run's configuration, which chooses the step; see `step_to_trace`.
+        run_dir: the run's directory; files go to TRACE_DIR in it.
+        streams: the run's streams.
+        title: the title of the picture.
+        steps_done: the step after which the run resumes; it warms up again from there.
     """
 
     def __init__(self, config: DictConfig, run_dir: Path, streams: Streams, title: str, steps_done: int = 0):
@@ -48,43 +53,43 @@ class Tracer:
         self._trace = run_dir / TRACE_DIR / f"step-{self.step}.json.gz"
 
     def start(self, step: int) -> bool:
-        """Before a step: whether it is the one, and is being recorded from now on."""
+        """Starts recording if `step` is the step to trace; call it before the step. Returns True while recording."""
         if step != self.step:
             return False
         try:
             self._trace.parent.mkdir(exist_ok=True)
-            self._profiling.enter_context(recorded(self._trace, self._streams))
-        except Exception as error:  # profilers, their drivers and disks fail in many ways, none worth a run
-            self._give_up(error)
+            self._profiling.enter_context(tracing(self._trace, self._streams))
+        except Exception as error:  # profilers, drivers and disks fail in many ways, and none is worth losing a run
+            self._warn(error)
             return False
         return True
 
     def stop(self) -> StepTrace | None:
-        """After that step: its trace, written and drawn; None where that failed, with a warning."""
+        """Ends the recording after that step, and writes and draws it. Returns None, with a warning, on failure."""
         try:
             self._profiling.close()
         except Exception as error:
-            return self._give_up(error)
+            return self._warn(error)
         picture: Path | None = self._trace.with_name(f"step-{self.step}.png")
         try:
-            draw(read_timeline(self._trace), picture, f"{self._title}, step {self.step}")
+            draw_chart(read_timeline(self._trace), picture, f"{self._title}, step {self.step}")
         except Exception as error:
-            logger.warning("trace=true: step %d is not drawn (%s)", self.step, first_line(error))
+            logger.warning("trace=true: drawing step %d failed (%s)", self.step, first_line(error))
             picture = None
-        logger.info("trace: step %d in %s, for %s", self.step, self._trace, VIEWER)
+        logger.info("trace: step %d in %s; open it in %s", self.step, self._trace, VIEWER)
         return StepTrace(self.step, self._trace, picture)
 
     def close(self) -> None:
-        """Ends a recording whose step did not come to its end."""
+        """Discards a recording whose step failed."""
         with suppress(Exception), self._profiling:
             raise InterruptedError
 
-    def _give_up(self, error: Exception) -> None:
-        logger.warning("trace=true: step %d is not traced (%s); the run goes on", self.step, first_line(error))
+    def _warn(self, error: Exception) -> None:
+        logger.warning("trace=true: tracing step %d failed (%s); the run continues", self.step, first_line(error))
 
 
 def step_to_trace(config: DictConfig, steps_done: int = 0) -> int | None:
-    """The step that a run records: `trace_step`, or the first after the warm-up; None without `trace`."""
+    """Returns the step that a run records: `trace_step`, or the first after the warm-up; None without `trace`."""
     if not config.trace:
         return None
     if config.trace_step is not None:
@@ -93,24 +98,25 @@ def step_to_trace(config: DictConfig, steps_done: int = 0) -> int | None:
 
 
 @contextmanager
-def recorded(path: Path, streams: Streams) -> Iterator[None]:
-    """Profiles what the block and the threads beside it do, and writes the trace to `path`, gzip'd if it ends so.
+def tracing(path: Path, streams: Streams) -> Iterator[None]:
+    """Profiles the `with` block, in all threads, and writes the trace to `path` (compressed if that ends in .gz).
 
-    It begins and ends with the device idle, so that the trace holds the block's work, whole.
+    The device is idle at the start and at the end, so that the trace contains all work of the block and no other. If
+    the block raises, no trace is written.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if streams.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    # It says on the terminal when it starts and stops.
+    # Otherwise the profiler prints to the terminal when it starts and stops.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    # The optimizer's thread too, which is none of autograd's.
+    # Without it, the trace would lack the optimizer's thread, which autograd does not know.
     threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     profile = torch.profiler.profile(activities=activities, experimental_config=threads)
     streams.synchronize()
     with profile:
         yield
         streams.synchronize()
-    # Aside first: a name that is there is a file that is whole.
+    # Renamed when complete, so that a file under the final name is always whole.
     partial = path.with_name(f"partial-{path.name}")
     profile.export_chrome_trace(str(partial))
     partial.replace(path)

@@ -1,4 +1,4 @@
-"""A small Llama, and what transformers' LlamaForCausalLM with its sizes calls its parameters."""
+"""The sizes of a small Llama, and the names and shapes of its parameters in transformers' LlamaForCausalLM."""
 
 SIZES = {
     "vocab_size": 50,

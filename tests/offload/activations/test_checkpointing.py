@@ -1,3 +1,7 @@
+"""Blocks that recompute have the losses, gradients, random states and statistics of blocks that do not."""
+
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable
 
@@ -70,7 +74,7 @@ def test_every_block_runs_twice_with_gradients_and_once_without(models: tuple[St
 
 
 def saved_bytes(model: Stack, x: Tensor) -> int:
-    """Bytes of activations that forward keeps for backward: what it saves that is no parameter."""
+    """Returns the bytes that forward saves for backward, without parameters."""
     weights = {parameter.data_ptr() for parameter in model.parameters()}
     saved = {}
 
@@ -91,7 +95,7 @@ def test_the_memory_of_what_happens_inside_a_block_is_saved() -> None:
     plain = Stack(width=64, depth=4)
     recomputing = copy.deepcopy(plain)
     recompute(recomputing.blocks)
-    # Inside a block at least tanh's output, four times the width, is kept; between blocks only what they hand on.
+    # Inside a block at least tanh's output (four times the width) is kept; between blocks only their inputs.
     assert saved_bytes(plain, x) > 4 * 4 * x.nbytes
     assert saved_bytes(recomputing, x) <= (4 + 1) * x.nbytes + x[0].nbytes
 

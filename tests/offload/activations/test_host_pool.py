@@ -1,4 +1,4 @@
-"""Host blocks lent from step to step: reused where they fit, given back when no step needs them."""
+"""Host blocks are reused from step to step where they fit, and returned to the host when no step needs them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def pool(streams: registry.Streams) -> HostPool:
 
 
 def step(pool: HostPool, *pages: int) -> list[int]:
-    """Takes blocks of so many pages, gives all back; returns how long those were that it got, in pages."""
+    """Takes blocks of so many pages and releases them. Returns the lengths of the blocks that it got, in pages."""
     blocks = [pool.take(count * PAGE_BYTES, "test") for count in pages]
     assert [block.bytes.numel() for block in blocks] == [count * PAGE_BYTES for count in pages]
     got = [block.block.bytes.numel() // PAGE_BYTES for block in blocks]
     for block in blocks:
-        pool.give_back(block)
+        pool.release(block)
     return got
 
 
@@ -36,16 +36,16 @@ def test_equal_steps_take_the_same_blocks(pool: HostPool):
 
 
 def test_a_step_of_many_sizes_takes_each_its_own(pool: HostPool):
-    """Though a block of another size is idle when one that is known is asked for."""
+    """A block of another size is idle meanwhile, and is not taken for them."""
     first = [pool.take(count * PAGE_BYTES, "test") for count in (8, 8)]
-    pool.give_back(pool.take(12 * PAGE_BYTES, "test"))
+    pool.release(pool.take(12 * PAGE_BYTES, "test"))
     assert pool.take(8 * PAGE_BYTES, "test").block.bytes.numel() == 8 * PAGE_BYTES
     assert pool.take(12 * PAGE_BYTES, "test").block.bytes.numel() == 12 * PAGE_BYTES
     assert pool.held_bytes == 36 * PAGE_BYTES
     del first
 
 
-def test_a_block_is_lent_for_what_has_half_its_size_or_more(pool: HostPool):
+def test_a_block_is_taken_for_half_its_size_or_more(pool: HostPool):
     step(pool, 100, 120)
     pool.end_step()
     assert step(pool, 97) == [100]
@@ -66,7 +66,7 @@ def test_lengths_that_vary_from_step_to_step_share_blocks(pool: HostPool):
     assert grew <= 15
 
 
-def test_what_no_step_needs_is_given_back(pool: HostPool):
+def test_blocks_that_no_step_needs_are_returned(pool: HostPool):
     step(pool, 100)
     for _ in range(IDLE_STEPS + 2):
         pool.end_step()

@@ -1,4 +1,4 @@
-"""What to swap, as arithmetic over the record of a step."""
+"""Policies choose the spans to swap, by arithmetic over the record of a step."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Sequence
 
 import pytest
 
-from offload.activations.policy import AutomaticBudget, Candidate, Choice, Fate, FixedBudget, peak_bytes, used_first
+from offload.activations.policy import AutomaticBudget, Choice, FixedBudget, Outcome, SpanRecord, peak_bytes, used_first
 
 MS_PER_BYTE = 0.01
 
 
-def record(events: str, sizes: dict[str, int] | None = None) -> list[Candidate]:
-    """Candidates from a string in which each letter saves a span the first time and uses it the second."""
-    found: dict[str, Candidate] = {}
+def record(events: str, sizes: dict[str, int] | None = None) -> list[SpanRecord]:
+    """Makes a record from a string: the first time a letter occurs it saves a span, the second time it uses it."""
+    found: dict[str, SpanRecord] = {}
     for time, letter in enumerate(events):
         if letter not in found:
             nbytes = (sizes or {}).get(letter, 10)
-            found[letter] = Candidate(len(found), nbytes, saved_at=time)
+            found[letter] = SpanRecord(len(found), nbytes, saved_at=time)
         else:
-            found[letter].used_at, found[letter].fate = time, Fate.RELEASED
+            found[letter].used_at, found[letter].outcome = time, Outcome.RELEASED
     return list(found.values())
 
 
@@ -31,11 +31,11 @@ def record(events: str, sizes: dict[str, int] | None = None) -> list[Candidate]:
         ("abcddcba", 0, ""),
         ("abcddcba", 25, "cd"),
         ("abcddcba", 40, "abcd"),
-        # Two microbatches, one after the other: each has the budget to itself.
+        # Two microbatches, one after the other: each has the whole budget.
         ("abbacddc", 10, "bd"),
         # Two forwards before a backward share it.
         ("abcddcba", 10, "d"),
-        # Saved in the middle of backward: what is still alive of before counts.
+        # Saved in the middle of backward: spans of before that are still alive count.
         ("abcceeba", 10, "ce"),
         ("abccdedeba", 20, "bcd"),
         # Never used: not worth a byte of the budget.
@@ -45,7 +45,7 @@ def record(events: str, sizes: dict[str, int] | None = None) -> list[Candidate]:
 )
 def test_what_is_used_first_stays(events: str, budget: int, kept: str):
     letters = list(dict.fromkeys(events))
-    assert {letters[ordinal] for ordinal in used_first(record(events), budget)} == set(kept)
+    assert {letters[index] for index in used_first(record(events), budget)} == set(kept)
 
 
 def test_the_budget_is_never_exceeded():
@@ -59,9 +59,9 @@ def test_the_budget_is_never_exceeded():
             else:
                 events += alive.pop(generator.randrange(len(alive)))
         sizes = {letter: generator.randrange(1, 20) for letter in "abcdefghijkl"}
-        candidates = record(events, sizes)
-        kept = used_first(candidates, 40)
-        assert peak_bytes([candidate for candidate in candidates if candidate.ordinal in kept]) <= 40
+        spans = record(events, sizes)
+        kept = used_first(spans, 40)
+        assert peak_bytes([span for span in spans if span.index in kept]) <= 40
 
 
 def test_the_peak_is_of_what_is_alive_at_once():
@@ -72,22 +72,22 @@ def test_the_peak_is_of_what_is_alive_at_once():
 
 def test_the_first_step_swaps_everything_and_the_next_what_is_over_budget():
     policy = FixedBudget(20)
-    assert all(policy.choose(ordinal, 10, 20) is Choice.SWAP for ordinal in range(4))
+    assert all(policy.choose(index, 10, 20) is Choice.SWAP for index in range(4))
     policy.learn(record("abcddcba"), 0.0, None)
-    assert [policy.choose(ordinal, 10, 20) for ordinal in range(4)] == [Choice.SWAP] * 2 + [Choice.KEEP] * 2
-    # Another number of tokens: what would not fit is swapped.
+    assert [policy.choose(index, 10, 20) for index in range(4)] == [Choice.SWAP] * 2 + [Choice.KEEP] * 2
+    # Another number of tokens: a span that does not fit is swapped.
     assert policy.choose(2, 30, 20) is Choice.SWAP
     assert policy.choose(2, 15, 20) is Choice.KEEP
 
 
-def test_what_frees_nothing_is_left_alone_for_as_long_as_it_looks_the_same():
+def test_a_span_that_frees_nothing_is_left_as_long_as_its_size_is_the_same():
     policy = FixedBudget(0)
     first = record("abba")
-    first[0].fate = Fate.HELD
+    first[0].outcome = Outcome.REFERENCED
     policy.learn(first, 0.0, None)
-    assert [policy.choose(ordinal, 10, 0) for ordinal in range(2)] == [Choice.LEAVE, Choice.SWAP]
+    assert [policy.choose(index, 10, 0) for index in range(2)] == [Choice.LEAVE, Choice.SWAP]
     stayed = record("abba")
-    stayed[0].fate = Fate.STAYED
+    stayed[0].outcome = Outcome.STAYED
     policy.learn(stayed, 0.0, None)
     assert policy.choose(0, 10, 0) is Choice.LEAVE
     assert policy.choose(0, 11, 0) is Choice.SWAP
@@ -95,30 +95,32 @@ def test_what_frees_nothing_is_left_alone_for_as_long_as_it_looks_the_same():
     assert policy.choose(0, 10, 0) is Choice.SWAP
 
 
-def test_what_was_held_is_tried_again():
+def test_a_span_that_others_referenced_is_tried_again():
     policy = FixedBudget(20)
     held = record("abba")
-    held[0].fate = Fate.HELD
+    held[0].outcome = Outcome.REFERENCED
     policy.learn(held, 0.0, None)
     choices = []
     for _ in range(2 * FixedBudget.RETRY_STEPS):
         choices.append(policy.choose(0, 10, 20))
         step = record("abba")
-        step[0].fate = {Choice.LEAVE: Fate.STAYED, Choice.KEEP: Fate.STAYED, Choice.SWAP: Fate.RELEASED}[choices[-1]]
+        step[0].outcome = {Choice.LEAVE: Outcome.STAYED, Choice.KEEP: Outcome.STAYED, Choice.SWAP: Outcome.RELEASED}[
+            choices[-1]
+        ]
         policy.learn(step, 0.0, None)
     assert choices[: FixedBudget.RETRY_STEPS + 1] == [Choice.LEAVE] * FixedBudget.RETRY_STEPS + [Choice.SWAP]
-    # Worth its copy after all, and then within the budget.
+    # It is worth a copy after all, and then kept within the budget.
     assert set(choices[FixedBudget.RETRY_STEPS + 1 :]) == {Choice.KEEP}
 
 
 @pytest.mark.parametrize("budget", [0, 20])
-def test_what_is_still_held_is_tried_more_and_more_seldom(budget: int):
+def test_a_span_that_others_still_reference_is_tried_ever_more_rarely(budget: int):
     policy = FixedBudget(budget)
     tried = []
     for number in range(16 * FixedBudget.RETRY_STEPS):
         step = record("abba")
         swapped = policy.choose(0, 10, budget) is Choice.SWAP
-        step[0].fate = Fate.HELD if swapped else Fate.STAYED
+        step[0].outcome = Outcome.REFERENCED if swapped else Outcome.STAYED
         if swapped:
             tried.append(number)
         policy.learn(step, 0.0, None)
@@ -126,25 +128,25 @@ def test_what_is_still_held_is_tried_more_and_more_seldom(budget: int):
     assert waits == [FixedBudget.RETRY_STEPS * factor for factor in (1, 2, 4, 8)]
 
 
-def test_another_sequence_of_sizes_forgets_what_was_held():
+def test_another_sequence_of_sizes_ends_all_pauses():
     policy = FixedBudget(0)
     held = record("abba")
-    held[0].fate = Fate.HELD
+    held[0].outcome = Outcome.REFERENCED
     policy.learn(held, 0.0, None)
     policy.learn(record("abccba"), 0.0, None)
     assert policy.choose(0, 10, 0) is Choice.SWAP
 
 
-def test_what_somebody_else_holds_takes_nothing_of_the_budget():
+def test_a_span_that_others_reference_takes_nothing_of_the_budget():
     policy = FixedBudget(10)
     step = record("abba")
-    step[1].fate = Fate.HELD
+    step[1].outcome = Outcome.REFERENCED
     policy.learn(step, 0.0, None)
-    assert [policy.choose(ordinal, 10, 10) for ordinal in range(2)] == [Choice.KEEP, Choice.LEAVE]
+    assert [policy.choose(index, 10, 10) for index in range(2)] == [Choice.KEEP, Choice.LEAVE]
 
 
 def test_steps_that_always_lock_memory_do_not_measure_for_ever():
-    """As with sequences of another length in every step: nothing that was measured would hold."""
+    """With sequences of another length in every step, no measurement would be valid in the next."""
     policy = AutomaticBudget()
     policy.begin_step(lambda: 0)
     steps = 0
@@ -158,29 +160,29 @@ def test_steps_that_always_lock_memory_do_not_measure_for_ever():
 def run(
     policy: AutomaticBudget, hideable: float, steps: int, noise: Sequence[float] = (), free: int | None = 10_000
 ) -> list[float]:
-    """The share swapped in each step on a machine that hides copies of that share of a step's bytes.
+    """Runs steps on a machine that hides copies of the share `hideable` of a step's bytes. Returns the shares swapped.
 
-    A step saves 1,000 bytes; `free` are those of the device. One that page-locks memory takes so long that it hides
-    everything.
+    A step saves 1,000 bytes, and the device has `free` bytes free. A step that page-locks memory takes so long that it
+    hides everything.
     """
     letters = "".join(chr(0x4E00 + number) for number in range(100))
     compute_ms, shares, locked = 100 * 10 * MS_PER_BYTE, [], 0
     for step in range(steps):
         policy.begin_step(lambda: free)
-        candidates = record(letters + letters[::-1])
+        spans = record(letters + letters[::-1])
         room, swapped = policy.budget, 0
-        for candidate in candidates:
-            choice = policy.choose(candidate.ordinal, candidate.nbytes, room)
-            room -= candidate.nbytes if choice is Choice.KEEP else 0
+        for span in spans:
+            choice = policy.choose(span.index, span.nbytes, room)
+            room -= span.nbytes if choice is Choice.KEEP else 0
             swapped += choice is Choice.SWAP
         shares.append(swapped / 100)
         stall_ms = max(0.0, shares[-1] / hideable - 1) * compute_ms
         stall_ms += (noise[step] if step < len(noise) else 0.0) * compute_ms
         grew, locked = swapped > locked, max(swapped, locked)
         if grew:
-            policy.learn(candidates, 0.0, 40 * compute_ms, grew)
+            policy.learn(spans, 0.0, 40 * compute_ms, grew)
         else:
-            policy.learn(candidates, stall_ms, compute_ms + stall_ms)
+            policy.learn(spans, stall_ms, compute_ms + stall_ms)
     return shares
 
 
@@ -192,7 +194,7 @@ def test_auto_settles_in_a_few_steps_on_most_of_what_can_be_hidden(hideable: flo
     assert policy.settled
     assert len(set(shares[17:])) == 1
     assert hideable - 0.06 <= shares[-1] <= 1.02 * hideable
-    # What is tried is page-locked: not much more than is used in the end.
+    # Each trial page-locks memory: not much more than is used in the end.
     assert max(shares) <= max(1.6 * hideable, 0.2)
 
 
@@ -208,7 +210,7 @@ def test_auto_swaps_little_where_nothing_can_be_hidden():
     assert policy.settled
 
 
-def test_auto_swaps_what_the_device_has_no_room_for_though_it_cannot_be_hidden():
+def test_auto_swaps_bytes_without_room_on_the_device_although_copies_cannot_be_hidden():
     policy = AutomaticBudget()
     # 60% of 1,000 bytes stay.
     shares = run(policy, 0.1, 12, free=1000)

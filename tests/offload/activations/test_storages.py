@@ -1,4 +1,4 @@
-"""What is saved is what was there when it was saved, whoever writes to the same storage, and under whatever counter."""
+"""Storages are found again while they live; saved bytes are found again as long as nobody wrote to them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from offload.activations.storages import share_version
+from offload.activations.policy import SpanRecord
+from offload.activations.storages import ExcludedStorages, SavedSpan, SavedStorages
+from offload.activations.swapped_span import ByteRange
+from offload.activations.versions import VersionHandles
 from offload.modes import tensor_swap
 from tests.offload.helpers.models import same_as_resident
 from tests.offload.helpers.swapping import Swap, save, swapping
 
 
 class Recurrent(nn.Module):
-    """A cell over five steps of time. On the CPU its gates are chunks of one storage with counters of their own."""
+    """A cell over five steps of time. On the CPU its gates are chunks of one storage, each with its own counter."""
 
     def __init__(self, cell: type[nn.Module]):
         super().__init__()
@@ -60,11 +63,67 @@ def test_equal_versions_of_two_counters_are_not_one_state(swap: Swap):
     assert torch.equal(seen_later[0][0], torch.full((4, 6), 2.0))
 
 
-def test_tensors_that_share_a_counter():
-    tensor = torch.zeros(4, 4)
-    first, second = tensor.unsafe_chunk(2)
-    for other, shared in [(tensor[0], True), (tensor.detach(), True), (tensor.data, False), (first, False)]:
-        before = (tensor._version, other._version)
-        assert share_version(tensor, other) is shared
-        assert (tensor._version, other._version) == before
-    assert not share_version(first, second)
+def test_a_storage_is_excluded_until_the_last_removal():
+    excluded, tensor = ExcludedStorages(), torch.zeros(8)
+    view = tensor[2:]
+    with excluded.during([tensor]):
+        with excluded.during([view, view]):
+            assert tensor.untyped_storage() in excluded
+        assert view.untyped_storage() in excluded
+        assert torch.zeros(8).untyped_storage() not in excluded
+    assert tensor.untyped_storage() not in excluded
+
+
+def test_a_storage_that_was_added_stays_excluded_after_a_block():
+    excluded, tensor = ExcludedStorages(), torch.zeros(8)
+    excluded.add(tensor)
+    with pytest.raises(KeyError), excluded.during([tensor]):
+        raise KeyError
+    assert tensor.untyped_storage() in excluded
+
+
+def test_a_dead_storage_leaves_its_address_to_no_other():
+    excluded = ExcludedStorages()
+    excluded.add(torch.zeros(8))
+    assert not any(torch.zeros(8).untyped_storage() in excluded for _ in range(100))
+
+
+def test_tensors_without_a_storage_are_ignored():
+    excluded, sparse = ExcludedStorages(), torch.eye(3).to_sparse()
+    excluded.add(sparse)
+    with excluded.during([sparse]):
+        pass
+
+
+class Saved:
+    """A table with one span of a tensor that stayed on the device: the bytes 0 to 64."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.storages, self.record = SavedStorages(), SpanRecord(0, 64, saved_at=1)
+        handle = VersionHandles(tensor.device).of(tensor)
+        span = SavedSpan(ByteRange(0, 64), handle, handle._version, self.record, None)
+        self.storages.add(tensor.untyped_storage(), span)
+
+    def find(self, tensor: torch.Tensor, start: int = 0, stop: int = 64):
+        return self.storages.find(tensor.untyped_storage(), ByteRange(start, stop), tensor)
+
+
+def test_bytes_that_were_saved_are_found_for_every_view_within_them():
+    tensor = torch.zeros(32)
+    saved = Saved(tensor)
+    assert saved.find(tensor) == saved.find(tensor[:4], 0, 16) == (saved.record, None)
+    assert saved.find(tensor, 0, 128) is None
+    assert saved.find(torch.zeros(32)) is None
+
+
+def test_bytes_that_were_written_since_are_not_found():
+    tensor = torch.zeros(32)
+    saved = Saved(tensor)
+    tensor[20:].add_(1)
+    assert saved.find(tensor) is None
+
+
+def test_bytes_under_another_counter_are_not_found():
+    tensor = torch.zeros(32)
+    saved = Saved(tensor)
+    assert saved.find(tensor.data) is None

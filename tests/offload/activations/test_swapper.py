@@ -1,4 +1,4 @@
-"""Swapped activations come back as they were, and nothing but them is moved, kept or freed."""
+"""Swapped tensors come back as they were, and no other tensor is moved, kept or freed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_tensor_comes_back_as_it_was(layout: str, swap: Swap):
     assert found.is_conj() == (layout == "conjugate")
 
 
-def test_views_of_one_storage_travel_once_and_come_back_as_views_of_one_storage(swap: Swap):
+def test_views_of_one_storage_are_copied_once_and_come_back_as_views_of_one_storage(swap: Swap):
     whole = torch.randn(8, 12)
     queries, keys, values = whole.chunk(3, dim=1)
     expected = [part.clone() for part in (queries, keys, values, whole.t())]
@@ -70,7 +70,7 @@ def test_views_of_one_storage_travel_once_and_come_back_as_views_of_one_storage(
     assert found[0][0, 0] == 77.0
 
 
-def test_what_is_asked_for_again_while_it_is_there_is_not_copied_again(swap: Swap):
+def test_a_tensor_that_is_unpacked_again_while_its_copy_lives_is_not_copied_again(swap: Swap):
     class Twice(torch.autograd.Function):
         @staticmethod
         def forward(ctx, scale, tensor):
@@ -91,7 +91,7 @@ def test_what_is_asked_for_again_while_it_is_there_is_not_copied_again(swap: Swa
     assert swap.telemetry.h2d_bytes == 256
 
 
-def test_a_slice_travels_as_a_slice_with_its_alignment(swap: Swap):
+def test_a_slice_is_copied_as_a_slice_with_its_alignment(swap: Swap):
     whole = torch.randn(4096)
     expected = whole[1001:1101].clone()
     alignment = whole[1001:].data_ptr() % 64
@@ -104,7 +104,7 @@ def test_a_slice_travels_as_a_slice_with_its_alignment(swap: Swap):
     assert found.data_ptr() % 64 == alignment
 
 
-def test_slices_that_overlap_travel_once(swap: Swap):
+def test_slices_that_overlap_are_copied_once(swap: Swap):
     tensor = base()
     scalar, seen = save(swap, tensor[:6], tensor[2:], tensor, flush=False)
     del tensor
@@ -114,7 +114,7 @@ def test_slices_that_overlap_travel_once(swap: Swap):
     assert torch.equal(seen[0][1], base()[2:])
 
 
-def test_what_is_too_small_to_travel_goes_along_with_its_storage(streams: registry.Streams):
+def test_a_tensor_that_is_too_small_is_swapped_with_its_storage(streams: registry.Streams):
     swap = Swap(streams, min_bytes=100)
     tensor = base()
     storage = StorageWeakRef(tensor.untyped_storage())
@@ -127,7 +127,7 @@ def test_what_is_too_small_to_travel_goes_along_with_its_storage(streams: regist
     assert swap.released_bytes == 96 * 4
 
 
-def test_views_of_other_types_share_the_trip(swap: Swap):
+def test_views_of_other_types_share_the_copy(swap: Swap):
     whole = torch.randn(512)
     halves = whole.view(torch.int16)[2:200]
     expected = halves.clone()
@@ -138,8 +138,8 @@ def test_views_of_other_types_share_the_trip(swap: Swap):
     assert torch.equal(seen[0][1], expected)
 
 
-def test_what_somebody_holds_keeps_its_memory_and_is_not_counted_as_released(swap: Swap):
-    """The residual, a rope table, a tensor that the caller looks at later."""
+def test_a_tensor_that_others_reference_keeps_its_memory_and_is_not_counted_as_released(swap: Swap):
+    """Such as the residual, a rope table, or a tensor that the caller reads later."""
     for step in range(3):
         swap.begin_step()
         held, expected = torch.full((8, 8), float(step)), torch.full((8, 8), float(step))
@@ -149,13 +149,13 @@ def test_what_somebody_holds_keeps_its_memory_and_is_not_counted_as_released(swa
         ((found,),) = seen
         assert found.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
         swap.end_step()
-        # Copied out once, to no use; afterwards the policy knows.
+        # Copied out once in vain; then the policy knows.
         assert swap.swapped_bytes == 256 + 4 * (step + 1)
     assert swap.telemetry.h2d_bytes == 0
     assert swap.released_bytes == 0
 
 
-def test_what_is_held_once_and_then_another_shape_is_swapped_again(swap: Swap):
+def test_a_tensor_that_others_referenced_is_swapped_again_in_another_shape(swap: Swap):
     for size, step in ((8, 0), (9, 1)):
         with swap.step():
             held = torch.ones(size, 8)
@@ -177,7 +177,7 @@ def test_parameters_their_views_and_kept_storages_are_never_swapped(swap: Swap):
         assert swap.swapped_bytes == inputs.nbytes
 
 
-def test_what_is_kept_twice_is_kept_until_the_last_lets_go(swap: Swap):
+def test_a_tensor_that_is_excluded_twice_is_excluded_until_the_end_of_both(swap: Swap):
     shared = torch.randn(4)
     with swap.excluding([shared]):
         with swap.excluding([shared]):
@@ -230,7 +230,7 @@ def test_what_comes_back_is_memory_of_the_stream_that_uses_it(streams: registry.
     with streams.on(other):
         second, seen_second = save(swap, tensors.pop(0), flush=False)
     third, seen_third = save(swap, tensors.pop(0))
-    third.backward()  # what was saved before is fetched ahead here
+    third.backward()  # prefetches the tensors that were saved before
     fetched = swap.fetched_bytes
     with streams.on(other):
         second.backward()
@@ -287,7 +287,7 @@ def test_tensors_that_stayed_are_checked_too(streams: registry.Streams):
 
 
 def test_a_version_that_was_saved_before_an_edit_is_not_taken_for_the_one_after(swap: Swap):
-    """The first graph is never used: its save is legal, and its copy out of date."""
+    """The first graph is never used: its save is legal, but its copy is out of date."""
     tensor = torch.zeros(16)
     stale, _ = save(swap, tensor)
     tensor.add_(1)

@@ -1,4 +1,4 @@
-"""Swapping over whole graphs and steps: when memory goes, when it comes back, and that nothing is left behind."""
+"""Swapping over whole graphs and steps: when memory is freed and comes back, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def inputs(seed: int = 0) -> torch.Tensor:
 
 
 def assert_nothing_is_left(swap: Swap) -> None:
-    """After a step: no tensor is on its way, and the host memory is there for the next."""
+    """Ends the step. Fails if a host block is still taken."""
     swap.end_step()
     assert swap.pool.idle_bytes == swap.pool.held_bytes
 
@@ -147,7 +147,7 @@ def test_aborted_passes_leave_nothing_alive(swap: Swap):
 @pytest.mark.parametrize("min_bytes", [1, 1 << 20], ids=["swapped", "kept"])
 @pytest.mark.parametrize("function", [torch.exp, torch.tanh, torch.sigmoid, lambda x: torch.softmax(x, 0)])
 def test_a_result_saved_by_its_own_operation_goes_with_the_graph(function, min_bytes: int, streams):
-    """A hook that kept the result itself would keep the operation, which keeps what the hook kept."""
+    """A hook that kept the result itself would keep the operation alive, which keeps the hook's result."""
     swap = Swap(streams, min_bytes=min_bytes)
     with swap.hooks():
         result = function(torch.randn(64, requires_grad=True))
@@ -164,7 +164,7 @@ def test_memory_is_free_between_forward_and_backward(swap: Swap):
     for layer in model:
         layer.register_forward_hook(lambda *call: storages.append(StorageWeakRef(call[2].untyped_storage())))
     loss = loss_of(model, swap, inputs())
-    # The last two are on their way out, and what square() saved is the result of the last layer.
+    # The last two are still copied out; square() saved the result of the last layer.
     assert [storage.expired() for storage in storages[:-2]] == [True] * 4
     loss.backward()
 
@@ -181,7 +181,7 @@ def test_host_blocks_serve_step_after_step(swap: Swap):
     assert swap.pool.held_bytes == swap.arena.pageable_bytes == 0
 
 
-def test_host_blocks_that_nobody_needs_any_more_are_given_back(swap: Swap):
+def test_host_blocks_that_are_not_needed_any_more_are_returned(swap: Swap):
     with swap.step():
         save(swap, torch.randn(4096), flush=False)[0].backward()
     held = []
@@ -206,7 +206,7 @@ def test_beyond_the_host_budget_tensors_stay_on_the_device(streams: registry.Str
     assert all(torch.equal(one, other) for one, other in zip(seen[0], expected, strict=True))
     del scalar, seen
     assert_nothing_is_left(swap)
-    # Blocks of another size make way, and the budget holds.
+    # Blocks of another size are returned to the host, and the budget is kept.
     with swap.step():
         save(swap, torch.randn(2048), flush=False)[0].backward()
         assert swap.arena.pageable_bytes == swap.pool.held_bytes == 2 * page
@@ -223,7 +223,7 @@ def test_a_full_host_is_no_error(swap: Swap, monkeypatch: pytest.MonkeyPatch):
 
 
 def copies_in(swap: Swap, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """For each of eight tensors saved one after the other, what came in until backward had it, by number."""
+    """Saves eight tensors one after the other. Returns, for each use in backward, the sizes copied in for it."""
     log, current = [], []
     original = Transfer.copy_in
     monkeypatch.setattr(
@@ -251,9 +251,9 @@ def copies_in(swap: Swap, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return log
 
 
-def test_what_was_saved_before_comes_in_ahead_of_use(streams: registry.Streams, monkeypatch: pytest.MonkeyPatch):
+def test_tensors_saved_before_are_copied_in_ahead_of_use(streams: registry.Streams, monkeypatch: pytest.MonkeyPatch):
     log = copies_in(Swap(streams, prefetch_bytes=2500), monkeypatch)
-    # The last one saved is still on its way out: a view of it is given back. Two others fit ahead.
+    # The last one saved is still copied out, and comes back as a view of itself. Two others fit ahead.
     assert log == [[1006, 1005], [1004], [1003], [1002], [1001], [1000], [], []]
 
 
@@ -264,10 +264,10 @@ def test_without_prefetch_a_copy_is_made_when_it_is_asked_for(
     assert log == [[], *([1000 + number] for number in range(6, -1, -1))]
 
 
-def test_what_comes_in_ahead_is_what_the_step_before_used_next(
+def test_tensors_are_prefetched_in_the_order_in_which_the_step_before_used_them(
     streams: registry.Streams, monkeypatch: pytest.MonkeyPatch
 ):
-    """Backward in the order of saving; then a step that saves otherwise, which falls back on the newest first."""
+    """Backward is in the order of saving. A step that saves other tensors falls back on the newest first."""
     swap, order, used = Swap(streams, prefetch_bytes=2500), [], []
     original = Transfer.copy_in
     monkeypatch.setattr(
@@ -291,7 +291,7 @@ def test_what_comes_in_ahead_is_what_the_step_before_used_next(
 
 
 def test_the_device_holds_no_more_ahead_than_it_may(streams: registry.Streams, monkeypatch: pytest.MonkeyPatch):
-    """After a prefetch that nobody used, prefetching goes on with its full width."""
+    """A prefetch that was not used takes nothing of the limit for the next."""
     swap = Swap(streams, prefetch_bytes=2500)
     model = network()
     with swap.step():
@@ -307,7 +307,7 @@ def test_a_step_ends_with_nothing_on_the_device_though_the_graph_lives_on(swap: 
     with swap.step():
         loss = loss_of(model, swap, inputs())
         torch.autograd.grad(loss, list(model[4].parameters()), retain_graph=True)
-    assert all(parcel.copy is None for parcel in swap._alive())
+    assert all(span.device_copy is None for span in swap._spans.alive())
     loss.backward()
     plain = network()
     loss_of(plain, None, inputs()).backward()
@@ -337,7 +337,7 @@ def test_of_a_recomputed_block_only_the_input_is_swapped(reentrant: bool, swap: 
                 continue
             with swap.hooks():
                 hidden = checkpoint(block, hidden, use_reentrant=reentrant)
-            # Hooks inside, as of a module matched by a pattern, find the checkpoint's own or a running backward.
+            # Hooks inside (of a module that a pattern matches) find the checkpoint's own hooks or a running backward.
             block[0].register_forward_pre_hook(lambda *_: opened.append(swap.hooks().__enter__()))
         hidden.square().mean().backward()
         return [parameter.grad for parameter in model.parameters()]

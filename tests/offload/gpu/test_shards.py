@@ -35,7 +35,7 @@ def test_equals_resident(
 
 
 def test_boundary_activations_leave_the_device(monkeypatch: pytest.MonkeyPatch):
-    """Between forward and backward the device holds the inputs of hardly any block."""
+    """Between forward and backward the device holds the inputs of one or two blocks only."""
     monkeypatch.setattr(shard_offload, "IN_FLIGHT_BYTES", 1)
     width, tokens, depth = 256, 8192, 8
     held = {}

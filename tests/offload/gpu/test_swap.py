@@ -34,7 +34,7 @@ def inputs(step: int, microbatch: int) -> torch.Tensor:
 
 @pytest.fixture
 def little_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So little that most of what is saved really leaves these small models' device."""
+    """Keeps so few copies in flight that most saved tensors of these small models really leave the device."""
     monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 0)
 
 
@@ -88,7 +88,7 @@ def test_the_delays_would_show_a_missing_wait(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.usefixtures("little_in_flight")
 def test_parts_of_a_backward_and_graphs_that_are_dropped():
-    """Copies in that nobody used do not write over the memory's or the host block's next owner."""
+    """Prefetches that were not used do not write over the next owner of the memory or of the host block."""
     swapped, resident = twin(Stack(width=256))
 
     def gradients(model: nn.Module, mode) -> list[torch.Tensor]:
@@ -107,7 +107,7 @@ def test_parts_of_a_backward_and_graphs_that_are_dropped():
 
 
 def peak_of_step(mode, model: nn.Module, steps: int = 3) -> int:
-    """The peak of device memory in the last of the steps, above what was there before it."""
+    """Returns the peak of device memory in the last step, above the memory before that step."""
     with attached(mode, model, "cuda"):
         batch = torch.randn(8192, 8, device="cuda")
         for _ in range(steps):
@@ -121,7 +121,7 @@ def peak_of_step(mode, model: nn.Module, steps: int = 3) -> int:
 
 
 def test_memory_is_really_released(monkeypatch: pytest.MonkeyPatch):
-    """The peak falls by what is swapped, but for what is under way and what stays in the budget."""
+    """The peak falls by the bytes that are swapped, less the copies in flight and the budget."""
     monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 2**25)
     model = Stack(width=512, depth=8)
     resident = peak_of_step(Resident(), model)
@@ -146,7 +146,7 @@ def test_only_the_inputs_of_recomputed_blocks_leave():
     with attached(mode, model, "cuda"):
         with mode.step():
             model(torch.randn(8192, 8, device="cuda")).square().mean().backward()
-        assert mode.counters()["swapped_bytes"] == 8 * 8192 * 512 * 4
+        assert mode.counters().swapped_bytes == 8 * 8192 * 512 * 4
 
 
 def test_page_locked_memory_stays_within_its_budget_and_is_given_back():
@@ -157,8 +157,8 @@ def test_page_locked_memory_stays_within_its_budget_and_is_given_back():
             with mode.step():
                 model(torch.randn(rows, 8, device="cuda")).square().mean().backward()
             counters = mode.counters()
-            assert 0 < counters["host_pinned_bytes"] <= budget
-            assert counters["host_pageable_bytes"] == 0
+            assert 0 < counters.host_pinned_bytes <= budget
+            assert counters.host_pageable_bytes == 0
         arena = mode._arena
     assert arena.pinned_bytes == 0
 
@@ -204,7 +204,7 @@ def test_copies_hide_behind_compute_with_an_automatic_budget():
             model.zero_grad()
             with mode.step():
                 model(batch).square().mean().backward()
-        assert mode._activations._policy.settled
+        assert mode._swapper._policy.settled
 
 
 def test_the_host_goes_on_while_the_device_is_in_the_step():
@@ -226,7 +226,7 @@ def test_the_host_goes_on_while_the_device_is_in_the_step():
 @pytest.mark.usefixtures("delayed")
 def test_save_on_cpu_has_the_residents_loss_and_gradients():
     saved, resident = twin(Stack(width=64, dropout=0.2))
-    # What torch brings back is contiguous, also where it was not, and kernels choose by strides. One step without its
+    # torch returns contiguous tensors, also for others, and kernels choose by strides. One step without its
     # weights, because AdamW makes whole steps of the least difference between gradients near zero.
     options = {"steps": 1, "device": "cuda"}
     weights = len(list(resident.parameters()))

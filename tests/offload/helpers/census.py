@@ -1,4 +1,4 @@
-"""What a process holds, counted so that a leak of one small thing a step shows."""
+"""Counts what a process holds, so that a leak of one small object a step shows."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import torch
 from torch import nn
 
 from offload.runtime import registry
+from offload.runtime.saved_tensor_hooks import active_hooks
 
 
 @dataclass(frozen=True)
 class Census:
-    """Live tensors and their bytes (each storage once), objects of Python, threads, open files, bytes of the process.
+    """Counts of living tensors and their bytes (each storage once), Python objects, threads, open files, memory.
 
-    `objects` are those that the garbage collector tracks. On a GPU `device_bytes` is what its allocator has given out,
-    on the CPU, whose "device" is host memory, 0.
+    `objects` are those that the garbage collector tracks, `resident_bytes` is the memory of the process. On a GPU
+    `device_bytes` is what torch's allocator has given out; on the CPU it is 0.
     """
 
     tensors: int
@@ -35,7 +36,7 @@ class Census:
     def take(cls) -> Census:
         gc.collect()
         tracked = gc.get_objects()
-        # By type: to ask an object of somebody else for its class may run its code.
+        # By type, because `isinstance` may run code of the object's class.
         tensors = [thing for thing in tracked if issubclass(type(thing), torch.Tensor)]
         objects = len(tracked)
         del tracked
@@ -57,7 +58,7 @@ class Census:
         )
 
     def assert_no_more_than(self, before: Census, objects: int, resident_bytes: int) -> None:
-        """Nothing is held beyond `before`, but for so many objects and bytes of the process."""
+        """Fails if more is held than in `before`; fewer than `objects` and `resident_bytes` more are allowed."""
         for name in ("tensors", "tensor_bytes", "threads", "files", "device_bytes"):
             assert getattr(self, name) == getattr(before, name), (name, self, before)
         assert self.objects - before.objects < objects, (self, before)
@@ -65,9 +66,9 @@ class Census:
 
 
 def assert_leaves_nothing(run: Callable[[], None], objects: int, resident_bytes: int) -> None:
-    """`run` leaves fewer than so many objects and bytes, and nothing else.
+    """Fails if `run` leaves `objects` objects, `resident_bytes` bytes or anything else behind.
 
-    What it leaves once may be a cache of somebody else that filled; a leak leaves as much again.
+    The first call may fill a cache of a library. A leak leaves as much again in the second.
     """
     before = Census.take()
     run()
@@ -80,7 +81,7 @@ def assert_leaves_nothing(run: Callable[[], None], objects: int, resident_bytes:
 
 
 def hooks_of(model: nn.Module) -> int:
-    """Hooks on the modules and the parameters of `model`."""
+    """Returns the number of hooks on the modules and parameters of `model`."""
     modules = [
         "_forward_hooks",
         "_forward_pre_hooks",
@@ -98,13 +99,13 @@ def hooks_of(model: nn.Module) -> int:
 
 
 def assert_given_back(model: nn.Module, device: str) -> None:
-    """Nothing of a mode is left: no wrapped forward, hook, stand-in, stream or thread."""
+    """Fails if anything of a mode is left: a wrapped forward, a hook, a stand-in, a stream, a thread."""
     for module in model.modules():
         assert "forward" not in vars(module)
         assert module.forward.__func__ is type(module).forward
     assert hooks_of(model) == 0
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert active_hooks() is None
     assert registry.holders(device) == 0
     ours = ("lockstep", "host optimizer")
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(ours)]

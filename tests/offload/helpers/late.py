@@ -1,4 +1,4 @@
-"""Streams made late on purpose, so that a wait that is missing shows in the numbers."""
+"""Makes streams late on purpose, so that a missing wait shows in the numbers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ DELAY_CYCLES = 1_000_000
 
 
 def make_late(monkeypatch: pytest.MonkeyPatch, late: str) -> None:
-    """Spinning kernels go before the work of the stream `late`: "h2d", "d2h", "visits", "compute" (or "nobody")."""
-    copy, visit, await_on = Transfer._copy, Prefetcher.visit, Transfer.await_on
+    """Spinning kernels go before the work of the stream `late`: "h2d", "d2h", "compute" (or "nobody")."""
+    copy, fetch, await_on = Transfer._copy, Prefetcher.fetch, Transfer.await_on
 
     def late_copy(self, destination, source, stream):
         if stream is getattr(self.streams, late, None):
@@ -28,8 +28,8 @@ def make_late(monkeypatch: pytest.MonkeyPatch, late: str) -> None:
                 torch.cuda._sleep(DELAY_CYCLES)
         return copy(self, destination, source, stream)
 
-    def late_visit(self, unit, **options):
-        slot = visit(self, unit, **options)
+    def late_fetch(self, unit, **options):
+        slot = fetch(self, unit, **options)
         if late == "compute":
             torch.cuda._sleep(DELAY_CYCLES)
         return slot
@@ -40,5 +40,5 @@ def make_late(monkeypatch: pytest.MonkeyPatch, late: str) -> None:
             torch.cuda._sleep(DELAY_CYCLES)
 
     monkeypatch.setattr(Transfer, "_copy", late_copy)
-    monkeypatch.setattr(Prefetcher, "visit", late_visit)
+    monkeypatch.setattr(Prefetcher, "fetch", late_fetch)
     monkeypatch.setattr(Transfer, "await_on", late_await)

@@ -1,4 +1,4 @@
-"""Models, and the comparison of a mode with the resident model, for the engine's tests."""
+"""Models for the tests of the engine, and the comparison of a mode with the resident model."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def tokens(step: int, microbatch: int) -> torch.Tensor:
 
 @contextmanager
 def attached(mode, model: nn.Module, device: str = "cpu") -> Iterator[None]:
-    """`model` under `mode` for the length of the block."""
+    """Attaches `mode` to `model` for the length of the block."""
     streams = registry.acquire(device)
     try:
         mode.attach(model, streams)
@@ -98,7 +98,7 @@ def train(
     microbatches: int = 2,
     device: str = "cpu",
 ) -> list[torch.Tensor]:
-    """Trains under `mode`; returns every loss and, step by step, every gradient, on the host."""
+    """Trains `model` under `mode`. Returns all losses and gradients, step by step, and the weights, on the host."""
 
     def loss_of(step: int, microbatch: int) -> torch.Tensor:
         torch.manual_seed(100 * step + microbatch)
@@ -126,14 +126,14 @@ def train(
 
 
 def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
-    """Bitwise equality of everything that `train` returned."""
+    """Fails unless two results of `train` are equal bit for bit."""
     assert len(left) == len(right)
     for index, (one, other) in enumerate(zip(left, right, strict=True)):
         assert torch.equal(one, other), f"item {index}: {one} != {other}"
 
 
 def same_as_resident(model: nn.Module, mode, inputs: Callable = stack_inputs, **options) -> None:
-    """`model` trained under `mode` and resident: `train` returns the same, and buffers end the same, bit for bit."""
+    """Trains `model` under `mode` and resident. Fails unless losses, gradients, weights and buffers are equal."""
     moved, resident = twin(model)
     assert_same(train(moved, mode, inputs, **options), train(resident, Resident(), inputs, **options))
     for (name, one), other in zip(moved.named_buffers(), resident.buffers(), strict=True):
@@ -141,5 +141,5 @@ def same_as_resident(model: nn.Module, mode, inputs: Callable = stack_inputs, **
 
 
 def twin(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """The model and an independent copy with the same weights."""
+    """Returns the model and an independent copy of it."""
     return model, copy.deepcopy(model)

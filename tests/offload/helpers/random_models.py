@@ -79,7 +79,7 @@ class Attention(nn.Module):
 
 
 class Detached(nn.Module):
-    """A weight that is used detached, then as it is: backward needs it after its gradient."""
+    """A weight that is used twice, detached the first time: backward needs it after its gradient."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -116,10 +116,10 @@ FROZEN = ("blocks.0.", "bias", "norm", "embed", ".weight", "down")
 
 @dataclass(frozen=True)
 class Spec:
-    """A model, by what it is made of.
+    """The parts of a random model.
 
-    Blocks are called in `order`, under torch's checkpoint if `checkpointing` is "reentrant" or "non-reentrant"; `tied`
-    is a pair of blocks of one kind.
+    Blocks are called in `order`, under torch's checkpoint if `checkpointing` is "reentrant" or "non-reentrant". `tied`
+    is a pair of blocks of one kind that share a parameter.
     """
 
     kinds: tuple[str, ...]
@@ -161,7 +161,7 @@ class Assembled(nn.Module):
         for name, parameter in self.named_parameters():
             if spec.frozen is not None and spec.frozen in name:
                 parameter.requires_grad_(False)
-        # Something has to train.
+        # At least one parameter has to train.
         self.head.weight.requires_grad_(True)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -179,7 +179,7 @@ class Assembled(nn.Module):
 
 
 def _tie(one: nn.Module, other: nn.Module) -> None:
-    """The first matrix of two modules of one kind becomes the same parameter."""
+    """Makes two modules of one kind share their first matrix."""
     name = next(name for name, parameter in one.named_parameters() if parameter.ndim > 1)
     owner, _, attribute = name.rpartition(".")
     setattr(other.get_submodule(owner), attribute, getattr(one.get_submodule(owner), attribute))
@@ -219,7 +219,7 @@ def _common(draw: st.DrawFn) -> dict:
 
 @st.composite
 def weight_modes(draw: st.DrawFn) -> tuple[str, dict]:
-    """The name of a mode that says where weights live, and its knobs."""
+    """Draws the name of a mode for weights, and its knobs."""
     name = draw(st.sampled_from(["none", "bounce_linear", "layer_stream", "shard_offload"]))
     if name == "none":
         return name, {}
@@ -240,7 +240,7 @@ def weight_modes(draw: st.DrawFn) -> tuple[str, dict]:
 
 @st.composite
 def activation_modes(draw: st.DrawFn) -> tuple[str, dict]:
-    """The name of a mode that moves activations, and its knobs, of which `weights` is another pair of the kind."""
+    """Draws the name of a mode for activations, and its knobs. `weights` is a pair of name and knobs, too."""
     weights = draw(weight_modes())
     if draw(st.integers(0, 4)) == 0:
         return "save_on_cpu", {"weights": weights}
@@ -266,7 +266,7 @@ MODES = {
 
 
 def built(mode: tuple[str, dict]):
-    """The mode that a name and knobs describe."""
+    """Makes the mode of a name and its knobs."""
     name, knobs = mode
     if "weights" in knobs:
         knobs = knobs | {"weights": built(knobs["weights"])}
@@ -274,6 +274,6 @@ def built(mode: tuple[str, dict]):
 
 
 def shards(mode: tuple[str, dict]) -> bool:
-    """Whether microbatches go side by side under the mode."""
+    """Returns whether the mode runs microbatches layer-major."""
     name, knobs = mode
     return name == "shard_offload" or ("weights" in knobs and shards(knobs["weights"]))

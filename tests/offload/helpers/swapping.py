@@ -1,4 +1,4 @@
-"""An offloader of activations by itself, and an operation that saves what it is told to."""
+"""An activation swapper without a mode, and an operation that saves the tensors that it is given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload.runtime.transfer import Telemetry, Transfer
 
 
 class Swap(ActivationSwapper):
-    """An offloader with an arena of its own, which forgets memory on its way out at once."""
+    """A swapper with an arena of its own, which keeps only the newest tensor while it is copied out."""
 
     def __init__(self, streams: registry.Streams, **options):
         self.telemetry = Telemetry(streams)
@@ -23,7 +23,7 @@ class Swap(ActivationSwapper):
 
 
 class Save(torch.autograd.Function):
-    """Saves the tensors after the first; `seen` gets what backward finds of them."""
+    """Saves `tensors`. Backward appends to `seen` the tensors as it finds them."""
 
     @staticmethod
     def forward(ctx, scale, seen, *tensors):
@@ -38,17 +38,17 @@ class Save(torch.autograd.Function):
 
 
 def save(swap: Swap, *tensors: torch.Tensor, flush: bool = True) -> tuple[torch.Tensor, list]:
-    """A scalar whose backward appends the saved tensors to the list."""
+    """Saves `tensors` under the hooks of `swap`. Returns a scalar, and the list to which its backward appends them."""
     seen = []
     scale = torch.ones((), requires_grad=True)
     with swap.hooks():
         saved = Save.apply(scale, seen, *tensors)
         if flush:
-            # One more on its way: the queue of what is leaving always keeps the last.
+            # One more is copied out, because the deferred frees always keep the newest.
             saved = Save.apply(saved, [], torch.zeros(1))
     return saved, seen
 
 
 def swapping(weights=None, **knobs) -> TensorSwap:
-    """A mode that swaps all it may, and fetches little of it ahead."""
+    """Returns a mode that swaps all tensors that it may, and prefetches few of them."""
     return TensorSwap(weights or Resident(), **({"min_bytes": 1, "prefetch": 2000} | knobs))

@@ -1,4 +1,4 @@
-"""bounce_linear computes the resident model's numbers, bit for bit, and moves what it says it moves."""
+"""bounce_linear computes the resident model's numbers, bit for bit, and moves the bytes of its footprint."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_resident_layers_are_not_copied():
         with attached(mode, model):
             with mode.step():
                 model(stack_inputs(0, 0)).sum().backward()
-            moved.append(mode.counters()["h2d_bytes"])
+            moved.append(mode.counters().h2d_bytes)
     assert moved[0] > 1.5 * moved[1] > 0
     assert moved[2] == 0
 
@@ -78,7 +78,7 @@ def test_frozen_layers_get_no_gradient_and_are_not_fetched_for_backward():
         with mode.step():
             model(stack_inputs(0, 0)).sum().backward()
         assert model.stem.weight.grad is None
-        assert mode.counters()["d2h_bytes"] == sum(
+        assert mode.counters().d2h_bytes == sum(
             p.nbytes for module in model.modules() if isinstance(module, nn.Linear)
             for p in module.parameters() if p.requires_grad
         )  # fmt: skip
@@ -86,12 +86,12 @@ def test_frozen_layers_get_no_gradient_and_are_not_fetched_for_backward():
             p.nbytes for p in (model.stem, model.blocks[0].up, model.blocks[0].down) for p in p.parameters()
         )
         # Forward reads everything, backward no frozen layer, since nothing before them trains.
-        assert mode.counters()["h2d_bytes"] <= plan.h2d_bytes - frozen_bytes
+        assert mode.counters().h2d_bytes <= plan.h2d_bytes - frozen_bytes
 
 
 @pytest.mark.parametrize("recompute", [None, "non-reentrant"])
 @pytest.mark.parametrize("slots", [1, 3])
-def test_others_stream_with_the_layer_that_follows(slots: int, recompute: str | None):
+def test_parameters_outside_layers_stream_with_the_layer_that_follows(slots: int, recompute: str | None):
     model, mode = Stack(recompute=recompute), BounceLinear(outside="stream", slots=slots)
     plan = mode.footprint(model)
     assert plan.resident_bytes == 0
@@ -99,7 +99,7 @@ def test_others_stream_with_the_layer_that_follows(slots: int, recompute: str | 
     same_as_resident(model, mode=mode)
 
 
-def test_others_stream_in_odd_models():
+def test_parameters_outside_layers_stream_in_odd_models():
     def inputs(step, microbatch):
         return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(10 * step + microbatch))
 
@@ -148,7 +148,7 @@ def test_adapters_on_quantised_layers():
             adapted(stack_inputs(0, 0)).sum().backward()
         # Quantised weights come in as int8; only the adapters' gradients go out.
         adapters = sum(p.nbytes for p in adapted.parameters() if p.requires_grad)
-        assert mode.counters()["d2h_bytes"] == adapters
+        assert mode.counters().d2h_bytes == adapters
 
 
 def test_shared_and_tied_weights_have_one_home():
@@ -245,7 +245,7 @@ def checkpointed(depth: int = 3) -> nn.Module:
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 def test_a_weight_unpacked_before_the_recompute_that_its_operation_starts(slots: int):
-    """Autograd may fetch a product's weight first and then its input, whose recompute visits the whole block."""
+    """Autograd may fetch a product's weight first and then its input, whose recompute uses the whole block."""
 
     def inputs(step, microbatch):
         return torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(10 * step + microbatch))
@@ -262,14 +262,14 @@ def test_too_few_slots_for_nested_windows_are_refused():
         attached(BounceLinear(slots=1), model),
         torch.no_grad(),
         pytest.raises(
-            RuntimeError, match=r"a device slot is needed while all 1 are in use by outer: raise offload.slots"
+            RuntimeError, match=r"a device slot is needed while all 1 are in use by outer: give the mode more slots"
         ),
     ):
         model["outer"](torch.ones(8))
 
 
 class Wandering(nn.Module):
-    """Uses other blocks in another order each time."""
+    """Uses different blocks in a different order each time."""
 
     def __init__(self):
         super().__init__()
@@ -284,7 +284,7 @@ class Wandering(nn.Module):
         return hidden
 
 
-def test_steps_that_depart_from_the_itinerary():
+def test_steps_that_depart_from_the_recorded_order():
     same_as_resident(Wandering(), mode=BounceLinear(slots=3), steps=8, microbatches=1)
 
 
@@ -300,9 +300,9 @@ def test_include_and_exclude_choose_layers():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"slots": 0}, "offload.slots=0: must be at least 1"),
-        ({"slots": 2, "prefetch": 2}, "offload.prefetch=2: must be between 0 and slots - 1 = 1"),
-        ({"pin": "yes"}, "offload.pin=yes: must be auto or off"),
+        ({"slots": 0}, "slots=0: must be at least 1"),
+        ({"slots": 2, "prefetch": 2}, "prefetch=2: must be below slots=2"),
+        ({"pin": "yes"}, "pin=yes: must be auto or off"),
     ],
 )
 def test_knobs_out_of_range_are_refused(options: dict, message: str):
@@ -310,7 +310,7 @@ def test_knobs_out_of_range_are_refused(options: dict, message: str):
         BounceLinear(**options)
 
 
-def test_what_was_planned_is_what_is_held_and_moved():
+def test_held_and_moved_bytes_are_those_of_the_footprint():
     model, mode = Stack(), BounceLinear(slots=3)
     plan = mode.footprint(model)
     with attached(mode, model):
@@ -320,10 +320,10 @@ def test_what_was_planned_is_what_is_held_and_moved():
                 model(stack_inputs(0, 0)).sum().backward()
             model.zero_grad()
             after = mode.counters()
-            assert 0 < after["h2d_bytes"] - before["h2d_bytes"] <= plan.h2d_bytes
-        held = sum(p.nbytes for name, p in model.named_parameters() if "norm" not in name)
-        assert after["d2h_bytes"] - before["d2h_bytes"] == held
-        assert after["host_pageable_bytes"] == plan.host_weight_bytes + plan.host_gradient_bytes
+            assert 0 < after.h2d_bytes - before.h2d_bytes <= plan.h2d_bytes
+        streamed = sum(p.nbytes for name, p in model.named_parameters() if "norm" not in name)
+        assert after.d2h_bytes - before.d2h_bytes == streamed
+        assert after.host_pageable_bytes == plan.host_weight_bytes + plan.host_gradient_bytes
 
 
 def test_nothing_is_warned_about():

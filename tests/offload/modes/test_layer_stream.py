@@ -1,4 +1,4 @@
-"""layer_stream computes the resident model's numbers on models of many shapes, buffers included."""
+"""layer_stream computes the resident model's numbers on models of many shapes, with their buffers."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ def test_evaluation_uses_running_statistics():
     model.eval()
     expected = model(images)
     with attached(mode, model), torch.no_grad():
-        before = mode.counters()["d2h_bytes"]
+        before = mode.counters().d2h_bytes
         assert torch.equal(model(images), expected)
         # The counters move in evaluation too, the statistics do not.
-        assert mode.counters()["d2h_bytes"] - before == 4 * 8
+        assert mode.counters().d2h_bytes - before == 4 * 8
 
 
 class BareParameters(nn.Module):
-    """Blocks that compute with parameters of their own, and one that is no block's."""
+    """Blocks that compute with parameters of their own, and a parameter outside the blocks."""
 
     class Scale(nn.Module):
         def __init__(self, width: int):
@@ -129,7 +129,7 @@ def test_bare_parameters():
 
 
 def test_bare_parameters_with_checkpointing_wrapped_around_a_blocks_forward_are_read_from_slots():
-    """The recompute must open the window again: the parameter it multiplies with is the slot's, not the host's."""
+    """The recompute must open the window again: it multiplies with the parameter in the slot, not with the host's."""
     model, mode = BareParameters(), LayerStream(slots=1)
     seen = []
     with attached(mode, model):
@@ -260,12 +260,12 @@ def test_forward_moves_each_block_once_and_the_turn_saves_the_last():
     unit = mode.footprint(model).largest_unit_bytes
     with attached(mode, model):
         for _ in range(2):
-            before = mode.counters()["h2d_bytes"]
+            before = mode.counters().h2d_bytes
             with mode.step():
                 loss = model(stack_inputs(0, 0)).sum()
-                assert mode.counters()["h2d_bytes"] - before == 6 * unit
+                assert mode.counters().h2d_bytes - before == 6 * unit
                 loss.backward()
-            assert mode.counters()["h2d_bytes"] - before == (6 + 6 - 2) * unit
+            assert mode.counters().h2d_bytes - before == (6 + 6 - 2) * unit
             model.zero_grad()
 
 
@@ -283,8 +283,8 @@ def test_copies_are_named_in_a_profile():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"outside": "device"}, "offload.outside=device: must be resident or stream"),
-        ({"slots": 0}, "offload.slots=0"),
+        ({"outside": "device"}, "outside=device: must be resident or stream"),
+        ({"slots": 0}, "slots=0"),
     ],
 )
 def test_knobs_out_of_range_are_refused(options: dict, message: str):
@@ -292,6 +292,6 @@ def test_knobs_out_of_range_are_refused(options: dict, message: str):
         LayerStream(**options)
 
 
-def test_a_wrong_path_names_the_lists_there_are():
-    with pytest.raises(ValueError, match=r"offload.layers=model.layers: no list of blocks there; .*left, right"):
+def test_a_wrong_path_is_refused_with_the_lists_of_the_model():
+    with pytest.raises(ValueError, match=r"layers=model.layers: no list of blocks there; .*left, right"):
         LayerStream(layers="model.layers").footprint(TwoTowers())

@@ -1,4 +1,4 @@
-"""shard_offload computes the resident model's numbers, whatever the shards, the microbatches and the blocks' inputs."""
+"""shard_offload computes the resident model's numbers, for any shards, microbatches and inputs of blocks."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Branching(nn.Module):
         positions, mask = torch.arange(inputs.shape[0], dtype=torch.int32) % 4, inputs > 1.0
         for block in self.encoder["layers"]:
             (hidden, memory), found = block((hidden, memory), positions, mask=mask, scale=scale)
-            # Between the blocks the model computes as well, and what is before the blocks is used after them.
+            # The model computes between the blocks as well, and uses there a tensor from before the blocks.
             hidden, extra = hidden + 0.1 * first, extra + found["norm"]
         return self.head(hidden + memory) + extra
 
@@ -194,7 +194,7 @@ def test_autocast_reaches_every_microbatch():
 
 
 def weight_bytes(mode: ShardOffload, model: nn.Module, microbatches: int) -> float:
-    """Bytes of weights that came in during the third step."""
+    """Returns the bytes of weights that were copied in during the third step."""
     with attached(mode, model):
         for step in range(3):
             before = mode.counters()
@@ -203,8 +203,8 @@ def weight_bytes(mode: ShardOffload, model: nn.Module, microbatches: int) -> flo
                 mode.accumulate([lambda batch=batch: model(batch).mean() for batch in batches])
             model.zero_grad()
         after = mode.counters()
-    fetched = {key: after[key] - before[key] for key in ("h2d_bytes", "activation_h2d_bytes")}
-    return fetched["h2d_bytes"] - fetched["activation_h2d_bytes"]
+    moved = after - before
+    return moved.h2d_bytes - moved.activation_h2d_bytes
 
 
 @pytest.mark.parametrize("checkpoint", [True, False])
@@ -221,17 +221,17 @@ def test_weights_come_in_once_each_way_whatever_the_microbatches(shards: int, ch
 
 
 def test_boundary_activations_are_on_the_host_between_forward_and_backward():
-    held = {}
+    copied_out = {}
     for boundary in ("host", "device"):
         model, mode = Stack(), ShardOffload(shards=4, boundary=boundary)
         with attached(mode, model):
             with mode.step():
                 loss = model(stack_inputs(0, 0)).mean()
-                held[boundary] = mode.counters()["activation_d2h_bytes"]
+                copied_out[boundary] = mode.counters().activation_d2h_bytes
                 loss.backward()
             after = mode.counters()
-        assert after["activation_h2d_bytes"] <= after["activation_d2h_bytes"]
-    assert held == {"host": 4 * 5 * 16 * 4, "device": 0}
+        assert after.activation_h2d_bytes <= after.activation_d2h_bytes
+    assert copied_out == {"host": 4 * 5 * 16 * 4, "device": 0}
 
 
 def test_an_error_in_one_microbatch_leaves_nothing_behind():
@@ -258,7 +258,7 @@ def test_an_error_in_one_microbatch_leaves_nothing_behind():
 
 
 def test_nothing_is_left_for_the_garbage_collector():
-    """Memory of the device goes with the last reference, not when the collector comes by."""
+    """Device memory is freed with the last reference, not when the collector runs."""
     gc.collect()
     gc.disable()
     try:
@@ -284,13 +284,13 @@ def test_a_copy_of_the_model_is_an_ordinary_model_and_detach_gives_the_model_bac
 
 def test_wrong_values_name_the_key_and_the_range():
     for arguments, message in (
-        ({"shards": 0}, r"offload.shards=0: must be at least 1"),
-        ({"shard_bytes": "many"}, r"offload.shard_bytes=many: must be bytes"),
-        ({"boundary": "disk"}, r"offload.boundary=disk: must be host or device"),
+        ({"shards": 0}, r"shards=0: must be at least 1"),
+        ({"shard_bytes": "many"}, r"shard_bytes=many: must be bytes"),
+        ({"boundary": "disk"}, r"boundary=disk: must be host or device"),
     ):
         with pytest.raises(ValueError, match=message):
             ShardOffload(**arguments)
-    with pytest.raises(ValueError, match=r"offload\.shards=9: must be between 1 and the number of blocks, 4"):
+    with pytest.raises(ValueError, match=r"shards=9: must be between 1 and the number of blocks, 4"):
         ShardOffload(shards=9).footprint(Stack())
 
 

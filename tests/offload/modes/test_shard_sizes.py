@@ -2,8 +2,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from offload.modes.shard_offload import pack, shards_needed
-from offload.runtime.byte_sizes import parse_bytes
+from offload.modes.shard_offload import cut_evenly, shards_needed
 
 
 @pytest.mark.parametrize(
@@ -19,7 +18,7 @@ from offload.runtime.byte_sizes import parse_bytes
     ],
 )
 def test_shards_are_contiguous_balanced_and_never_empty(sizes, count, lengths):
-    runs = pack(sizes, count)
+    runs = cut_evenly(sizes, count)
     assert [len(run) for run in runs] == lengths
     assert [index for run in runs for index in run] == list(range(len(sizes)))
 
@@ -29,29 +28,16 @@ def test_no_other_cut_is_better_balanced():
     for count in range(1, len(sizes) + 1):
         cuts = ((0, *inner, len(sizes)) for inner in combinations(range(1, len(sizes)), count - 1))
         best = min(sum(sum(sizes[a:b]) ** 2 for a, b in pairwise(cut)) for cut in cuts)
-        assert sum(sum(sizes[index] for index in run) ** 2 for run in pack(sizes, count)) == best
+        assert sum(sum(sizes[index] for index in run) ** 2 for run in cut_evenly(sizes, count)) == best
 
 
 def test_a_limit_is_kept_but_for_a_block_that_is_larger():
     sizes = [3, 3, 3, 9, 1]
     count = shards_needed(sizes, 6)
     assert count == 4
-    assert [sum(sizes[index] for index in run) for run in pack(sizes, count, 6)] in ([3, 6, 9, 1], [6, 3, 9, 1])
+    assert [sum(sizes[index] for index in run) for run in cut_evenly(sizes, count, 6)] in ([3, 6, 9, 1], [6, 3, 9, 1])
 
 
 def test_more_shards_than_blocks_are_refused():
     with pytest.raises(ValueError, match="2 blocks cannot be cut into 3"):
-        pack([1, 1], 3)
-
-
-def test_sizes_in_bytes():
-    assert [parse_bytes("k", text) for text in ("2GiB", "1.5MiB", "4096", 7, "8B")] == [
-        2 * 2**30,
-        3 * 2**19,
-        4096,
-        7,
-        8,
-    ]
-    for wrong in ("2GB", "-1", "many", "-2MiB", "infGiB", "1.5"):
-        with pytest.raises(ValueError, match=f"k={wrong}: must be bytes"):
-            parse_bytes("k", wrong)
+        cut_evenly([1, 1], 3)

@@ -1,4 +1,4 @@
-"""Knobs of tensor_swap that do not fit are refused in a line, and a user's predicate that goes wrong says so."""
+"""Knobs of tensor_swap that do not fit are refused in a line, and so is a predicate of the user that goes wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def swapped_in_a_step(**knobs) -> float:
     with attached(mode, model):
         with mode.step():
             model(stack_inputs(0, 0)).square().sum().backward()
-        return mode.counters()["swapped_bytes"]
+        return mode.counters().swapped_bytes
 
 
 def test_a_predicate_by_import_path():
@@ -32,11 +32,11 @@ def test_a_predicate_by_import_path():
 @pytest.mark.parametrize(
     ("predicate", "message"),
     [
-        ("os.getcwd", r"offload.predicate=os.getcwd: raised TypeError: .* takes no arguments"),
-        ("torch.relu", "offload.predicate=torch.relu: returned a Tensor; return True or False"),
+        ("os.getcwd", r"predicate=os.getcwd: raised TypeError: .* takes no arguments"),
+        ("torch.relu", "predicate=torch.relu: returned a Tensor; return True or False"),
     ],
 )
-def test_a_predicate_that_goes_wrong_is_named(predicate: str, message: str):
+def test_an_error_of_a_predicate_names_it(predicate: str, message: str):
     with pytest.raises(ValueError, match=message):
         swapped_in_a_step(predicate=predicate)
 
@@ -44,22 +44,22 @@ def test_a_predicate_that_goes_wrong_is_named(predicate: str, message: str):
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"layers": ["encoder.*"]}, r"offload.layers=encoder.\*: no module has such a name; .* stem, blocks"),
-        ({"layers": ["blocks.*", "block"]}, "offload.layers=block: no module has such a name"),
-        ({"layers": []}, r"offload.layers=\[\]: names no module"),
-        ({"keep_last": 5}, "offload.keep_last=5: must be between 0 and the 4"),
-        ({"keep_last": -1}, "offload.keep_last=-1"),
-        ({"budget": "much"}, "offload.budget=much: must be bytes, .* or auto"),
-        ({"host_budget": "1GB"}, "offload.host_budget=1GB: must be bytes"),
-        ({"prefetch": -1}, "offload.prefetch=-1: must be bytes"),
-        ({"min_bytes": "x"}, "offload.min_bytes=x: must be bytes"),
-        ({"predicate": "nowhere.at.all"}, "offload.predicate=nowhere.at.all: cannot be imported .*ModuleNotFound"),
-        ({"predicate": "wanted"}, "offload.predicate=wanted: cannot be imported"),
-        ({"predicate": ".wanted"}, "offload.predicate=.wanted: cannot be imported"),
-        ({"predicate": "os.sep"}, "offload.predicate=os.sep: is no function"),
-        ({"weights": swapping()}, "offload.weights=tensor_swap: moves activations itself"),
-        ({"weights": SaveOnCpu(Resident())}, "offload.weights=save_on_cpu: moves activations itself"),
-        ({"pin": "on"}, "offload.pin=on: must be auto or off"),
+        ({"layers": ["encoder.*"]}, r"layers=encoder.\*: no module has such a name; .* stem, blocks"),
+        ({"layers": ["blocks.*", "block"]}, "layers=block: no module has such a name"),
+        ({"layers": []}, r"layers=\[\]: names no module"),
+        ({"keep_last": 5}, "keep_last=5: must be between 0 and the 4"),
+        ({"keep_last": -1}, "keep_last=-1"),
+        ({"budget": "much"}, "budget=much: must be bytes, .* or auto"),
+        ({"host_budget": "1GB"}, "host_budget=1GB: must be bytes"),
+        ({"prefetch": -1}, "prefetch=-1: must be bytes"),
+        ({"min_bytes": "x"}, "min_bytes=x: must be bytes"),
+        ({"predicate": "nowhere.at.all"}, "predicate=nowhere.at.all: cannot be imported .*ModuleNotFound"),
+        ({"predicate": "wanted"}, "predicate=wanted: cannot be imported"),
+        ({"predicate": ".wanted"}, "predicate=.wanted: cannot be imported"),
+        ({"predicate": "os.sep"}, "predicate=os.sep: is not a function"),
+        ({"weights": swapping()}, "weights=tensor_swap: moves activations itself"),
+        ({"weights": SaveOnCpu(Resident())}, "weights=save_on_cpu: moves activations itself"),
+        ({"pin": "on"}, "pin=on: must be auto or off"),
     ],
 )
 def test_knobs_that_do_not_fit_are_refused(knobs: dict, message: str):
@@ -68,7 +68,7 @@ def test_knobs_that_do_not_fit_are_refused(knobs: dict, message: str):
 
 
 def test_keeping_the_last_blocks_of_a_model_without_blocks_is_refused():
-    with pytest.raises(ValueError, match=r"offload.keep_last=1: this model has no list of blocks"):
+    with pytest.raises(ValueError, match=r"keep_last=1: this model has no list of blocks"):
         swapping(keep_last=1).footprint(nn.Linear(2, 2))
 
 

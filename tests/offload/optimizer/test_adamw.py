@@ -185,7 +185,7 @@ def test_sparse_gradients_are_refused():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"state_dtype": "fp16"}, "state_dtype=fp16: must be one of fp32, bf16"),
+        ({"state_dtype": "fp16"}, "state_dtype=fp16: must be fp32 or bf16"),
         ({"compile": "on"}, "compile=on: must be auto or off"),
         ({"threads": 0}, "threads=0: must be at least 1"),
         ({"threads": 1.5}, "threads=1.5: must be at least 1"),

@@ -41,9 +41,9 @@ def test_the_host_updates_nothing_whose_states_are_on_the_device(early: bool):
             one_step(model, mode, step, microbatches=2)
             optimizer.step()
             optimizer.zero_grad()
-        assert mode.counters()["updated_parameters"] == 0
+        assert mode.counters().updated_parameters == 0
         # Gradients are let go with their updates, not kept for a step that does not come.
-        assert not mode._streamer._share._gradients
+        assert not mode._overlap._device._gradients
 
 
 @EARLY

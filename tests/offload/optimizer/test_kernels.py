@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import sys
 import threading
 import time
@@ -275,10 +274,6 @@ def test_threads_of_another_thread_are_left_alone():
         done.wait()
     thread.join()
     assert seen == [before]
-
-
-def test_usable_cores_are_at_least_one_and_at_most_all():
-    assert 1 <= kernels.usable_cores() <= os.cpu_count()
 
 
 @pytest.mark.gpu

@@ -122,15 +122,15 @@ def test_the_host_goes_on_while_the_worker_updates(mode: str, monkeypatch: pytes
         optimizer.step()
         optimizer.zero_grad()
         assert torch.equal(model.blocks[0].up.weight, before)
-        assert mode.counters()["updated_parameters"] == 0
+        assert mode.counters().updated_parameters == 0
         gate.set()
         optimizer.finish()
         assert not torch.equal(model.blocks[0].up.weight, before)
         counters = mode.counters()
-        resident = sum(p.numel() for p in model.parameters() if p.requires_grad) - counters["updated_parameters"]
-        assert 0 <= resident < counters["updated_parameters"]
-        assert counters["update_ms"] > 0
-        assert counters["update_wait_ms"] > 0
+        resident = sum(p.numel() for p in model.parameters() if p.requires_grad) - counters.updated_parameters
+        assert 0 <= resident < counters.updated_parameters
+        assert counters.update_ms > 0
+        assert counters.update_wait_ms > 0
 
 
 def test_early_updates_begin_in_backward():
@@ -143,7 +143,7 @@ def test_early_updates_begin_in_backward():
                 optimizer.step()
         optimizer.finish()
         per_step = sum(p.numel() for p in model.blocks.parameters())
-        assert mode.counters()["updated_parameters"] == 2 * per_step
+        assert mode.counters().updated_parameters == 2 * per_step
 
 
 class WorkerError(Exception):

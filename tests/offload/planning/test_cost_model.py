@@ -1,10 +1,10 @@
-"""The time of a step from bytes, FLOPs and speeds, by hand."""
+"""The predicted time of a step, from bytes, FLOPs and speeds, against values by hand."""
 
 from __future__ import annotations
 
 import pytest
 
-from offload.planning.cost_model import Update, forecast, hidden_share
+from offload.planning.cost_model import UpdateTimes, forecast, hidden_share
 from offload.planning.dry_run import Phase
 from offload.runtime.bandwidth import Bandwidth
 
@@ -13,12 +13,12 @@ GB = 1e9
 
 
 def phase(forward: bool, ms: float, into: float = 0.0, out: float = 0.0, acts=(0.0, 0.0), waits: float = 0.0) -> Phase:
-    """Compute of `ms` at 1 TFLOP/s; copies in GB."""
+    """Makes a phase that computes for `ms` at 1 TFLOP/s; copies are in GB."""
     return Phase(forward, ms * 1e9, into * GB, out * GB, acts[0] * GB, acts[1] * GB, waits * GB)
 
 
 def times(*phases: Phase, **update) -> tuple[float, str]:
-    found = forecast(phases, BUS, 1e12, Update(**update))
+    found = forecast(phases, BUS, 1e12, UpdateTimes(**update))
     return pytest.approx(found.step_ms), found.bound
 
 
@@ -48,7 +48,7 @@ def test_of_several_microbatches_the_last_backward_hides_it():
     assert times(*steps, begins="at the end", host_ms=2000) == (2800, "host optimizer")
 
 
-def test_the_devices_update_comes_on_top():
+def test_an_update_on_the_device_is_added():
     assert times(phase(True, 100), phase(False, 200), device_ms=40) == (340, "compute")
 
 
@@ -63,3 +63,10 @@ def test_the_share_that_copies_can_hide():
     assert hidden_share([out, phase(False, 1, into=8, acts=(8, 0))], BUS, 1e12) == pytest.approx(1 / 160)
     assert hidden_share([phase(True, 10, out=20, acts=(0, 1))], BUS, 1e12) == 0
     assert hidden_share([phase(True, 10)], BUS, 1e12) == 1
+
+
+def test_a_simulated_time_replaces_that_of_the_phases():
+    phases = [phase(True, 100, waits=1), phase(False, 200)]
+    found = forecast(phases, BUS, 1e12, UpdateTimes(device_ms=5), simulated_ms=1000)
+    assert found.step_ms == pytest.approx(1000 + 20 + 5)
+    assert found.phases_ms == pytest.approx((120, 200))

@@ -1,4 +1,4 @@
-"""Streams that keep time: what overlaps, what waits, how long it takes."""
+"""Simulated streams overlap, wait for each other and take time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_copies_nothing_takes_no_time(streams: SimulatedStreams):
     assert streams.step_ms == 0
 
 
-def test_a_rehearsed_step_is_as_long_as_its_parts_allow():
+def test_a_step_of_a_dry_run_is_as_long_as_its_parts_allow():
     """Two linear layers of 1000 x 1000 in float32 on one row: 4 MB each, 2 MFLOP forward and 4 backward."""
     model = nn.Sequential(nn.ModuleList([nn.Linear(1000, 1000, bias=False) for _ in range(2)]))
     model.forward = lambda inputs: model[0][1](model[0][0](inputs))
@@ -74,7 +74,7 @@ def test_a_rehearsed_step_is_as_long_as_its_parts_allow():
         dry_run(LayerStream(slots=2), model, [lambda: model(inputs).sum()], timed=timed)
         return timed
 
-    # In the turn both are in their slots: 8 ms in, then 4 and 4 ms out, each begun after its product.
+    # When forward turns to backward both are in their slots: 8 ms in, then 4 and 4 ms out, each after its product.
     copies = step(flops_per_s=1e15)
     assert copies.step_ms == pytest.approx(16, rel=1e-3)
     assert {work.lane for work in copies.work} == {"copy in", "compute", "copy out"}

@@ -1,4 +1,4 @@
-"""Host blocks of exact size, device slots found by address."""
+"""Host blocks have exact size, are page-locked where possible, and are returned to the system."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ import torch
 from torch import nn
 
 from offload.modes.bounce_linear import BounceLinear
-from offload.runtime import registry
-from offload.runtime.device_slots import DeviceSlots
 from offload.runtime.host_memory import ALIGNMENT_BYTES, HostArena, aligned, free_host_bytes
 from tests.offload.helpers.models import Stack, attached
 
@@ -81,7 +79,7 @@ def test_a_model_larger_than_free_memory_is_refused_before_anything_is_allocated
     assert all(p.is_meta for p in large.parameters())
 
 
-def test_a_failed_page_lock_warns_once_and_goes_on_pageable(monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_page_lock_warns_once_and_leaves_blocks_pageable(monkeypatch: pytest.MonkeyPatch):
     class Runtime:
         @staticmethod
         def cudaHostRegister(*_: object) -> int:  # noqa: N802
@@ -99,7 +97,7 @@ def test_a_failed_page_lock_warns_once_and_goes_on_pageable(monkeypatch: pytest.
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="the system cannot keep memory from a forked process")
 def test_page_locked_memory_stays_with_its_process_until_it_is_unlocked(monkeypatch: pytest.MonkeyPatch):
-    """As in a forked data loader: a copy of a page that the device writes to must not become the training process's."""
+    """A forked data loader must not take over the page that the device writes to, and leave a copy to the trainer."""
 
     class Runtime:
         @staticmethod
@@ -125,14 +123,3 @@ def test_page_locked_memory_stays_with_its_process_until_it_is_unlocked(monkeypa
     assert not readable_in_a_fork()
     arena.close()
     assert readable_in_a_fork()
-
-
-def test_a_slot_is_found_by_a_tensor_that_lives_in_it():
-    streams = registry.acquire("cpu")
-    slots = DeviceSlots(2, 1024, streams)
-    inside = slots.all[1].bytes[256:512].view(torch.float32).view(8, 8).t()
-    assert slots.slot_of(inside) is slots.all[1]
-    assert slots.slot_of(inside.clone()) is None
-    assert slots.slot_of(torch.eye(3).to_sparse()) is None
-    assert slots.nbytes == 2048
-    registry.release(streams)

@@ -1,4 +1,4 @@
-"""Streams are made once a device, shared, counted, and released by the last holder."""
+"""The streams of a device are made once, shared, counted, and dropped by the last release."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The twin accepts what events order and names what they do not."""
+"""The stream checker accepts accesses that events order, and names those that nothing orders."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from offload.weights.partition import keep_resident
 def replay(order: AccessOrder, visits: list[int]) -> None:
     order.begin()
     for unit in visits:
-        order.visit(unit)
+        order.record(unit)
     order.end()
 
 
@@ -28,12 +28,12 @@ def test_next_use_counts_from_the_current_visit():
     order = AccessOrder()
     replay(order, [0, 1, 2, 1, 0])
     order.begin()
-    order.visit(0)
+    order.record(0)
     assert [order.next_use(unit) for unit in (0, 1, 2, 7)] == [4, 1, 2, math.inf]
     assert order.farthest([1, 0, 2]) == 0
     assert order.farthest([]) is None
-    order.visit(1)
-    order.visit(2)
+    order.record(1)
+    order.record(2)
     assert list(order.upcoming(5)) == [1, 0]
 
 
@@ -41,10 +41,10 @@ def test_skipped_visits_are_followed_and_relearned():
     order = AccessOrder()
     replay(order, [0, 1, 2, 3, 2, 1, 0])
     order.begin()
-    order.visit(0)
-    order.visit(3)
+    order.record(0)
+    order.record(3)
     assert list(order.upcoming(2)) == [2, 1]
-    order.visit(0)
+    order.record(0)
     order.end()
     assert order.order == [0, 3, 0]
 
@@ -60,8 +60,8 @@ def test_an_unknown_unit_leaves_the_position_alone():
     order = AccessOrder()
     replay(order, [0, 1])
     order.begin()
-    order.visit(0)
-    order.visit(9)
+    order.record(0)
+    order.record(9)
     assert list(order.upcoming(1)) == [1]
 
 
@@ -87,5 +87,5 @@ def test_resident_bytes_are_spread_and_never_exceeded(amount: str):
 
 @pytest.mark.parametrize("amount", ["lots", "101%", "-1GiB", "GiB", 11, "1.5"])
 def test_resident_out_of_range_is_refused(amount: str | int):
-    with pytest.raises(ValueError, match=r"offload\.resident="):
+    with pytest.raises(ValueError, match=r"resident="):
         keep_resident([1] * 10, amount)

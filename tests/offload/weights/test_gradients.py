@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from offload.weights.gradients import FinalGradients
-from offload.weights.units import OffloadUnit, Place, UnitTensor
+from offload.weights.units import ModuleAttribute, OffloadUnit, UnitTensor
 
 
 @pytest.fixture
 def unit() -> OffloadUnit:
     def tensor(name: str) -> UnitTensor:
-        return UnitTensor(name, nn.Parameter(torch.zeros(1)), [Place(nn.Module(), name, False)], 0)
+        return UnitTensor(name, nn.Parameter(torch.zeros(1)), [ModuleAttribute(nn.Module(), name, False)], 0)
 
     return OffloadUnit("block", 0, [tensor("first"), tensor("second")])
 

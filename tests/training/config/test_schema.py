@@ -1,4 +1,4 @@
-"""The configuration: every option composes, and what does not belong is refused by name."""
+"""Every option composes under its schema, and unknown keys and wrong types are refused by name."""
 
 import importlib
 import inspect
@@ -37,7 +37,7 @@ def composed(*overrides):
 
 
 def refused(*overrides):
-    """The line that a user reads about these overrides."""
+    """Returns the line that a user reads about these overrides."""
     with pytest.raises(CompactHydraException) as caught:
         composed(*overrides)
     line = explain_refusal(caught.value)
@@ -51,7 +51,7 @@ def checked(*overrides):
 
 @pytest.fixture
 def overlay(tmp_path):
-    """Writes an experiment overlay outside the repository and gives the overrides that choose it."""
+    """Writes an experiment overlay outside the repository and returns the overrides that choose it."""
 
     def write(text):
         (tmp_path / "experiment").mkdir()
@@ -85,7 +85,7 @@ def test_the_default_run_is_small_and_fp32():
     config = composed()
     assert config.model.hidden_size == 128
     assert config.precision is schema.Precision.fp32
-    assert OmegaConf.get_type(config.offload) is schema.Resident
+    assert OmegaConf.get_type(config.offload) is schema.SCHEMAS["offload"]["none"]
 
 
 def test_schemas_are_not_offered_as_options():
@@ -127,7 +127,7 @@ def test_a_refusal_names_the_key_and_the_choices(override, named):
     assert [words for words in named if words not in line] == []
 
 
-@pytest.mark.parametrize("override", ["offload.resident=2.5", "offload.include=mlp", "offload.pin=on"])
+@pytest.mark.parametrize("override", ["offload.resident=2.5", "offload.include=mlp", "offload.slots=many"])
 def test_keys_of_bounce_linear_are_typed(override):
     assert override.partition("=")[0] in refused("offload=bounce_linear", override)
 
@@ -173,12 +173,21 @@ def test_a_sound_overlay_is_accepted(overlay):
         (["device=cuda:"], "device=cuda:: must be auto, cuda, cuda:N"),
         (["optimizer.lr=-0.1"], "optimizer.lr=-0.1: must be at least 0"),
         (["optimizer.betas=[0.9,1]"], "optimizer.betas=[0.9, 1.0]: must be two numbers"),
+        (["optimizer.lr=nan"], "optimizer.lr=nan: must be at least 0"),
+        (["optimizer.lr=inf"], "optimizer.lr=inf: must be finite"),
+        (["optimizer.eps=0"], "optimizer.eps=0.0: must be above 0"),
+        (["optimizer=host_adamw", "optimizer.state_dtype=fp16"], "optimizer.state_dtype=fp16: must be fp32 or bf16"),
+        (["optimizer=host_adamw", "optimizer.compile=on"], "optimizer.compile=on: must be auto or off"),
+        (["optimizer=host_adamw", "optimizer.threads=0"], "optimizer.threads=0: must be at least 1"),
+        (["optimizer=host_adamw", "optimizer.device_share=much"], "optimizer.device_share=much: must be bytes"),
         (["offload=bounce_linear", "offload.slots=0"], "offload.slots=0: must be at least 1"),
-        (["offload=bounce_linear", "offload.prefetch=4"], "offload.prefetch=4: must be below offload.slots=4"),
+        (["offload=bounce_linear", "offload.prefetch=4"], "offload.prefetch=4: must be below slots=4"),
         (["offload=bounce_linear", "offload.resident=some"], "offload.resident=some: must be a number of units"),
         (["offload=bounce_linear", "offload.resident=-1"], "offload.resident=-1: must be a number of units"),
+        (["offload=bounce_linear", "offload.pin=on"], "offload.pin=on: must be auto or off"),
+        (["offload=layer_stream", "offload.outside=host"], "offload.outside=host: must be resident or stream"),
         (["offload=shard_offload", "offload.shards=0"], "offload.shards=0: must be at least 1"),
-        (["offload=shard_offload", "offload.prefetch=2"], "offload.prefetch=2: must be below offload.slots=2"),
+        (["offload=shard_offload", "offload.prefetch=2"], "offload.prefetch=2: must be below slots=2"),
         (["offload=shard_offload", "offload.shard_bytes=2GB"], "offload.shard_bytes=2GB: must be bytes, such as 2GiB"),
         (["model.num_attention_heads=3"], "model.hidden_size=128: must be a multiple of 6"),
         (["model.num_key_value_heads=3"], "model.num_key_value_heads=3: must divide model.num_attention_heads=4"),
@@ -188,8 +197,8 @@ def test_a_sound_overlay_is_accepted(overlay):
         (["dataset=text", "dataset.files=3"], "dataset.files=3: must be a path or pattern"),
         (["dataset=text", "dataset.files=[a.txt,3]"], "dataset.files=['a.txt', 3]: must be a path or pattern"),
         (["dataset=text", "dataset.files=[]"], "dataset.files=[]: must be a path or pattern"),
-        (["+optimizer.lrr=1"], "optimizer.lrr is no key of the configuration. Did you mean optimizer.lr?"),
-        (["+stepz=1"], "stepz is no key of the configuration. Did you mean steps?"),
+        (["+optimizer.lrr=1"], "optimizer.lrr: unknown key. Did you mean optimizer.lr?"),
+        (["+stepz=1"], "stepz: unknown key. Did you mean steps?"),
         (["~steps"], "steps has no value"),
     ],
 )
@@ -204,7 +213,7 @@ def test_fewer_slots_need_no_second_key():
     checked("offload=bounce_linear", "offload.slots=1")
 
 
-@pytest.mark.parametrize("resident", ["0", "8", "25%", "12.5%", "2GiB", "1.5GiB", "512MiB"])
+@pytest.mark.parametrize("resident", ["0", "8", "25%", "12.5%", "2GiB", "1.5GiB", "512MiB", "512B"])
 def test_resident_is_a_count_a_share_or_bytes(resident):
     checked("offload=bounce_linear", f"offload.resident={resident}")
 
@@ -226,7 +235,7 @@ def test_an_offload_option_makes_its_mode(option):
     assert f"{type(mode).__module__}.{type(mode).__name__}" == config._target_
 
 
-# What the builder adds to, and takes from, the keys of a group.
+# Arguments that the builder adds to the keys of a group, and keys that it takes away.
 ADDED = {
     "dataset": {"seed", "seq_len", "batch_size"},
     "optimizer": {"params"},

@@ -1,4 +1,4 @@
-"""Activation swapping over a mode for the weights, as it is written in the configuration and on the command line."""
+"""Activation swapping over a mode for the weights: the keys of both, in the configuration and on the command line."""
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -44,7 +44,7 @@ def test_any_mode_for_the_weights(overrides: list[str], mode: type, weights: typ
     check(config)
     built = instantiate(config.offload)
     assert type(built) is mode
-    assert type(built._weights) is weights
+    assert type(built.weights) is weights
 
 
 def test_the_keys_of_both():
@@ -58,21 +58,21 @@ def test_the_keys_of_both():
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["offload.weights.prefetch=3"], "offload.weights.prefetch=3: must be below offload.weights.slots=3"),
+        (["offload.weights.prefetch=3"], "offload.weights.prefetch=3: must be below slots=3"),
         (["offload.weights.resident=some"], "offload.weights.resident=some: must be"),
         (["offload.weights.slots=0"], "offload.weights.slots=0: must be at least 1"),
-        (["+offload.weights.slotz=4"], "offload.weights.slotz is no key .* Did you mean offload.weights.slots"),
+        (["+offload.weights.slotz=4"], "offload.weights.slotz: unknown key. Did you mean offload.weights.slots"),
         (["offload.keep_last=-1"], "offload.keep_last=-1: must be at least 0"),
         (["offload.min_bytes=some"], "offload.min_bytes=some: must be bytes, such as 2GiB, 512MiB or 4096$"),
         (["offload.prefetch=-1"], "offload.prefetch=-1: must be bytes"),
         (["offload.budget=automatic"], "offload.budget=automatic: must be bytes, .*, or auto"),
-        (["offload.host_budget=all"], "offload.host_budget=all: must be bytes, .*, or null for what is free"),
+        (["offload.host_budget=all"], "offload.host_budget=all: must be bytes, .*, or null"),
         (
             ["offload@offload.weights=shard_offload", "offload.weights.shard_bytes=2GB"],
             "offload.weights.shard_bytes=2GB: must be bytes",
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_by_its_full_name(overrides: list[str], line: str):
+def test_a_value_that_does_not_fit_is_refused_by_its_whole_key(overrides: list[str], line: str):
     with pytest.raises(UserError, match=line):
         check(composed("offload=layer_stream_swap", *overrides))

@@ -1,7 +1,7 @@
-"""Configurations as nobody should write them: each is refused in one line, before anything is built or called.
+"""Configurations that nobody should write are refused in one line each, before anything is built or called.
 
-Values of every kind are put in the place of every key. In this process, because each costs a tenth of a second then; a
-few go through train.py.
+Every key gets values of every kind. Most run in this process, where each takes a tenth of a second; a few go through
+train.py.
 """
 
 from functools import cache
@@ -30,7 +30,7 @@ BASES = (
     ("dataset=text", "dataset.files=a.txt", "schedule=linear"),
     ("dataset=synthetic", "tracking=disabled"),
 )
-# What no key takes, whatever its type.
+# Values that fit no key, whatever its type.
 NEVER = (
     "{}",
     "{a: 1}",
@@ -46,7 +46,7 @@ ODD = ("''", "abc", "1.5", "true", "null", "[]", "[1,2]", "-5GiB", "nanGiB", "10
 
 @cache
 def keys(base: tuple[str, ...]) -> tuple[str, ...]:
-    """Every key of a configuration that holds a value, not those that hold other keys."""
+    """Returns every key of a configuration that has a value, without those that have other keys."""
 
     def within(node: DictConfig, prefix: str = ""):
         for name in node:
@@ -64,7 +64,7 @@ def composed(overrides) -> DictConfig:
 
 
 def refusal(*overrides: str) -> str | None:
-    """The line that a user reads about a configuration, None where it is accepted. All else is raised."""
+    """Returns the line that a user reads about a configuration, None where it is accepted. Raises other errors."""
     try:
         check(composed(overrides))
         return None
@@ -81,7 +81,7 @@ BASE_AND_KEY = st.sampled_from(BASES).flatmap(lambda base: st.tuples(st.just(bas
 
 @PROFILE
 @given(BASE_AND_KEY, st.sampled_from(NEVER))
-def test_what_fits_no_key_is_refused(base_and_key, value):
+def test_a_value_that_fits_no_key_is_refused(base_and_key, value):
     base, key = base_and_key
     line = refusal(*base, f"{key}={value}")
     assert line is not None
@@ -91,7 +91,7 @@ def test_what_fits_no_key_is_refused(base_and_key, value):
 
 @PROFILE
 @given(BASE_AND_KEY, st.sampled_from(NUMBERS + ODD))
-def test_what_is_refused_is_refused_in_one_line(base_and_key, value):
+def test_any_value_is_accepted_or_refused_in_one_line(base_and_key, value):
     base, key = base_and_key
     line = refusal(*base, f"{key}={value}")
     assert line is None or ("\n" not in line and key.rpartition(".")[2] in line)
@@ -110,7 +110,7 @@ def test_any_text_is_refused_in_one_line_or_kept_as_it_is(base_and_key, text):
     "key", ["offload.slots", "offload.shards", "steps", "optimizer.lr", "clip_norm", "model.rope_theta"]
 )
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1"])
-def test_numbers_that_are_none(key: str, value: str):
+def test_numbers_out_of_every_range(key: str, value: str):
     assert refusal("offload=shard_offload", f"{key}={value}").startswith(key)
 
 
@@ -122,7 +122,7 @@ def test_numbers_that_are_none(key: str, value: str):
         ("seed=1000000000000000000000000000000", "seed=1000000000000000000000000000000: must be at most"),
     ],
 )
-def test_numbers_that_would_never_end(override: str, line: str):
+def test_numbers_too_large_to_finish(override: str, line: str):
     assert refusal(override).startswith(line)
 
 
@@ -159,8 +159,8 @@ def test_no_other_way_to_call_code(override: str):
     assert refusal(override) is not None
 
 
-def handed(text: str, folder: Path) -> str | None:
-    """The refusal of an overlay that somebody else wrote."""
+def refusal_of_overlay(text: str, folder: Path) -> str | None:
+    """Returns the refusal of an overlay that somebody else wrote."""
     (folder / "experiment").mkdir()
     (folder / "experiment" / "theirs.yaml").write_text("# @package _global_\n" + text)
     return refusal(f"hydra.searchpath=[file://{folder}]", "experiment=theirs")
@@ -189,7 +189,7 @@ def handed(text: str, folder: Path) -> str | None:
     ],
 )
 def test_overlays_of_others(text: str, tmp_path: Path):
-    line = handed(text, tmp_path)
+    line = refusal_of_overlay(text, tmp_path)
     assert line is not None
     assert "\n" not in line
 
@@ -197,7 +197,7 @@ def test_overlays_of_others(text: str, tmp_path: Path):
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (("offload._target_=os.system",), "error: offload._target_=os.system: is not to be set"),
+        (("offload._target_=os.system",), "error: offload._target_=os.system: must not be set"),
         (("offload=3",), "error: choose options by name, GROUP=OPTION, such as offload=none"),
         (("tracking=null",), "error: choose options by name"),
         (("model=[null]",), "error: choose options by name"),

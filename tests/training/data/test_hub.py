@@ -1,3 +1,5 @@
+"""Text streamed from a repository with the layout of the Hugging Face Hub, and from a stand-in for the Hub."""
+
 import os
 import socket
 import subprocess
@@ -19,7 +21,7 @@ SIZES = {"seed": 0, "seq_len": 8, "batch_size": 2}
 
 @pytest.fixture
 def repository(tmp_path: Path) -> str:
-    """A folder laid out as a dataset on the Hub: four shards of ten rows."""
+    """A folder with the layout of a dataset on the Hub: four shards of ten rows."""
     folder = tmp_path / "repository" / "data"
     folder.mkdir(parents=True)
     for shard in range(4):
@@ -29,7 +31,7 @@ def repository(tmp_path: Path) -> str:
 
 
 def tokens_of(dataset: HubText, num_batches: int) -> list[int]:
-    """The stream behind the first batches, the shared tokens once."""
+    """Returns the stream that the first batches come from; tokens that batches share count once."""
     batches = [dataset.batch(index) for index in range(num_batches)]
     return [int(batches[0][0, 0]), *torch.cat(batches)[:, 1:].flatten().tolist()]
 
@@ -38,7 +40,7 @@ def documents_of(tokens: list[int]) -> list[bytes]:
     return bytes(min(token, 255) for token in tokens).split(b"\xff")
 
 
-def test_batches_do_not_depend_on_what_was_asked_before(repository: str) -> None:
+def test_earlier_calls_do_not_change_a_batch(repository: str) -> None:
     sequential = HubText(repository, **SIZES, shuffle_buffer=10)
     expected = [sequential.batch(index) for index in range(60)]
     assert expected[0].shape == (2, 9)
@@ -73,12 +75,12 @@ def test_max_tokens_cuts_the_epoch(repository: str) -> None:
     assert len({documents[0] for documents in epochs}) > 1
 
 
-def test_what_the_repository_does_not_have_is_refused(repository: str) -> None:
+def test_an_unknown_split_configuration_or_column_is_refused(repository: str) -> None:
     cases = {
         r"dataset\.name=.* dataset\.split=trian: Bad split: trian": {"split": "trian"},
         r"dataset\.name=.* dataset\.config_name=en .*BuilderConfig 'en' not found": {"config_name": "en"},
         r"dataset\.text_column=body: no such column in .*; it has n, text": {"text_column": "body"},
-        r"dataset\.text_column=n: holds int, not text": {"text_column": "n"},
+        r"dataset\.text_column=n: contains int, not text": {"text_column": "n"},
     }
     for message, options in cases.items():
         with pytest.raises(UserError, match=f"^{message}") as refusal:
@@ -90,11 +92,13 @@ def test_what_the_repository_does_not_have_is_refused(repository: str) -> None:
 
 def test_a_repository_without_any_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(UserError, match=r"column text holds no text at all$"):
+    with pytest.raises(
+        UserError, match=r"dataset\.text_column=text contains no text; choose another column or dataset$"
+    ):
         HubText(str(tmp_path), **SIZES).batch(0)
 
 
-def test_reading_that_fails_later_is_one_line(repository: str) -> None:
+def test_a_later_read_error_is_one_line(repository: str) -> None:
     dataset = HubText(repository, **SIZES)
     for shard in Path(repository, "data").iterdir():
         shard.unlink()
@@ -113,7 +117,7 @@ def test_no_network_is_one_error_within_seconds(monkeypatch: pytest.MonkeyPatch)
         ):
             HubText("owner/name", **SIZES)
         assert time.monotonic() - started < 5
-        # Connections are accepted and never answered, as behind a firewall.
+        # Connections are accepted but get no answer, as behind a firewall.
         silent.listen(8)
         monkeypatch.setattr("training.data.hub.HUB_TIMEOUT_S", 0.5)
         started = time.monotonic()
@@ -143,7 +147,7 @@ for name in ("me/typo", "not a name", "too/many/parts"):
 """
 
 
-def test_a_dataset_comes_from_the_hub_and_only_the_given_folder_is_written(tmp_path: Path) -> None:
+def test_reading_from_the_hub_writes_into_the_given_folder_only(tmp_path: Path) -> None:
     for name in ("home", "tmp", "here"):
         (tmp_path / name).mkdir()
     own = {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(ROOT)}

@@ -1,3 +1,5 @@
+"""Blocks cut from one stream of tokens: their order, their digest and their size in memory."""
+
 import hashlib
 
 import numpy as np
@@ -5,7 +7,7 @@ import pytest
 import torch
 
 from training.data import packing
-from training.data.packing import PackedTokens, epoch_order, pack, random_words, take, tokenise
+from training.data.packing import PackedTokens, concatenate, epoch_order, limit_tokens, random_words, tokenise
 from training.data.tokenizer import ByteTokenizer
 from training.errors import UserError
 
@@ -32,7 +34,7 @@ def test_a_batch_is_consecutive_tokens_in_int64() -> None:
     assert not (batch[:, 0] % SEQ_LEN).any()
 
 
-def test_the_digest_is_that_of_all_tokens_whatever_the_machine() -> None:
+def test_the_digest_covers_all_tokens_and_ignores_byte_order() -> None:
     tokens = np.arange(41)
     digests = {
         PackedTokens(tokens.astype(dtype), vocab_size=41, seed=seed, seq_len=SEQ_LEN, batch_size=3).tokens_sha256
@@ -51,12 +53,12 @@ def test_epochs_and_seeds_differ_in_order() -> None:
 
 
 def test_the_order_is_the_same_on_every_machine() -> None:
-    # Computed once; a numpy that answers otherwise would change what every resumed run reads.
+    # Computed once. A numpy that gives other values would change the batches of every resumed run.
     assert epoch_order(8, 7, 3).tolist() == [2, 4, 7, 3, 5, 1, 0, 6]
     assert random_words(2, 7, 3).tolist() == [17986194428743177670, 16317385439118320161]
 
 
-def test_a_batch_does_not_depend_on_what_was_asked_before() -> None:
+def test_earlier_calls_do_not_change_a_batch() -> None:
     forwards, backwards = packed(203), packed(203)
     expected = [forwards.batch(index) for index in range(60)]
     for index in reversed(range(60)):
@@ -70,9 +72,9 @@ def test_a_batch_may_span_epochs() -> None:
         assert rows[epoch * 10 : epoch * 10 + 10].tolist() == epoch_order(10, 0, epoch).tolist()
 
 
-def test_less_than_a_block_is_refused_with_the_numbers() -> None:
+def test_fewer_tokens_than_a_block_are_refused_with_the_numbers() -> None:
     assert packed(SEQ_LEN + 1).num_blocks == 1
-    with pytest.raises(UserError, match=r"^dataset: 4 tokens are less than one block of seq_len \+ 1 = 5"):
+    with pytest.raises(UserError, match=r"^dataset: 4 tokens are fewer than one block of seq_len \+ 1 = 5"):
         packed(SEQ_LEN)
 
 
@@ -83,20 +85,20 @@ def test_documents_are_separated_and_pieces_joined(monkeypatch: pytest.MonkeyPat
     assert tokens.tolist() == [*b"abcd", 256, *b"e", 256]
 
 
-def test_take_stops_reading() -> None:
+def test_limit_tokens_stops_reading() -> None:
     def endless():
         while True:
             yield np.zeros(3, dtype=np.uint16)
 
-    assert sum(map(len, take(endless(), 7))) == 7
-    assert len(list(take([np.zeros(3)] * 2, None))) == 2
+    assert sum(map(len, limit_tokens(endless(), 7))) == 7
+    assert len(list(limit_tokens([np.zeros(3)] * 2, None))) == 2
     with pytest.raises(UserError, match=r"dataset\.max_tokens=0: must be at least 1"):
-        list(take(endless(), 0))
+        list(limit_tokens(endless(), 0))
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])
-def test_tokens_take_as_few_bytes_as_the_vocabulary_allows(vocab_size: int, dtype: type) -> None:
+def test_tokens_use_as_few_bytes_as_the_vocabulary_allows(vocab_size: int, dtype: type) -> None:
     ids = [0, vocab_size - 1]
-    tokens = pack([np.array(ids, dtype=np.uint32), np.array([], dtype=np.uint32)], vocab_size)
+    tokens = concatenate([np.array(ids, dtype=np.uint32), np.array([], dtype=np.uint32)], vocab_size)
     assert tokens.dtype == dtype
     assert tokens.tolist() == ids

@@ -1,3 +1,5 @@
+"""Ids of bytes, and of tokenizer files as the `tokenizers` library encodes them."""
+
 from pathlib import Path
 
 import pytest
@@ -27,11 +29,11 @@ def test_bytes_are_the_ids() -> None:
     assert (ByteTokenizer.vocab_size, ByteTokenizer.end_of_text_id) == (257, 256)
 
 
-def test_a_lone_surrogate_does_not_stop_a_run() -> None:
+def test_a_lone_surrogate_becomes_a_question_mark() -> None:
     assert list(ByteTokenizer().encode_batch(["a\ud800"])[0]) == [97, ord("?")]
 
 
-def test_no_path_is_bytes() -> None:
+def test_without_a_path_ids_are_bytes() -> None:
     assert isinstance(load_tokenizer(None), ByteTokenizer)
 
 
@@ -63,7 +65,7 @@ def test_a_missing_file_is_refused() -> None:
         load_tokenizer("absent.json")
 
 
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text('{"model": 3}')
     with pytest.raises(UserError, match=r"^dataset\.tokenizer=.*t\.json: not a Hugging Face tokenizers"):
         load_tokenizer(tmp_path / "t.json")

@@ -165,18 +165,6 @@ def test_updates_that_the_step_waits_for_are_noted(planned):
     assert planned(*sizes[:-1]).notes == ()
 
 
-def test_states_that_visit_take_the_bus_instead(planned):
-    job = ("offload=layer_stream", "optimizer=host_adamw", "precision=bf16")
-    none, some, every = (planned(*job, f"optimizer.visiting_share={share}") for share in (0, 0.25, 1))
-    assert some.forecast.floors["host optimizer"] == pytest.approx(0.75 * none.forecast.floors["host optimizer"])
-    # A gradient in, a weight out, and a master and two moments of four bytes each.
-    trained = none.host_bytes["weights"] / 2
-    for way in ("in", "out"):
-        assert every.step_bytes[way] - none.step_bytes[way] == pytest.approx(14 * trained, rel=0.01)
-    assert every.device_bytes["optimizer"] > none.device_bytes["optimizer"]
-    assert every.host_bytes["optimizer"] == none.host_bytes["optimizer"]
-
-
 def test_an_automatic_budget_keeps_what_copies_would_not_hide(planned):
     job = ("offload=tensor_swap", "offload.min_bytes=1KiB")
     everything, slow = planned(*job), planned(*job, "offload.budget=auto", "hardware.d2h_gb_s=0.001")
@@ -191,7 +179,7 @@ def test_the_picture_of_a_plan_says_which_part_of_the_step_it_shows(
     planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, some: str
 ):
     titles = []
-    monkeypatch.setattr("training.planning.plan.draw", lambda timeline, path, title: titles.append(title))
+    monkeypatch.setattr("training.planning.plan.draw_chart", lambda timeline, path, title: titles.append(title))
     plan = planned("offload=layer_stream", f"microbatches={count}")
     draw_timeline(plan, count, tmp_path / "plan.png", "planned: layer_stream")
     step_ms = f"{plan.forecast.step_ms:,.1f} ms"

@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from models.llama import Llama
-from offload.planning.cost_model import Update, forecast, hidden_share
+from offload.planning.cost_model import UpdateTimes, forecast, hidden_share
 from offload.planning.dry_run import DryRun, dry_run
 from offload.planning.simulated_streams import SimulatedStreams
 from offload.runtime.blocks import find_blocks
@@ -80,7 +80,7 @@ def test_forward_and_backward(h200: Figures, timed, spec, sequences, recomputes,
     assert found.total("h2d_bytes") / GB == pytest.approx(gb_in, rel=0.1)
     assert found.total("d2h_bytes") / GB == pytest.approx(gb_out, rel=0.1)
     in_time, by_phase = (
-        forecast(found.phases, h200.bandwidth, h200.flops_per_s(torch.bfloat16), Update(), known_ms)
+        forecast(found.phases, h200.bandwidth, h200.flops_per_s(torch.bfloat16), UpdateTimes(), known_ms)
         for known_ms in (timed.step_ms, None)
     )
     assert by_phase.step_ms == pytest.approx(ms, rel=0.15)
@@ -92,7 +92,7 @@ def test_full_steps(h200: Figures):
     _, found = rehearsed("layer_stream", 8, True, blocks=16)
     host_ms = 3.24e9 / (h200.update_gparams_s * 1e9) * 1e3
     for begins, ms in FULL_STEPS:
-        update = Update(host_ms=host_ms, begins=begins)
+        update = UpdateTimes(host_ms=host_ms, begins=begins)
         predicted = forecast(found.phases, h200.bandwidth, h200.flops_per_s(torch.bfloat16), update)
         assert predicted.step_ms == pytest.approx(ms, rel=0.15), begins
 
@@ -103,7 +103,7 @@ def test_a_budget_that_finds_itself(h200: Figures):
     found = found.swapping(hidden_share(found.phases, h200.bandwidth, flops_per_s))
     assert found.total("activation_d2h_bytes") / GB == pytest.approx(20.9, rel=0.1)
     assert (resident_bytes + found.peak_bytes) / GIB == pytest.approx(72.7, rel=0.1)
-    assert forecast(found.phases, h200.bandwidth, flops_per_s, Update()).step_ms == pytest.approx(1187, rel=0.15)
+    assert forecast(found.phases, h200.bandwidth, flops_per_s, UpdateTimes()).step_ms == pytest.approx(1187, rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +129,6 @@ def test_whole_runs_within_24_gib(overrides, ms, vram_gib, rss_gib, gib_in, gib_
 
 def test_forward_only_is_at_the_bus(h200: Figures):
     _, found = rehearsed("layer_stream", 2, False)
-    forward = forecast(found.phases[:1], h200.bandwidth, h200.flops_per_s(torch.bfloat16), Update())
+    forward = forecast(found.phases[:1], h200.bandwidth, h200.flops_per_s(torch.bfloat16), UpdateTimes())
     assert forward.bound == "copies in"
     assert forward.step_ms == pytest.approx(237.2, rel=0.15)

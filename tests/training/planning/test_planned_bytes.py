@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from offload.modes import tensor_swap
-from tests.training.helpers.in_process import CONF, SMALL_MODEL, run_here
+from tests.training.helpers.in_process import SMALL_MODEL, run_here
+from training.config.modes import mode_options
 
-MODES = sorted(path.stem for path in (CONF / "offload").glob("*.yaml"))
+MODES = tuple(mode_options())
 KEYS = (
     "transfer/h2d_gib",
     "transfer/d2h_gib",

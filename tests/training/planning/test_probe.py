@@ -77,12 +77,3 @@ def test_the_script_keeps_what_a_plan_then_takes(tmp_path: Path):
 def test_figures_of_another_version_are_measured_again(planning_config):
     keep(CPU, {"name": "old", "h2d_gb_s": 1.0})
     assert figures_of(planning_config, CPU).source == "measured in short"
-
-
-def test_no_such_device_is_one_line():
-    script = subprocess.run(
-        [sys.executable, "scripts/probe.py", "--device=cuda:99"], cwd=ROOT, capture_output=True, text=True, timeout=200
-    )
-    assert script.returncode == 1
-    assert script.stderr.startswith("error: device=cuda:99")
-    assert script.stderr.count("\n") == 1

@@ -1,3 +1,5 @@
+"""The chosen device, the facts that are recorded about it, and its peak rates."""
+
 import json
 import subprocess
 import sys
@@ -43,7 +45,7 @@ def test_an_unknown_device_names_the_choices(name):
         hardware.resolve_device(name)
 
 
-def test_an_absent_index_names_the_gpus_that_are_there(monkeypatch):
+def test_an_absent_index_names_the_present_gpus(monkeypatch):
     pretend_gpus(monkeypatch, 2)
     with pytest.raises(UserError, match=r"device=cuda:2: .*cuda:0 \(Card 0\), cuda:1 \(Card 1\)"):
         hardware.resolve_device("cuda:2")
@@ -59,15 +61,15 @@ def test_an_absent_gpu_names_the_cause(monkeypatch):
         hardware.resolve_device("cuda")
 
 
-def test_a_torch_without_cuda_is_named(monkeypatch):
+def test_a_torch_without_cuda_is_reported(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
     with pytest.raises(UserError, match=r"device=cuda:0: this torch \(.*\) was built without CUDA"):
         hardware.resolve_device("cuda:0")
 
 
-def test_describe_on_the_cpu():
-    facts = hardware.describe(CPU)
+def test_the_cpu_is_described():
+    facts = hardware.describe_device(CPU)
     assert facts["device"] == "cpu"
     assert facts["cpu_cores"] >= 1
     assert facts["cpu_name"]
@@ -88,9 +90,10 @@ def test_the_record_of_a_gpu_has_its_bus(tmp_path, monkeypatch):
     monkeypatch.setattr(hardware, "_bandwidths", {CPU: Bandwidth(50.5, 40.25, 30.0)})
     bus = {"h2d_gb_s": 50.5, "d2h_gb_s": 40.25, "both_gb_s": 30.0}
     facts = hardware.record_hardware(SimpleNamespace(device=CPU, asynchronous=True), tmp_path)
-    assert facts == hardware.describe(CPU) | bus
+    assert facts == hardware.describe_device(CPU) | bus
     assert json.loads((tmp_path / "hardware.json").read_text()) == facts
-    assert hardware.record_hardware(SimpleNamespace(device=CPU, asynchronous=False), tmp_path) == hardware.describe(CPU)
+    without_bus = hardware.record_hardware(SimpleNamespace(device=CPU, asynchronous=False), tmp_path)
+    assert without_bus == hardware.describe_device(CPU)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +104,7 @@ def test_the_record_of_a_gpu_has_its_bus(tmp_path, monkeypatch):
         ("No devices were found\n", {}),
     ],
 )
-def test_nvidia_smi_answers(output, facts):
+def test_answers_of_nvidia_smi(output, facts):
     assert hardware._parse_nvidia_smi(output) == facts
 
 
@@ -110,7 +113,7 @@ def test_nvidia_smi_answers(output, facts):
     ["exec sleep 30", "echo broken >&2; exit 9"],
     ids=["hangs", "fails"],
 )
-def test_an_nvidia_smi_that_does_not_answer_costs_little(tmp_path, monkeypatch, script):
+def test_an_nvidia_smi_that_hangs_or_fails_is_left_out_within_seconds(tmp_path, monkeypatch, script):
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -150,17 +153,17 @@ def test_datasheet_peaks(gpu_name, bf16_tflops, fp32_tflops):
         "Tesla V100-SXM2-16GB",
     ],
 )
-def test_a_gpu_outside_the_datasheet_is_not_taken_for_another(gpu_name):
+def test_a_gpu_outside_the_table_is_not_mistaken_for_another(gpu_name):
     assert hardware._datasheet_flops(gpu_name, torch.bfloat16) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_peak_of_the_cpu_is_measured_once_and_leaves_the_random_state_alone(dtype):
+def test_the_peak_of_the_cpu_is_measured_once_and_keeps_the_random_state(dtype):
     hardware.peak_flops.cache_clear()
     state = torch.get_rng_state()
     peak = hardware.peak_flops(CPU, dtype)
     assert 1e8 < peak < 1e14
-    assert hardware.peak_flops(CPU, dtype) == peak  # a second measurement would differ
+    assert hardware.peak_flops(CPU, dtype) == peak  # a second measurement would give another value
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -182,7 +185,7 @@ def test_importing_touches_no_gpu():
 @needs_gpu
 def test_the_gpu_is_described_and_its_peaks_are_counted():
     device = hardware.resolve_device("cuda")
-    facts = hardware.describe(device)
+    facts = hardware.describe_device(device)
     assert facts["gpu_name"] == torch.cuda.get_device_name(device)
     assert facts["gpu_memory_gib"] > 1
     assert json.loads(json.dumps(facts)) == facts
@@ -202,12 +205,12 @@ def test_the_gpu_is_described_and_its_peaks_are_counted():
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_measured_gpu_stays_below_its_datasheet_and_gives_its_memory_back(dtype):
+def test_a_measured_gpu_stays_below_its_datasheet_and_frees_its_memory(dtype):
     device = hardware.resolve_device("cuda")
     reserved_bytes = torch.cuda.memory_reserved(device)
     measured = hardware._measured_flops(device, dtype)
     datasheet = hardware._datasheet_flops(torch.cuda.get_device_name(device), dtype)
     if datasheet is not None:
         assert 0.4 * datasheet < measured < 1.05 * datasheet
-    # cuBLAS keeps a workspace of some MiB.
+    # cuBLAS retains a workspace of some MiB.
     assert torch.cuda.memory_reserved(device) <= reserved_bytes + 64 * 2**20

@@ -1,4 +1,4 @@
-"""The timeline: spans read from a profiler's trace, and what they add up to."""
+"""The intervals of a timeline, read from a profiler's trace, and their sums and picture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from matplotlib import image
 
-from training.profiling.timeline import Timeline, draw, merged, read_timeline, without
+from training.profiling.timeline import Timeline, draw_chart, merge, read_timeline, subtract
 
 COMPUTE, IN, OUT = 7, 13, 17
 
@@ -57,7 +57,7 @@ def gpu(tmp_path: Path) -> Timeline:
 
 def test_device_work_is_sorted_into_lanes(gpu: Timeline):
     assert gpu.overlaps
-    assert [(span.lane, span.start_us) for span in gpu.spans] == [
+    assert [(work.lane, work.start_us) for work in gpu.intervals] == [
         ("copy in", 0.0), ("compute", 1000.0), ("compute", 1502.0), ("copy out", 1600.0), ("kernels beside", 1700.0),
         ("host update", 1900.0), ("compute", 2000.0), ("compute", 2300.0),
     ]  # fmt: skip
@@ -75,7 +75,7 @@ def test_stalls_are_the_gaps_of_compute(gpu: Timeline):
     )
 
 
-def test_kernels_beside_a_batch_that_the_compute_stream_uploads_are_compute(tmp_path: Path):
+def test_kernels_on_a_compute_stream_that_also_copies_are_compute(tmp_path: Path):
     events = [
         event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 0.0, 1.0, stream=COMPUTE),
         event("kernel", "gemm", 1.0, 500.0, stream=COMPUTE),
@@ -83,7 +83,7 @@ def test_kernels_beside_a_batch_that_the_compute_stream_uploads_are_compute(tmp_
     assert read_timeline(write(tmp_path / "t.json", events)).busy("compute") == [(1.0, 501.0)]
 
 
-def test_on_a_cpu_compute_is_what_no_range_of_the_engine_covers(tmp_path: Path):
+def test_on_a_cpu_operations_outside_the_engines_ranges_are_compute(tmp_path: Path):
     timeline = read_timeline(write(tmp_path / "trace.json", CPU))
     assert not timeline.overlaps
     assert timeline.busy("compute") == [(0.0, 200.0), (500.0, 700.0), (800.0, 1000.0)]
@@ -94,12 +94,12 @@ def test_on_a_cpu_compute_is_what_no_range_of_the_engine_covers(tmp_path: Path):
 
 
 def test_a_trace_without_work_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="holds no work"):
+    with pytest.raises(ValueError, match="contains no work"):
         read_timeline(write(tmp_path / "trace.json", [event("user_annotation", "somebody's", 0.0, 1.0)]))
 
 
 @pytest.mark.parametrize(
-    ("times", "holes", "left"),
+    ("periods", "holes", "left"),
     [
         ([(0, 10)], [], [(0, 10)]),
         ([(0, 10)], [(0, 10)], []),
@@ -109,17 +109,17 @@ def test_a_trace_without_work_is_refused(tmp_path: Path):
         ([(0, 2), (3, 4)], [(1, 10)], [(0, 1)]),
     ],
 )
-def test_without_holes(times: list, holes: list, left: list):
-    assert without(times, holes) == left
+def test_holes_are_subtracted(periods: list, holes: list, left: list):
+    assert subtract(periods, holes) == left
 
 
-def test_merged_takes_any_order_and_nesting():
-    assert merged([(5, 6), (0, 4), (1, 2), (3, 4.5)]) == [(0, 4.5), (5, 6)]
+def test_merge_accepts_any_order_and_nesting():
+    assert merge([(5, 6), (0, 4), (1, 2), (3, 4.5)]) == [(0, 4.5), (5, 6)]
 
 
 @pytest.mark.parametrize("events", [GPU, CPU], ids=["gpu", "cpu"])
 def test_the_chart_is_a_picture_in_the_lanes_colours(tmp_path: Path, events: list[dict]):
-    draw(read_timeline(write(tmp_path / "t.json", events)), tmp_path / "step.png", "tiny-layer_stream-0, step 6")
+    draw_chart(read_timeline(write(tmp_path / "t.json", events)), tmp_path / "step.png", "tiny-layer_stream-0, step 6")
     pixels = (image.imread(tmp_path / "step.png")[:, :, :3] * 255).round().astype(int)
     assert pixels.shape[1] == 1599
     colours = {tuple(pixel) for pixel in pixels.reshape(-1, 3)}

@@ -1,4 +1,4 @@
-"""Tracing one step of a run: what it leaves in the run's directory and in wandb, and that it never stops the run."""
+"""The trace of one step of a run: its files in the run's directory and in wandb, and its errors, which are warnings."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from omegaconf import OmegaConf
 from offload.runtime import registry
 from offload.runtime.transfer import profiled
 from tests import ROOT
+from tests.training.helpers.in_process import command_here
 from tests.training.helpers.wandb_files import records_of, summary_of, wandb_runs
 from training.metrics.files import read_metrics, read_summary
 from training.profiling.hardware import resolve_device
 from training.profiling.timeline import read_timeline
-from training.profiling.trace import Tracer, recorded, step_to_trace
+from training.profiling.trace import Tracer, step_to_trace, tracing
 
 SMALL = (
     "model.intermediate_size=64", "model.num_hidden_layers=2", "batch_size=2", "seq_len=32",
@@ -28,12 +29,12 @@ SMALL = (
 )  # fmt: skip
 
 
-def train(run_dir: Path, *overrides: str, hidden: int = 32) -> subprocess.CompletedProcess[str]:
+def train(run_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable,
         "train.py",
         *SMALL,
-        f"model.hidden_size={hidden}",
+        "model.hidden_size=32",
         *overrides,
         f"hydra.run.dir={run_dir}",
     ]
@@ -61,22 +62,22 @@ def tracer(streams, tmp_path: Path) -> Tracer:
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory) -> Path:
-    """Of a run of three steps whose second was traced."""
+    """The directory of a run of three steps, of which the second was traced."""
     run_dir = tmp_path_factory.mktemp("traced")
     result = train(run_dir, "offload=layer_stream", "optimizer=host_adamw", "clip_norm=null", "trace=true", "steps=3")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert f"trace: step 2 in {run_dir}/trace/step-2.json.gz" in result.stderr
-    assert "profiler_st" not in result.stdout + result.stderr  # nothing from the profiler itself
+    assert f"trace: step 2 in {run_dir}/trace/step-2.json.gz; open it in https://ui.perfetto.dev" in result.stderr
+    assert "profiler_st" not in result.stdout + result.stderr  # the profiler itself prints nothing
     return run_dir
 
 
 def test_a_trace_has_every_lane_and_a_picture(run_dir: Path):
     assert sorted(path.name for path in (run_dir / "trace").iterdir()) == ["step-2.json.gz", "step-2.png"]
-    lanes = {span.lane for span in read_timeline(run_dir / "trace" / "step-2.json.gz").spans}
+    lanes = {work.lane for work in read_timeline(run_dir / "trace" / "step-2.json.gz").intervals}
     assert lanes == {"copy in", "compute", "copy out", "host update"}
 
 
-def test_a_traced_step_has_a_loss_and_no_figure_of_speed(run_dir: Path):
+def test_a_traced_step_records_its_loss_but_no_speed(run_dir: Path):
     first, traced, last = read_metrics(run_dir)
     speed = {key for key in first if key.startswith(("perf/", "transfer/", "optimizer/"))}
     assert set(first) - set(traced) == speed
@@ -91,14 +92,14 @@ def test_wandb_shows_the_picture_at_its_step_and_keeps_the_trace(run_dir: Path):
     assert shown["_type"] == "image-file"
     assert (wandb_run / "files" / shown["path"]).read_bytes() == (run_dir / "trace" / "step-2.png").read_bytes()
     history = [line["item"] for line in records_of(wandb_run, "history")]
-    assert [item["train/step"] for item in history] == [1, 2, 3]  # a part of its step's row
+    assert [item["train/step"] for item in history] == [1, 2, 3]  # the picture is in the row of its step
     assert history[1]["trace/timeline.path"] == shown["path"]
     kept = wandb_run / "files" / "trace" / "step-2.json.gz"
-    assert not kept.is_symlink()  # which would break when the run's directory is moved
+    assert not kept.is_symlink()  # a link would break when the run's directory is moved
     assert kept.read_bytes() == (run_dir / "trace" / "step-2.json.gz").read_bytes()
 
 
-def test_wandb_knows_what_ran_and_where(run_dir: Path):
+def test_wandb_records_configuration_and_machine(run_dir: Path):
     (wandb_run,) = wandb_runs(run_dir)
     recorded = summary_of(wandb_run)
     hardware = json.loads((run_dir / "hardware.json").read_text())
@@ -118,18 +119,21 @@ def test_wandb_knows_what_ran_and_where(run_dir: Path):
     [(2**20, "offload=layer_stream", "take a smaller model"), (32, "optimizer.lr=1e30", "on_nonfinite=stop")],
     ids=["before the first step", "in a step"],
 )
-def test_a_run_that_fails_says_so_in_wandb(tmp_path: Path, hidden: int, override: str, reason: str):
-    assert train(tmp_path, override, "steps=9", hidden=hidden).returncode == 1
+def test_a_failed_run_is_marked_in_wandb(tmp_path: Path, monkeypatch, hidden: int, override: str, reason: str):
+    for key in [key for key in os.environ if key.startswith("WANDB_")]:
+        monkeypatch.delenv(key)
+    result = command_here(*SMALL, f"model.hidden_size={hidden}", override, "steps=9", f"hydra.run.dir={tmp_path}")
+    assert result.returncode == 1
     (wandb_run,) = wandb_runs(tmp_path)
     recorded = summary_of(wandb_run)
-    told = read_summary(tmp_path)
-    assert {key: recorded["summary"][key] for key in told} == told
-    assert told["status"] == "failed"
-    assert reason in told["reason"]
+    summary = read_summary(tmp_path)
+    assert {key: recorded["summary"][key] for key in summary} == summary
+    assert summary["status"] == "failed"
+    assert reason in summary["reason"]
     assert recorded["exit_code"] == 1
 
 
-def test_which_step():
+def test_the_traced_step_is_the_chosen_one_or_the_first_after_the_warm_up():
     assert step_to_trace(config()) == 6
     assert step_to_trace(config(trace=False, trace_step=3)) is None
     assert step_to_trace(config(trace_step=3)) == 3
@@ -137,12 +141,12 @@ def test_which_step():
     assert step_to_trace(config(), steps_done=10) == 16
 
 
-def test_a_step_that_never_comes_is_refused(tmp_path: Path):
-    result = train(tmp_path, "trace=true", "trace_step=7", "steps=3")
+def test_a_step_beyond_the_last_is_refused(tmp_path: Path):
+    result = command_here(*SMALL, "trace=true", "trace_step=7", "steps=3", f"hydra.run.dir={tmp_path}")
     assert result.stderr == "error: trace_step=7: must be between 1 and steps=3\n"
 
 
-def test_only_that_step_is_traced(tracer: Tracer):
+def test_only_the_chosen_step_is_traced(tracer: Tracer):
     assert [tracer.start(step) for step in (1, 2)] == [False, True]
     torch.ones(2, 2) @ torch.ones(2, 2)
     trace = tracer.stop()
@@ -152,40 +156,40 @@ def test_only_that_step_is_traced(tracer: Tracer):
     assert not tracer.start(3)
 
 
-def test_what_other_threads_do_is_traced(streams, tmp_path: Path):
+def test_other_threads_are_traced(streams, tmp_path: Path):
     def work() -> None:
         with profiled("update layers.0"):
             torch.ones(2, 2) @ torch.ones(2, 2)
 
-    with recorded(tmp_path / "t.json", streams):
+    with tracing(tmp_path / "t.json", streams):
         thread = Thread(target=work)
         thread.start()
         thread.join()
     assert read_timeline(tmp_path / "t.json").busy("host update")
 
 
-def test_a_trace_that_cannot_begin_is_a_warning(tracer: Tracer, tmp_path: Path, caplog):
+def test_a_trace_that_cannot_start_is_a_warning(tracer: Tracer, tmp_path: Path, caplog):
     (tmp_path / "trace").touch()
     assert not tracer.start(2)
     (record,) = caplog.records
-    assert "step 2 is not traced" in record.getMessage()
+    assert "tracing step 2 failed" in record.getMessage()
 
 
-@pytest.mark.parametrize(("broken", "left"), [("read_timeline", ["step-2.json.gz"]), ("recorded", [])])
+@pytest.mark.parametrize(("broken", "left"), [("read_timeline", ["step-2.json.gz"]), ("export", [])])
 def test_a_trace_that_cannot_end_is_a_warning(tracer: Tracer, tmp_path: Path, monkeypatch, caplog, broken, left):
     def fail(*_: object) -> None:
         raise RuntimeError("no trace today\nat all")
 
     assert tracer.start(2)
-    if broken == "recorded":
+    if broken == "export":
         monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", fail)
     else:
         torch.ones(2, 2) @ torch.ones(2, 2)
         monkeypatch.setattr(f"training.profiling.trace.{broken}", fail)
     trace = tracer.stop()
-    assert (trace is None) == (broken == "recorded")
+    assert (trace is None) == (broken == "export")
     (record,) = (record for record in caplog.records if record.levelname == "WARNING")
-    assert record.getMessage().endswith(("(no trace today); the run goes on", "(no trace today)"))
+    assert record.getMessage().endswith(("(no trace today); the run continues", "(no trace today)"))
     assert [path.name for path in (tmp_path / "trace").iterdir()] == left
 
 
@@ -193,7 +197,7 @@ def test_a_step_that_fails_leaves_no_trace_and_no_profiler(tracer: Tracer, strea
     assert tracer.start(2)
     tracer.close()
     assert list((tmp_path / "trace").iterdir()) == []
-    with recorded(tmp_path / "t.json", streams):  # a profiler that still ran would refuse
+    with tracing(tmp_path / "t.json", streams):  # fails if the first profiler still runs
         torch.ones(2, 2) @ torch.ones(2, 2)
     tracer.close()
 
@@ -203,11 +207,11 @@ def test_a_step_that_fails_leaves_no_trace_and_no_profiler(tracer: Tracer, strea
 def test_a_gpus_lanes_are_its_own_work(tmp_path: Path):
     streams = registry.acquire(resolve_device("cuda"))
     host, there = torch.ones(2**24).pin_memory(), torch.ones(2**24, device=streams.device)
-    with recorded(tmp_path / "t.json.gz", streams):
+    with tracing(tmp_path / "t.json.gz", streams):
         there.copy_(host)
         (there.view(4096, 4096) @ there.view(4096, 4096)).sum().item()
         Thread(target=lambda: there.mul_(2)).start()
     registry.release(streams)
     timeline = read_timeline(tmp_path / "t.json.gz")
     assert timeline.overlaps
-    assert {"copy in", "compute", "copy out"} <= {span.lane for span in timeline.spans}
+    assert {"copy in", "compute", "copy out"} <= {work.lane for work in timeline.intervals}

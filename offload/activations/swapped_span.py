@@ -1,0 +1,203 @@
+"""A swapped span: bytes of a storage that wait on the host until backward uses them.
+
+Tensors come and go while the storage below them stays, and one storage may be saved as many views. So what is swapped
+is a byte range of a storage, and every view of it that is saved shares the copy.
+
+Lifecycle of a swapped span
+---------------------------
+State        Entered by                                 Order on the device
+leaving      `ActivationSwapper._send`, when a tensor   d2h waits for compute, which wrote the bytes, and for
+             is saved for the first time                `block.used`, the last copy that used the host block.
+                                                        `leaving` refers to the memory until the copy is done.
+on the host  `StashedTensors` and `DeferredFrees`, one  compute waits for `leaving.done` before the reference to the
+             after the other, when there is no more     memory goes, so that whatever gets the memory next, in the
+             room, or at the end of the step            order of compute, cannot overwrite it under the copy.
+(in place)   somebody else still references the         none: `original` returns the storage, nothing is copied.
+             storage
+coming back  `ActivationSwapper._fetch`, when backward  h2d waits for compute: for what used the new memory before,
+             asks for it, or ahead of that              and, since compute waited for it, for the copy out.
+             (`is_ahead`)
+in use       `ActivationSwapper._await`, when backward  compute waits for `device_copy.done`, and is then listed in
+             asks for it                                `ready_on`. Another compute stream gets a copy of its own.
+on the host  `tensor_unpacked`, when every tensor was   none: autograd has the only references to the memory, and
+             unpacked in this pass                      compute has waited. A copy that no stream waited for goes
+                                                        through `DeferredFrees` (`ActivationSwapper._abandon`).
+released     `__del__`, in any thread, when autograd    none yet: `released` takes the block and the copy. The
+             drops the last packed tensor               swapper's next pack or unpack gives the block back to the
+                                                        pool, where `block.used` orders its next use.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from offload.activations.host_pool import PooledBlock
+from offload.activations.policy import SpanRecord
+from offload.runtime.deferred_free import PendingFree
+from offload.runtime.host_memory import ALIGNMENT_BYTES
+from offload.runtime.registry import Stream
+from offload.runtime.saved_tensor_hooks import Kept, check_version
+from offload.runtime.torch_internals import StorageWeakRef, storage_of
+
+
+class ByteRange(NamedTuple):
+    """The bytes `start` to `stop` of a storage."""
+
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> ByteRange:
+        """Returns the bytes that are copied for `tensor`.
+
+        They are the tensor's own if it has no holes and less than half of the storage, else the whole storage: the
+        rest of it is likely to be saved with the next tensor, which overlaps. The start is rounded down, so that a
+        tensor comes back with the alignment that it had: kernels choose by alignment.
+        """
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        whole = cls(0, tensor.untyped_storage().nbytes())
+        if extent != tensor.numel() or 2 * tensor.nbytes >= whole.nbytes:
+            return whole
+        start = tensor.storage_offset() * tensor.itemsize
+        return cls(start // ALIGNMENT_BYTES * ALIGNMENT_BYTES, start + tensor.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    def contains(self, other: ByteRange) -> bool:
+        return self.start <= other.start and other.stop <= self.stop
+
+
+class ReleasedSpan(NamedTuple):
+    """The memory of a span of which autograd has dropped the last tensor: the host block, and the device copy."""
+
+    serial: int
+    block: PooledBlock
+    device_copy: PendingFree | None
+    ahead_bytes: int
+
+
+class SwappedSpan:
+    """A byte range of one storage, copied to the host block `block`. The module's docstring has its lifecycle.
+
+    `serial` numbers spans in the order in which they were saved. `storage` is a weak reference to the storage.
+    `device_copy` is the device memory that the bytes came back to, `ready_on` lists the streams that wait for that
+    copy already, and `is_ahead` tells that backward has not asked for it yet. `pass_number` counts how often all
+    tensors of the span were unpacked. `leaving` refers to the memory that is copied out while it is kept for that copy.
+    Only the tensors that were packed keep a span alive.
+    """
+
+    def __init__(
+        self,
+        serial: int,
+        record: SpanRecord,
+        byte_range: ByteRange,
+        storage: torch.UntypedStorage,
+        block: PooledBlock,
+        released: deque[ReleasedSpan],
+    ):
+        self.serial = serial
+        self.record = record
+        self.byte_range = byte_range
+        self.storage = StorageWeakRef(storage)
+        self.block = block
+        self.leaving: weakref.ref[PendingFree] | None = None
+        self.device_copy: PendingFree | None = None
+        self.ready_on: list[Stream] = []
+        self.is_ahead = False
+        self.pass_number = 0
+        self._released = released
+        self._num_tensors = 0
+        self._num_packed = 0
+        self._dropped: StorageWeakRef | None = None
+
+    def __del__(self) -> None:
+        copy = None if self.ready_on else self.device_copy
+        ahead_bytes = self.byte_range.nbytes if self.is_ahead else 0
+        self._released.append(ReleasedSpan(self.serial, self.block, copy, ahead_bytes))
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the memory that is copied out is still kept for that copy."""
+        return self.leaving is not None and self.leaving() is not None
+
+    def original(self) -> torch.UntypedStorage | None:
+        """Returns the storage that was saved, if it is still alive."""
+        return storage_of(self.storage.cdata)
+
+    def add_tensor(self) -> int:
+        """Notes one more packed tensor. Returns the pass in which it will be unpacked first."""
+        self._num_tensors += 1
+        self._num_packed += 1
+        return self.pass_number
+
+    def tensor_unpacked(self, pass_number: int) -> int:
+        """Notes that a tensor was unpacked that waited for `pass_number`. Returns the pass that it waits for next.
+
+        When every tensor was unpacked once, the device copy is dropped and the next pass begins.
+        """
+        if pass_number == self.pass_number:
+            self._num_packed -= 1
+        following = self.pass_number + 1
+        if not self._num_packed:
+            self.drop()
+            self.pass_number, self._num_packed = following, self._num_tensors
+        return following
+
+    def drop(self) -> None:
+        """Drops the device copy. `ready_on` keeps the streams that waited for it until the next copy is made."""
+        if self.device_copy is not None:
+            self._dropped = StorageWeakRef(self.device_copy.tensor.untyped_storage())
+            self.device_copy = None
+
+    def dropped(self, stream: Stream) -> torch.UntypedStorage | None:
+        """Returns the copy that was dropped, if somebody still references it and `stream` has waited for it.
+
+        A backward formula may ask several times for the tensors that it saved.
+        """
+        if self._dropped is None or stream not in self.ready_on:
+            return None
+        return storage_of(self._dropped.cdata)
+
+
+@dataclass(eq=False)
+class PackedTensor:
+    """A saved tensor as a view of a swapped span, with the version that autograd would check.
+
+    `handle` is an empty tensor that shares the version counter, without the memory. `pass_number` is the pass of the
+    span in which this tensor is unpacked next.
+    """
+
+    span: SwappedSpan
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    handle: torch.Tensor
+    version: int
+    pass_number: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pass_number = self.span.add_tensor()
+
+    def check(self) -> None:
+        """Raises RuntimeError if the tensor was modified since it was saved."""
+        check_version(self.handle._version, self.version, self.dtype, self.shape)
+
+    def view(self, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
+        """Returns the tensor over `storage`, whose first byte is byte `start` of the storage that was saved."""
+        offset = self.offset - start // self.dtype.itemsize
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, offset, self.shape, self.strides)
+
+
+class UnswappedTensor(NamedTuple):
+    """A saved tensor that could have been swapped and stayed on the device."""
+
+    kept: Kept
+    record: SpanRecord

@@ -1,0 +1,124 @@
+"""Updates a model's units while its steps run: on a worker thread of the host, or on the device.
+
+A unit's update begins inside backward when its gradients are final (`early`), or else in `optimizer.step`, and may last
+into the next forward. Streaming waits for it before the unit is copied in again, and for nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.utils.hooks import RemovableHandle
+
+from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.device_states import DeviceStates
+from offload.optimizer.worker import UpdateWorker
+from offload.runtime.counters import Counters
+from offload.runtime.deferred_free import PendingFree
+from offload.runtime.registry import Event
+from offload.weights.streamer import WeightStreamer
+from offload.weights.units import OffloadUnit, UnitTensor
+
+# Cores that updates leave to others: backward's thread, the one that launches, and the copies', while these are busy.
+BUSY_CORES = 3
+LAUNCHING_CORES = 1
+
+
+class Overlap:
+    """`offload.weights.updates.Updates` by `optimizer`, for the units of `streamer`, until `close`.
+
+    `device_share` is the number of bytes of states that live on the device; the units that they belong to are updated
+    there, all others on the worker. `early`: a unit's update may begin when its gradients of the last microbatch have
+    landed, if in the step before each landed there once; else the optimizer's `step` starts it. A change to settings (a
+    learning rate set by hand between backward and that `step`) then comes too late for updates that have begun.
+    `state_dict` and `load_state_dict` of the model and the optimizer wait for the updates.
+    """
+
+    def __init__(self, optimizer: HostAdamW, streamer: WeightStreamer, early: bool, device_share: int = 0):
+        self.early = early
+        self._optimizer = optimizer
+        self._units = streamer.cut.units
+        self._transfer = streamer.transfer
+        self._first_use = streamer.prefetcher.first_use
+        self._limit_bytes = streamer.gradients.limit_bytes
+        self._worker = UpdateWorker(optimizer, streamer.transfer.streams, self._first_use)
+        optimizer.leave_cores(BUSY_CORES if early else LAUNCHING_CORES)
+        self._device = DeviceStates(self._units, optimizer, self._transfer, device_share, self._limit_bytes)
+        self._hooks: list[RemovableHandle] = []
+        for window in streamer.cut.windows:
+            module = window.module
+            for register in (module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook):
+                # A function of its own: a deepcopy of the model leaves it as it is, and would copy the object that a
+                # method is bound to.
+                self._hooks.append(register(lambda *_: self.finish()))
+        optimizer.defer_to(self)
+
+    def place_states(self, nbytes: int) -> None:
+        """Between steps: from now on the states of the first units that fit into `nbytes` live on the device."""
+        self.finish()
+        self._device = DeviceStates(self._units, self._optimizer, self._transfer, nbytes, self._limit_bytes)
+
+    # Called by the optimizer.
+
+    def offer_all(self, scale: float) -> None:
+        """Starts the update of every unit that has gradients and was not updated in this step."""
+        for unit in sorted(self._units, key=self._first_use):
+            self._offer(unit, unit.trained, scale)
+
+    def finish(self) -> None:
+        """Waits for the updates that are under way; afterwards the weights at home are final."""
+        self._worker.finish()
+        self._device.finish()
+
+    # Called by the streamer; see `Updates`.
+
+    def begin_step(self) -> None:
+        """Raises RuntimeError where updates of the last step have begun, and frees gradients that it left unused."""
+        if self._optimizer.has_begun:
+            raise RuntimeError(
+                "updates of the last step have begun: end it with optimizer.step() or optimizer.skip(), which leaves"
+                " out those that have not; to accumulate over steps, let updates begin after backward (early=False)"
+            )
+        self._device.free_unused()
+
+    def before_onload(self, unit: OffloadUnit) -> None:
+        """Blocks the host for the worker's updates of the unit; h2d waits for those on the device."""
+        self._worker.wait(unit)
+        self._device.before_onload(unit)
+
+    def is_pending(self, unit: OffloadUnit) -> bool:
+        """Tells whether the worker has updates of the unit left."""
+        return self._worker.is_pending(unit)
+
+    def retain_gradient(self, unit: OffloadUnit, tensor: UnitTensor, gradient: PendingFree) -> bool:
+        """Keeps on the device the gradients of units that are updated there."""
+        if unit not in self._device.units:
+            return False
+        self._device.retain(tensor, gradient)
+        return True
+
+    def gradient_landed(self, unit: OffloadUnit, tensor: UnitTensor, after: Sequence[Event]) -> None:
+        """Starts the update by a final gradient."""
+        self._offer(unit, [tensor], after=after)
+
+    def end_step(self) -> None:
+        """Forgets the ends of updates on the device, which is idle."""
+        self._device.end_step()
+
+    def counters(self) -> Counters:
+        """Returns the worker's totals: ms of updates, ms that the host waited for them, and parameters updated."""
+        return self._worker.counters()
+
+    def close(self) -> None:
+        """Makes the worker's updates that were offered, and gives the optimizer and the model back."""
+        self._worker.close()
+        self._optimizer.defer_to(None)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _offer(
+        self, unit: OffloadUnit, tensors: Sequence[UnitTensor], scale: float = 1.0, after: Sequence[Event] = ()
+    ) -> None:
+        updates = self._device if unit in self._device.units else self._worker
+        updates.offer(unit, tensors, scale, after)

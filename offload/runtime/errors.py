@@ -1,0 +1,35 @@
+"""The error for a knob whose value does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class KnobError(ValueError):
+    """A knob has a value that it cannot have: the message is `KNOB=VALUE: PROBLEM`.
+
+    The engine names the knob alone (`slots=0: must be at least 1`). Whoever passes the knob on knows where it stands
+    in the configuration and puts the path before it (`under`).
+    """
+
+    def __init__(self, knob: str, value: object, problem: str):
+        # The arguments as they are, so that the error can be pickled, as between processes.
+        super().__init__(knob, value, problem)
+        self.knob, self.value, self.problem = knob, value, problem
+
+    def __str__(self) -> str:
+        return f"{self.knob}={self.value}: {self.problem}"
+
+    def under(self, path: str) -> KnobError:
+        """The same error with `path.` before the name of the knob."""
+        return KnobError(f"{path}.{self.knob}", self.value, self.problem)
+
+
+@contextmanager
+def knobs_under(path: str) -> Iterator[None]:
+    """Raises each KnobError of the block again with `path.` before the name of its knob."""
+    try:
+        yield
+    except KnobError as error:
+        raise error.under(path) from error.__cause__

@@ -1,0 +1,112 @@
+"""Every private name of torch that the engine uses, each with the reason why it is needed.
+
+The rest of `offload/` imports these names from here, so that a release of torch that changes one of them is mended in
+one file. tests/offload/runtime/test_torch_internals.py has a test for each, which fails where torch changes it.
+All were seen in torch 2.11, 2.12 and 2.13. A name that is called for every saved tensor is bound here as it is,
+without a Python function around it.
+
+Not hidden behind this file are `Tensor._version`, `Module._parameters` and `Module._buffers`: private by their names,
+but described in torch's own notes on autograd and modules, and stable for years. Their test is in the same file.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from operator import attrgetter
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+# Imported above under the names that torch gives them:
+# StorageWeakRef: a weak reference to a storage, with `expired()` and `cdata`, a pointer that stays valid while the
+#   reference lives. Python's own weak references see the Python object of a storage, which torch makes anew at each
+#   `untyped_storage()`.
+# TorchDispatchMode: runs a function in place of each operation. A dry run counts memory and FLOPs with it.
+# tree_flatten, tree_unflatten, tree_leaves: take nested arguments apart and put them together again, as torch itself
+#   does for checkpoints.
+
+# (storage) -> int. The address of a storage, equal for all Python objects of it and distinct from that of every other
+# living storage. Tables of storages use it as key; `data_ptr()` is 0 on the meta device.
+storage_address = attrgetter("_cdata")
+
+# (StorageWeakRef.cdata) -> UntypedStorage | None. The storage that a weak reference points to, if it is still alive.
+# Activation swapping returns the original of a saved tensor while somebody else keeps it.
+storage_of = torch.UntypedStorage._new_with_weak_ptr
+
+# (tensor) -> bool. Whether a tensor is zeros without memory, as some formulas of backward make it. It cannot be copied.
+is_zero_tensor = torch.Tensor._is_zerotensor
+
+# (tensor) -> Tensor | None. The tensor that a differentiable view was made of. Views of parameters are not swapped.
+view_base = attrgetter("_base")
+
+# (tensors, versions). Sets the version counters of tensors. Two tensors share a counter if a change to one shows at the
+# other; torch has no other means to tell.
+set_versions = torch._C._autograd._unsafe_set_version_counter
+
+# (bool) -> (pack, unpack) | None. The innermost hooks on saved tensors of this thread. The argument must be True: it
+# says that hooks are ignored while torch traces a graph.
+innermost_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+# () -> int. The number that the next autograd node recorded in this thread gets. A microbatch that runs in a thread of
+# its own notes it at each turn.
+next_sequence_number = torch._C._autograd._get_sequence_nr
+
+# (packet of an operator's overloads: `function._overloadpacket`). Finds the FLOP formula of an operation.
+overload_packet = attrgetter("_overloadpacket")
+overload_name = attrgetter("_overloadname")
+
+# torch's AdamW kernel on lists of tensors, under torch.optim.AdamW(fused=True). That class would count a step for each
+# tile of a parameter.
+fused_adamw_ = torch._fused_adamw_
+
+# The class of all normalisations with running statistics: BatchNorm, SyncBatchNorm, InstanceNorm. Their kernels update
+# the statistics without advancing a version counter.
+NormWithStatistics = _NormBase
+
+
+def is_in_backward() -> bool:
+    """Returns whether autograd runs a backward in this thread, so that a forward now is a recompute."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_profiling() -> bool:
+    """Returns whether torch's profiler runs. Opening a range costs microseconds also where it does not."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def sequence_number(node: torch.autograd.graph.Node) -> int:
+    """Returns the number of an autograd node. Of the nodes that are ready, backward runs the highest first."""
+    return node._sequence_nr()
+
+
+def set_sequence_number(node: torch.autograd.graph.Node, number: int) -> None:
+    """Gives an autograd node another number, so that microbatches pass the layers in backward in a chosen order."""
+    node._set_sequence_nr(number)
+
+
+def gradient_hooks(tensor: Tensor) -> Iterable:
+    """Returns the hooks that `tensor.register_hook` added. A tensor that stands in for a parameter takes them over."""
+    return (tensor._backward_hooks or {}).values()
+
+
+def gradient_accumulated_hooks(tensor: Tensor) -> Iterable:
+    """Returns the hooks of `register_post_accumulate_grad_hook`. They are called when the gradient is on the host."""
+    return (tensor._post_accumulate_grad_hooks or {}).values()
+
+
+def refresh_flat_weights(module: nn.RNNBase) -> None:
+    """Makes a recurrent layer compute with the tensors that are its parameters now.
+
+    Such a layer keeps a list of its weights. Finding it outdated, torch would copy all weights into one contiguous
+    piece of memory, outside of the device slot.
+    """
+    flat = [module._parameters.get(name) for name in module._flat_weights_names]
+    module._flat_weights = flat
+    module._flat_weight_refs = [weight if weight is None else weakref.ref(weight) for weight in flat]

@@ -1,0 +1,116 @@
+"""Layer-major microbatches: the order of backward, the order of additions to gradients, and one after another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload.microbatches.layer_major import LayerMajor, one_after_another
+
+
+class Notes(torch.autograd.Function):
+    """The identity; notes its name when backward passes."""
+
+    @staticmethod
+    def forward(ctx, x, name, seen):
+        ctx.name, ctx.seen = name, seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.seen.append(ctx.name)
+        return gradient, None, None
+
+
+@pytest.fixture
+def layer_major(streams):
+    made = LayerMajor(streams)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_backward_takes_the_places_in_reverse_and_the_microbatches_in_order(layer_major, count):
+    seen = []
+
+    def loss(index):
+        x = torch.ones(3, requires_grad=True) * (index + 1)
+        for place in range(3):
+            layer_major.enter(place)
+            for layer in range(2):
+                x = Notes.apply(torch.sin(x), (place, layer, index), seen)
+        return x.sum()
+
+    losses = layer_major.accumulate([lambda index=index: loss(index) for index in range(count)])
+    assert len(losses) == count
+    assert not any(value.requires_grad for value in losses)
+    assert seen == [(place, layer, index) for place in (2, 1, 0) for index in range(count) for layer in (1, 0)]
+
+
+def test_gradients_are_added_in_the_order_of_the_microbatches(layer_major):
+    # 1e8 swallows a 1 that is added to it alone: another order of the same four numbers has another sum.
+    factors = torch.tensor([1e8, 1.0, -1e8, 1.0])
+    weight = torch.ones(1, requires_grad=True)
+
+    def loss(index):
+        layer_major.enter(0)
+        return (weight * factors[index]).sum()
+
+    layer_major.accumulate([lambda index=index: loss(index) for index in range(4)])
+    expected = torch.zeros(1)
+    for factor in factors:
+        expected += factor
+    assert torch.equal(weight.grad, expected)
+
+
+def test_what_trains_upstream_gets_the_gradients_of_all(layer_major):
+    upstream = torch.ones(2, requires_grad=True)
+    hidden = upstream * 3
+
+    def loss(index):
+        layer_major.enter(0)
+        return (hidden * (index + 1)).sum()
+
+    layer_major.accumulate([lambda index=index: loss(index) for index in range(3)])
+    assert torch.equal(upstream.grad, torch.full((2,), 18.0))
+
+
+@pytest.mark.parametrize("accumulate", ["one after another", "layer-major"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_gradients_are_announced_as_final_before_the_first_that_is(layer_major, accumulate: str, count: int):
+    weight = torch.ones(1, requires_grad=True)
+    landed, final_from = [], []
+    weight.register_hook(lambda gradient: landed.append(gradient))
+
+    def loss(index):
+        layer_major.enter(0)
+        return (weight * (index + 1)).sum()
+
+    function = one_after_another if accumulate == "one after another" else layer_major.accumulate
+    losses = [lambda index=index: loss(index) for index in range(count)]
+    values = function(losses, before_last=lambda: final_from.append(len(landed)))
+    assert [value.item() for value in values] == [index + 1 for index in range(count)]
+    assert not any(value.requires_grad for value in values)
+    # One after another, only the last microbatch's gradient is final; layer-major, the one sum of all.
+    assert final_from == [count - 1 if accumulate == "one after another" else 0]
+    assert weight.grad.item() == sum(range(1, count + 1))
+
+
+def test_a_layer_that_is_entered_outside_of_a_step_does_not_wait(layer_major):
+    layer_major.enter(3)
+
+
+def test_an_error_in_a_microbatch_reaches_the_caller_and_the_next_step_works(layer_major):
+    weight = torch.ones(1, requires_grad=True)
+
+    def loss(fails):
+        layer_major.enter(0)
+        if fails:
+            raise KeyError("here")
+        return weight.sum()
+
+    with pytest.raises(KeyError, match="here"):
+        layer_major.accumulate([lambda: loss(False), lambda: loss(True)])
+    assert weight.grad is None
+    layer_major.accumulate([lambda: loss(False)] * 2)
+    assert weight.grad.item() == 2

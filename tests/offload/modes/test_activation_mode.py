@@ -1,0 +1,104 @@
+"""A mode over another: everything about weights is left to that one, and errors say whose knob it is."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+from torch import nn
+
+from offload.modes.activation_mode import ActivationMode
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from offload.modes.none import Resident
+from offload.modes.save_on_cpu import SaveOnCpu
+from offload.modes.shard_offload import ShardOffload
+from offload.modes.tensor_swap import TensorSwap
+from offload.runtime.counters import Counters
+from offload.runtime.errors import KnobError
+from tests.offload.helpers.models import Stack, attached, same_as_resident, stack_inputs
+
+
+@dataclass(kw_only=True, eq=False)
+class Watching(ActivationMode):
+    """Notes what it is called for."""
+
+    def openers(self, model: nn.Module):
+        self.seen = []
+
+        @contextmanager
+        def opened(arguments, keywords):
+            self.seen.append("open")
+            try:
+                yield
+            finally:
+                self.seen.append("close")
+
+        yield model.head, opened
+
+    @contextmanager
+    def around_step(self):
+        self.seen.append("begin")
+        yield
+        self.seen.append("end")
+
+    def activation_counters(self) -> Counters:
+        return Counters(swapped_bytes=5, host_pageable_bytes=7)
+
+
+def test_contexts_are_open_around_calls_in_steps_with_gradients_only():
+    mode, model = Watching(Resident()), Stack()
+    with attached(mode, model):
+        model(stack_inputs(0, 0))
+        assert mode.seen == []
+        with mode.step():
+            model(stack_inputs(0, 0)).sum().backward()
+        assert mode.seen == ["begin", "open", "close", "end"]
+
+
+def test_everything_about_weights_is_left_to_their_mode():
+    weights = LayerStream(slots=1)
+    mode, model = Watching(weights), Stack()
+    same_as_resident(model, mode)
+    with attached(mode, model):
+        with mode.step(norms=True):
+            mode.accumulate([lambda: model(stack_inputs(0, 0)).sum()])
+        assert mode.gradient_norms() == weights.gradient_norms() != {}
+        assert mode.counters() == weights.counters() + Counters(swapped_bytes=5, host_pageable_bytes=7)
+    assert mode.footprint(model) == weights.footprint(model)
+    assert Watching(ShardOffload()).recomputes
+    assert not Watching(ShardOffload(checkpoint=False)).recomputes
+
+
+@pytest.mark.parametrize("weights", [TensorSwap(Resident()), SaveOnCpu(Resident())])
+def test_weights_are_a_mode_of_weights(weights: ActivationMode):
+    name = type(weights).__module__.rpartition(".")[2]
+    with pytest.raises(KnobError, match=f"^weights={name}: moves activations itself; choose none"):
+        Watching(weights)
+
+
+@pytest.mark.parametrize("mode", [TensorSwap, SaveOnCpu])
+@pytest.mark.parametrize("call", ["footprint", "attach"])
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (LayerStream(resident=99), "weights.resident=99: the model has 4 units"),
+        (BounceLinear(resident="4"), None),
+        (LayerStream(layers="nowhere"), "weights.layers=nowhere: no list of blocks there"),
+        (ShardOffload(shards=9), "weights.shards=9: must be between 1 and the number of blocks, 4"),
+    ],
+)
+def test_a_knob_of_the_weights_is_named_with_its_path(mode: type, weights, message: str | None, call: str):
+    made = mode(weights)
+    if message is None:
+        assert made.footprint(Stack()).units == 6
+        return
+    with pytest.raises(KnobError) as caught:
+        getattr(made, call)(Stack(), *([None] if call == "attach" else []))
+    assert str(caught.value).startswith(message)
+
+
+def test_its_own_knobs_have_no_path():
+    with pytest.raises(KnobError, match=r"^layers=nowhere\.\*: no module has such a name"):
+        TensorSwap(LayerStream(), layers=["nowhere.*"]).footprint(Stack())

@@ -1,0 +1,102 @@
+"""The contract: what every mode does, and what a mode that overrides nothing does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from offload.modes.activation_mode import ActivationMode
+from offload.modes.mode import Mode
+from offload.runtime.counters import Counters
+from offload.runtime.errors import KnobError
+from offload.runtime.knobs import explanations, knob
+from tests.offload.helpers.models import Stack, attached, same_as_resident, stack_inputs
+from tests.offload.helpers.modes import mode_classes, small
+
+MODES = sorted(mode_classes())
+
+
+def test_every_file_of_a_mode_is_found():
+    assert {"none", "bounce_linear", "layer_stream", "shard_offload", "tensor_swap", "save_on_cpu"} <= set(MODES)
+    assert not {"mode", "weight_mode", "activation_mode"} & set(MODES)
+
+
+@pytest.mark.parametrize("name", MODES)
+class TestEveryMode:
+    def test_computes_the_numbers_of_the_resident_model(self, name: str):
+        same_as_resident(Stack(), small(name), microbatches=1)
+
+    def test_explains_every_knob(self, name: str):
+        mode = mode_classes()[name]
+        knobs = {entry for entry, field in mode.__dataclass_fields__.items() if field.metadata}
+        assert knobs <= explanations(mode).keys()
+
+    def test_says_what_it_holds_before_it_attaches(self, name: str):
+        model = Stack()
+        plan = small(name).footprint(model)
+        # Every parameter is in one place, and the model is as before.
+        assert {*plan.resident, *(p for unit in plan.trained for p in unit)} == set(model.parameters())
+        assert len(plan.resident) + sum(map(len, plan.trained)) == len(list(model.parameters()))
+        assert not any("forward" in vars(module) for module in model.modules())
+
+    def test_takes_one_model_at_a_time(self, name: str):
+        mode = small(name)
+        with attached(mode, Stack()), pytest.raises(RuntimeError, match="has a model already"):
+            mode.attach(Stack(), None)
+
+    def test_counts_what_it_copies(self, name: str):
+        model, mode = Stack(), small(name)
+        with attached(mode, model):
+            before = mode.counters()
+            with mode.step():
+                model(stack_inputs(0, 0)).sum().backward()
+            moved = mode.counters() - before
+        assert (moved.d2h_bytes > 0) == (name != "none")
+
+
+def test_a_mode_that_overrides_nothing_is_the_resident_one():
+    @dataclass(kw_only=True, eq=False)
+    class Nothing(Mode):
+        pass
+
+    mode, model = Nothing(), Stack().to("meta")
+    with attached(mode, model):
+        assert all(p.device.type == "cpu" for p in model.parameters())
+        assert mode.counters() == Counters()
+        assert mode.gradient_norms() == {}
+    same_as_resident(Stack(dropout=0.2), Nothing())
+    assert not mode.recomputes
+
+
+def test_knobs_are_checked_one_by_one_and_then_together():
+    @dataclass(kw_only=True, eq=False)
+    class Ordered(Mode):
+        low: int = knob(0, at_least=0)
+        high: int = knob(9)
+
+        def check(self) -> None:
+            if self.low > self.high:
+                raise KnobError("low", self.low, f"must be at most high={self.high}")
+
+    assert Ordered(low=3).low == 3
+    for knobs, message in (({"low": -1, "high": -2}, "low=-1: must be at least 0"), ({"low": 10}, "at most high=9")):
+        with pytest.raises(KnobError, match=message):
+            Ordered(**knobs)
+
+
+def test_two_modes_are_never_equal():
+    assert Mode() != Mode()
+    assert len({Mode(), Mode()}) == 2
+
+
+def test_activation_modes_stand_on_every_other_mode():
+    over = [mode for mode in mode_classes().values() if issubclass(mode, ActivationMode)]
+    assert over
+    for mode in over:
+        for name in MODES:
+            if not issubclass(mode_classes()[name], ActivationMode):
+                with attached(made := mode(small(name)), model := Stack()), made.step():
+                    model(stack_inputs(0, 0)).sum().backward()
+                assert all(torch.isfinite(p.grad).all() for p in model.parameters())

@@ -1,0 +1,67 @@
+"""save_on_cpu computes the resident model's numbers, and counts the bytes that torch copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from offload.modes.none import Resident
+from offload.modes.save_on_cpu import SaveOnCpu
+from offload.modes.shard_offload import ShardOffload
+from offload.runtime.errors import KnobError
+from tests.offload.helpers.models import Stack, attached, same_as_resident, stack_inputs
+
+WEIGHTS = {
+    "resident": Resident,
+    "layer_stream": lambda: LayerStream(slots=2),
+    "bounce_linear": lambda: BounceLinear(slots=1),
+    "shard_offload": lambda: ShardOffload(shards=2, checkpoint=False),
+    "shard_offload recomputing": lambda: ShardOffload(shards=2, slots=1),
+}
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("checkpointing", [None, "non-reentrant"])
+def test_save_on_cpu_equals_resident(weights: str, checkpointing: str | None):
+    same_as_resident(Stack(recompute=checkpointing, dropout=0.3), SaveOnCpu(WEIGHTS[weights]()))
+
+
+def test_save_on_cpu_copies_what_is_saved_in_a_step():
+    model, mode = nn.Linear(8, 4), SaveOnCpu(Resident())
+    inputs = stack_inputs(0, 0).requires_grad_()
+    with attached(mode, model):
+        assert mode.footprint(model).resident_bytes == Resident().footprint(model).resident_bytes
+        with mode.step():
+            assert model(inputs).grad_fn._saved_mat1 is not None
+            hooked = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            model.register_forward_pre_hook(
+                lambda *_: seen.append(torch._C._autograd._top_saved_tensors_default_hooks(True))
+            )
+            seen = []
+            model(inputs)
+        assert hooked is None
+        copied = mode.counters()
+        assert "_CountedCopies" in seen[0][0].__qualname__
+        assert copied.activation_d2h_bytes == copied.d2h_bytes == 2 * (model.weight.nbytes + inputs.nbytes)
+        assert copied.stall_ms is None
+
+
+def test_a_stall_that_nobody_times_is_unknown_over_any_weights():
+    mode, model = SaveOnCpu(LayerStream()), Stack()
+    with attached(mode, model):
+        with mode.step():
+            model(stack_inputs(0, 0)).sum().backward()
+        copied, weights = mode.counters(), mode.weights.counters()
+    assert weights.stall_ms is not None
+    assert copied.stall_ms is None
+    assert copied.waited_for_bytes == copied.activation_h2d_bytes + copied.activation_d2h_bytes > 0
+    assert copied.h2d_bytes == weights.h2d_bytes + copied.activation_h2d_bytes
+
+
+def test_pin_is_auto_or_off():
+    SaveOnCpu(Resident(), pin="off")
+    with pytest.raises(KnobError, match="pin=on: must be auto or off"):
+        SaveOnCpu(Resident(), pin="on")

@@ -1,0 +1,76 @@
+"""Attention and RMS norm of meta tensors save what fused kernels save; real tensors are not affected."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from offload.planning.memory_tracker import MemoryTracker
+from offload.planning.meta_kernels import fused_kernels
+
+
+def meta(*shape: int, **options) -> torch.Tensor:
+    return torch.empty(*shape, device="meta", **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_saves_no_matrix_of_scores(causal: bool):
+    tracker = MemoryTracker()
+    query, key, value = (meta(2, heads, 256, 64, requires_grad=True) for heads in (8, 4, 4))
+    with fused_kernels(tracker.add_flops), tracker.recording():
+        result = F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
+        assert result.shape == query.shape
+        assert tracker.live_bytes == result.nbytes + 2 * 8 * 256 * 4
+        assert tracker.flops == 4 * query.numel() * 256 * (0.5 if causal else 1)
+        result.sum().backward()
+    assert tracker.flops == 12 * query.numel() * 256 * (0.5 if causal else 1)
+    assert key.grad.shape == key.shape
+
+
+def test_rms_norm_saves_its_input_and_a_number_a_row():
+    tracker = MemoryTracker()
+    norm, hidden = torch.nn.RMSNorm(128, device="meta"), meta(4, 16, 128, requires_grad=True)
+    with fused_kernels(tracker.add_flops), tracker.recording():
+        normed = norm(hidden)
+        assert tracker.live_bytes == normed.nbytes + 512
+        normed.sum().backward()
+    assert norm.weight.grad.shape == (128,)
+
+
+def test_a_product_added_to_a_wider_result_takes_no_memory():
+    tracker, total = MemoryTracker(), meta(8, 4)
+    with fused_kernels(tracker.add_flops), tracker.recording():
+        a, b = meta(8, 16, dtype=torch.bfloat16), meta(16, 4, dtype=torch.bfloat16)
+        before = tracker.live_bytes
+        assert torch.addmm(total, a, b, out_dtype=torch.float32, out=total) is total
+    assert (tracker.peak_bytes, tracker.flops) == (before, 2 * 8 * 16 * 4)
+
+
+def test_real_tensors_are_not_affected():
+    query = torch.randn(1, 2, 8, 4)
+    expected, normed = F.scaled_dot_product_attention(query, query, query), F.rms_norm(query, (4,))
+    functions = F.scaled_dot_product_attention, F.rms_norm, torch.addmm
+    with fused_kernels(lambda count: pytest.fail("counted")):
+        assert torch.equal(F.scaled_dot_product_attention(query, query, query), expected)
+        assert torch.equal(F.rms_norm(query, (4,)), normed)
+        assert torch.addmm(torch.ones(2), torch.eye(2), torch.eye(2)).tolist() == [[2, 1], [1, 2]]
+    assert (F.scaled_dot_product_attention, F.rms_norm, torch.addmm) == functions
+
+
+def test_rms_norm_of_the_cpu_is_that_of_torch():
+    names = {}
+    for on_gpu in (True, False):
+        with fused_kernels(lambda count: None, on_gpu):
+            names[on_gpu] = F.rms_norm(meta(4, 128, requires_grad=True), (128,)).grad_fn.name()
+    assert names == {
+        True: "_RMSNormBackward",
+        False: F.rms_norm(meta(4, 128, requires_grad=True), (128,)).grad_fn.name(),
+    }
+
+
+def test_functions_are_restored_after_an_error():
+    functions = F.scaled_dot_product_attention, F.rms_norm, torch.addmm
+    with pytest.raises(ArithmeticError), fused_kernels(lambda count: None):
+        raise ArithmeticError
+    assert (F.scaled_dot_product_attention, F.rms_norm, torch.addmm) == functions

@@ -1,0 +1,36 @@
+"""The cores that this process may use: its affinity, and the quota of its control group."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from offload.runtime.host_cores import usable_cores
+
+
+def test_usable_cores_are_at_least_one_and_at_most_all():
+    assert 1 <= usable_cores() <= os.cpu_count()
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [("max 100000", 8), ("250000 100000", 3), ("50000 100000", 1), ("1600000 100000", 8), ("unreadable", 8)],
+)
+def test_a_quota_bounds_the_cores(quota: str, cores: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(Path, "read_text", lambda path: quota)
+    assert usable_cores() == cores
+
+
+def test_without_affinity_it_is_the_number_of_the_machines_cores(monkeypatch: pytest.MonkeyPatch):
+    def missing(path: Path) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(Path, "read_text", missing)
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert usable_cores() == 6
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert usable_cores() == 1

@@ -1,0 +1,218 @@
+"""Every private name of torch that the engine uses is there and does what the engine needs it for."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from offload.runtime import torch_internals as internals
+
+
+def test_version_counts_writes_in_place_and_is_shared_by_views():
+    tensor = torch.zeros(4)
+    before = tensor._version
+    tensor[:2].add_(1)
+    assert tensor._version == tensor.detach()._version == before + 1
+    assert tensor.data._version == 0
+
+
+def test_parameters_and_buffers_of_a_module_may_be_replaced_by_other_tensors():
+    module = nn.BatchNorm1d(2)
+    stand_in, statistics = nn.Parameter(torch.full((2,), 3.0)), torch.full((2,), 5.0)
+    module._parameters["weight"], module._buffers["running_mean"] = stand_in, statistics
+    assert module.weight is stand_in
+    assert module.running_mean is statistics
+
+
+def test_a_weak_reference_to_a_storage_does_not_keep_it():
+    tensor = torch.zeros(8)
+    reference = internals.StorageWeakRef(tensor.untyped_storage())
+    gc.collect()
+    # The Python object of the storage is gone, the storage is not.
+    assert not reference.expired()
+    del tensor
+    assert reference.expired()
+
+
+def test_a_storage_is_found_by_its_weak_reference_while_it_lives():
+    tensor = torch.arange(8.0)
+    reference = internals.StorageWeakRef(tensor.untyped_storage())
+    found = internals.storage_of(reference.cdata)
+    assert found.data_ptr() == tensor.data_ptr()
+    del tensor, found
+    assert internals.storage_of(reference.cdata) is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_address_of_a_storage_is_its_own_and_stays(device: str):
+    one, other = torch.empty(8, device=device), torch.empty(8, device=device)
+    address = internals.storage_address(one.untyped_storage())
+    assert address == internals.storage_address(one[2:].untyped_storage())
+    assert address != internals.storage_address(other.untyped_storage())
+
+
+def test_the_address_of_a_storage_is_not_taken_while_a_weak_reference_lives():
+    tensor = torch.empty(8)
+    reference = internals.StorageWeakRef(tensor.untyped_storage())
+    address = internals.storage_address(tensor.untyped_storage())
+    del tensor
+    others = [torch.empty(8) for _ in range(100)]
+    assert address not in {internals.storage_address(other.untyped_storage()) for other in others}
+    assert reference.expired()
+
+
+def test_zeros_without_memory_are_known():
+    assert internals.is_zero_tensor(torch._efficientzerotensor((2, 2)))
+    assert not internals.is_zero_tensor(torch.zeros(2, 2))
+
+
+def test_the_base_of_a_view_is_the_tensor_it_was_made_of():
+    weight = nn.Parameter(torch.zeros(2, 3))
+    assert internals.view_base(weight.t()) is weight
+    assert internals.view_base(weight) is None
+
+
+def test_a_version_that_is_set_shows_at_the_tensors_that_share_the_counter():
+    tensor = torch.zeros(4)
+    view, copy = tensor[1:], tensor.clone()
+    internals.set_versions((tensor,), (7,))
+    assert (tensor._version, view._version, copy._version) == (7, 7, 0)
+
+
+def test_the_innermost_hooks_are_the_pair_that_was_opened_last():
+    def pack(tensor):
+        return tensor
+
+    def unpack(tensor):
+        return tensor
+
+    assert internals.innermost_saved_tensor_hooks(True) is None
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor), saved_tensors_hooks(pack, unpack):
+        assert internals.innermost_saved_tensor_hooks(True) == (pack, unpack)
+
+
+def test_nodes_are_numbered_from_the_next_sequence_number_on():
+    leaf = torch.ones(1, requires_grad=True)
+    first = internals.next_sequence_number()
+    node = leaf.exp().grad_fn
+    assert internals.sequence_number(node) == first
+    assert internals.sequence_number(leaf.exp().grad_fn) == first + 1
+    assert internals.next_sequence_number() == first + 2
+
+
+def test_backward_runs_the_ready_node_with_the_highest_number_first():
+    def order(numbers) -> list[str]:
+        seen = []
+        leaves = [torch.ones(1, requires_grad=True) for _ in "ab"]
+        results = [leaf.exp() for leaf in leaves]
+        for name, result, number in zip("ab", results, numbers, strict=True):
+            internals.set_sequence_number(result.grad_fn, number)
+            assert internals.sequence_number(result.grad_fn) == number
+            result.grad_fn.register_prehook(lambda *_, name=name: seen.append(name))
+        torch.cat(results).sum().backward()
+        return seen
+
+    assert order((1000, 2000)) == ["b", "a"]
+    assert order((2000, 1000)) == ["a", "b"]
+
+
+def test_nodes_that_accumulate_gradients_have_numbers_above_all_others():
+    weight = torch.ones(1, requires_grad=True)
+    (accumulate, _), *_ = weight.exp().grad_fn.next_functions
+    assert internals.sequence_number(accumulate) >= 2**63
+
+
+def test_a_forward_knows_whether_backward_runs_it():
+    seen = []
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(internals.is_in_backward())
+            return gradient
+
+    result = Asks.apply(torch.ones(1, requires_grad=True))
+    assert not internals.is_in_backward()
+    result.backward()
+    assert seen == [True]
+    assert not internals.is_in_backward()
+
+
+def test_a_profiler_that_runs_is_noticed():
+    assert not internals.is_profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert internals.is_profiling()
+    assert not internals.is_profiling()
+
+
+def test_the_hooks_of_a_tensor_are_listed():
+    parameter = nn.Parameter(torch.ones(1))
+    assert list(internals.gradient_hooks(parameter)) == list(internals.gradient_accumulated_hooks(parameter)) == []
+    on_gradient, on_accumulated = (lambda gradient: None), (lambda tensor: None)
+    parameter.register_hook(on_gradient)
+    parameter.register_post_accumulate_grad_hook(on_accumulated)
+    assert list(internals.gradient_hooks(parameter)) == [on_gradient]
+    assert list(internals.gradient_accumulated_hooks(parameter)) == [on_accumulated]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_layer_computes_with_the_parameters_that_it_was_given(kind: type[nn.RNNBase]):
+    torch.manual_seed(0)
+    layer, other = kind(3, 4), kind(3, 4)
+    inputs = torch.randn(5, 2, 3)
+    stand_ins = {name: nn.Parameter(weight.detach().clone()) for name, weight in other.named_parameters()}
+    layer._parameters.update(stand_ins)
+    internals.refresh_flat_weights(layer)
+    result = layer(inputs)[0]
+    assert torch.equal(result, other(inputs)[0])
+    result.sum().backward()
+    assert all(stand_in.grad is not None for stand_in in stand_ins.values())
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.BatchNorm2d, nn.InstanceNorm1d, nn.SyncBatchNorm])
+def test_normalisations_with_running_statistics_have_one_class(norm: type[nn.Module]):
+    module = norm(4)
+    assert isinstance(module, internals.NormWithStatistics)
+    assert hasattr(module, "track_running_stats")
+    assert not isinstance(nn.LayerNorm(4), internals.NormWithStatistics)
+
+
+def test_the_fused_adamw_kernel_makes_the_step_of_torch_s_optimizer():
+    torch.manual_seed(0)
+    weight, gradient = torch.randn(10), torch.randn(10)
+    expected = nn.Parameter(weight.clone())
+    expected.grad = gradient.clone()
+    torch.optim.AdamW([expected], lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.01, fused=True).step()
+    settings = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.01}
+    moments = [torch.zeros(10)], [torch.zeros(10)]
+    step = [torch.ones(())]
+    internals.fused_adamw_([weight], [gradient], *moments, [], step, **settings, amsgrad=False, maximize=False)
+    assert torch.equal(weight, expected)
+
+
+def test_a_dispatch_mode_sees_every_operation_with_its_overload():
+    seen = []
+
+    class Notes(internals.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append((internals.overload_packet(function), internals.overload_name(function)))
+            return function(*args, **(kwargs or {}))
+
+    with Notes():
+        torch.mm(torch.ones(2, 2, device="meta"), torch.ones(2, 2, device="meta"))
+    assert (torch.ops.aten.mm, "default") in seen
+
+
+def test_nested_arguments_are_taken_apart_and_put_together():
+    nested = ((1, [2, {"x": 3}]), {"y": (4,)})
+    leaves, structure = internals.tree_flatten(nested)
+    assert leaves == internals.tree_leaves(nested) == [1, 2, 3, 4]
+    assert internals.tree_unflatten([10 * leaf for leaf in leaves], structure) == ((10, [20, {"x": 30}]), {"y": (40,)})

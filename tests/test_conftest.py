@@ -1,0 +1,37 @@
+"""The number of worker processes that `-n auto` gives to a pytest run."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests import ROOT
+from tests.conftest import pytest_xdist_auto_num_workers
+
+TEST_FILE = str(ROOT / "tests" / "test_conftest.py")
+
+
+@pytest.mark.parametrize(
+    ("args", "marks", "gpu", "workers"),
+    [
+        (["tests"], "", False, None),
+        (["tests"], "", True, 0),
+        (["tests"], "gpu", True, 0),
+        (["tests"], "not gpu", True, None),
+        ([TEST_FILE], "", False, 0),
+        ([f"{TEST_FILE}::test_a", TEST_FILE], "not gpu", False, 0),
+        ([TEST_FILE, str(ROOT / "tests" / "models")], "", False, None),
+    ],
+)
+def test_workers_are_for_folders_without_tests_of_a_gpu(monkeypatch, args, marks, gpu, workers):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    config = SimpleNamespace(args=args, option=SimpleNamespace(markexpr=marks))
+    assert pytest_xdist_auto_num_workers(config) == workers
+
+
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="this run has no workers")
+def test_a_worker_computes_in_one_thread():
+    assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])

@@ -1,0 +1,92 @@
+"""Objects of options: what a class refuses is refused under the whole path of its key."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from offload.modes.layer_stream import LayerStream
+from offload.modes.none import Resident
+from tests import ROOT
+from tests.offload.helpers.models import Stack
+from training import sweep
+from training.config import schema
+from training.config.construct import check_optimizer, keys_under, make_mode
+from training.errors import UserError
+
+schema.register()
+sweep.register()
+
+
+def composed(*overrides: str) -> DictConfig:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("config", list(overrides))
+
+
+def test_a_mode_gets_the_values_of_its_keys():
+    mode = make_mode(composed("offload=layer_stream", "offload.slots=5", "offload.include=[blocks.*]").offload)
+    assert type(mode) is LayerStream
+    assert (mode.slots, mode.include, mode.prefetch) == (5, ["blocks.*"], None)
+
+
+def test_a_mode_over_another_gets_it_made():
+    mode = make_mode(composed("offload=layer_stream_swap", "offload.weights.slots=5").offload)
+    assert (type(mode.weights), mode.weights.slots, mode.min_bytes) == (LayerStream, 5, 2**20)
+    assert type(make_mode(composed("offload=tensor_swap").offload).weights) is Resident
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("offload=layer_stream", "offload.slots=0"), "offload.slots=0: must be at least 1"),
+        (("offload=layer_stream_swap", "offload.weights.slots=0"), "offload.weights.slots=0: must be at least 1"),
+        (("offload=layer_stream_swap", "offload.min_bytes=x"), "offload.min_bytes=x: must be bytes"),
+        (("offload=tensor_swap", "offload.predicate=no.where"), "offload.predicate=no.where: cannot be imported"),
+        (("offload=tensor_swap", "offload.layers=[]"), "offload.layers=[]: names no module"),
+        (
+            ("offload=layer_stream_swap", "offload@offload.weights=shard_offload", "offload.weights.shards=0"),
+            "offload.weights.shards=0: must be at least 1",
+        ),
+    ],
+)
+def test_a_knob_that_fits_no_model_is_refused_by_its_key(overrides: tuple[str, ...], message: str):
+    with pytest.raises(UserError) as caught:
+        make_mode(composed(*overrides).offload)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("call", ["footprint", "attach"])
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("offload=layer_stream", "offload.resident=99"), "offload.resident=99: the model has 4 units"),
+        (("offload=layer_stream_swap", "offload.weights.resident=99"), "offload.weights.resident=99: the model has 4"),
+        (("offload=layer_stream", "offload.layers=a.b"), "offload.layers=a.b: no list of blocks there"),
+        (("offload=layer_stream_swap", "offload.weights.layers=a.b"), "offload.weights.layers=a.b: no list of blocks"),
+        (("offload=tensor_swap", "offload.layers=[a.*]"), "offload.layers=a.*: no module has such a name"),
+        (("offload=layer_stream_swap", "offload.keep_last=9"), "offload.keep_last=9: must be between 0 and the 4"),
+        (("offload=shard_offload", "offload.shards=9"), "offload.shards=9: must be between 1 and the number of blocks"),
+    ],
+)
+def test_a_knob_that_does_not_fit_the_model_is_refused_by_its_key(overrides, message: str, call: str):
+    mode = make_mode(composed(*overrides).offload)
+    with pytest.raises(UserError) as caught, keys_under("offload"):
+        getattr(mode, call)(Stack(), *([None] if call == "attach" else []))
+    assert str(caught.value).startswith(message)
+
+
+def test_an_optimizer_is_checked_without_parameters_in_memory(monkeypatch: pytest.MonkeyPatch):
+    def compiled(*arguments: object) -> None:
+        pytest.fail("a kernel was compiled")
+
+    monkeypatch.setattr("offload.optimizer.adamw.fastest_update", compiled)
+    check_optimizer(composed("optimizer=host_adamw").optimizer)
+    with pytest.raises(UserError, match=r"^optimizer\.betas=\[0\.9, 1\.0\]: must be two numbers"):
+        check_optimizer(composed("optimizer.betas=[0.9,1]").optimizer)
+
+
+def test_other_errors_pass():
+    with pytest.raises(torch.OutOfMemoryError), keys_under("offload"):
+        raise torch.OutOfMemoryError("no room")

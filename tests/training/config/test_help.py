@@ -1,0 +1,63 @@
+"""The help page lists every mode and explains the keys of the chosen options."""
+
+from __future__ import annotations
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from offload.runtime.knobs import explanations
+from tests import ROOT
+from training import sweep
+from training.config import help, schema
+from training.config.modes import ModeOption, mode_options
+
+schema.register()
+sweep.register()
+
+
+def knobs(group: str, *overrides: str) -> str:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return help.knobs(group, compose("config", list(overrides)))
+
+
+def test_every_mode_is_listed_with_its_description():
+    page = " ".join(help.modes().split())
+    for option in mode_options().values():
+        assert f"{option.name} {option.description}" in page
+
+
+def test_a_dollar_sign_is_doubled_because_hydra_fills_in_a_template(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(help, "mode_options", lambda: {"x": ModeOption("x", "costs $1.", None)})
+    assert help.modes().endswith("costs $$1.")
+
+
+def test_the_keys_of_a_mode_are_explained_with_their_values():
+    page = knobs("offload", "offload=layer_stream", "offload.slots=7", "offload.layers=model.layers")
+    assert "offload.slots     units that fit on the device" in page
+    assert "[7]" in page
+    assert "offload.layers    dotted path of the list of blocks" in page
+    assert "[null]" in page
+    assert "_target_" not in page
+
+
+def test_the_keys_of_both_modes_are_explained_by_their_whole_path():
+    page = knobs("offload", "offload=layer_stream_swap")
+    assert "offload.weights.prefetch  units fetched ahead" in page
+    assert "offload.prefetch          bytes that may be back" in page
+
+
+def test_a_mode_without_knobs_says_so():
+    assert knobs("offload") == "offload: no keys"
+
+
+@pytest.mark.parametrize("name", schema.OPTIMIZERS)
+def test_optimizers_explain_their_keys(name: str):
+    keys = {key for key in schema.SCHEMAS["optimizer"][name].__dataclass_fields__ if not key.startswith("_")}
+    assert keys <= explanations(schema.OPTIMIZERS[name]).keys()
+    page = knobs("optimizer", f"optimizer={name}")
+    assert all(f"optimizer.{key} " in page for key in keys)
+
+
+def test_no_line_is_too_long():
+    for option in mode_options():
+        assert all(len(line) <= help.WIDTH for line in knobs("offload", f"offload={option}").splitlines())

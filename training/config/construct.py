@@ -1,0 +1,52 @@
+"""Makes objects of options: the class that an option names in `_target_`, called with the values of its keys.
+
+A class checks its own knobs and names them alone in its errors; here the path of the key comes before the name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from offload.modes.mode import Mode
+from offload.runtime.errors import KnobError
+from training.errors import UserError
+
+
+@contextmanager
+def keys_under(path: str) -> Iterator[None]:
+    """Raises a KnobError of the block as UserError, with `path.` before the name of the knob."""
+    try:
+        yield
+    except KnobError as error:
+        raise UserError(str(error.under(path))) from error
+
+
+def make_mode(config: DictConfig, key: str = "offload") -> Mode:
+    """Makes the mode that `config`, found under `key`, describes, and the mode of its weights, where it has one.
+
+    Raises UserError naming the whole key for a value that does not fit.
+    """
+    weights = {"weights": make_mode(config.weights, f"{key}.weights")} if "weights" in config else {}
+    return _construct(config, key, **weights)
+
+
+def check_optimizer(config: DictConfig) -> None:
+    """Makes the optimizer that `config` describes for a parameter without memory.
+
+    Raises UserError naming the whole key for a value that does not fit.
+    """
+    _construct(config, "optimizer", params=[nn.Parameter(torch.empty(0, device="meta"))])
+
+
+def _construct(config: DictConfig, key: str, **given: Any) -> Any:
+    values = OmegaConf.to_container(config, resolve=True)
+    knobs = {name: value for name, value in values.items() if not name.startswith("_")}
+    with keys_under(key):
+        return get_class(config._target_)(**knobs | given)

@@ -1,0 +1,62 @@
+"""The parts of `python train.py --help` that follow from the code: the offload modes, and the keys of a chosen option.
+
+conf/hydra/help/train.yaml asks for them as `${modes:}` and `${knobs:GROUP}`.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
+
+from offload.runtime.knobs import explanations
+from training.config.modes import mode_options
+from training.config.schema import SCHEMAS
+
+WIDTH = 120
+
+
+def register() -> None:
+    """Makes the two resolvers known to OmegaConf."""
+    OmegaConf.register_new_resolver("modes", modes, replace=True)
+    OmegaConf.register_new_resolver("knobs", knobs, replace=True)
+
+
+def modes() -> str:
+    """Returns the options of the group `offload` with their descriptions, as part of the list of groups."""
+    width = max(len(name) for name in mode_options()) + 1
+    lines = []
+    for number, option in enumerate(mode_options().values()):
+        start = f"  {'' if number else 'offload':12}{option.name:{width}}"
+        lines.append(_wrapped(start, option.description))
+    return "\n".join(lines).lstrip()
+
+
+def knobs(group: str, _root_: DictConfig) -> str:
+    """Returns the keys of the option of `group` that is chosen, each with its explanation and its value."""
+    rows = list(_rows(_root_[group], group))
+    width = max((len(key) for key, _ in rows), default=0) + 2
+    return "\n".join(_wrapped(f"  {key:{width}}", text) for key, text in rows).lstrip() or f"{group}: no keys"
+
+
+def _rows(node: DictConfig, key: str) -> Iterator[tuple[str, str]]:
+    schema = OmegaConf.get_type(node)
+    if schema not in SCHEMAS[key.partition(".")[0]].values():
+        return
+    explained = explanations(get_class(schema._target_))
+    for name, value in node.items():
+        if OmegaConf.is_dict(value):
+            yield from _rows(value, f"{key}.{name}")
+        elif not name.startswith("_"):
+            # null, true and false, as on the command line.
+            shown = json.dumps(value) if value is None or isinstance(value, bool) else value
+            yield f"{key}.{name}", f"{explained.get(name, '')} [{shown}]".strip()
+
+
+def _wrapped(start: str, text: str) -> str:
+    """The text behind `start`, in lines of at most WIDTH characters. A dollar sign is doubled, as Hydra wants it."""
+    lines = textwrap.wrap(text, WIDTH - len(start), break_long_words=False) or [""]
+    return ("\n" + " " * len(start)).join([start + lines[0], *lines[1:]]).replace("$", "$$")

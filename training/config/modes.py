@@ -1,0 +1,52 @@
+"""Finds the offload modes: every file of conf/offload is one, by the class that it names in `_target_`.
+
+The knobs of a mode are the fields of its class. So a new mode is one file in offload/modes and one in conf/offload:
+its configuration, the help page, the benchmarks, the sweep over all modes and the table of docs/modes.md find it here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+FOLDER = Path(__file__).resolve().parents[2] / "conf" / "offload"
+RESIDENT = "none"
+
+
+@dataclass(frozen=True)
+class ModeOption:
+    """One option of the group `offload`.
+
+    `description` is the comment that its file begins with, in one line. `target` is the import path of its class, or
+    None for an option that takes its class from another one (`tensor_swap` with its weights under a mode).
+    """
+
+    name: str
+    description: str
+    target: str | None
+
+
+@cache
+def mode_options(folder: Path = FOLDER) -> dict[str, ModeOption]:
+    """Returns the options by name, the resident model first."""
+    paths = sorted(folder.glob("*.yaml"), key=lambda path: (path.stem != RESIDENT, path.stem))
+    return {path.stem: _option(path) for path in paths}
+
+
+def modes_table(options: dict[str, ModeOption]) -> str:
+    """Returns the options as a table in Markdown, a line each."""
+    lines = (f"| `{option.name}` | {option.description} |" for option in options.values())
+    return "\n".join(("| `offload=` | what it does |", "|---|---|", *lines))
+
+
+def _option(path: Path) -> ModeOption:
+    text = path.read_text()
+    comment = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        comment.append(line.lstrip("# "))
+    return ModeOption(path.stem, " ".join(comment), (yaml.safe_load(text) or {}).get("_target_"))
