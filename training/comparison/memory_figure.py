@@ -18,7 +18,7 @@ MARKER = 12.0
 # Pixels between two points of a line that labels avoid; shorter than any label is high.
 SPACING = 18.0
 # How adjustText moves labels. Of 80 random comparisons of 2 to 10 runs, in which a quarter of the points nearly
-# coincided, 7 had a label over a point or another label; with the library's defaults 30 had, most of them at the edges.
+# coincided, 7 had a label over a point or another label; with the library's defaults 30 had.
 # A limit in iterations, unlike one in seconds, gives the same figure on every machine.
 FORCES = {
     "force_text": (0.6, 0.8),
