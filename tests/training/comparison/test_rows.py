@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from offload.planning.cost_model import Update, forecast
+from offload.planning.cost_model import UpdateTimes, forecast
 from offload.planning.dry_run import Phase
 from offload.runtime.bandwidth import Bandwidth
 from training.comparison.rows import Row, Statistic, curve_difference, pareto_front
@@ -101,7 +101,7 @@ def test_the_floor_of_a_plan_is_the_planned_one(write_run):
 
 def test_a_plan_names_the_update_on_the_host_as_the_comparison_reads_it():
     phase = Phase(True, flops=1.0, h2d_bytes=0, d2h_bytes=0, activation_h2d_bytes=0, activation_d2h_bytes=0)
-    assert HOST_OPTIMIZER in forecast([phase], Bandwidth(1.0, 1.0, 1.0), 1.0, Update()).floors
+    assert HOST_OPTIMIZER in forecast([phase], Bandwidth(1.0, 1.0, 1.0), 1.0, UpdateTimes()).floors
 
 
 def test_without_a_resident_run_the_floor_is_the_planned_one(write_run):
