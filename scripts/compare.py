@@ -1,11 +1,11 @@
-"""Compares runs: what each offload mode costs in time and memory, and whether it computes the same.
+"""Compares runs: the time and memory that each offload mode takes, and whether losses are the same.
 
     python scripts/compare.py multirun/2031-01-02/03-04-05          # a sweep
-    python scripts/compare.py outputs multirun --out comparison     # all there is
+    python scripts/compare.py outputs multirun --out comparison     # all runs
 
-Reads the directories that train.py writes, at any depth, and prints a table. Writes to --out (the first DIR):
+Reads the directories that train.py writes, at any depth, and prints a table. Writes to --out (default: the first DIR)
 compare.csv, compare.md, figures as PNG files, and compare.html, one page with all of it that needs no network. Runs
-that differ only in their seed make one row. A sweep is compared by itself when it ends.
+that differ only in their seed make one row. At its end a sweep compares its runs in the same way.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from training.errors import UserError
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="of runs or sweeps, at any depth")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the files go (the first DIR)")
+    parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="holds runs or sweeps, at any depth")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="directory for the files [the first DIR]")
     options = parser.parse_args()
     out = options.out or options.directories[0]
     try:

@@ -1,11 +1,11 @@
-"""A saved wandb workspace that compares the runs of a project: modes side by side, in speed, memory and loss.
+"""Makes a wandb workspace that compares the runs of a project: speed, memory and loss of the modes side by side.
 
     python scripts/dashboard.py                                   # writes wandb_workspace.json
-    python scripts/dashboard.py --group 2026-11-21-14-02-03       # of one sweep: its directory's last two names
-    wandb login && python scripts/dashboard.py --publish          # saves it at wandb, and prints where
+    python scripts/dashboard.py --group 2026-11-21-14-02-03       # one sweep: the last two names of its directory
+    wandb login && python scripts/dashboard.py --publish          # saves it at wandb and prints its address
 
-The specification is written in every case, without a login or a network. Needs wandb-workspaces (pip install
-wandb-workspaces). Runs that were recorded offline show once they are uploaded: wandb sync DIR.
+The specification is written in every case, without a login or a network. This needs wandb-workspaces (pip install
+wandb-workspaces). Runs that were recorded offline appear once they are uploaded: wandb sync DIR.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from training.comparison.wandb_workspace import publish, require_package, specification, workspace
 from training.errors import UserError
+from training.runs.files import WORKSPACE_FILE
 
-OUT = Path("wandb_workspace.json")
 PROJECT = "offload"
 
 
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--project", default=PROJECT, help=f"as tracking.project [{PROJECT}]")
-    options.add_argument("--entity", help="wandb user or team, as tracking.entity [your default one]")
-    options.add_argument("--group", help="only the runs of this group: tracking.group, or a sweep's")
-    options.add_argument("--out", type=Path, default=OUT, metavar="FILE", help=f"for the specification [{OUT}]")
-    options.add_argument("--publish", action="store_true", help="save it at wandb too; needs a login")
+    options.add_argument("--project", default=PROJECT, help=f"the runs' tracking.project [{PROJECT}]")
+    options.add_argument("--entity", help="wandb user or team, the runs' tracking.entity [your default one]")
+    options.add_argument("--group", help="compare only the runs of this group (tracking.group, which a sweep sets)")
+    options.add_argument(
+        "--out", type=Path, default=WORKSPACE_FILE, metavar="FILE", help=f"the specification [{WORKSPACE_FILE}]"
+    )
+    options.add_argument("--publish", action="store_true", help="save the workspace at wandb; needs a login")
     return options
 
 

@@ -12,8 +12,9 @@ import pytest
 
 from tests import ROOT
 from tests.training.helpers.in_process import SMALL_MODEL
+from training.runs.files import COMPARE_CSV_FILE, COMPARE_MARKDOWN_FILE, COMPARE_PAGE_FILE, FIGURE_FILES
 
-FILES = {"compare.csv", "compare.md", "compare.html", "compare_memory.png", "compare_time.png", "compare_loss.png"}
+FILES = {COMPARE_CSV_FILE, COMPARE_MARKDOWN_FILE, COMPARE_PAGE_FILE, *FIGURE_FILES}
 SMALL = (
     *SMALL_MODEL,
     "seq_len=32",

@@ -1,7 +1,7 @@
-"""What all pictures share: size, style and colours.
+"""Size, style and colours that all figures share.
 
-Pictures are 800 pixels wide where they are seen, drawn at twice that. Colours are of the set of Okabe and Ito, which
-the colour-blind tell apart.
+Figures are shown 800 pixels wide and drawn at twice that size. The colours are those of Okabe and Ito, which
+colour-blind readers can tell apart.
 """
 
 import io
@@ -17,12 +17,12 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 BLUE, ORANGE, GREEN, GREY, INK = "#0072B2", "#E69F00", "#009E73", "#8C8C8C", "#262626"
 LINES = (BLUE, "#D55E00", GREEN, "#CC79A7", ORANGE, "#56B4E9", GREY)
 WIDTH_IN, DPI = 8.0, 200
-# From so wide a range on, points would lie on each other were it not drawn by its logarithm.
+# A y axis is logarithmic if its largest value is more than this many times its smallest: else points would overlap.
 LOGARITHMIC_FROM = 4.0
 LABEL_SIZE = 8.5
 # Inches from one line of a label to the next.
 LINE_IN = 0.17
-# Characters of a value, as of a path.
+# Characters that a figure shows of one word of a name, which may be a path.
 LONGEST = 120
 STYLE = {
     "font.size": 9.5,
@@ -40,32 +40,32 @@ STYLE = {
     "axes.axisbelow": True,
     "grid.color": "#E4E4E4",
     "grid.linewidth": 0.7,
-    # A name with two dollar signs is no formula.
+    # A name with two dollar signs is not a formula.
     "text.parse_math": False,
 }
 
 
 def style():
-    """A context in which pictures have the style of this file, whatever the user's own."""
+    """Returns a context in which figures have the style of this file, whatever the user's own style is."""
     return matplotlib.rc_context(matplotlib.rcParamsDefault | STYLE)
 
 
 def canvas(height_in: float) -> tuple[Figure, Axes]:
-    """An empty picture, made without pyplot: nothing is left open, and no window system is asked for."""
+    """Makes an empty figure without pyplot, so that it is freed when unused and needs no window system."""
     figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.add_subplot()
 
 
 def png(figure: Figure) -> bytes:
-    """The picture as the bytes of a PNG file."""
+    """Returns the figure as the bytes of a PNG file, the same on every call."""
     content = io.BytesIO()
     figure.savefig(content, format="png", metadata={"Software": None})
     return content.getvalue()
 
 
 def in_lines(text: str, characters: int = 26) -> str:
-    """A name in lines of so many characters at most; a value of more than LONGEST loses its middle."""
+    """Breaks a name into lines of at most `characters`; a word longer than LONGEST loses its middle."""
     words = " ".join(_shortened(word) for word in text.split())
     return "\n".join(textwrap.wrap(words, characters, break_on_hyphens=False))
 
@@ -75,14 +75,14 @@ def _shortened(word: str) -> str:
     return word if len(word) <= LONGEST else f"{word[:half]}\N{HORIZONTAL ELLIPSIS}{word[-half:]}"
 
 
-def settle(figure: Figure) -> None:
-    """Lays the picture out for good, so that places in pixels hold from now on."""
+def fix_layout(figure: Figure) -> None:
+    """Lays the figure out and keeps this layout, so that positions in pixels stay valid."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
 
 
 def scale_for_range(axes: Axes, values: Sequence[float]) -> None:
-    """Makes the y axis logarithmic, with numbers that people read, where `values` are far apart."""
+    """Makes the y axis logarithmic, with plain numbers at its ticks, if `values` are far apart."""
     if max(values) <= LOGARITHMIC_FROM * min(values):
         axes.set_ylim(bottom=0 if min(values) < 0.5 * max(values) else None)
         return

@@ -1,94 +1,94 @@
-"""The columns of a comparison: what each is called, what it holds, and how a figure is written for people."""
+"""The columns of a comparison: their titles, their values, and how values are written for people."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from training.comparison.rows import Figure, Row
+from training.comparison.rows import Row, Statistic
 
 MISSING = "\N{EN DASH}"
 
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of a row."""
+    """One value of each row."""
 
     title: str
-    """for people, with its unit; as short as the column is narrow"""
+    """for people, with its unit; short, because it sets the width of the column"""
     name: str
-    """in files, where a figure is a plain number"""
+    """in files, where values are plain numbers"""
     meaning: str
-    figure: Callable[[Row], Figure | None]
+    statistic: Callable[[Row], Statistic | None]
     form: str
     """format specification of the mean"""
     scale: float = 1.0
-    """by which people's figure is larger than the file's"""
+    """factor from the value in files to the one for people"""
     exponent_from: float = 1e12
-    """from where on a figure is written with its exponent, so that its column stays narrow"""
+    """values this large are written with an exponent, so that the column stays narrow"""
 
     def text(self, row: Row) -> str:
-        """Mean and spread for people; a dash where nothing was measured."""
-        figure = self.figure(row)
-        if figure is None:
+        """Returns mean and spread for people, or a dash if nothing was measured."""
+        statistic = self.statistic(row)
+        if statistic is None:
             return MISSING
-        mean = self._written(figure.mean)
-        if figure.spread is None or not self.spreads:
+        mean = self._format(statistic.mean)
+        if statistic.spread is None or not self.has_spread:
             return mean
-        spread = self._written(figure.spread)
-        # A spread that rounds to nothing is none.
+        spread = self._format(statistic.spread)
+        # A spread that rounds to zero is left out.
         return f"{mean} ± {spread}" if any(digit in "123456789" for digit in spread) else mean
 
-    def _written(self, value: float) -> str:
+    def _format(self, value: float) -> str:
         scaled = value * self.scale
         return format(scaled, self.form if abs(scaled) < self.exponent_from else ".5g")
 
     @property
-    def spreads(self) -> bool:
-        """Whether the figure varies from seed to seed, where ratios of means and counts of bytes do not."""
+    def has_spread(self) -> bool:
+        """True if the value varies from seed to seed; ratios of means and counts of bytes do not."""
         return self.name in ("step_ms", "stall_ms", "optimizer_wait_ms", "final_loss")
 
 
-def _measured(key: str) -> Callable[[Row], Figure | None]:
-    return lambda row: row.figures.get(key)
+def _measured(key: str) -> Callable[[Row], Statistic | None]:
+    return lambda row: row.statistics.get(key)
 
 
-def _derived(attribute: str) -> Callable[[Row], Figure | None]:
-    def figure(row: Row) -> Figure | None:
+def _derived(attribute: str) -> Callable[[Row], Statistic | None]:
+    def statistic(row: Row) -> Statistic | None:
         value = getattr(row, attribute)
-        return None if value is None else Figure(value)
+        return None if value is None else Statistic(value)
 
-    return figure
+    return statistic
 
 
 COLUMNS = (
     Column("step ms", "step_ms", "time of one step", _measured("perf/step_ms"), ",.1f"),
-    Column("to none", "ratio_to_none", "step time over that of its resident run", _derived("ratio"), ".2f"),
+    Column("to none", "ratio_to_none", "step time divided by that of its resident run", _derived("ratio"), ".2f"),
     Column(
         "to floor",
         "ratio_to_floor",
-        "step time over the largest of: the resident step, bytes in and bytes out over the measured bandwidth, the"
-        " planned update on the host; of a plan, over the planned floor",
+        "step time divided by the largest of: the resident step, the bytes in and the bytes out at the measured"
+        " bandwidth, the planned update on the host; for a plan, divided by the planned floor",
         _derived("floor_ratio"),
         ".2f",
     ),
-    Column("tokens/s", "tokens_per_s", "tokens trained in a second", _measured("perf/tokens_per_s"), ",.0f"),
-    Column("MFU %", "mfu", "model FLOPs over the device's peak", _measured("perf/mfu"), ".1f", scale=100.0),
-    Column("VRAM GiB", "vram_peak_gib", "most live tensors on the GPU", _measured("memory/vram_peak_gib"), ".2f"),
+    Column("tokens/s", "tokens_per_s", "tokens trained per second", _measured("perf/tokens_per_s"), ",.0f"),
+    Column("MFU %", "mfu", "model FLOP/s as a share of the device's peak", _measured("perf/mfu"), ".1f", scale=100.0),
+    Column("VRAM GiB", "vram_peak_gib", "peak of live tensors on the GPU", _measured("memory/vram_peak_gib"), ".2f"),
     Column("locked GiB", "host_pinned_gib", "page-locked host memory", _measured("memory/host_pinned_gib"), ".2f"),
     Column("RSS GiB", "rss_gib", "resident host memory of the process", _measured("memory/rss_gib"), ".2f"),
-    Column("in GiB", "h2d_gib", "copied from host to device in a step", _measured("transfer/h2d_gib"), ".3g"),
-    Column("out GiB", "d2h_gib", "copied from device to host in a step", _measured("transfer/d2h_gib"), ".3g"),
-    Column("stall ms", "stall_ms", "compute waiting for copies in a step", _measured("transfer/stall_ms"), ",.1f"),
+    Column("in GiB", "h2d_gib", "copied from host to device per step", _measured("transfer/h2d_gib"), ".3g"),
+    Column("out GiB", "d2h_gib", "copied from device to host per step", _measured("transfer/d2h_gib"), ".3g"),
+    Column("stall ms", "stall_ms", "compute waiting for copies, per step", _measured("transfer/stall_ms"), ",.1f"),
     Column(
         "opt wait ms",
         "optimizer_wait_ms",
-        "a step waiting for updates made beside the device",
+        "waiting for the optimizer's updates on the host, per step",
         _measured("optimizer/wait_ms"),
         ",.1f",
     ),
     Column(
         "final loss",
         "final_loss",
-        "loss of the last logged step",
+        "training loss of the last logged step",
         _measured("train/final_loss"),
         ".4f",
         exponent_from=1e4,
@@ -97,12 +97,13 @@ COLUMNS = (
 
 
 def curve_text(row: Row) -> str:
+    """Returns how the row's losses compare with the resident run's, or a dash if they cannot be compared."""
     return row.curve or MISSING
 
 
 NOTE = (
-    "± is the standard deviation over the seeds. Ratios are to the resident run (offload=none) with the same settings;"
-    " curve says whether the losses are its own bit for bit, else how far they are apart at most, relatively."
-    " The floor is the largest of the resident step, the bytes each way over the measured bandwidth and the planned"
-    " update on the host; that of a plan, or where there is no resident run, is planned as a whole."
+    "± is the standard deviation over the seeds. Ratios are to the resident run (offload=none) with the same settings."
+    " The curve is equal if the losses are those of the resident run in every bit; else it is the largest relative"
+    " difference. The floor is the largest of the resident step, the bytes each way at the measured bandwidth and the"
+    " planned update on the host; for plans, and without a resident run, it is the planned floor."
 )

@@ -1,23 +1,24 @@
-"""The losses of all runs on top of each other."""
+"""The figure of the training losses of all runs."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from training.comparison.canvas import INK, LABEL_SIZE, LINE_IN, LINES, canvas, in_lines, settle
+from training.comparison.canvas import LABEL_SIZE, LINE_IN, LINES, canvas, in_lines
 from training.comparison.rows import Row, losses, mean, split_by_seed
 
-# Names that one label may list.
+# Names of equal runs that the legend lists; it counts further ones.
 NAMED = 3
+# Of the first seven lines, the next seven, and so on.
+DASHES = ("-", "--", ":", "-.")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Rows whose losses are the same in every bit, as one line."""
+    """The line of one row, or of several whose losses are equal in every bit."""
 
     label: str
     steps: list[int]
@@ -27,28 +28,30 @@ class Curve:
 
     @property
     def end(self) -> tuple[int, float] | None:
-        """Step and loss of the last point that can be drawn; None where no loss is finite."""
+        """Step and loss of the last point that can be drawn; None if no loss is finite."""
         points = zip(self.steps, self.mean, strict=True)
         return next((point for point in reversed(list(points)) if math.isfinite(point[1])), None)
 
     @property
     def diverged_at(self) -> int | None:
-        """The first step from which on no loss is finite."""
+        """The first step after the last finite loss; None if the last loss is finite."""
         return next((step for step in self.steps if self.end is None or step > self.end[0]), None)
 
 
 def loss_figure(rows: Sequence[Row]) -> Figure:
-    """One line for each curve, the mean of its seeds in a band of their range, named where it ends.
+    """Draws one line for each curve, the mean of its seeds in a band of their range.
 
-    The picture is as high as the names need.
+    The legend beside the lines names them in the order in which they end, the highest loss first; losses that are never
+    finite come before all others. The picture is as high as the names need.
     """
-    curves = alike(rows)
-    figure, axes = canvas(max(5.0, 1.0 + LINE_IN * sum(curve.label.count("\n") + 1 for curve in curves)))
+    curves = distinct_curves(rows)
+    figure, axes = canvas(max(5.0, 1.0 + LINE_IN * sum(curve.label.count("\n") + 1.4 for curve in curves)))
+    lines = []
     for i, curve in enumerate(curves):
         # Wide lines lie under narrow ones, so that none hides another.
         width = 1.6 + 2.0 * (len(curves) - 1 - i) / max(len(curves) - 1, 1)
-        dashes, colour = "-" if i < len(LINES) else "--", LINES[i % len(LINES)]
-        axes.plot(curve.steps, curve.mean, dashes, color=colour, linewidth=width)
+        colour, dashes = LINES[i % len(LINES)], DASHES[i // len(LINES) % len(DASHES)]
+        lines += axes.plot(curve.steps, curve.mean, dashes, color=colour, linewidth=width, label=curve.label)
         if curve.end and curve.diverged_at is not None:
             axes.plot(*curve.end, "X", color=colour, markersize=7)
         elif sum(map(math.isfinite, curve.mean)) == 1:
@@ -56,7 +59,7 @@ def loss_figure(rows: Sequence[Row]) -> Figure:
         if curve.low != curve.high:
             axes.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
     if not any(curve.end for curve in curves):
-        # The numbers at the axes would be none of these runs'.
+        # The numbers on the axes would not belong to these runs.
         axes.set(xticks=[], yticks=[])
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -65,16 +68,18 @@ def loss_figure(rows: Sequence[Row]) -> Figure:
     axes.set_ylabel("training loss (nats per token)")
     seeds = max(len(split_by_seed(row.measured)) for row in rows)
     axes.set_title("Training loss" + (", mean and range of the seeds" if seeds > 1 else ""))
-    _label_ends(figure, axes, curves)
+    last = [curve.end[1] if curve.end else math.inf for curve in curves]
+    ordered = [lines[i] for i in sorted(range(len(curves)), key=lambda i: -last[i])]
+    figure.legend(handles=ordered, loc="outside right upper", fontsize=LABEL_SIZE, labelspacing=0.4, frameon=False)
     return figure
 
 
-def alike(rows: Sequence[Row]) -> list[Curve]:
-    """The curves of `rows`, each once."""
+def distinct_curves(rows: Sequence[Row]) -> list[Curve]:
+    """Returns the curves of `rows`; rows whose losses are equal in every bit share one."""
     names: dict[str, list[str]] = {}
     members: dict[str, Row] = {}
     for row in rows:
-        # As text, in which one NaN equals another and no two other numbers do; runs that repeat each other count once.
+        # Compared as text, in which NaN equals NaN. Runs that repeat each other count once.
         key = repr(sorted({(str(run.seed), repr(losses(run.records))) for run in row.measured}))
         names.setdefault(key, []).append(row.name)
         members[key] = row
@@ -84,14 +89,14 @@ def alike(rows: Sequence[Row]) -> list[Curve]:
 def _curve(names: Sequence[str], row: Row) -> Curve:
     repeated = [[dict(found) for run in same if (found := losses(run.records))] for same in split_by_seed(row.measured)]
     seeds = [{step: mean(found) for step, found in _by_step(same).items()} for same in repeated if same]
-    of_steps = _by_step(seeds)
-    values = list(of_steps.values())
-    curve = Curve("", list(of_steps), list(map(mean, values)), list(map(min, values)), list(map(max, values)))
+    by_step = _by_step(seeds)
+    values = list(by_step.values())
+    curve = Curve("", list(by_step), list(map(mean, values)), list(map(min, values)), list(map(max, values)))
     return replace(curve, label=_label(names, curve.diverged_at))
 
 
 def _by_step(curves: Sequence[dict[int, float]]) -> dict[int, list[float]]:
-    """The losses at the steps that all curves have; where there are none, at those of the first."""
+    """Returns the losses of all curves at the steps that they share, or at those of the first if they share none."""
     steps = sorted(set.intersection(*map(set, curves))) or sorted(curves[0])
     return {step: [curve[step] for curve in curves if step in curve] for step in steps}
 
@@ -102,43 +107,3 @@ def _label(names: Sequence[str], diverged_at: int | None) -> str:
     if diverged_at is not None:
         notes.append(f"not finite from step {diverged_at}")
     return in_lines(": ".join([text, *([", ".join(notes)] if notes else [])]))
-
-
-def _label_ends(figure: Figure, axes: Axes, curves: Sequence[Curve]) -> None:
-    texts = [
-        axes.annotate(curve.label, (1.0, 0.5), xycoords="axes fraction", xytext=(1.05, 0.5), fontsize=LABEL_SIZE)
-        for curve in curves
-    ]
-    settle(figure)
-    _, bottom, _, top = axes.bbox.extents
-    heights = [text.get_window_extent(figure.canvas.get_renderer()).height * 1.15 for text in texts]
-    # One that has no point is named on top, where losses that leave the picture go.
-    ends = [axes.transData.transform(curve.end) if curve.end else None for curve in curves]
-    centres = spread([top if end is None else end[1] for end in ends], heights, bottom, top)
-    to_axes = axes.transAxes.inverted()
-    for i, (curve, text, end, centre) in enumerate(zip(curves, texts, ends, centres, strict=True)):
-        place = to_axes.transform((0, centre))[1]
-        text.set(position=(1.05, place), verticalalignment="center", color=INK)
-        if end is None:
-            continue
-        start, dashes = to_axes.transform(end), "-" if curve.diverged_at is None else ":"
-        line = axes.plot(
-            (start[0], 1.04), (start[1], place), dashes, color=LINES[i % len(LINES)], linewidth=0.8,
-            transform=axes.transAxes,
-        )  # fmt: skip
-        line[0].set_clip_on(False)
-
-
-def spread(wanted: Sequence[float], heights: Sequence[float], bottom: float, top: float) -> list[float]:
-    """Centres of labels of these heights near the wanted ones, none over another; within bottom and top if they fit."""
-    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
-    centres = list(wanted)
-    edge = bottom
-    for i in order:
-        centres[i] = max(wanted[i], edge + heights[i] / 2)
-        edge = centres[i] + heights[i] / 2
-    edge = max(top, bottom + sum(heights))
-    for i in reversed(order):
-        centres[i] = min(centres[i], edge - heights[i] / 2)
-        edge = centres[i] - heights[i] / 2
-    return centres

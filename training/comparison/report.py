@@ -1,4 +1,4 @@
-"""A comparison as people read it: on the terminal, and in files beside the runs."""
+"""Compares runs and reports the result: on the terminal, and in files beside the runs."""
 
 import os
 from collections.abc import Sequence
@@ -8,53 +8,46 @@ from training.comparison.rows import Row, build_rows
 from training.comparison.runs import find_runs
 from training.comparison.settings import all_settings, in_common
 from training.comparison.table import print_tables, to_csv, to_markdown
-from training.runs.files import (
-    COMPARISON_CSV,
-    COMPARISON_MARKDOWN,
-    COMPARISON_PAGE,
-    COMPARISON_PICTURES,
-    partial_path,
-)
+from training.runs.files import COMPARE_CSV_FILE, COMPARE_MARKDOWN_FILE, COMPARE_PAGE_FILE, FIGURE_FILES, partial_path
 
 
 def compare(directories: Sequence[Path], out: Path) -> list[Row]:
-    """Compares the runs in and below `directories`: prints the table and writes table, figures and page to `out`.
+    """Compares the runs in and below `directories`: prints the table, and writes table, figures and page to `out`.
 
-    A file is there whole or, where something fails, as it was before.
+    Each file is replaced as a whole; where writing fails, it stays as it was. Returns the rows of the table.
 
     Raises:
-        UserError: there is no run.
+        UserError: there is no run in `directories`.
         OSError: `out` cannot be written.
     """
     runs = find_runs(directories)
     rows = build_rows(runs)
     title = " ".join(map(str, directories))
     common = " ".join(in_common(runs, all_settings(runs)))
-    # First what is quick and cannot fail.
+    # The table comes first: it is quick, and nothing in it can fail.
     print(flush=True)
     print_tables(rows, title)
     out.mkdir(parents=True, exist_ok=True)
-    write_whole(out / COMPARISON_CSV, to_csv(rows).encode())
-    write_whole(out / COMPARISON_MARKDOWN, to_markdown(rows, title, common).encode())
-    # Late: they import matplotlib, which takes a second.
-    from training.comparison.page import draw, page
+    write_whole(out / COMPARE_CSV_FILE, to_csv(rows).encode())
+    write_whole(out / COMPARE_MARKDOWN_FILE, to_markdown(rows, title, common).encode())
+    # Imported late, because matplotlib takes a second to import.
+    from training.comparison.page import render_figures, to_html
 
-    figures = draw(rows)
+    figures = render_figures(rows)
     for figure in figures:
         write_whole(out / figure.file, figure.png)
-    for file in {*COMPARISON_PICTURES} - {figure.file for figure in figures}:
-        # What an earlier comparison drew is no picture of this one.
+    for file in {*FIGURE_FILES} - {figure.file for figure in figures}:
+        # A figure of an earlier comparison does not belong to this one.
         (out / file).unlink(missing_ok=True)
-    write_whole(out / COMPARISON_PAGE, page(rows, figures, title, common).encode())
-    print(f"page    {out / COMPARISON_PAGE}")
-    print(
-        f"files   {', '.join([COMPARISON_CSV, COMPARISON_MARKDOWN, *(figure.file for figure in figures)])}", flush=True
-    )
+    write_whole(out / COMPARE_PAGE_FILE, to_html(rows, figures, title, common).encode())
+    print(f"page    {out / COMPARE_PAGE_FILE}")
+    files = [COMPARE_CSV_FILE, COMPARE_MARKDOWN_FILE, *(figure.file for figure in figures)]
+    print(f"files   {', '.join(files)}", flush=True)
     return rows
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes the file aside and renames it, so that a reader sees the old one or the new one."""
+    """Writes a temporary file and renames it to `path`, so that readers see the old content or the new one."""
     partial = partial_path(path)
     try:
         partial.write_bytes(content)

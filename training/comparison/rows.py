@@ -1,4 +1,4 @@
-"""One row for each set of settings: its figures over the seeds, and how they stand to the resident run's."""
+"""Rows of a comparison: runs that differ in their seed alone, averaged and compared with their resident run."""
 
 import math
 import statistics
@@ -9,7 +9,7 @@ from typing import Any
 
 from offload.runtime.byte_sizes import GIB
 from training.comparison.runs import HOST_OPTIMIZER, Run
-from training.comparison.settings import all_settings, describe, find_reference
+from training.comparison.settings import all_settings, find_reference, name_runs
 from training.metrics.files import is_number
 
 EQUAL = "equal"
@@ -17,10 +17,11 @@ REFERENCE = "reference"
 
 
 @dataclass(frozen=True)
-class Figure:
-    """Mean over the seeds of a row, and their standard deviation; None where one seed has no spread.
+class Statistic:
+    """Mean over the seeds of a row and their standard deviation.
 
-    Runs that repeat a seed count as one, which is their mean. What is not finite has no spread either.
+    Runs that repeat a seed count as one, which is their mean. The spread is None for a single seed, and where a value
+    is not finite.
     """
 
     mean: float
@@ -29,24 +30,25 @@ class Figure:
 
 @dataclass(eq=False)
 class Row:
-    """Runs that differ in their seed alone. A figure that nobody measured is None."""
+    """Runs that differ in their seed alone. What was not measured is None or missing."""
 
     name: str
     runs: list[Run]
-    figures: dict[str, Figure]
+    statistics: dict[str, Statistic]
     """by the names of `training.metrics.names`"""
     reference: "Row | None" = field(default=None, repr=False)
-    """the resident row that this one is compared with; of a resident row itself"""
+    """the resident row that this one is compared with; a resident row is its own reference"""
     ratio: float | None = None
-    """step time to that of the reference"""
+    """step time divided by that of the reference"""
     floor_ratio: float | None = None
-    """step time to the shortest that compute, bus and the host's update allow"""
+    """step time divided by the shortest one that compute, bus and the host's update allow"""
     curve: str | None = None
-    """whether the losses are those of the reference: equal in every bit, or the largest relative difference"""
+    """EQUAL if the losses are those of the reference in every bit, else the largest relative difference; of the
+    reference REFERENCE"""
 
     @property
     def measured(self) -> list[Run]:
-        """The runs whose figures stand for the row: those that finished; if none did, what the others left."""
+        """The runs that the row averages: those that finished, or all runs if none finished."""
         return [run for run in self.runs if run.finished] or self.runs
 
     @property
@@ -68,7 +70,7 @@ class Row:
 
     @property
     def status(self) -> str:
-        """Of all runs where they agree, else how many ended in which way."""
+        """The status that all runs share, or else the number of runs with each status."""
         words = [run.status for run in self.runs]
         if len(set(words)) == 1:
             return words[0]
@@ -76,28 +78,28 @@ class Row:
 
     @property
     def reasons(self) -> list[str]:
-        """Why runs ended as they did, each reason once."""
+        """The reasons why runs ended as they did, each reason once."""
         return list(dict.fromkeys(run.reason for run in self.runs if run.reason not in ("", run.status)))
 
     def mean(self, key: str) -> float | None:
-        figure = self.figures.get(key)
-        return figure.mean if figure else None
+        statistic = self.statistics.get(key)
+        return statistic.mean if statistic else None
 
 
 def build_rows(runs: Sequence[Run]) -> list[Row]:
-    """Rows in the order in which their first runs stand in `runs`."""
+    """Groups `runs` into rows, in the order of the rows' first runs, and compares each row with its reference."""
     groups: list[tuple[dict[str, Any], list[Run]]] = []
     for run, values in zip(runs, all_settings(runs), strict=True):
-        # Where there is no configuration, nobody knows what the run repeats.
-        same = next((members for other, members in groups if other == values and run.config), None)
-        if same is None:
+        # A run without a configuration repeats no other run as far as is known.
+        members = next((members for other, members in groups if other == values and run.config), None)
+        if members is None:
             groups.append((values, [run]))
         else:
-            same.append(run)
-    names = describe([members[0] for _, members in groups], [values for values, _ in groups])
+            members.append(run)
+    names = name_runs([members[0] for _, members in groups], [values for values, _ in groups])
     rows = [Row(name, members, {}) for name, (_, members) in zip(names, groups, strict=True)]
     for row in rows:
-        row.figures = _figures(row.measured)
+        row.statistics = _statistics(row.measured)
     candidates = [values for values, _ in groups]
     for row, values in zip(rows, candidates, strict=True):
         found = find_reference(values, [other if rows[i].finished else {} for i, other in enumerate(candidates)])
@@ -108,10 +110,10 @@ def build_rows(runs: Sequence[Run]) -> list[Row]:
 
 
 def curve_difference(records: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> float | None:
-    """The largest relative difference of the losses at the steps that both have logged.
+    """Returns the largest relative difference of the losses at the steps that both runs logged.
 
-    0 where they are equal in every bit, NaN to NaN included; infinity where only one is finite; None without a step
-    in common.
+    The result is 0 if all are equal in every bit, where NaN equals NaN; infinity if only one of two losses is finite;
+    None if there is no step that both logged.
     """
     expected = dict(losses(reference))
     pairs = [(loss, expected[step]) for step, loss in losses(records) if step in expected]
@@ -119,7 +121,7 @@ def curve_difference(records: Sequence[dict[str, Any]], reference: Sequence[dict
 
 
 def split_by_seed(runs: Sequence[Run]) -> list[list[Run]]:
-    """The runs of each seed, which repeat each other."""
+    """Returns one list for each seed, with its runs, which repeat each other."""
     groups: dict[str | None, list[Run]] = {}
     for run in runs:
         groups.setdefault(run.seed, []).append(run)
@@ -127,14 +129,14 @@ def split_by_seed(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Unlike those of `statistics`, of infinite values too."""
+    """Returns the mean; unlike those of the module `statistics` it takes infinite values."""
     return sum(values) / len(values)
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Which points no other beats: no other is at most as large in both coordinates and smaller in one.
+    """Returns the indices of the points that no other point beats, in the order of the first coordinate.
 
-    In the order of the first coordinate.
+    One point beats another if it is at most as large in both coordinates and smaller in one.
     """
     front: list[int] = []
     lowest = math.inf
@@ -145,16 +147,16 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     return front
 
 
-def _figures(runs: Sequence[Run]) -> dict[str, Figure]:
+def _statistics(runs: Sequence[Run]) -> dict[str, Statistic]:
     keys = dict.fromkeys(key for run in runs for key in run.summary)
-    figures = {}
+    found = {}
     for key in keys:
-        of_seeds = [[run.summary[key] for run in same if key in run.summary] for same in split_by_seed(runs)]
-        if all(is_number(value) for of_seed in of_seeds for value in of_seed):
-            means = [mean(of_seed) for of_seed in of_seeds if of_seed]
-            known = len(means) > 1 and all(map(math.isfinite, means))
-            figures[key] = Figure(mean(means), statistics.stdev(means) if known else None)
-    return figures
+        by_seed = [[run.summary[key] for run in repeated if key in run.summary] for repeated in split_by_seed(runs)]
+        if all(is_number(value) for values in by_seed for value in values):
+            means = [mean(values) for values in by_seed if values]
+            has_spread = len(means) > 1 and all(map(math.isfinite, means))
+            found[key] = Statistic(mean(means), statistics.stdev(means) if has_spread else None)
+    return found
 
 
 def _compare(row: Row, reference: Row) -> None:
@@ -174,10 +176,11 @@ def _compare(row: Row, reference: Row) -> None:
 
 
 def _floor_ratio(row: Row) -> float | None:
-    """Step time over its floor: the longest of the resident step, the bytes of a direction over the bandwidth, and the
-    update on the host, which is planned, because a run's own shares the memory with its copies.
+    """Returns the step time divided by its floor, or None if either is unknown.
 
-    A plan is held to the floor that it planned, and so is a run that has no resident run.
+    The floor is the longest of the resident step, the bytes of each direction at the measured bandwidth, and the update
+    on the host. That update's time is the planned one: the measured one shares the host's memory with copies. For a
+    plan, and for a run without a resident run, the floor is the planned one.
     """
     own = row.mean("perf/step_ms")
     resident = row.reference.mean("perf/step_ms") if row.reference and not row.planned else None
@@ -186,13 +189,13 @@ def _floor_ratio(row: Row) -> float | None:
 
 
 def _copies_ms(row: Row) -> list[float]:
-    # On the CPU there is no bus: what is counted there is what a device would move.
+    # A run on the CPU has no bus: it counts the bytes that a GPU would move.
     hardware = next((run.hardware for run in row.measured if "gpu_name" in run.hardware), {})
     times_ms = []
     for way in ("h2d", "d2h"):
-        moved_gib, gb_s = row.mean(f"transfer/{way}_gib"), hardware.get(f"{way}_gb_s")
-        if moved_gib is not None and gb_s:
-            times_ms.append(moved_gib * GIB / (gb_s * 1e6))
+        size_gib, gb_s = row.mean(f"transfer/{way}_gib"), hardware.get(f"{way}_gb_s")
+        if size_gib is not None and gb_s:
+            times_ms.append(size_gib * GIB / (gb_s * 1e6))
     return times_ms
 
 
@@ -201,7 +204,7 @@ def _update_ms(row: Row) -> list[float]:
 
 
 def losses(records: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
-    """Step and loss of the logged steps that have one."""
+    """Returns step and loss of the logged steps that have a loss."""
     complete = (record for record in records if {"train/step", "train/loss"} <= record.keys())
     return [(record["train/step"], record["train/loss"]) for record in complete]
 

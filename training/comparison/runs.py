@@ -1,4 +1,4 @@
-"""Runs as they lie on disk: what their directories say of their settings, their outcome and their figures."""
+"""Reads runs from their directories: settings, status, metrics and hardware."""
 
 import fcntl
 import json
@@ -27,15 +27,15 @@ from training.runs.files import (
     SUMMARY_FILE,
 )
 
-# Among the floors of a plan.
+# The name of the host's update among the floors of a plan.
 HOST_OPTIMIZER = "host optimizer"
 
 STATUS_WORDS = {"out_of_memory": "out of memory"}
-# Runs that did what they were asked to, whose figures stand for their settings.
+# The statuses of runs that did what they were asked to do, so that their metrics can be compared.
 FINISHED = ("ok", "stopped", "planned", "does not fit")
 PLANS = ("planned", "does not fit")
 
-# The parser in C is ten times as fast.
+# The parser in C is ten times as fast as the one in Python.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -45,21 +45,21 @@ class Run:
 
     directory: Path
     config: dict[str, Any]
-    """the configuration, nested; empty where the run ended before it wrote one"""
+    """the nested configuration; empty if the run ended before it wrote one"""
     choices: dict[str, str]
-    """the option chosen of each group, where they were written down"""
+    """the option chosen of each configuration group; empty if the run did not record them"""
     status: str
     """ok, stopped, planned, does not fit (a plan), out of memory, failed, interrupted, killed or running"""
     reason: str
-    """one line, empty where there is nothing to say"""
+    """why the run ended as it did, in one line; empty for a run that ended normally"""
     summary: dict[str, Any]
-    """figures under the names of `training.metrics.names`; of a run that did not end, those of the steps it made"""
+    """metrics by the names of `training.metrics.names`; of a run without a summary, those of its logged steps"""
     records: list[dict[str, Any]]
     """the logged steps"""
     hardware: dict[str, Any]
-    """of its machine `device` and `gpu_name`, and `h2d_gb_s` and `d2h_gb_s` of the bus, as far as they are known"""
+    """of its machine: `device`, `gpu_name`, and the bandwidths `h2d_gb_s` and `d2h_gb_s`, as far as they are known"""
     floors_ms: dict[str, float]
-    """by its plan: compute, copies either way and the host's update, each alone; empty where there is no plan"""
+    """planned times of compute, of the copies each way and of the host's update, each alone; empty without a plan"""
 
     @property
     def finished(self) -> bool:
@@ -67,31 +67,31 @@ class Run:
 
     @property
     def seed(self) -> str | None:
-        """As the configuration has it; None where it has none."""
+        """The seed as in the configuration; None if it has none."""
         return str(self.config["seed"]) if "seed" in self.config else None
 
     @property
     def device(self) -> str | None:
-        """The GPU by its name, or cpu; None where the run wrote down no hardware."""
+        """The name of the GPU, or cpu; None if the run did not record its hardware."""
         kind = self.hardware.get("device", "").partition(":")[0]
         return self.hardware.get("gpu_name") or kind or None
 
     @property
     def planned(self) -> bool:
-        """Whether its figures are those of a plan."""
+        """True for a plan, whose metrics are predictions."""
         return self.status in PLANS
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for it; of a run that was no plan, nobody doubts it."""
+        """False for a plan that does not fit its machine or its budgets."""
         return self.status != "does not fit"
 
 
 def find_runs(directories: Sequence[Path]) -> list[Run]:
-    """The runs in and below `directories`, each once, in the order of their numbered or dated names.
+    """Returns the runs in and below `directories`, each once, in the order of their numbered or dated names.
 
     Raises:
-        UserError: a directory does not exist or cannot be read, or there is no run in any of them.
+        UserError: a directory does not exist or cannot be read, or none of them holds a run.
     """
     found: dict[Path, Run] = {}
     for directory in directories:
@@ -102,8 +102,8 @@ def find_runs(directories: Sequence[Path]) -> list[Run]:
                 if path.resolve() not in found:
                     found[path.resolve()] = read_run(path)
         except OSError as error:
-            where = error.filename or directory
-            raise UserError(f"{where}: it cannot be read ({error.strerror}); name directories of runs only") from None
+            path = error.filename or directory
+            raise UserError(f"{path}: it cannot be read ({error.strerror}); name directories of runs only") from None
     if not found:
         names = ", ".join(map(str, directories))
         raise UserError(f"{names}: no run in here; name directories that train.py wrote, as outputs or multirun")
@@ -111,13 +111,13 @@ def find_runs(directories: Sequence[Path]) -> list[Run]:
 
 
 def read_run(directory: Path) -> Run:
-    """What `directory` says of its run; a file that is missing or damaged is part of the answer, never an error."""
+    """Reads the run in `directory`; a missing or damaged file shows in its status and reason and raises no error."""
     config = _read_yaml(directory / CONFIG_FILE)
     choices = _read_yaml(directory / CHOICES_FILE).get("choices")
     choices = choices if isinstance(choices, dict) else {}
     records, damage = _records(directory)
     plan = _read_json(directory / PLAN_FILE)
-    status, reason, figures = _outcome(directory)
+    status, reason, metrics = _outcome(directory)
     if status == "planned" and _misses_a_budget(plan):
         status = "does not fit"
     if damage:
@@ -125,14 +125,14 @@ def read_run(directory: Path) -> Run:
     if steps := [record for record in records if "train/step" in record]:
         warmup_steps = config.get("warmup_steps")
         warmup_steps = warmup_steps if isinstance(warmup_steps, int) else 0
-        figures = summarise(steps, warmup_steps=warmup_steps, total_steps=steps[-1]["train/step"]) | figures
+        metrics = summarise(steps, warmup_steps=warmup_steps, total_steps=steps[-1]["train/step"]) | metrics
     return Run(
         directory=directory,
         config=config,
         choices={str(group): option for group, option in choices.items() if isinstance(option, str)},
         status=STATUS_WORDS.get(status, status),
         reason=reason,
-        summary=figures,
+        summary=metrics,
         records=records,
         hardware=_hardware(_read_json(directory / HARDWARE_FILE)),
         floors_ms=_floors_ms(plan),
@@ -152,34 +152,34 @@ def _run_directories(directory: Path) -> Iterator[Path]:
 def _is_run(directory: Path) -> bool:
     if any((directory / name).is_file() for name in (SUMMARY_FILE, METRICS_FILE, CHOICES_FILE)):
         return True
-    # Others have a config.yaml too, but hold no lock.
+    # Directories of other programs may hold a config.yaml too, but no lock file.
     return (directory / CONFIG_FILE).is_file() and (directory / LOCK_FILE).is_file()
 
 
 def _natural(path: Path) -> list[tuple[int, int, str]]:
-    """Sorts job 10 after job 9."""
+    """Returns a sort key that puts job 10 after job 9."""
     parts = re.split(r"(\d+)", path.name)
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts if part]
 
 
 def _outcome(directory: Path) -> tuple[str, str, dict[str, Any]]:
-    """Status, reason and figures; what has no summary goes on, or was killed."""
+    """Returns status, reason and metrics. A run without a summary is still running or was killed."""
     if not (directory / SUMMARY_FILE).exists():
         if _is_locked(directory / LOCK_FILE):
             return "running", "", {}
-        return "killed", "it left no summary.json", {}
+        return "killed", f"it left no {SUMMARY_FILE}", {}
     try:
         summary = read_summary(directory)
     except UserError as error:
         return "failed", str(error), {}
-    figures = {key: value for key, value in summary.items() if key not in ("status", "reason")}
+    metrics = {key: value for key, value in summary.items() if key not in ("status", "reason")}
     if summary.get("status") == "planned":
-        figures = {key.removeprefix(PLANNED): value for key, value in figures.items()}
-    return str(summary.get("status", "ok")), str(summary.get("reason") or ""), figures
+        metrics = {key.removeprefix(PLANNED): value for key, value in metrics.items()}
+    return str(summary.get("status", "ok")), str(summary.get("reason") or ""), metrics
 
 
 def _records(directory: Path) -> tuple[list[dict[str, Any]], str]:
-    """The logged steps, and what is wrong with their file."""
+    """Returns the logged steps, and why their file cannot be read; that is empty if it can be read."""
     if not (directory / METRICS_FILE).exists():
         return [], ""
     try:
@@ -208,7 +208,7 @@ def _is_quantity(value: Any) -> bool:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether another process holds a lock on the file, which ends with the process however that ends."""
+    """Returns True if another process holds a lock on the file; the system releases it when that process ends."""
     with suppress(FileNotFoundError, PermissionError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -221,7 +221,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    # A date that does not exist is an error of value.
+    # ValueError: a date in YAML that does not exist.
     with suppress(OSError, yaml.YAMLError, ValueError, RecursionError):
         content = yaml.load(path.read_text(), Loader=_Loader)
         return content if isinstance(content, dict) else {}

@@ -1,4 +1,4 @@
-"""What a run was set to: which runs repeat each other, which is the reference of which, and what to call them."""
+"""The settings of runs: which runs repeat each other, which run is the reference of another, and the runs' names."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -8,11 +8,11 @@ from training.comparison.runs import Run
 
 Settings = dict[str, Any]
 
-# What makes no other run of a run: where it is recorded, and what its seeds are averaged over.
+# Keys in which runs of one row may differ: where they are recorded, and the seed that rows average over.
 REPEATS = ("seed", "tracking", "resume")
-# What may differ from the run that a mode is measured against, besides the mode.
+# Keys in which a run may differ from its reference, besides the mode.
 INCIDENTAL = ("log_every", "trace", "trace_step", "checkpoint", "vram_budget", "host_budget")
-# Where and how the optimizer computes; its rule stays the same.
+# Keys of where and how the optimizer computes, which leave its update rule the same.
 PLACEMENT = (
     "optimizer._target_",
     "optimizer.state_dtype",
@@ -24,10 +24,10 @@ ABSENT = object()
 
 
 def all_settings(runs: Sequence[Run]) -> list[Settings]:
-    """The values of each run's configuration by dotted key, what its repetitions may differ in left out.
+    """Returns the values of each run's configuration by dotted key, without the keys of REPEATS.
 
-    Where the runs used several devices, `device` is the one that a run had, whatever it asked for; else nobody wants to
-    know, and a run that ended before it wrote down its hardware is as the others.
+    If the runs used several devices, `device` is the device that a run used, whatever it asked for. If they used one
+    device, a run that ended before it recorded its hardware has the same settings as the others.
     """
     values = [_settings(run) for run in runs]
     if len({run.device for run in runs if run.device}) > 1:
@@ -36,16 +36,16 @@ def all_settings(runs: Sequence[Run]) -> list[Settings]:
 
 
 def is_resident(values: Settings) -> bool:
-    """Whether these are settings of the reference mode, under which everything stays on the device."""
+    """Returns True for settings of `offload=none`, the mode that keeps everything on the device."""
     return _target(values).rpartition(".")[2] == "Resident"
 
 
 def find_reference(values: Settings, candidates: Sequence[Settings]) -> int | None:
-    """Which of `candidates` is the resident run that `values` is to be compared with; None where there is none.
+    """Returns the index of the candidate that `values` is to be compared with, or None if there is none.
 
-    It has the same settings but for the mode. A mode that computes blocks again by itself is compared with a resident
-    run that does so, rather than with one that does not; and where no resident run has the same optimizer, one whose
-    optimizer follows the same rule on the device will do.
+    The reference is a resident run with the same settings except for the mode. A mode that recomputes blocks by itself
+    is compared with a resident run that recomputes, if there is one. If no resident run has the same optimizer, one
+    with the same update rule on the device is taken.
     """
     recompute = ("recompute",) if _recomputes_itself(values) else ()
     for beyond in ((), PLACEMENT):
@@ -58,11 +58,11 @@ def find_reference(values: Settings, candidates: Sequence[Settings]) -> int | No
     return None
 
 
-def describe(runs: Sequence[Run], values: Sequence[Settings]) -> list[str]:
-    """A name for each of `runs`, of what distinguishes its settings from the others': the mode, then KEY=VALUE.
+def name_runs(runs: Sequence[Run], values: Sequence[Settings]) -> list[str]:
+    """Returns a name for each run: the mode, then KEY=VALUE of the settings in which it differs from other runs.
 
-    Keys of an option are named among runs that have chosen this option only, the mode's without `offload.`. Groups of
-    which nothing is chosen (`recompute=none`) go without saying.
+    The keys of an option are compared only among runs that chose this option. The mode's keys are written without
+    `offload.`. A group of which nothing is chosen (`recompute=none`) is not named.
     """
     options = [_options(run, own) for run, own in zip(runs, values, strict=True)]
     names = []
@@ -75,24 +75,24 @@ def describe(runs: Sequence[Run], values: Sequence[Settings]) -> list[str]:
 
 
 def in_common(runs: Sequence[Run], values: Sequence[Settings]) -> list[str]:
-    """GROUP=OPTION and KEY=VALUE of what is the same in all `runs`: the options, and the keys at the top level."""
+    """Returns GROUP=OPTION and KEY=VALUE of the options and top-level keys that are the same in all `runs`."""
     options = _shared([_options(run, own) for run, own in zip(runs, values, strict=True)])
     shared = [f"{group}={option}" for group, option in options.items() if group != "offload"]
-    return shared + [f"{key}={show(value)}" for key, value in _shared(values).items() if _is_top(key, options)]
+    return shared + [f"{key}={format_value(value)}" for key, value in _shared(values).items() if _is_top(key, options)]
 
 
-def show(value: Any) -> str:
-    """A value as the command line takes it."""
+def format_value(value: Any) -> str:
+    """Returns a value in the form that the command line takes."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return f"[{','.join(map(show, value))}]"
+        return f"[{','.join(map(format_value, value))}]"
     return "null" if value is None else str(value)
 
 
 def _settings(run: Run) -> Settings:
     values = _without(dict(_flat(run.config)), REPEATS)
-    # A mode that computes blocks again by itself does so once, whatever else is asked for.
+    # For a mode that recomputes blocks by itself, `recompute` changes nothing.
     return _without(values, ["recompute"]) if _recomputes_itself(values) else values
 
 
@@ -105,19 +105,19 @@ def _flat(node: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
 
 
 def _without(values: Settings, left_out: Iterable[str]) -> Settings:
-    """`values` but for the keys in `left_out`, and all below these."""
+    """Returns `values` without the keys in `left_out` and the keys below them."""
     left_out = tuple(left_out)
     below = tuple(f"{key}." for key in left_out)
     return {key: value for key, value in values.items() if key not in left_out and not key.startswith(below)}
 
 
 def _target(values: Settings) -> str:
-    """The class of the mode with its module, empty where the configuration names none."""
+    """Returns the mode's class with its module; empty if the configuration names none."""
     return str(values.get("offload._target_") or "")
 
 
 def _recomputes(values: Settings) -> bool:
-    # An option without keys is an empty dict, which `_flat` keeps; one with keys has them below its name.
+    # `recompute=none` has no keys, and `_flat` keeps its empty dict under `recompute` itself.
     return any(key.startswith("recompute.") for key in values)
 
 
@@ -126,15 +126,15 @@ def _recomputes_itself(values: Settings) -> bool:
 
 
 def _options(run: Run, values: Settings) -> dict[str, str]:
-    """The option chosen of each group of the configuration that tells runs apart, by the group's place."""
+    """Returns the option chosen of each configuration group, by the group's place in the configuration."""
     chosen = {}
     for group, option in run.choices.items():
-        # GROUP@PLACE where a group is used a second time, as for the weights of a mode that swaps activations.
+        # GROUP@PLACE: a group that is used twice, as for the weights of a mode that swaps activations.
         place = group.partition("@")[2] or group
         if place == "offload" or any(key == place or key.startswith(f"{place}.") for key in values):
             chosen[place] = option
     if "offload" not in chosen and _target(values):
-        # Its module is called as the option is.
+        # The mode's module has the name of the option.
         chosen["offload"] = _target(values).split(".")[-2:][0]
     if "recompute" not in chosen and _without(values, ["recompute"]) != values:
         chosen["recompute"] = "block" if _recomputes(values) else "none"
@@ -148,28 +148,28 @@ def _differing_options(index: int, options: Sequence[dict[str, str]]) -> list[st
         for place, option in own.items()
         if place != "offload"
         and option != "none"
-        and any(other.get(place, option) != option for other in options if _alike(place, own, other))
+        and any(other.get(place, option) != option for other in options if _same_options(place, own, other))
     ]
 
 
 def _differing_keys(
     index: int, values: Sequence[Settings], options: Sequence[dict[str, str]]
 ) -> tuple[list[str], list[str]]:
-    """KEY=VALUE of the mode, and of all else."""
+    """Returns KEY=VALUE of the mode's differing keys, and of all other differing keys."""
     own = options[index]
     knobs, others = [], []
     for key, value in values[index].items():
         if key.endswith("._target_") or key in own:
             continue
-        peers = [other for other, chosen in zip(values, options, strict=True) if _alike(key, own, chosen)]
-        # A key that another run does not have is one of another version, not of another experiment.
+        peers = [other for other, chosen in zip(values, options, strict=True) if _same_options(key, own, chosen)]
+        # A key that only some runs have comes from another version of the program, not from another experiment.
         if any(other.get(key, value) != value for other in peers):
-            (knobs if key.startswith("offload.") else others).append(f"{_short(key)}={show(value)}")
+            (knobs if key.startswith("offload.") else others).append(f"{_short(key)}={format_value(value)}")
     return knobs, others
 
 
-def _alike(key: str, own: dict[str, str], other: dict[str, str]) -> bool:
-    """Whether two runs have chosen the same of every group that `key` lies in."""
+def _same_options(key: str, own: dict[str, str], other: dict[str, str]) -> bool:
+    """Returns True if two runs chose the same option of every group that contains `key`."""
     above = [place for place in own.keys() | other.keys() if key.startswith(f"{place}.")]
     return all(own.get(place) == other.get(place) for place in above)
 
@@ -183,6 +183,6 @@ def _short(key: str) -> str:
 
 
 def _shared(nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What all have that have anything."""
+    """Returns the items that all nodes share, empty nodes aside."""
     first, *others = [node for node in nodes if node] or [{}]
     return {key: value for key, value in first.items() if all(other.get(key, ABSENT) == value for other in others)}

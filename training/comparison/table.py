@@ -1,10 +1,10 @@
-"""The comparison as text: tables on the terminal, CSV for programs, Markdown for an issue or a draft."""
+"""The comparison as text: tables on the terminal, CSV for programs, Markdown for documents."""
 
 import csv
 import io
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TextIO
 
@@ -12,41 +12,41 @@ from training.comparison.columns import COLUMNS, MISSING, NOTE, curve_text
 from training.comparison.rows import Row
 
 COMPARED_WITH = "compared with"
-# Columns that hold no figures.
+# Columns of words instead of numbers.
 WORDS = ("curve", COMPARED_WITH, "seeds", "status")
-# What Markdown reads as more than itself; an underscore within a word is none.
+# The characters that Markdown gives a meaning; an underscore within a word has none.
 MARKUP = re.compile(r"[\\`*|~]|(?<![^\W_])_|_(?![^\W_])|(?<=\])\(")
-# Without a terminal nothing tells how wide lines may be.
+# Width of lines, in characters, if the output is not a terminal.
 PLAIN_WIDTH = 160
-# Between two columns.
+# Characters between two columns.
 PADDING = 2
 
 
 def cells(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """The texts of each row for people, by the titles of their columns.
+    """Returns each row's texts for people, by the titles of their columns.
 
-    Which resident run a row is compared with is said where there are several.
+    If there are several resident runs, one column names the run that each row is compared with.
     """
     several = len({id(row.reference) for row in rows if row.reference}) > 1
     texts = []
     for row in rows:
-        figures = {column.title: column.text(row) for column in COLUMNS} | {"curve": curve_text(row)}
+        values = {column.title: column.text(row) for column in COLUMNS} | {"curve": curve_text(row)}
         reference = {COMPARED_WITH: row.reference.name if row.reference else MISSING} if several else {}
-        texts.append(figures | reference | {"seeds": row.seeds or MISSING, "status": row.status})
+        texts.append(values | reference | {"seeds": row.seeds or MISSING, "status": row.status})
     return texts
 
 
 def print_tables(rows: Sequence[Row], title: str, *, stream: TextIO | None = None, width: int | None = None) -> None:
-    """Prints the rows as one table, or as several below each other where the terminal is too narrow for all columns.
+    """Prints the rows as one table, or as several tables if the terminal is too narrow for all columns.
 
-    Why runs did not finish stands below, whole, because a column would break it to pieces.
+    The reasons why runs did not finish follow below, each in one piece, which a narrow column would break up.
     """
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     stream = stream or sys.stdout
-    # Names may hold square brackets, which rich would take for its markup.
+    # Without markup, because names may contain square brackets, which rich would read as markup.
     console = Console(file=stream, markup=False, emoji=False, highlight=False, width=width)
     if width is None and not stream.isatty():
         console.width = PLAIN_WIDTH
@@ -71,26 +71,28 @@ def print_tables(rows: Sequence[Row], title: str, *, stream: TextIO | None = Non
 
 
 def explanations(rows: Sequence[Row]) -> list[str]:
-    """A line for each reason why a run did not finish."""
+    """Returns a line for each reason why a run did not finish."""
     return [f"{row.name}: {row.status}: {reason}" for row in rows for reason in row.reasons]
 
 
 def to_csv(rows: Sequence[Row]) -> str:
-    """Plain numbers, one line a row; a cell is empty where nothing was measured.
+    """Returns one line of plain numbers for each row; a cell is empty if nothing was measured.
 
-    Text that a spreadsheet would run as a formula has an apostrophe before it.
+    Text that a spreadsheet would run as a formula gets an apostrophe in front.
     """
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
-    figures = [heading for column in COLUMNS for heading in (column.name, f"{column.name}_std")[: 1 + column.spreads]]
-    writer.writerow(["name", *figures, "curve", "compared_with", "seeds", "status", "why", "directories"])
+    headings = []
+    for column in COLUMNS:
+        headings += [column.name, f"{column.name}_std"] if column.has_spread else [column.name]
+    writer.writerow(["name", *headings, "curve", "compared_with", "seeds", "status", "why", "directories"])
     for row in rows:
         numbers: list[float | None] = []
         for column in COLUMNS:
-            figure = column.figure(row)
-            numbers.append(figure.mean if figure else None)
-            if column.spreads:
-                numbers.append(figure.spread if figure else None)
+            statistic = column.statistic(row)
+            numbers.append(statistic.mean if statistic else None)
+            if column.has_spread:
+                numbers.append(statistic.spread if statistic else None)
         writer.writerow(
             [
                 _csv_text(row.name),
@@ -107,24 +109,25 @@ def to_csv(rows: Sequence[Row]) -> str:
 
 
 def to_markdown(rows: Sequence[Row], title: str, common: str) -> str:
-    """A table in the dialect of GitHub with a caption, and the reasons why runs did not finish."""
+    """Returns a table in GitHub's Markdown with a caption, and the reasons why runs did not finish."""
     texts = [{"run": row.name, **text} for row, text in zip(rows, cells(rows), strict=True)]
     lines = [f"**{_markdown(title)}**", ""]
-    lines += [_markdown_line(texts[0]), _markdown_line("---" if c in ("run", *WORDS) else "--:" for c in texts[0])]
+    alignment = ("---" if column in ("run", *WORDS) else "--:" for column in texts[0])
+    lines += [_markdown_line(texts[0]), _markdown_line(alignment)]
     lines += [_markdown_line(text.values()) for text in texts]
     lines += ["", *(f"- {_markdown(line)}" for line in explanations(rows))]
     lines += [""] if explanations(rows) else []
-    lines += [_markdown(f"In all: {common}.") + "  " if common else "", NOTE, ""]
+    lines += [_markdown(f"The same in all runs: {common}.") + "  " if common else "", NOTE, ""]
     return "\n".join(lines)
 
 
 def _header_width(title: str) -> int:
-    # Titles break between their words.
+    # Titles may break between words.
     return max(len(word) for word in title.split())
 
 
 def _parts(widths: dict[str, int], room: int) -> list[list[str]]:
-    """Columns in their order, in as many parts as it takes to fit each into `room` characters."""
+    """Splits the columns, in their order, into as few parts as fit into `room` characters each."""
     parts: list[list[str]] = [[]]
     left = room
     for column, width in widths.items():
@@ -136,18 +139,18 @@ def _parts(widths: dict[str, int], room: int) -> list[list[str]]:
     return parts
 
 
-def _markdown_line(texts: "Sequence[str] | object") -> str:
+def _markdown_line(texts: Iterable[str]) -> str:
     return f"| {' | '.join(map(_markdown, texts))} |"
 
 
 def _markdown(text: str) -> str:
-    """The text as it is: nothing in it is a cell's end, emphasis, code, a link or a tag."""
+    """Escapes the text, so that Markdown shows it as it is: no cell ends, emphasis, code, links or tags in it."""
     escaped = MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
     return escaped.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def _csv_text(text: str | None) -> str | None:
-    """Text that a spreadsheet takes for nothing else; it would run what begins as a formula does."""
+    """Returns text that a spreadsheet shows as text, also if it begins like a formula."""
     if not text or text[0] not in "=+-@\t\r":
         return text
     with suppress(ValueError):

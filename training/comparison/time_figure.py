@@ -1,21 +1,21 @@
-"""Where the time of a step goes: computing, waiting for copies, waiting for the optimizer."""
+"""The figure of where the time of a step goes: compute, waiting for copies, waiting for the optimizer."""
 
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from training.comparison.canvas import BLUE, GREEN, LABEL_SIZE, LINE_IN, ORANGE, canvas, in_lines, settle
+from training.comparison.canvas import BLUE, GREEN, LABEL_SIZE, LINE_IN, ORANGE, canvas, in_lines
 from training.comparison.rows import Row
 
 PARTS = (("compute", BLUE), ("waiting for copies (stall)", ORANGE), ("waiting for the optimizer", GREEN))
-# Of a line of a row's name.
+# Characters in a line of a row's name.
 NAME_CHARACTERS = 36
-# Of a line at the end of a bar, for which there is less room.
+# Characters in a line at the end of a bar, where there is less room.
 LENGTH_CHARACTERS = 22
 
 
 def time_figure(rows: Sequence[Row]) -> Figure:
-    """One bar a row, from top to bottom, with its length and its ratio to its resident run at its end."""
+    """Draws one bar for each row, from top to bottom, with step time and ratio to the resident run at its end."""
     names = [in_lines(row.name, NAME_CHARACTERS) for row in rows]
     lengths = [in_lines(_length(row), LENGTH_CHARACTERS) for row in rows]
     figure, axes = canvas(1.2 + len(rows) * (0.2 + LINE_IN * max(text.count("\n") + 1 for text in names + lengths)))
@@ -23,14 +23,11 @@ def time_figure(rows: Sequence[Row]) -> Figure:
     start = [0.0] * len(rows)
     for part, (name, colour) in enumerate(PARTS):
         times_ms = [parts[part] for parts in splits]
-        axes.barh(range(len(rows)), times_ms, left=start, color=colour, height=0.66, label=name)
+        bars = axes.barh(range(len(rows)), times_ms, left=start, color=colour, height=0.66, label=name)
         start = [before + time_ms for before, time_ms in zip(start, times_ms, strict=True)]
-    longest = max(start)
-    beside = [total + 0.01 * longest for total in start]
-    texts = [
-        axes.text(x, i, text, va="center", fontsize=LABEL_SIZE, in_layout=False)
-        for i, (x, text) in enumerate(zip(beside, lengths, strict=True))
-    ]
+    axes.bar_label(bars, lengths, padding=4, fontsize=LABEL_SIZE)
+    # The axis ends with the longest bar. The layout makes room for the text behind it.
+    axes.set_xlim(0, max(start))
     axes.set_yticks(range(len(rows)), names, fontsize=LABEL_SIZE)
     axes.tick_params(axis="y", length=0)
     axes.margins(y=0.02)
@@ -46,16 +43,11 @@ def time_figure(rows: Sequence[Row]) -> Figure:
         ncols=len(PARTS),
         frameon=False,
     )
-    settle(figure)
-    # As far as it takes for the bars to leave room for what stands at their ends.
-    room = 0.98 * axes.bbox.width
-    widths = [text.get_window_extent(figure.canvas.get_renderer()).width for text in texts]
-    axes.set_xlim(0, max(x * room / (room - width) for x, width in zip(beside, widths, strict=True)))
     return figure
 
 
 def split(row: Row) -> tuple[float, float, float]:
-    """Computing, waiting for copies, and waiting for the optimizer, in ms; together the time of a step."""
+    """Returns the ms of a step spent on compute, on waiting for copies and on waiting for the optimizer."""
     step = row.mean("perf/step_ms")
     stall = min(row.mean("transfer/stall_ms") or 0.0, step)
     wait = min(row.mean("optimizer/wait_ms") or 0.0, step - stall)

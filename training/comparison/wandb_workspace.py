@@ -1,6 +1,6 @@
-"""A saved wandb workspace in which the runs of this repository are compared, as a specification.
+"""Builds a saved wandb workspace that compares runs, as a specification.
 
-It is built with wandb-workspaces, which is optional: nothing else needs it.
+This needs the optional package wandb-workspaces; nothing else does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 PACKAGE = "wandb-workspaces"
 NAME = "Offload modes"
-# Beside each run's name, in this order.
+# Columns beside each run's name, in this order.
 COLUMNS = (
     "summary:status",
     "summary:perf/step_ms",
@@ -27,7 +27,7 @@ COLUMNS = (
     "summary:train/final_loss",
     "summary:reason",
 )
-# One bar a mode: title, metric, unit.
+# Charts with one bar for each mode: title, metric, unit.
 BARS = (
     ("Step time", "perf/step_ms", "ms"),
     ("Peak VRAM", "memory/vram_peak_gib", "GiB"),
@@ -36,7 +36,7 @@ BARS = (
     ("Page-locked host memory", "memory/host_pinned_gib", "GiB"),
     ("Step waiting for updates", "optimizer/wait_ms", "ms a step"),
 )
-# One line a mode over the steps: title, metrics, unit.
+# Charts with one line for each mode over the steps: title, metrics, unit.
 CURVES = (
     ("Gradient norm", ("train/grad_norm",), ""),
     ("Step time", ("perf/step_ms",), "ms"),
@@ -50,9 +50,9 @@ MAX_RUNS = 100
 
 
 def workspace(entity: str, project: str, group: str | None = None) -> Workspace:
-    """The workspace for `entity`/`project`: runs grouped by their offload mode, of one sweep where `group` names it.
+    """Builds the workspace for `entity`/`project`: runs grouped by offload mode, only those of `group` if it is given.
 
-    Touches no network. Raises UserError where wandb-workspaces is not installed.
+    Uses no network. Raises UserError if wandb-workspaces is not installed.
     """
     require_package()
     import wandb_workspaces.workspaces as ws
@@ -74,14 +74,14 @@ def workspace(entity: str, project: str, group: str | None = None) -> Workspace:
 
 
 def specification(built: Workspace) -> str:
-    """The workspace as the JSON that wandb's server keeps of a view, with its name and where it belongs."""
+    """Returns the workspace as the JSON that wandb's server stores for a view, with its name, entity and project."""
     return built._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2) + "\n"
 
 
 def publish(built: Workspace) -> str:
-    """Saves the workspace at wandb, as a new view, and returns its address.
+    """Saves the workspace at wandb as a new view and returns its address.
 
-    Without an entity it goes to the user's default one. Raises UserError without a login, and where wandb refuses.
+    Without an entity it goes to the user's default one. Raises UserError without a login, and if wandb refuses.
     """
     import wandb
 
@@ -90,15 +90,15 @@ def publish(built: Workspace) -> str:
     try:
         built.entity = built.entity or wandb.Api().default_entity or ""
         return built.save().url
-    except Exception as error:  # of wandb, its dependencies and the network
+    except Exception as error:  # wandb, its dependencies and the network raise many kinds
         where = "/".join(filter(None, (built.entity, built.project)))
-        raise UserError(f"--publish: wandb did not take the workspace for {where} ({first_line(error)})") from error
+        raise UserError(f"--publish: wandb refused the workspace for {where} ({first_line(error)})") from error
 
 
 def require_package() -> None:
-    """Raises UserError where wandb-workspaces is not installed."""
+    """Raises UserError if wandb-workspaces is not installed."""
     if find_spec("wandb_workspaces") is None:
-        raise UserError(f"a dashboard needs {PACKAGE}, which is not installed: pip install {PACKAGE}")
+        raise UserError(f"the dashboard needs {PACKAGE}, which is not installed: pip install {PACKAGE}")
 
 
 def _trade_off() -> Section:

@@ -22,11 +22,6 @@ DATASETS_FOLDER = "datasets"
 TRACE_FOLDER = "trace"
 WANDB_FOLDER = "wandb"
 
-COMPARISON_CSV = "compare.csv"
-COMPARISON_MARKDOWN = "compare.md"
-COMPARISON_PAGE = "compare.html"
-COMPARISON_PICTURES = ("compare_memory.png", "compare_time.png", "compare_loss.png")
-
 # A file or folder has this suffix until it is complete.
 PARTIAL_SUFFIX = ".partial"
 
@@ -35,6 +30,17 @@ def partial_path(path: Path) -> Path:
     """Returns the path under which `path` is written until it is complete."""
     return path.with_name(path.name + PARTIAL_SUFFIX)
 
+
+# Files of a comparison, in a sweep's directory or where scripts/compare.py is asked to write them.
+COMPARE_CSV_FILE = "compare.csv"
+COMPARE_MARKDOWN_FILE = "compare.md"
+COMPARE_PAGE_FILE = "compare.html"
+MEMORY_FIGURE_FILE = "compare_memory.png"
+TIME_FIGURE_FILE = "compare_time.png"
+LOSS_FIGURE_FILE = "compare_loss.png"
+FIGURE_FILES = (MEMORY_FIGURE_FILE, TIME_FIGURE_FILE, LOSS_FIGURE_FILE)
+# The workspace that scripts/dashboard.py writes.
+WORKSPACE_FILE = "wandb_workspace.json"
 
 RUN_FILES = (
     LOCK_FILE,

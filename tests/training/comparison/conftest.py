@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from training.comparison.rows import Row, build_rows
+from training.comparison.runs import find_runs
+
 TARGETS = {
     "none": "offload.modes.none.Resident",
     "layer_stream": "offload.modes.layer_stream.LayerStream",
@@ -19,7 +22,7 @@ OPTIMIZERS = {"adamw": "training.optim.AdamW", "host_adamw": "offload.optimizer.
 
 
 class RunWriter:
-    """Writes run after run, each in the next numbered directory of `folder`."""
+    """Writes the files of one run per call, in the next numbered directory of `folder`."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -40,7 +43,7 @@ class RunWriter:
         plan: dict[str, Any] | None = None,
         top: dict[str, Any] | None = None,
         step_ms: float | None = 100.0,
-        **figures: float,
+        **metrics: float,
     ) -> Path:
         directory = self.folder / str(self.count)
         self.count += 1
@@ -76,23 +79,27 @@ class RunWriter:
             (directory / "hardware.json").write_text(json.dumps(hardware))
         if plan is not None:
             (directory / "plan.json").write_text(json.dumps(plan))
-        figures = {key.replace("__", "/"): value for key, value in figures.items()}
+        metrics = {key.replace("__", "/"): value for key, value in metrics.items()}
         if step_ms is not None:
-            figures["perf/step_ms"] = step_ms
+            metrics["perf/step_ms"] = step_ms
         if losses is not None:
-            records = [{"train/step": i, "train/loss": loss, **figures} for i, loss in enumerate(losses, 1)]
+            records = [{"train/step": i, "train/loss": loss, **metrics} for i, loss in enumerate(losses, 1)]
             (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         if status == "ok":
-            summary = {"status": "ok", "reason": None, **figures}
+            summary = {"status": "ok", "reason": None, **metrics}
             if losses:
                 summary |= {"steps": len(losses), "train/final_loss": losses[-1]}
             (directory / "summary.json").write_text(json.dumps(summary))
         elif status == "planned":
-            planned = {key if key == "perf/floor_ms" else f"planned/{key}": value for key, value in figures.items()}
+            planned = {key if key == "perf/floor_ms" else f"planned/{key}": value for key, value in metrics.items()}
             (directory / "summary.json").write_text(json.dumps({"status": status, "reason": reason, **planned}))
         elif status is not None:
             (directory / "summary.json").write_text(json.dumps({"status": status, "reason": reason}))
         return directory
+
+    def rows(self) -> list[Row]:
+        """Returns the rows of all runs written so far."""
+        return build_rows(find_runs([self.folder]))
 
 
 @pytest.fixture

@@ -1,19 +1,22 @@
-"""The page: complete by itself, and without anything that would be fetched or run."""
+"""The figures that are drawn, and the page: complete by itself, without anything to fetch or run."""
 
 from __future__ import annotations
 
 import base64
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from training.comparison.report import compare, write_whole
+from training.comparison.page import render_figures
+from training.comparison.report import compare
+from training.runs.files import FIGURE_FILES
 
 
 class Page(HTMLParser):
-    """Tags with their attributes, text, and that what is opened is closed."""
+    """The tags of a page with their attributes, and its text; asserts that tags are closed in order."""
 
     VOID = ("meta", "img")
 
@@ -48,6 +51,52 @@ def write_runs(write_run):
     compare([write_run.folder], write_run.folder)
 
 
+def files(figures) -> list[str]:
+    assert all(figure.png.startswith(b"\x89PNG") for figure in figures)
+    return [figure.file for figure in figures]
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_every_figure_is_drawn(write_run, count: int):
+    for i in range(count):
+        write_run("layer_stream", knobs={"slots": i}, step_ms=10.0 * 2**i, memory__vram_peak_gib=20.0 - i,
+                  transfer__stall_ms=3.0, losses=(4.0, 3.0 + i))  # fmt: skip
+    assert files(render_figures(write_run.rows())) == list(FIGURE_FILES)
+
+
+def test_without_a_gpu_the_memory_is_that_of_the_process(write_run):
+    write_run(memory__vram_peak_gib=0.0, memory__rss_gib=0.5, losses=(math.nan, math.inf), step_ms=5.0)
+    assert files(render_figures(write_run.rows())) == ["compare_memory.png", "compare_loss.png"]
+
+
+def test_a_run_on_the_cpu_is_no_point_among_those_on_a_gpu(write_run):
+    write_run(memory__vram_peak_gib=0.0, memory__rss_gib=0.5, hardware={"device": "cpu"})
+    write_run(memory__vram_peak_gib=3.0, memory__rss_gib=0.5, hardware={"device": "cuda:0", "gpu_name": "H200"})
+    rows = write_run.rows()
+    of_cpu, of_gpu, of_both = (render_figures(some)[0].png for some in (rows[:1], rows[1:], rows))
+    assert of_both == of_gpu
+    assert of_both != of_cpu
+
+
+def test_a_sweep_of_failures_shows_the_losses_that_were_logged(write_run):
+    write_run(status="failed", reason="lr")
+    assert files(render_figures(write_run.rows())) == ["compare_loss.png"]
+
+
+def test_a_sweep_without_any_metrics_has_no_figures(write_run):
+    write_run(status="failed", reason="lr", losses=None)
+    assert render_figures(write_run.rows()) == []
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_plans_are_drawn_whether_they_fit_or_not(write_run, fits: bool):
+    plan = {"fits": {"host_budget": fits}}
+    write_run(status="planned", losses=None, plan=plan, memory__rss_gib=3.0)
+    (figure,) = render_figures(write_run.rows())
+    assert files([figure]) == ["compare_memory.png"]
+    assert ("Plans that do not fit are not on the line." in figure.caption) == (not fits)
+
+
 def test_the_page_refers_to_nothing_outside(write_run):
     write_runs(write_run)
     page = read(write_run.folder)
@@ -76,21 +125,3 @@ def test_the_page_has_the_table_the_reasons_and_the_figures(write_run):
         assert image["alt"]
         embedded = base64.b64decode(image["src"].partition(",")[2])
         assert embedded == (write_run.folder / f"compare_{file}.png").read_bytes()
-
-
-def test_files_are_written_whole_or_not_at_all(tmp_path: Path):
-    (tmp_path / "file").write_text("old")
-    (tmp_path / "folder").mkdir()
-    write_whole(tmp_path / "file", b"new")
-    assert (tmp_path / "file").read_text() == "new"
-    with pytest.raises(OSError, match="folder"):
-        write_whole(tmp_path / "folder", b"new")
-    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder"}
-
-
-def test_a_figure_of_an_earlier_comparison_does_not_stay(write_run):
-    (write_run.folder).mkdir()
-    (write_run.folder / "compare_memory.png").write_text("old")
-    write_run(losses=None, step_ms=None)
-    compare([write_run.folder], write_run.folder)
-    assert {path.name for path in write_run.folder.iterdir()} == {"0", "compare.csv", "compare.md", "compare.html"}

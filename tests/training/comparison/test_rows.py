@@ -1,4 +1,4 @@
-"""Rows: what repeats what, what is compared with what, and the arithmetic of the figures."""
+"""Rows: averages over seeds, ratios to the resident run and the floor, losses, and the Pareto front."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import pytest
 from offload.planning.cost_model import UpdateTimes, forecast
 from offload.planning.dry_run import Phase
 from offload.runtime.bandwidth import Bandwidth
-from training.comparison.rows import Figure, Row, build_rows, curve_difference, pareto_front
-from training.comparison.runs import HOST_OPTIMIZER, find_runs
+from training.comparison.rows import Row, Statistic, curve_difference, pareto_front
+from training.comparison.runs import HOST_OPTIMIZER
 
 NAN = float("nan")
 H200 = {"gpu_name": "NVIDIA H200", "h2d_gb_s": 50.0, "d2h_gb_s": 25.0}
 
 
 def rows(write_run) -> dict[str, Row]:
-    return {row.name: row for row in build_rows(find_runs([write_run.folder]))}
+    return {row.name: row for row in write_run.rows()}
 
 
 def test_seeds_are_averaged_and_their_spread_is_the_standard_deviation(write_run):
     for seed, step_ms in ((0, 90.0), (1, 100.0), (2, 110.0)):
         write_run(seed=seed, step_ms=step_ms)
     (row,) = rows(write_run).values()
-    figure = row.figures["perf/step_ms"]
-    assert (figure.mean, figure.spread, row.seeds, row.status) == (100.0, 10.0, "0, 1, 2", "ok")
+    statistic = row.statistics["perf/step_ms"]
+    assert (statistic.mean, statistic.spread, row.seeds, row.status) == (100.0, 10.0, "0, 1, 2", "ok")
 
 
 def test_a_seed_that_ran_more_than_once_is_named_once(write_run):
@@ -38,14 +38,14 @@ def test_runs_that_repeat_a_seed_count_as_one(write_run):
     for seed, step_ms in ((0, 90.0), (0, 92.0), (0, 88.0), (1, 110.0)):
         write_run(seed=seed, step_ms=step_ms)
     (row,) = rows(write_run).values()
-    assert row.figures["perf/step_ms"] == Figure(100.0, pytest.approx(200**0.5))
+    assert row.statistics["perf/step_ms"] == Statistic(100.0, pytest.approx(200**0.5))
 
 
 def test_runs_of_one_seed_have_no_spread(write_run):
     for step_ms in (90.0, 110.0):
         write_run(seed=3, step_ms=step_ms)
     (row,) = rows(write_run).values()
-    assert row.figures["perf/step_ms"] == Figure(100.0, None)
+    assert row.statistics["perf/step_ms"] == Statistic(100.0, None)
 
 
 def test_a_seed_that_diverged_leaves_the_row_without_a_spread(write_run):
@@ -53,12 +53,12 @@ def test_a_seed_that_diverged_leaves_the_row_without_a_spread(write_run):
         write_run(seed=seed, losses=(4.0, loss))
     (row,) = rows(write_run).values()
     assert math.isnan(row.mean("train/final_loss"))
-    assert row.figures["train/final_loss"].spread is None
+    assert row.statistics["train/final_loss"].spread is None
 
 
 def test_one_run_has_no_spread(write_run):
     write_run()
-    assert rows(write_run)["none"].figures["perf/step_ms"].spread is None
+    assert rows(write_run)["none"].statistics["perf/step_ms"].spread is None
 
 
 def test_failed_seeds_are_counted_but_not_averaged(write_run):
@@ -66,111 +66,6 @@ def test_failed_seeds_are_counted_but_not_averaged(write_run):
     write_run(seed=1, step_ms=900.0, status="failed", reason="the disk is full")
     (row,) = rows(write_run).values()
     assert (row.mean("perf/step_ms"), row.status, row.reasons) == (100.0, "1 ok, 1 failed", ["the disk is full"])
-
-
-def test_names_are_what_distinguishes_the_runs(write_run):
-    write_run("none")
-    write_run("none", recompute="block")
-    write_run("layer_stream", knobs={"slots": 2, "include": []})
-    write_run("layer_stream", knobs={"slots": 3, "include": []})
-    write_run("tensor_swap", knobs={"budget": 0})
-    write_run("layer_stream", knobs={"slots": 3, "include": ["a", "b"]}, top={"batch_size": 4})
-    assert list(rows(write_run)) == [
-        "none batch_size=8",
-        "none recompute=block batch_size=8",
-        "layer_stream slots=2 include=[] batch_size=8",
-        "layer_stream slots=3 include=[] batch_size=8",
-        "tensor_swap batch_size=8",
-        "layer_stream slots=3 include=[a,b] batch_size=4",
-    ]
-
-
-def test_runs_without_settings_or_of_another_version_lengthen_no_names(write_run):
-    write_run("none", top={"new_key": 3})
-    write_run("layer_stream")
-    lost = write_run("none", status="failed", reason="exit status 4", losses=None)
-    for name in ("choices.yaml", "config.yaml"):
-        (lost / name).unlink()
-    assert list(rows(write_run)) == ["none", "layer_stream", "2"]
-
-
-def test_names_need_no_choices(write_run):
-    for directory in (write_run("none"), write_run("layer_stream", recompute="block")):
-        (directory / "choices.yaml").unlink()
-    assert list(rows(write_run)) == ["none", "layer_stream recompute=block"]
-
-
-def test_the_reference_has_the_same_settings_but_for_the_mode(write_run):
-    write_run("none", step_ms=100.0)
-    write_run("none", step_ms=150.0, recompute="block")
-    write_run("none", step_ms=400.0, top={"batch_size": 32})
-    write_run("layer_stream", step_ms=300.0, recompute="block", top={"log_every": 5}, knobs={"slots": 4})
-    write_run("layer_stream", step_ms=300.0, top={"batch_size": 64})
-    *_, with_recompute, alone = rows(write_run).values()
-    assert with_recompute.ratio == 2.0
-    assert (alone.ratio, alone.floor_ratio, alone.curve) == (None, None, None)
-
-
-@pytest.mark.parametrize(("recompute", "ratio"), [(("none", "block"), 2.0), (("none",), 3.0)])
-@pytest.mark.parametrize("asked", ["none", "block"])
-def test_a_mode_that_recomputes_by_itself_has_a_reference_that_does_so_if_there_is_one(
-    write_run, recompute: tuple[str, ...], ratio: float, asked: str
-):
-    for choice in recompute:
-        write_run("none", recompute=choice, step_ms=100.0 if choice == "none" else 150.0)
-    write_run("shard_offload", step_ms=300.0, recompute=asked)
-    assert rows(write_run)["shard_offload"].ratio == ratio
-
-
-def test_a_mode_that_recomputes_by_itself_is_one_row_with_and_without_recompute(write_run):
-    write_run("shard_offload", recompute="none")
-    write_run("shard_offload", recompute="block")
-    assert len(rows(write_run)["shard_offload"].runs) == 2
-
-
-def test_the_optimizer_on_the_device_is_the_reference_where_no_resident_run_has_it_on_the_host(write_run):
-    write_run("none", step_ms=100.0)
-    write_run("layer_stream", optimizer="host_adamw", step_ms=200.0)
-    assert rows(write_run)["layer_stream optimizer=host_adamw"].ratio == 2.0
-    write_run("none", optimizer="host_adamw", step_ms=400.0)
-    assert rows(write_run)["layer_stream optimizer=host_adamw"].ratio == 0.5
-
-
-def test_a_resident_run_that_failed_is_no_reference(write_run):
-    write_run("none", status="out_of_memory", reason="the GPU is full")
-    write_run("layer_stream")
-    assert rows(write_run)["layer_stream"].ratio is None
-
-
-def test_runs_on_other_gpus_are_neither_repetitions_nor_references(write_run):
-    write_run("none", hardware=H200)
-    write_run("none", hardware={"gpu_name": "RTX 4090"}, step_ms=300.0)
-    write_run("layer_stream", hardware={"gpu_name": "RTX 4090"}, step_ms=330.0)
-    found = rows(write_run)
-    assert list(found) == ["none device=NVIDIA H200", "none device=RTX 4090", "layer_stream device=RTX 4090"]
-    assert found["layer_stream device=RTX 4090"].ratio == pytest.approx(1.1)
-
-
-def test_runs_on_the_cpu_are_neither_repetitions_nor_references_of_those_on_a_gpu(write_run):
-    asked = {"device": "auto"}
-    write_run("none", seed=0, hardware={"device": "cpu"}, step_ms=900.0, top=asked)
-    write_run("none", seed=1, hardware=H200, step_ms=10.0, top=asked)
-    write_run("layer_stream", hardware={"device": "cpu"}, step_ms=990.0, top=asked)
-    write_run("tensor_swap", hardware=H200, step_ms=15.0, top=asked)
-    found = rows(write_run)
-    assert {name: row.ratio for name, row in found.items()} == {
-        "none device=cpu": 1.0,
-        "none device=NVIDIA H200": 1.0,
-        "layer_stream device=cpu": pytest.approx(1.1),
-        "tensor_swap device=NVIDIA H200": 1.5,
-    }
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-def test_a_run_without_hardware_is_as_the_others_on_one_device(write_run, device: str):
-    write_run("none", seed=0, hardware={"device": device})
-    write_run("none", seed=1, status="failed", reason="lr", losses=None)
-    assert [len(row.runs) for row in rows(write_run).values()] == [2]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +78,7 @@ def test_the_floor_is_the_resident_step_or_the_slowest_way(write_run, in_gib, ou
     assert rows(write_run)["layer_stream"].floor_ratio == pytest.approx(5e3 / floor_ms)
 
 
-def test_bytes_over_a_bus_that_was_not_measured_or_is_none_make_no_floor(write_run):
+def test_bytes_without_a_measured_bandwidth_of_a_gpu_are_not_in_the_floor(write_run):
     write_run("none", step_ms=100.0)
     write_run("layer_stream", step_ms=300.0, transfer__h2d_gib=1e6, hardware={"h2d_gb_s": 10.0})
     assert rows(write_run)["layer_stream"].floor_ratio == 3.0
@@ -209,7 +104,7 @@ def test_a_plan_names_the_update_on_the_host_as_the_comparison_reads_it():
     assert HOST_OPTIMIZER in forecast([phase], Bandwidth(1.0, 1.0, 1.0), 1.0, UpdateTimes()).floors
 
 
-def test_without_a_resident_run_the_floor_is_the_predicted_one(write_run):
+def test_without_a_resident_run_the_floor_is_the_planned_one(write_run):
     write_run("layer_stream", step_ms=300.0, perf__floor_ms=200.0)
     row = rows(write_run)["layer_stream"]
     assert (row.ratio, row.floor_ratio) == (None, 1.5)

@@ -1,4 +1,4 @@
-"""The wandb workspace as a specification: it is one that wandb-workspaces reads, and names what the runs record."""
+"""The wandb workspace as a specification: wandb-workspaces reads it, and it names metrics that runs record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from training.comparison import wandb_workspace
 pytest.importorskip("wandb_workspaces", reason="wandb-workspaces is not installed (pip install wandb-workspaces)")
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # it is behind the times of pydantic
+    warnings.simplefilter("ignore")  # it uses deprecated features of pydantic
     import wandb_workspaces.reports.v2 as wr
     from wandb_workspaces.workspaces import Workspace, internal
 
@@ -105,7 +105,7 @@ def test_publishing_saves_the_workspace_for_the_default_entity(monkeypatch, caps
     assert capsys.readouterr().out.splitlines()[-1] == "workspace: https://wandb.ai/someone/offload?nw=abc"
 
 
-def test_what_wandb_refuses_is_one_line(monkeypatch):
+def test_a_refusal_of_wandb_is_one_line(monkeypatch):
     import wandb
 
     def refuse() -> None:
@@ -113,9 +113,7 @@ def test_what_wandb_refuses_is_one_line(monkeypatch):
 
     monkeypatch.setattr(wandb, "login", lambda **_: True)
     monkeypatch.setattr(wandb, "Api", refuse)
-    with pytest.raises(
-        UserError, match=r"^--publish: wandb did not take the workspace for offload \(no such entity\)$"
-    ):
+    with pytest.raises(UserError, match=r"^--publish: wandb refused the workspace for offload \(no such entity\)$"):
         run(monkeypatch, "--publish")
 
 

@@ -1,0 +1,49 @@
+"""What figures share: size, style, names in lines, and axes for wide ranges."""
+
+from __future__ import annotations
+
+import matplotlib
+import pytest
+
+from training.comparison.canvas import DPI, LONGEST, WIDTH_IN, canvas, fix_layout, in_lines, png, scale_for_range, style
+
+
+def test_a_figure_has_its_size_and_is_the_same_png_on_every_call():
+    figure, _ = canvas(3.0)
+    content = png(figure)
+    assert content.startswith(b"\x89PNG")
+    assert content == png(figure)
+    width, height = (int.from_bytes(content[i : i + 4], "big") for i in (16, 20))
+    assert (width, height) == (WIDTH_IN * DPI, 3.0 * DPI)
+
+
+def test_the_style_overrides_the_users_and_is_undone():
+    before = matplotlib.rcParams["font.size"]
+    with matplotlib.rc_context({"axes.facecolor": "black", "font.size": before + 1}):
+        with style():
+            assert matplotlib.rcParams["axes.facecolor"] == matplotlib.rcParamsDefault["axes.facecolor"]
+            assert not matplotlib.rcParams["text.parse_math"]
+        assert matplotlib.rcParams["font.size"] == before + 1
+
+
+def test_names_break_into_lines_and_long_words_lose_their_middle():
+    assert in_lines("layer_stream slots=3 resident=60%", 20) == "layer_stream slots=3\nresident=60%"
+    shortened = in_lines("a" * 100 + "b" * 100, 1000)
+    assert shortened == "a" * (LONGEST // 2) + "\N{HORIZONTAL ELLIPSIS}" + "b" * (LONGEST // 2)
+
+
+@pytest.mark.parametrize(("values", "scale"), [([100.0, 399.0], "linear"), ([100.0, 401.0], "log")])
+def test_a_wide_range_is_logarithmic(values: list[float], scale: str):
+    _, axes = canvas(3.0)
+    axes.plot([1, 2], values)
+    scale_for_range(axes, values)
+    assert axes.get_yscale() == scale
+
+
+def test_a_fixed_layout_does_not_move():
+    figure, axes = canvas(3.0)
+    fix_layout(figure)
+    before = axes.bbox.extents.tolist()
+    axes.text(-1.0, 0.5, "far outside")
+    figure.canvas.draw()
+    assert axes.bbox.extents.tolist() == before

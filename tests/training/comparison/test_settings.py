@@ -1,0 +1,118 @@
+"""Settings: which runs repeat each other, what names tell them apart, and which run is the reference of which."""
+
+from __future__ import annotations
+
+import pytest
+
+from training.comparison.rows import Row
+
+H200 = {"gpu_name": "NVIDIA H200", "h2d_gb_s": 50.0, "d2h_gb_s": 25.0}
+
+
+def rows(write_run) -> dict[str, Row]:
+    return {row.name: row for row in write_run.rows()}
+
+
+def test_names_tell_runs_apart(write_run):
+    write_run("none")
+    write_run("none", recompute="block")
+    write_run("layer_stream", knobs={"slots": 2, "include": []})
+    write_run("layer_stream", knobs={"slots": 3, "include": []})
+    write_run("tensor_swap", knobs={"budget": 0})
+    write_run("layer_stream", knobs={"slots": 3, "include": ["a", "b"]}, top={"batch_size": 4})
+    assert list(rows(write_run)) == [
+        "none batch_size=8",
+        "none recompute=block batch_size=8",
+        "layer_stream slots=2 include=[] batch_size=8",
+        "layer_stream slots=3 include=[] batch_size=8",
+        "tensor_swap batch_size=8",
+        "layer_stream slots=3 include=[a,b] batch_size=4",
+    ]
+
+
+def test_names_leave_out_keys_that_other_runs_do_not_have(write_run):
+    write_run("none", top={"new_key": 3})
+    write_run("layer_stream")
+    lost = write_run("none", status="failed", reason="exit status 4", losses=None)
+    for name in ("choices.yaml", "config.yaml"):
+        (lost / name).unlink()
+    assert list(rows(write_run)) == ["none", "layer_stream", "2"]
+
+
+def test_names_need_no_choices(write_run):
+    for directory in (write_run("none"), write_run("layer_stream", recompute="block")):
+        (directory / "choices.yaml").unlink()
+    assert list(rows(write_run)) == ["none", "layer_stream recompute=block"]
+
+
+def test_the_reference_has_the_same_settings_except_for_the_mode(write_run):
+    write_run("none", step_ms=100.0)
+    write_run("none", step_ms=150.0, recompute="block")
+    write_run("none", step_ms=400.0, top={"batch_size": 32})
+    write_run("layer_stream", step_ms=300.0, recompute="block", top={"log_every": 5}, knobs={"slots": 4})
+    write_run("layer_stream", step_ms=300.0, top={"batch_size": 64})
+    *_, with_recompute, alone = rows(write_run).values()
+    assert with_recompute.ratio == 2.0
+    assert (alone.ratio, alone.floor_ratio, alone.curve) == (None, None, None)
+
+
+@pytest.mark.parametrize(("recompute", "ratio"), [(("none", "block"), 2.0), (("none",), 3.0)])
+@pytest.mark.parametrize("asked", ["none", "block"])
+def test_a_mode_that_recomputes_by_itself_has_a_reference_that_recomputes_if_there_is_one(
+    write_run, recompute: tuple[str, ...], ratio: float, asked: str
+):
+    for choice in recompute:
+        write_run("none", recompute=choice, step_ms=100.0 if choice == "none" else 150.0)
+    write_run("shard_offload", step_ms=300.0, recompute=asked)
+    assert rows(write_run)["shard_offload"].ratio == ratio
+
+
+def test_a_mode_that_recomputes_by_itself_is_one_row_with_and_without_recompute(write_run):
+    write_run("shard_offload", recompute="none")
+    write_run("shard_offload", recompute="block")
+    assert len(rows(write_run)["shard_offload"].runs) == 2
+
+
+def test_a_run_with_host_adamw_is_compared_with_adamw_if_no_resident_run_has_host_adamw(write_run):
+    write_run("none", step_ms=100.0)
+    write_run("layer_stream", optimizer="host_adamw", step_ms=200.0)
+    assert rows(write_run)["layer_stream optimizer=host_adamw"].ratio == 2.0
+    write_run("none", optimizer="host_adamw", step_ms=400.0)
+    assert rows(write_run)["layer_stream optimizer=host_adamw"].ratio == 0.5
+
+
+def test_a_resident_run_that_failed_is_no_reference(write_run):
+    write_run("none", status="out_of_memory", reason="the GPU is full")
+    write_run("layer_stream")
+    assert rows(write_run)["layer_stream"].ratio is None
+
+
+def test_runs_on_other_gpus_are_neither_repetitions_nor_references(write_run):
+    write_run("none", hardware=H200)
+    write_run("none", hardware={"gpu_name": "RTX 4090"}, step_ms=300.0)
+    write_run("layer_stream", hardware={"gpu_name": "RTX 4090"}, step_ms=330.0)
+    found = rows(write_run)
+    assert list(found) == ["none device=NVIDIA H200", "none device=RTX 4090", "layer_stream device=RTX 4090"]
+    assert found["layer_stream device=RTX 4090"].ratio == pytest.approx(1.1)
+
+
+def test_runs_on_the_cpu_are_neither_repetitions_nor_references_of_those_on_a_gpu(write_run):
+    asked = {"device": "auto"}
+    write_run("none", seed=0, hardware={"device": "cpu"}, step_ms=900.0, top=asked)
+    write_run("none", seed=1, hardware=H200, step_ms=10.0, top=asked)
+    write_run("layer_stream", hardware={"device": "cpu"}, step_ms=990.0, top=asked)
+    write_run("tensor_swap", hardware=H200, step_ms=15.0, top=asked)
+    found = rows(write_run)
+    assert {name: row.ratio for name, row in found.items()} == {
+        "none device=cpu": 1.0,
+        "none device=NVIDIA H200": 1.0,
+        "layer_stream device=cpu": pytest.approx(1.1),
+        "tensor_swap device=NVIDIA H200": 1.5,
+    }
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_run_without_hardware_joins_the_others_if_they_used_one_device(write_run, device: str):
+    write_run("none", seed=0, hardware={"device": device})
+    write_run("none", seed=1, status="failed", reason="lr", losses=None)
+    assert [len(row.runs) for row in rows(write_run).values()] == [2]
