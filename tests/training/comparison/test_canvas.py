@@ -1,4 +1,4 @@
-"""What figures share: size, style, names in lines, and axes for wide ranges."""
+"""The basis of all figures: size, style, names in lines, and axes for wide ranges."""
 
 from __future__ import annotations
 
