@@ -1,1 +1,4 @@
-"""Models in plain PyTorch, the initial values of their parameters, and their weight files."""
+"""Models in plain PyTorch, the initial values of their parameters, and their weight files.
+
+Read `llama` first, then `loss`. `initialise` and `weights` fill a model that is on any device.
+"""

@@ -1,1 +1,4 @@
-"""Checkpoints: the whole state of a run on disk, from which it resumes as if it had never stopped."""
+"""Checkpoints: the whole state of a run on disk, from which it resumes as if it had never stopped.
+
+Read `saving` first, then `resuming`. `durable` and `manifest` make a checkpoint complete or absent.
+"""

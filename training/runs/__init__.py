@@ -1,0 +1,4 @@
+"""The directory of a run, how the run was started, and how it ends.
+
+Read `directory` first, then `failures`. `files` has the name of every file that a run writes.
+"""
