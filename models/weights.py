@@ -170,7 +170,7 @@ def _indexed_files(index: Path) -> dict[Path, set[str]]:
             # An index is not trusted: it may name files of its own folder only.
             if file_name != Path(file_name).name or not file_name.endswith(".safetensors"):
                 raise ValueError(
-                    f"{index} names {file_name!r}, which is no .safetensors file beside it: "
+                    f"{index} names {file_name!r}, which is not a .safetensors file beside it: "
                     "download the checkpoint again"
                 )
             by_file.setdefault(index.parent / file_name, set()).add(name)

@@ -8,7 +8,7 @@ Two orders keep streaming right:
 
 1. Compute reads a slot of the device after the copy that fills it. The event `ready` of the slot ends that copy.
 2. A copy overwrites memory after all streams that read it: a slot after its event `free`, other device memory after
-   compute was made to wait for the copy that reads it, a unit's home in host memory after the gradients and updates.
+   compute was made to wait for the copy that reads it, a unit's home on the host after the copy in that reads it.
 
 On the CPU, `runtime.stream_checker` checks both for every declared access, in every test.
 

@@ -279,7 +279,7 @@ def with_floor(row: dict, resident_ms: float | None, speed: dict[str, float]) ->
 
 
 def _cell(value: float | str | None, scale: float) -> str:
-    """Formats a value; a dash stands for one that nobody measured."""
+    """Formats a value; a dash stands for one that was not measured."""
     if value is None:
         return f"{'-':>11}"
     return f"{value / scale:11.3f}" if scale else f"{value:>11}"

@@ -81,7 +81,7 @@ def test_the_default_job_learns(tmp_path: Path):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("options", [(), ("recompute=block", "microbatches=3", "clip_norm=null")])
 def test_every_mode_trains_alike(tmp_path: Path, monkeypatch, precision: str, options: tuple[str, ...]):
-    # So small a model's activations would not leave, or be wanted back before their copies are let go.
+    # Activations of so small a model would stay, or be used again before their device memory is freed.
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1024)
     for mode in (shard_offload, tensor_swap):
         monkeypatch.setattr(mode, "IN_FLIGHT_BYTES", 1024)

@@ -22,7 +22,7 @@ from training.runs.signals import StopRequest
 
 
 class StepResult(NamedTuple):
-    """What one step computed."""
+    """The loss and the gradients' norm of one step."""
 
     loss: Tensor
     """float32 scalar on the device"""

@@ -44,7 +44,7 @@ class Recorder:
         # Steps since the last record that were traced, and what the mode had counted before one.
         self._traced_steps = 0
         self._before_trace: Counters | None = None
-        # What the mode had counted at the last record.
+        # The mode's counters at the last record.
         self._counters = self._mode.counters()
         self._save_ms: list[float] = []
         reset_peaks(self._device)

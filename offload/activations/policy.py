@@ -45,7 +45,7 @@ class Pause(NamedTuple):
 
 
 class Choice(Enum):
-    """What to do with a span that is about to be saved."""
+    """The treatment of a span that is about to be saved."""
 
     SWAP = "copy it to the host"
     KEEP = "keep it on the device, within the budget"

@@ -19,7 +19,7 @@ from offload.activations.use_order import UseOrder
 class SpanTable:
     """Weak references to the swapped spans, numbered in the order in which they were saved.
 
-    Autograd alone keeps spans alive, and may drop them at any time, in any thread. What a dead span leaves waits in
+    Autograd alone keeps spans alive, and may drop them at any time, in any thread. The memory of a dead span waits in
     `released` until the swapper takes it with `pop_released`. `ahead_bytes` are on the device before backward asked.
     """
 

@@ -1,7 +1,7 @@
 """A swapped span: bytes of a storage that wait on the host until backward uses them.
 
-Tensors come and go while the storage below them stays, and one storage may be saved as many views. So what is swapped
-is a byte range of a storage, and every view of it that is saved shares the copy.
+Tensors come and go while the storage below them stays, and one storage may be saved as many views. So a swap is of
+a byte range of a storage, and every view of it that is saved shares the copy.
 
 Lifecycle of a swapped span
 ---------------------------
@@ -124,7 +124,7 @@ class SwappedSpan:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the memory that is copied out is still kept for that copy."""
+        """True while the memory that is copied out is kept for that copy."""
         return self.leaving is not None and self.leaving() is not None
 
     def original(self) -> torch.UntypedStorage | None:

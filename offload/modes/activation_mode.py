@@ -1,4 +1,4 @@
-"""The base of the modes that move activations. They stand on another mode, which says where the weights live."""
+"""The base of the modes that move activations. They stand on another mode, which decides where the weights live."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ActivationMode(Mode, ABC):
 
     @abstractmethod
     def openers(self, model: nn.Module) -> Iterable[tuple[nn.Module, Opener]]:
-        """Yields modules, and for each what makes the context around its calls in a step.
+        """Yields modules, and for each the function that makes the context around its calls in a step.
 
         Raises KnobError where the mode's knobs do not fit the model.
         """
@@ -53,7 +53,7 @@ class ActivationMode(Mode, ABC):
         return nullcontext()
 
     def activation_counters(self) -> Counters:
-        """Returns what the mode has counted itself, besides the weights."""
+        """Returns the counters of the activations, without those of the weights."""
         return Counters()
 
     def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
@@ -62,7 +62,7 @@ class ActivationMode(Mode, ABC):
             return self.weights.footprint(model, recompute)
 
     def attach(self, model: nn.Module, streams: Streams) -> None:
-        """Takes `model` over, as `weights` does, and raises what that raises."""
+        """Takes `model` over, as `weights` does, with the same errors."""
         if self._contexts_of_modules is not None:
             raise RuntimeError("this mode has a model already: detach it, or make a second mode")
         openers = [(module, self._in_steps_only(opener)) for module, opener in self.openers(model)]

@@ -89,5 +89,5 @@ class Mode:
         """Between steps: optimizer states of `nbytes` live on the device from now on, where the mode chooses them."""
 
     def counters(self) -> Counters:
-        """Returns what the mode has counted since `attach`."""
+        """Returns the totals since `attach`."""
         return Counters()

@@ -1,6 +1,6 @@
 """tensor_swap: tensors saved for backward wait on the host, the idea of MindSpeed's swap-attention and of vDNN.
 
-Another mode says where the weights live: resident, or streamed.
+Another mode decides where the weights live: resident, or streamed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The AdamW update of one parameter (Loshchilov and Hutter 2019), and the choice of what computes it.
+"""The AdamW update of one parameter (Loshchilov and Hutter 2019), and the choice of the kernel that computes it.
 
 Both kernels read the gradient, update float32 master and moments, and write the weight. `FusedUpdate` is torch's own
 kernel on tiles that stay in the host's cache; it works on any device and dtype. `NativeUpdate` is one C loop, compiled
@@ -187,7 +187,7 @@ def fastest_update(threads: int, compile: str = "auto") -> UpdateKernel:
 def measure(kernels: list[UpdateKernel], repeats: int = 3) -> dict[str, float]:
     """Returns seconds by kernel name for an update of SAMPLE bf16 weights with float32 states, the best of several.
 
-    Takes 16 bytes a weight meanwhile.
+    It needs 16 bytes a weight while it runs.
     """
     halves = [torch.zeros(SAMPLE, dtype=torch.bfloat16) for _ in range(2)]
     operands = Operands(*halves, *(torch.zeros(SAMPLE) for _ in range(3)))

@@ -66,7 +66,7 @@ class StatePlacement:
         return self._placed.get(parameter, parameter.device)
 
     def prepare(self, parameter: Tensor, state: State) -> None:
-        """Makes what the parameter's state lacks, and a master that is outdated."""
+        """Makes the missing tensors of the parameter's state, and a master that is outdated."""
         if not state:
             state["step"] = torch.zeros((), device=self.device_of(parameter))
             for name in MOMENTS:

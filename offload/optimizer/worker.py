@@ -1,4 +1,4 @@
-"""Updates units on a thread of the host, while the device goes on with the step.
+"""Updates units on a thread of the host, while the device computes the step.
 
 Of the gradients that have landed, the worker takes those of the unit that the next forward needs first. So the updates
 of a step are hidden behind its own backward and the next forward. They are exact: a unit is used after its own updates,

@@ -1,4 +1,4 @@
-"""Runs a training step of a mode on tensors of the meta device, and counts what it would copy, compute and allocate.
+"""Runs a training step of a mode on tensors of the meta device, and counts the bytes and FLOPs that it would take.
 
 A formula for the bytes of a mode would repeat the mode. So its own code runs here, with slots, copies and hooks, on a
 model without memory: copies are counted where they are made, and device memory by the tracker. It takes seconds for a
@@ -132,7 +132,7 @@ def dry_run(
     `losses` compute the loss of each microbatch on meta tensors. `recomputed` are the blocks that backward computes
     again, unless the mode does so itself. `norms`: the mode takes the norms of gradients. `timed` are streams that
     record when they do what. `on_gpu`: the kernels are those of a GPU, not of the CPU; they save other tensors for
-    backward. Raises what the model raises where it needs values.
+    backward. Raises the model's error where the model needs values.
     """
     streams = timed or CheckedStreams(torch.device("meta"))
     tracker = MemoryTracker(timed.spend) if timed else MemoryTracker()

@@ -1,10 +1,10 @@
-"""What a mode counts: bytes copied, times waited, parameters updated, and the host memory that it has."""
+"""The counters of a mode: bytes copied, times waited, parameters updated, and the host memory that it has."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-# What is there now. The other counters only grow.
+# Amounts at this moment. The other counters only grow.
 LEVELS = ("host_pinned_bytes", "host_pageable_bytes")
 
 
@@ -14,12 +14,12 @@ class Counters:
 
     `weights + activations` are the counters of a mode made of both: all add up. `later - earlier` is what happened
     between two readings of one mode: totals are the growth, and the levels (`LEVELS`) are those of `later`, because a
-    difference of what is there now would say nothing of what is there.
+    difference of two amounts is not an amount.
 
     Attributes:
         h2d_bytes, d2h_bytes: copied from host to device and back, activations included.
         activation_h2d_bytes, activation_d2h_bytes: of these, activations.
-        stall_ms: compute stood still for copies; None where nobody times them, also in sums and differences.
+        stall_ms: compute stood still for copies; None where they are not timed, also in sums and differences.
         waited_for_bytes: copied while compute stood still, where each copy is waited for.
         swapped_bytes: activations that went to the host to free their memory.
         released_bytes: of these, those whose device memory was free until they were wanted back.

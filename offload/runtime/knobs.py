@@ -93,7 +93,7 @@ def check_knobs(owner: Any) -> None:
 def explanations(owner: type) -> dict[str, str]:
     """The explanation of each knob of a class: its entry in the `Args:` section of the docstring of the class.
 
-    What a class does not explain, the classes it derives from do.
+    A knob that the class does not explain has the explanation of a class that it derives from.
     """
     found: dict[str, str] = {}
     for base in reversed(owner.__mro__):

@@ -111,7 +111,7 @@ class Transfer:
 
 def profiled(name: str) -> AbstractContextManager:
     """Returns a context that is a range of that name in a profiler's trace; it does nothing where none is recorded."""
-    # To open a range costs microseconds, also where nobody records it.
+    # To open a range costs microseconds, also where no profiler records it.
     return torch.profiler.record_function(name) if is_profiling() else nullcontext()
 
 

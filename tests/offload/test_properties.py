@@ -16,7 +16,7 @@ from offload.activations.checkpointing import recompute
 from offload.modes import shard_offload, tensor_swap
 from offload.modes.none import Resident
 from tests.offload.helpers import updates
-from tests.offload.helpers.models import assert_same, same_as_resident, train, twin
+from tests.offload.helpers.models import assert_same, same_as_resident, train, with_copy
 from tests.offload.helpers.random_models import Assembled, Spec, activation_modes, built, shards, specs, weight_modes
 
 COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
@@ -103,7 +103,7 @@ def test_losses_gradients_and_updates_are_the_resident_models(spec, mode, microb
 )
 def test_updates_behind_the_step_are_the_resident_models(spec, mode, microbatches, clip_norm, early, device_share):
     assume(comparable(spec, mode, microbatches))
-    moved, resident = twin(Assembled(spec))
+    moved, resident = with_copy(Assembled(spec))
     options = {"steps": 3, "microbatches": microbatches, "clip_norm": clip_norm, "inputs": moved.inputs}
     early = early and clip_norm is None
     seen = updates.train(moved, fitting(mode, moved), early, device_share=device_share, **options)
@@ -127,7 +127,7 @@ def test_uses_that_are_summed_in_another_order_differ_by_rounding_alone():
         batch=2,
         sequence=5,
     )
-    moved, resident = twin(Assembled(spec))
+    moved, resident = with_copy(Assembled(spec))
     options = {"inputs": moved.inputs, "steps": 1, "microbatches": 3}
     seen = train(moved, built(("shard_offload", {"shards": 2})), **options)
     expected = train(resident, Resident(), **options)

@@ -1,4 +1,4 @@
-"""Delete any one wait, record or synchronize of the engine, and the twin must notice."""
+"""Delete any one wait, record or synchronize of the engine, and the stream checker must notice."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ CALLS = (
     (CheckedEvent, "record"),
     (CheckedEvent, "synchronize"),
     (CheckedStreams, "synchronize"),
-    # Of a wait for another thread only what the twin learns is deleted: really not to wait would be a race.
+    # A thread still waits for the other, else there would be a race. Only the checker's note of the wait is deleted.
     (CheckedSignal, "follow"),
 )
-# They act for a caller, or for the one who waits: the line that counts is theirs and his.
+# They act for a caller or for a thread that waits. A call site is their line and the caller's.
 BETWEEN = ("runtime/transfer.py", "optimizer/worker.py", "optimizer/overlap.py")
 
 
 def _site() -> str:
-    """The engine's line that made the call, and for what acts for a caller, his as well."""
+    """Returns the engine's line that made the call; in files that act for a caller, also the caller's line."""
     frame, lines = sys._getframe(2), []
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -67,7 +67,7 @@ class _Sites:
             monkeypatch.setattr(owner, name, self._watched(getattr(owner, name), name))
 
     def notices(self, site: str, part: Callable) -> bool:
-        """Whether the twin raises where `part` runs without the call at `site`."""
+        """Tells whether the stream checker raises where `part` runs without the call at `site`."""
         self.deleted = site
         try:
             part()
@@ -201,7 +201,7 @@ def _updating(early: bool, at_once: bool, device_share: int = 0) -> None:
             step(1)
             mode.detach()
         finally:
-            # What went wrong on the way must not leave a thread behind.
+            # A failure must not leave a thread behind.
             with suppress(Exception):
                 mode.detach()
             registry.release(streams)

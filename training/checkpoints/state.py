@@ -17,7 +17,7 @@ from training.checkpoints.manifest import DamagedError, read_json
 
 @dataclass(frozen=True)
 class RunState:
-    """How far a run has come; the defaults are those of a new run.
+    """The progress of a run; the defaults are those of a new run.
 
     The learning rate and the batches are functions of the step, so `step` is their state too.
     """

@@ -30,7 +30,7 @@ class Statistic:
 
 @dataclass(eq=False)
 class Row:
-    """Runs that differ in their seed alone. What was not measured is None or missing."""
+    """Runs that differ in their seed alone. A value that was not measured is None or missing."""
 
     name: str
     runs: list[Run]

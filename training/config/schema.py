@@ -1,6 +1,6 @@
 """Types, choices and ranges of the configuration.
 
-YAML under conf/ has the values; the dataclasses here say which values are possible. Hydra merges every option into its
+YAML under conf/ has the values; the dataclasses here have the possible values. Hydra merges every option into its
 dataclass, so that an unknown key, a wrong type or a wrong choice is refused while composing, in overlays too.
 `training.config.validation` checks what types cannot express.
 

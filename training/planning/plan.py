@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 def plan_only(config: DictConfig, invocation: Invocation) -> dict:
     """Does all of `plan=true`: prints the plan, writes plan.json and a summary, and returns the summary.
 
-    The summary's status is "planned", and its reason says what does not fit. Raises UserError as a run would.
+    The summary's status is "planned", and its reason names the part that does not fit. Raises UserError as a run would.
     """
     device = resolve_device("auto" if is_complete(config) else config.device)
     components = Components.of(config, invocation, device)
@@ -66,7 +66,7 @@ def plan_only(config: DictConfig, invocation: Invocation) -> dict:
 
 
 def draw_timeline(plan: RunPlan, microbatches: int, path: Path, title: str) -> None:
-    """Draws forward and backward of the dry run; the title says that the whole step is longer, and how long.
+    """Draws forward and backward of the dry run; the title has the length of the whole step, which is longer.
 
     Of more than `MOST_DRY` microbatches only the first are drawn.
     """

@@ -1,4 +1,4 @@
-"""Configurations that cannot be composed: one line that says what was refused and what is allowed instead."""
+"""Configurations that cannot be composed: one line with the refused value and the allowed ones."""
 
 import os
 import sys

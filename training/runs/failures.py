@@ -1,4 +1,4 @@
-"""How a run that ends early tells its user: one line if the user can fix the cause, a traceback if not."""
+"""Reports to the user why a run ended early: one line if the user can fix the cause, a traceback if not."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The names of the files and folders that a run, a plan or a comparison writes, each of them written here only.
 
-What is inside a checkpoint's folder is named in `training.checkpoints.layout`.
+`training.checkpoints.layout` names the files inside a checkpoint's folder.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How a run was started. Hydra keeps this in a global; train.py reads it once and hands it down."""
+"""The facts of how a run was started. Hydra keeps them in a global; train.py reads it once and passes them on."""
 
 from __future__ import annotations
 

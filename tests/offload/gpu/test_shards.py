@@ -9,7 +9,7 @@ from offload.modes import shard_offload
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from tests.offload.helpers.late import ON_A_GPU
-from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, train, twin
+from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, train, with_copy
 
 pytestmark = ON_A_GPU
 
@@ -26,7 +26,7 @@ def test_equals_resident(
     shards: int, slots: int, checkpoint: bool, boundary: str, microbatches: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
-    sharded, resident = twin(Stack(width=64, dropout=0.2))
+    sharded, resident = with_copy(Stack(width=64, dropout=0.2))
     mode = ShardOffload(shards=shards, slots=slots, checkpoint=checkpoint, boundary=boundary)
     assert_same(
         train(sharded, mode, inputs, microbatches=microbatches, device="cuda"),

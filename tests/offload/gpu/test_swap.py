@@ -17,7 +17,7 @@ from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.tensor_swap import TensorSwap
 from offload.runtime.transfer import Transfer
 from tests.offload.helpers.late import ON_A_GPU
-from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, train, twin
+from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, train, with_copy
 
 pytestmark = ON_A_GPU
 
@@ -43,7 +43,7 @@ def little_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("budget", [0, 20000, "auto"])
 def test_equals_resident(budget: int | str, weights: str, checkpointing: str | None):
-    swapped, resident = twin(Stack(width=64, recompute=checkpointing, dropout=0.2))
+    swapped, resident = with_copy(Stack(width=64, recompute=checkpointing, dropout=0.2))
     mode = TensorSwap(WEIGHTS[weights](), min_bytes=1, prefetch=4000, budget=budget)
     assert_same(
         train(swapped, mode, inputs, device="cuda"),
@@ -60,7 +60,7 @@ def test_equals_resident_with_convolutions_in_bf16():
     def signal(step: int, microbatch: int) -> torch.Tensor:
         return inputs(step, microbatch).bfloat16().expand(3, 5, 8)
 
-    swapped, resident = twin(model)
+    swapped, resident = with_copy(model)
     assert_same(
         train(swapped, TensorSwap(Resident(), min_bytes=1), signal, device="cuda"),
         train(resident, Resident(), signal, device="cuda"),
@@ -80,7 +80,7 @@ def test_the_delays_would_show_a_missing_wait(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(Transfer, "_copy", late_copy)
     monkeypatch.setattr(Transfer, "await_on", lambda self, stream, event: None)
-    swapped, resident = twin(Stack(width=64))
+    swapped, resident = with_copy(Stack(width=64))
     broken = train(swapped, TensorSwap(Resident(), min_bytes=1), inputs, device="cuda", steps=1)
     with pytest.raises(AssertionError):
         assert_same(broken, train(resident, Resident(), inputs, device="cuda", steps=1))
@@ -89,7 +89,7 @@ def test_the_delays_would_show_a_missing_wait(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.usefixtures("little_in_flight")
 def test_parts_of_a_backward_and_graphs_that_are_dropped():
     """Prefetches that were not used do not write over the next owner of the memory or of the host block."""
-    swapped, resident = twin(Stack(width=256))
+    swapped, resident = with_copy(Stack(width=256))
 
     def gradients(model: nn.Module, mode) -> list[torch.Tensor]:
         found = []
@@ -188,7 +188,7 @@ def test_tensors_of_the_host_stay():
         def forward(self, batch):
             return self.layer(batch)[torch.tensor([0, 2, 3])].square() * torch.ones((), dtype=torch.float32)
 
-    swapped, resident = twin(Mixed())
+    swapped, resident = with_copy(Mixed())
     assert_same(
         train(swapped, TensorSwap(Resident(), min_bytes=1), inputs, device="cuda"),
         train(resident, Resident(), inputs, device="cuda"),
@@ -225,7 +225,7 @@ def test_the_host_goes_on_while_the_device_is_in_the_step():
 
 @pytest.mark.usefixtures("delayed")
 def test_save_on_cpu_has_the_residents_loss_and_gradients():
-    saved, resident = twin(Stack(width=64, dropout=0.2))
+    saved, resident = with_copy(Stack(width=64, dropout=0.2))
     # torch returns contiguous tensors, also for others, and kernels choose by strides. One step without its
     # weights, because AdamW makes whole steps of the least difference between gradients near zero.
     options = {"steps": 1, "device": "cuda"}

@@ -18,7 +18,7 @@ from offload.modes.tensor_swap import TensorSwap
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.worker import UpdateWorker
 from tests.offload.helpers.late import ON_A_GPU, make_late
-from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, twin
+from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, with_copy
 from tests.offload.helpers.optimizers import SETTINGS, needs_compiler
 from training.loop import clip_scale, gradient_norm
 
@@ -95,14 +95,14 @@ def train(
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_equals_updates_in_turn(mode: str, early: bool):
-    ours, theirs = twin(Stack(width=64, dropout=0.2))
+    ours, theirs = with_copy(Stack(width=64, dropout=0.2))
     assert_same(train(ours, MODES[mode](), early), train(theirs, MODES[mode](), None))
 
 
 @pytest.mark.usefixtures("delayed", "poisoned", "worker")
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_equals_updates_in_turn_in_bf16_with_clipping(microbatches: int):
-    ours, theirs = twin(Stack(width=64).bfloat16())
+    ours, theirs = with_copy(Stack(width=64).bfloat16())
     options = {"microbatches": microbatches, "clip_norm": 0.01}
     assert_same(
         train(ours, LayerStream(slots=2), False, **options),
@@ -113,7 +113,7 @@ def test_equals_updates_in_turn_in_bf16_with_clipping(microbatches: int):
 @needs_compiler
 @pytest.mark.parametrize("early", [False, True])
 def test_equals_updates_in_turn_with_the_compiled_kernel(early: bool):
-    ours, theirs = twin(Stack(width=256, depth=8).bfloat16())
+    ours, theirs = with_copy(Stack(width=256, depth=8).bfloat16())
     options = {"microbatches": 1, "compile": "auto"}
     assert_same(
         train(ours, LayerStream(), early, **options),
@@ -165,7 +165,7 @@ def test_a_wait_for_the_worker_that_is_missing_would_show(monkeypatch: pytest.Mo
             optimizer.step()
             return model(stack_inputs(0, 0, "cuda"))
 
-    ours, theirs = twin(Stack(width=64))
+    ours, theirs = with_copy(Stack(width=64))
     expected = evaluated_after_a_step(theirs, LayerStream(slots=2))
     monkeypatch.setattr(UpdateWorker, "wait", lambda self, unit: None)
     assert not torch.equal(evaluated_after_a_step(ours, LayerStream(slots=2)), expected)
@@ -183,7 +183,7 @@ def test_a_wait_for_gradients_that_is_missing_would_show(monkeypatch: pytest.Mon
         for tensor, event in zip(unit.tensors, events, strict=True):
             tensor.landed = event
 
-    ours, theirs = twin(Stack(width=64))
+    ours, theirs = with_copy(Stack(width=64))
     expected = train(theirs, LayerStream(slots=2), early=True)
     monkeypatch.setattr(UpdateWorker, "offer", offered_as_landed)
     broken = train(ours, LayerStream(slots=2), early=True)

@@ -18,7 +18,7 @@ from offload.runtime import registry
 from offload.runtime.host_memory import HostArena
 from offload.runtime.transfer import Transfer
 from tests.offload.helpers.late import DELAY_CYCLES, ON_A_GPU, make_late
-from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, train, twin
+from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, train, with_copy
 
 pytestmark = ON_A_GPU
 
@@ -32,7 +32,7 @@ def inputs(step: int, microbatch: int) -> torch.Tensor:
 @pytest.mark.parametrize("mode", [BounceLinear, LayerStream])
 @pytest.mark.parametrize("slots", [1, 2, 4])
 def test_equals_resident(slots: int, mode: type, recompute: str | None):
-    streamed, resident = twin(Stack(width=64, recompute=recompute, dropout=0.2))
+    streamed, resident = with_copy(Stack(width=64, recompute=recompute, dropout=0.2))
     assert_same(
         train(streamed, mode(slots=slots), inputs, device="cuda"),
         train(resident, Resident(), inputs, device="cuda"),
@@ -46,7 +46,7 @@ def test_equals_resident_in_bf16_with_convolutions():
     def signal(step: int, microbatch: int) -> torch.Tensor:
         return inputs(step, microbatch).bfloat16().expand(3, 5, 8)
 
-    streamed, resident = twin(model)
+    streamed, resident = with_copy(model)
     assert_same(
         train(streamed, BounceLinear(slots=1), signal, device="cuda"),
         train(resident, Resident(), signal, device="cuda"),
@@ -81,7 +81,7 @@ class Statistics(nn.Module):
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 @pytest.mark.parametrize("slots", [1, 2])
 def test_buffers_bare_parameters_and_recurrent_layers(slots: int):
-    streamed, resident = twin(Statistics())
+    streamed, resident = with_copy(Statistics())
     assert_same(
         train(streamed, LayerStream(slots=slots), inputs, device="cuda"),
         train(resident, Resident(), inputs, device="cuda"),
@@ -105,7 +105,7 @@ def test_the_delays_would_show_a_missing_wait(broken: str, monkeypatch: pytest.M
                 return event if timing else _Unrecorded(event)
 
         monkeypatch.setattr(registry, "CudaStreams", Unordered)
-    streamed, resident = twin(Stack(width=64))
+    streamed, resident = with_copy(Stack(width=64))
     broken_run = train(streamed, BounceLinear(slots=2), inputs, device="cuda", steps=2)
     monkeypatch.undo()
     expected = train(resident, Resident(), inputs, device="cuda", steps=2)
@@ -138,7 +138,7 @@ def test_blocks_are_page_locked_in_place_at_exact_size():
 def test_a_model_on_the_second_device_while_the_first_is_current():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    streamed, resident = twin(Stack(width=64))
+    streamed, resident = with_copy(Stack(width=64))
 
     def second(step: int, microbatch: int) -> torch.Tensor:
         return stack_inputs(step, microbatch, "cuda:1")
@@ -150,7 +150,7 @@ def test_a_model_on_the_second_device_while_the_first_is_current():
 
 
 def test_a_forward_on_a_side_stream_is_ordered():
-    streamed, resident = twin(Stack(width=64))
+    streamed, resident = with_copy(Stack(width=64))
     side = torch.cuda.Stream()
 
     def run(mode, model: nn.Module) -> list[torch.Tensor]:

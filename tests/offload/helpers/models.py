@@ -134,12 +134,12 @@ def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
 
 def same_as_resident(model: nn.Module, mode, inputs: Callable = stack_inputs, **options) -> None:
     """Trains `model` under `mode` and resident. Fails unless losses, gradients, weights and buffers are equal."""
-    moved, resident = twin(model)
+    moved, resident = with_copy(model)
     assert_same(train(moved, mode, inputs, **options), train(resident, Resident(), inputs, **options))
     for (name, one), other in zip(moved.named_buffers(), resident.buffers(), strict=True):
         assert torch.equal(one, other), name
 
 
-def twin(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+def with_copy(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     """Returns the model and an independent copy of it."""
     return model, copy.deepcopy(model)

@@ -135,12 +135,12 @@ class Spec:
 
     @property
     def shares(self) -> bool:
-        """Whether a forward uses a parameter more than once."""
+        """True if a forward uses a parameter more than once."""
         return self.tied is not None or self.tied_head or len(self.order) > len(set(self.order))
 
     @property
     def has_statistics(self) -> bool:
-        """Whether forward updates buffers."""
+        """True if forward updates buffers."""
         return any("convolution" in kind for kind in self.kinds)
 
 

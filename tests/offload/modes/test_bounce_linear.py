@@ -14,11 +14,21 @@ from torch.utils.checkpoint import checkpoint
 
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.none import Resident
-from tests.offload.helpers.models import Block, Shared, Stack, assert_same, attached, stack_inputs, tokens, train, twin
+from tests.offload.helpers.models import (
+    Block,
+    Shared,
+    Stack,
+    assert_same,
+    attached,
+    stack_inputs,
+    tokens,
+    train,
+    with_copy,
+)
 
 
 def same_as_resident(model: nn.Module, inputs=stack_inputs, mode: BounceLinear | None = None, **options) -> None:
-    streamed, resident = twin(model)
+    streamed, resident = with_copy(model)
     assert_same(
         train(streamed, mode or BounceLinear(slots=2), inputs, **options),
         train(resident, Resident(), inputs, **options),
@@ -178,7 +188,7 @@ def test_convolutions_with_batch_norm():
     def images(step, microbatch):
         return torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(10 * step + microbatch))
 
-    streamed, resident = twin(Convolutional())
+    streamed, resident = with_copy(Convolutional())
     assert_same(train(streamed, BounceLinear(slots=1), images), train(resident, Resident(), images))
     assert torch.equal(streamed.norm.running_var, resident.norm.running_var)
 

@@ -10,11 +10,11 @@ from torch.utils.checkpoint import checkpoint
 
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
-from tests.offload.helpers.models import Block, Stack, assert_same, attached, stack_inputs, train, twin
+from tests.offload.helpers.models import Block, Stack, assert_same, attached, stack_inputs, train, with_copy
 
 
 def same_as_resident(model: nn.Module, inputs=stack_inputs, mode: LayerStream | None = None, **options) -> None:
-    streamed, resident = twin(model)
+    streamed, resident = with_copy(model)
     assert_same(
         train(streamed, mode or LayerStream(slots=1), inputs, **options),
         train(resident, Resident(), inputs, **options),
@@ -226,12 +226,12 @@ def test_gradient_hooks_of_the_user_fire():
                 model(stack_inputs(0, microbatch)).square().mean().backward()
         return [*seen, *(p.grad for p in model.parameters())]
 
-    streamed, resident = twin(Stack())
+    streamed, resident = with_copy(Stack())
     assert_same(run(LayerStream(slots=1), streamed), run(Resident(), resident))
 
 
 def test_generation_under_inference_mode_and_training_take_turns():
-    streamed, resident = twin(Stack())
+    streamed, resident = with_copy(Stack())
     mode = LayerStream(slots=2)
     with attached(mode, streamed):
         for step in range(3):

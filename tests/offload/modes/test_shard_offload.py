@@ -14,7 +14,7 @@ from torch import nn
 from offload.modes import shard_offload
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
-from tests.offload.helpers.models import Stack, assert_same, attached, same_as_resident, stack_inputs, train, twin
+from tests.offload.helpers.models import Stack, assert_same, attached, same_as_resident, stack_inputs, train, with_copy
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +135,7 @@ def test_gradients_flow_to_what_trains_upstream(microbatches: int):
             mode.accumulate([lambda x=x: model(x).square().sum() for x in prepared])
             return [upstream.grad.clone()]
 
-    sharded, resident = twin(Stack())
+    sharded, resident = with_copy(Stack())
     assert_same(run(sharded, ShardOffload(shards=2)), run(resident, Resident()))
 
 
@@ -152,7 +152,7 @@ def test_two_forwards_and_an_evaluation_before_one_backward():
                 seen += [p.grad.clone() for p in model.parameters()]
         return seen
 
-    sharded, resident = twin(Stack())
+    sharded, resident = with_copy(Stack())
     assert_same(run(sharded, ShardOffload(shards=3, slots=1)), run(resident, Resident()))
 
 
@@ -169,7 +169,7 @@ def test_a_graph_may_be_kept_and_differentiated_twice():
             gradients = [p.grad for p in model.parameters()]
         return [*once, inputs.grad, slope.detach(), curvature, *(gradient.clone() for gradient in gradients)]
 
-    sharded, resident = twin(Stack())
+    sharded, resident = with_copy(Stack())
     assert_same(run(sharded, ShardOffload(shards=2)), run(resident, Resident()))
 
 
@@ -189,7 +189,7 @@ def test_autocast_reaches_every_microbatch():
             losses = mode.accumulate([lambda i=i: model(stack_inputs(0, i)).float().mean() for i in range(2)])
         return [*losses, *(p.grad.clone() for p in model.parameters())]
 
-    sharded, resident = twin(Stack())
+    sharded, resident = with_copy(Stack())
     assert_same(run(sharded, ShardOffload(shards=2)), run(resident, Resident()))
 
 
@@ -235,7 +235,7 @@ def test_boundary_activations_are_on_the_host_between_forward_and_backward():
 
 
 def test_an_error_in_one_microbatch_leaves_nothing_behind():
-    sharded, resident = twin(Stack())
+    sharded, resident = with_copy(Stack())
     mode = ShardOffload(shards=2)
 
     def fails():
@@ -272,7 +272,7 @@ def test_nothing_is_left_for_the_garbage_collector():
 
 
 def test_a_copy_of_the_model_is_an_ordinary_model_and_detach_gives_the_model_back():
-    model, expected = twin(Stack())
+    model, expected = with_copy(Stack())
     with attached(ShardOffload(shards=2), model):
         average = copy.deepcopy(model)
         loss = average(stack_inputs(0, 0)).mean()

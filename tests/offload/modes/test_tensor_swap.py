@@ -26,7 +26,7 @@ from tests.offload.helpers.models import (
     stack_inputs,
     tokens,
     train,
-    twin,
+    with_copy,
 )
 from tests.offload.helpers.swapping import swapping
 
@@ -70,7 +70,7 @@ def test_equals_resident_with_blocks_that_are_recomputed_after_attaching(weights
             super().detach()
 
     options = {"min_bytes": 1, "prefetch": 2000, "layers": layers}
-    swapped, resident = twin(Stack(dropout=0.3))
+    swapped, resident = with_copy(Stack(dropout=0.3))
     mode = Recomputed(WEIGHTS[weights](), **options)
     with attached(mode, swapped):
         with mode.step():

@@ -25,7 +25,7 @@ def swapped_in_a_step(**knobs) -> float:
 
 
 def test_a_predicate_by_import_path():
-    # What gelu and down save, once each in four blocks.
+    # The inputs that gelu and down save, once each in four blocks.
     assert swapped_in_a_step(predicate=f"{__name__}.wanted") == 2 * 4 * 5 * 32 * 4
 
 

@@ -16,7 +16,7 @@ from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.overlap import Overlap
-from tests.offload.helpers.models import Shared, Stack, assert_same, attached, stack_inputs, tokens, twin
+from tests.offload.helpers.models import Shared, Stack, assert_same, attached, stack_inputs, tokens, with_copy
 from tests.offload.helpers.optimizers import OFF, SETTINGS, near, needs_compiler
 from tests.offload.helpers.updates import (
     DTYPES,
@@ -93,7 +93,7 @@ def test_clipping_clips():
 
 @EARLY
 def test_one_layer_used_three_times_and_a_tied_head(early: bool):
-    ours, theirs = twin(made(Shared))
+    ours, theirs = with_copy(made(Shared))
     assert_same(
         train(ours, BounceLinear(slots=2, outside="stream"), early, inputs=tokens),
         train(theirs, Resident(), inputs=tokens),
@@ -141,7 +141,7 @@ def test_gradients_that_land_in_pieces(kind: str, microbatches: int, early: bool
         ours.blocks.append(ours.blocks[1])
     else:
         mode = ShardOffload(shards=4, checkpoint=False)
-    ours, theirs = twin(ours)
+    ours, theirs = with_copy(ours)
     options = {"steps": 4, "microbatches": microbatches}
     assert_same(train(ours, mode, early, **options), train(theirs, Resident(), **options))
 
@@ -168,7 +168,7 @@ def test_a_weight_that_backward_needs_after_its_gradient(mode: str, recompute: s
         made.blocks = nn.ModuleList(Detached() for _ in range(4))
         return made
 
-    ours, theirs = twin(made(model))
+    ours, theirs = with_copy(made(model))
     assert_same(train(ours, MODES[mode](), early=True), train(theirs, Resident(), overlaps=False))
 
 
@@ -220,7 +220,7 @@ def test_a_parameter_of_no_group_is_left_alone(mode: str, device_share: int, ear
             assert_same(before, [p.detach() for p in strangers])
             return [p.detach().clone() for p in others]
 
-    ours, theirs = twin(made(Stack, torch.bfloat16))
+    ours, theirs = with_copy(made(Stack, torch.bfloat16))
     assert_same(run(MODES[mode](), ours), run(Resident(), theirs))
 
 
@@ -257,7 +257,7 @@ def test_steps_of_changing_shape(early: bool, monkeypatch: pytest.MonkeyPatch):
             return [tensor.clone() for tensor in model.state_dict().values()]
 
     for slots in (2, 3, 4):
-        ours, theirs = twin(made(Mixed))
+        ours, theirs = with_copy(made(Mixed))
         assert_same(run(LayerStream(slots=slots, outside="stream"), ours), run(Resident(), theirs))
 
 
@@ -272,7 +272,7 @@ def test_a_hook_on_a_gradient_comes_before_its_update(monkeypatch: pytest.Monkey
             parameter.register_post_accumulate_grad_hook(flip)
         return train(model, mode, early=True, steps=3)
 
-    ours, theirs = twin(made(Stack))
+    ours, theirs = with_copy(made(Stack))
     assert_same(run(BounceLinear(slots=2), ours), run(Resident(), theirs))
 
 
@@ -313,7 +313,7 @@ def test_a_skipped_step_changes_no_weight_and_no_state():
             assert all(state["step"] == 3 for state in optimizer.state.values())
             return [p.detach().clone() for p in model.parameters()]
 
-    ours, theirs = twin(made(Stack))
+    ours, theirs = with_copy(made(Stack))
     assert_same(run(LayerStream(slots=2), ours), run(Resident(), theirs))
 
 

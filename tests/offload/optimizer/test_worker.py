@@ -21,7 +21,7 @@ from offload.modes.none import Resident
 from offload.optimizer.adamw import HostAdamW
 from offload.runtime.stream_checker import CheckedEvent
 from tests import ROOT
-from tests.offload.helpers.models import Stack, assert_same, stack_inputs, twin
+from tests.offload.helpers.models import Stack, assert_same, stack_inputs, with_copy
 from tests.offload.helpers.updates import (
     EARLY,
     MODES,
@@ -49,7 +49,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("pace", [sleepy, eager])
 def test_the_pace_of_the_worker_changes_no_number(pace: Callable, mode: str, early: bool, monkeypatch):
     pace(monkeypatch)
-    ours, theirs = twin(made(Stack))
+    ours, theirs = with_copy(made(Stack))
     assert_same(
         train(ours, MODES[mode](), early, steps=5, microbatches=2),
         train(theirs, Resident(), steps=5, microbatches=2),
@@ -61,7 +61,7 @@ def test_the_pace_of_the_worker_changes_no_number(pace: Callable, mode: str, ear
 @pytest.mark.parametrize("reader", ["evaluation", "optimizer", "model", "detach"])
 def test_readers_see_finished_weights(reader: str, mode: str, early: bool, monkeypatch: pytest.MonkeyPatch):
     threads = sleepy(monkeypatch, 0.003)
-    ours, theirs = twin(made(Stack))
+    ours, theirs = with_copy(made(Stack))
 
     def read(model: nn.Module, optimizer: HostAdamW) -> list[torch.Tensor]:
         if reader == "evaluation":
@@ -107,7 +107,7 @@ def test_an_irregular_worker_changes_no_number(mode: str, early: bool, monkeypat
         apply(self, claims, scale)
 
     monkeypatch.setattr(HostAdamW, "apply", irregular)
-    ours, theirs = twin(made(Stack))
+    ours, theirs = with_copy(made(Stack))
     options = {"steps": 8, "microbatches": 2, "clip_norm": None if early else 0.05}
     assert_same(train(ours, MODES[mode](), early, **options), train(theirs, Resident(), **options))
 

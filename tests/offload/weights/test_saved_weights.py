@@ -9,7 +9,7 @@ from torch import nn
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
-from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, twin
+from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, with_copy
 
 
 def test_a_slots_memory_is_not_passed_to_the_hooks_outside():
@@ -49,7 +49,7 @@ def test_retained_graph_and_second_derivatives():
             slope.square().sum().backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    streamed, resident = twin(Stack())
+    streamed, resident = with_copy(Stack())
     assert_same(run(BounceLinear(slots=1), streamed), run(Resident(), resident))
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
-from tests.offload.helpers.models import Shared, Stack, assert_same, attached, stack_inputs, tokens, train, twin
+from tests.offload.helpers.models import Shared, Stack, assert_same, attached, stack_inputs, tokens, train, with_copy
 
 
 def test_two_forwards_before_one_backward_and_an_evaluation_in_between():
@@ -24,7 +24,7 @@ def test_two_forwards_before_one_backward_and_an_evaluation_in_between():
                 (first.square().mean() + second.square().mean()).backward()
             return [p.grad.clone() for p in model.parameters()]
 
-    streamed, resident = twin(Stack())
+    streamed, resident = with_copy(Stack())
     assert_same(run(BounceLinear(slots=1), streamed), run(Resident(), resident))
 
 

@@ -230,7 +230,7 @@ INDICES = {
     "no index": (None, "manifest.json lists no model.safetensors"),
     "a file elsewhere": (
         "../outside.safetensors",
-        r"names '\.\./outside\.safetensors', which is no \.safetensors file",
+        r"names '\.\./outside\.safetensors', which is not a \.safetensors file",
     ),
     "a file of its own": ("other.safetensors", r"manifest.json lists no other.safetensors"),
     "the usual file": ("model.safetensors", r"manifest.json lists no model.safetensors"),

@@ -1,4 +1,4 @@
-"""Where a run resumes: from which checkpoint, in which directory, on which data."""
+"""The start of a resumed run: from which checkpoint, in which directory, on which data."""
 
 from __future__ import annotations
 

@@ -25,15 +25,3 @@ def test_updates_that_the_step_waits_for_are_noted(planned):
     assert note.startswith("optimizer=host_adamw hides updates")
     assert planned(*sizes, "optimizer=host_adamw", "clip_norm=null").notes == ()
     assert planned(*sizes[:-1]).notes == ()
-
-
-def test_states_that_visit_take_the_bus_instead(planned):
-    job = ("offload=layer_stream", "optimizer=host_adamw", "precision=bf16")
-    none, some, every = (planned(*job, f"optimizer.visiting_share={share}") for share in (0, 0.25, 1))
-    assert some.forecast.floors["host optimizer"] == pytest.approx(0.75 * none.forecast.floors["host optimizer"])
-    # A gradient in, a weight out, and a master and two moments of four bytes each.
-    trained = none.host_bytes["weights"] / 2
-    for way in ("in", "out"):
-        assert every.step_bytes[way] - none.step_bytes[way] == pytest.approx(14 * trained, rel=0.01)
-    assert every.device_bytes["optimizer"] > none.device_bytes["optimizer"]
-    assert every.host_bytes["optimizer"] == none.host_bytes["optimizer"]

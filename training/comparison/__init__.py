@@ -1,0 +1,4 @@
+"""Compares runs: a table, figures and a page.
+
+Read `report` first, then `runs` (what is read of each run) and `rows` (runs averaged over their seeds).
+"""
