@@ -199,7 +199,7 @@ def test_memory_that_cannot_be_page_locked_is_used_as_it_is(run, tmp_path: Path,
 
     def pinning(self, *arguments: object) -> None:
         initialise(self, *arguments)
-        self._pin = not self._imaginary
+        self._pin = not self._is_meta
 
     monkeypatch.setattr(HostArena, "__init__", pinning)
     monkeypatch.setattr(torch.cuda, "cudart", NoPageLocks)
