@@ -54,7 +54,7 @@ from training import sweep
 from training.config import schema
 from training.config.construct import make_mode
 from training.config.modes import FOLDER, RESIDENT, mode_options
-from training.loop import clip_scale, forward_backward, gradient_norm
+from training.loop import clip_scale, forward_backward, gradient_norm, short_garbage_collections
 from training.metrics.step_timer import StepTimer
 from training.profiling.hardware import reset_peaks, vram_peak_gib, vram_reserved_gib
 
@@ -217,7 +217,7 @@ def bandwidths(device: torch.device) -> dict[str, float]:
 
 def measure(spec: str, options: argparse.Namespace) -> dict:
     """Measures one mode: medians of the timed steps, peaks, and bytes moved in a step."""
-    with Workload(spec, options) as workload:
+    with Workload(spec, options) as workload, short_garbage_collections():
         device, clock = workload.device, StepTimer(workload.streams)
         reset_peaks(device)
         for _ in range(options.warmup):

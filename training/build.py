@@ -16,7 +16,7 @@ from models.initialise import initialise
 from models.weights import load_weights
 from offload.activations.checkpointing import recompute
 from offload.optimizer.adamw import HostAdamW
-from offload.runtime.byte_sizes import parse_bytes
+from offload.runtime.byte_sizes import GIB, parse_bytes
 from offload.runtime.host_cores import usable_cores
 from offload.runtime.registry import Streams
 from training.checkpoints.resuming import AUTO, Checkpoint, is_in, starting_point
@@ -196,7 +196,7 @@ def place_states_in_spare_vram(job: Job) -> None:
     budget = vram_bytes(device) if asked is None else parse_bytes("vram_budget", asked)
     if device.type == "cuda":
         budget = min(budget, vram_bytes(device))
-    spare = budget - vram_peak_gib(device) * 2**30
+    spare = budget - vram_peak_gib(device) * GIB
     components.mode.place_states(max(int(spare * STATES_OF_SPARE), 0))
 
 

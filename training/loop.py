@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -42,7 +43,8 @@ def train(job: Job) -> dict:
     """
     config = job.components.config
     first = job.start.step + 1
-    with closing(Recorder(job)) as recorder, StopRequest(enabled=job.checkpoints.on_signal) as stop:
+    stopping = StopRequest(enabled=job.checkpoints.on_signal)
+    with closing(Recorder(job)) as recorder, short_garbage_collections(), stopping as stop:
         for step in range(first, config.steps + 1):
             tokens = job.dataset.batch(step - 1)
             recorder.start_step(step)
@@ -61,6 +63,20 @@ def train(job: Job) -> dict:
                 return recorder.finish(step, "stopped", reason)
         stop.settle()
     return recorder.finish(config.steps, "ok")
+
+
+@contextmanager
+def short_garbage_collections() -> Iterator[None]:
+    """Leaves the objects that exist now out of Python's garbage collections inside the block.
+
+    A full collection looks at every object, those of all imported modules too, and stops the host for 150 ms.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def run_step(job: Job, step: int, tokens: Tensor) -> StepResult:

@@ -161,7 +161,8 @@ class ShardOffload(WeightMode):
 
     def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
         """Inside a step: computes every loss and the gradients of all, layer-major. Returns the losses, detached."""
-        return self._layer_major.accumulate(losses, self._streamer.last_microbatch)
+        with self._streamer.accumulating():
+            return self._layer_major.accumulate(losses, self._streamer.last_microbatch)
 
     def counters(self) -> Counters:
         counters, swapper = super().counters(), self._boundary_swapper

@@ -89,7 +89,8 @@ class WeightMode(Mode, ABC):
         return self._streamer.step(norms)
 
     def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
-        return one_after_another(losses, self._streamer.last_microbatch)
+        with self._streamer.accumulating():
+            return one_after_another(losses, self._streamer.last_microbatch)
 
     def gradient_norms(self) -> dict[nn.Parameter, Tensor]:
         return self._streamer.gradient_norms()

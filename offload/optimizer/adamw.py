@@ -18,6 +18,7 @@ from offload.optimizer.kernels import (
 from offload.optimizer.param_groups import check_group, check_settings, decay_groups, hyperparameters_of
 from offload.optimizer.state_dicts import states_as_torchs, states_to_load
 from offload.optimizer.states import State, StatePlacement, state_bytes
+from offload.runtime.byte_sizes import GIB
 from offload.runtime.errors import KnobError
 from offload.runtime.host_cores import usable_cores
 from offload.runtime.host_memory import free_host_bytes
@@ -237,8 +238,8 @@ class HostAdamW(torch.optim.AdamW):
         free = free_host_bytes()
         if free is not None and needed > free:
             raise MemoryError(
-                f"{needed / 2**30:.2f} GiB of host memory are needed for the optimizer's states,"
-                f" {free / 2**30:.2f} GiB are free"
+                f"{needed / GIB:.2f} GiB of host memory are needed for the optimizer's states,"
+                f" {free / GIB:.2f} GiB are free"
             )
         with torch_threads(self.threads):
             for parameter in missing:

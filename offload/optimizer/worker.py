@@ -186,6 +186,8 @@ class UpdateWorker:
     def _end(self, update: _UnitUpdate) -> None:
         with self._changed:
             self._landed.remove(update)
+        # They refer to gradients, whose memory is used again only when nobody else does.
+        update.claims.clear()
         update.done.set()
 
     def _fail(self, error: BaseException) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from offload.runtime.errors import KnobError
 
@@ -29,7 +30,12 @@ def find_blocks(model: nn.Module, path: str | None = None, key: str = "path") ->
     KnobError naming the path, as the value of `key`, and the lists of the model.
     """
     modules = dict(model.named_modules())
-    lists = {name: module for name, module in modules.items() if isinstance(module, (nn.ModuleList, nn.Sequential))}
+    # Parametrisations are module lists too, of one parameter's transformations.
+    lists = {
+        name: module
+        for name, module in modules.items()
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and not isinstance(module, ParametrizationList)
+    }
     if path is None:
         path = next((usual for usual in USUAL_PATHS if isinstance(lists.get(usual), nn.ModuleList)), None)
     for kind in (nn.ModuleList, nn.Sequential):

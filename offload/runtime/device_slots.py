@@ -22,6 +22,7 @@ class DeviceSlot:
         self.free: Event = streams.event()
         self.readers: list = []
         self.content: object | None = None
+        self.source: object | None = None
 
     def __str__(self) -> str:
         return f"device slot {self.index}"

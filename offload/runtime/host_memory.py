@@ -39,6 +39,12 @@ class HostBlock:
         self.mapping = mmap.mmap(-1, max(nbytes, 1), **PRIVATE)
         self.bytes = torch.frombuffer(self.mapping, dtype=torch.uint8)[:nbytes]
 
+    def piece(self, start: int, nbytes: int) -> torch.Tensor:
+        """Returns bytes of the block, uint8, as a tensor with a storage of its own: whose users are its users alone."""
+        if self.bytes.is_meta or not nbytes:
+            return self.bytes[start : start + nbytes]
+        return torch.frombuffer(self.mapping, dtype=torch.uint8, count=nbytes, offset=start)
+
     def __str__(self) -> str:
         return self.name
 

@@ -22,6 +22,7 @@ from torch import nn
 class WrappedForward:
     """Stands in for the `forward` of a module: the same forward, inside the context that `around` returns.
 
+    The context may give a function, which is called with the result before the context ends, and returns the result.
     A deepcopy of the module has the forward that it had before.
     """
 
@@ -33,8 +34,9 @@ class WrappedForward:
         module.forward = self
 
     def __call__(self, *arguments: object, **keywords: object) -> object:
-        with self._around():
-            return self._forward(*arguments, **keywords)
+        with self._around() as finish:
+            result = self._forward(*arguments, **keywords)
+            return result if finish is None else finish(result)
 
     def remove(self) -> None:
         """Restores the forward of before. If somebody has wrapped this one, it stays, and opens no context any more."""

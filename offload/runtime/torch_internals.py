@@ -11,8 +11,10 @@ but described in torch's own notes on autograd and modules, and stable for years
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 
 import torch
@@ -22,6 +24,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 # Imported above under the names that torch gives them:
@@ -110,3 +113,40 @@ def refresh_flat_weights(module: nn.RNNBase) -> None:
     flat = [module._parameters.get(name) for name in module._flat_weights_names]
     module._flat_weights = flat
     module._flat_weight_refs = [weight if weight is None else weakref.ref(weight) for weight in flat]
+
+
+def count_references(tensor: Tensor) -> int:
+    """Counts what refers to the memory of a tensor, passed as an attribute of one object: 1 if that is all.
+
+    Each other reference to the tensor, view of it or NumPy array over it adds at least 1.
+    """
+    storage = tensor.untyped_storage()
+    # Python refers to the tensor by its owner, the argument and the call of getrefcount.
+    others = torch._C._storage_Use_Count(storage._cdata) - _count_alone()
+    return 1 + others + max(sys.getrefcount(tensor) - 3, 0)
+
+
+@functools.cache
+def _count_alone() -> int:
+    """Counts the references to the storage of a tensor that nobody else uses, which differ between versions."""
+    alone = torch.empty(1)
+    storage = alone.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def is_captured(node: torch.autograd.graph.Node) -> bool:
+    """Tells whether the running backward returns the gradient of the leaf of `node`, as `torch.autograd.grad` does.
+
+    `node` accumulates gradients into a leaf, and is then not run. torch refuses to answer for such a node, which is the
+    answer.
+    """
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True
+    return False
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Has the running backward call `function` when it is over, before it returns to its caller."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -35,13 +35,12 @@ class GradientOffloader:
             for tensor in unit.tensors:
                 tensor.norm = None
 
-    def land(self, tensor: UnitTensor, leaf: nn.Parameter) -> PendingFree:
-        """Takes the gradient off `leaf` and starts its copy home; afterwards `tensor.host.grad` is its host memory.
+    def land(self, tensor: UnitTensor, gradient: torch.Tensor) -> PendingFree:
+        """Starts the copy of a gradient home; afterwards `tensor.host.grad` is its host memory.
 
         The bytes are there once `tensor.landed` is past. Returns the device's copy, for `free` or for somebody who
         still needs it.
         """
-        gradient, leaf.grad = leaf.grad, None
         streams = self._streams
         leaving = PendingFree(gradient, streams.event(), f"device gradient of {tensor.name}", streams.compute)
         streams.writes(streams.compute, leaving, "backward")
@@ -55,10 +54,12 @@ class GradientOffloader:
                 self._take_norm(tensor, gradient)
         streams.reads(streams.d2h, leaving, "copy out")
         streams.writes(streams.d2h, tensor, "copy out")
-        self._transfer.copy_out(tensor.gradient, gradient, done=leaving.done, what=f"gradient of {tensor.name}")
+        # A gradient that was there is added to in place, as autograd does: its user may have assigned it.
+        target = tensor.gradient if earlier is None else earlier
+        self._transfer.copy_out(target, gradient, done=leaving.done, what=f"gradient of {tensor.name}")
         tensor.landed = leaving.done
-        tensor.landed_version = tensor.gradient._version
-        tensor.host.grad = tensor.gradient
+        tensor.landed_in, tensor.landed_version = target, target._version
+        tensor.host.grad = target
         return leaving
 
     def free(self, leaving: PendingFree) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from offload.runtime.byte_sizes import parse_bytes
 from offload.runtime.errors import KnobError
@@ -106,6 +108,7 @@ def cut(model: nn.Module, cut_points: Sequence[CutPoint]) -> CutModel:
                     attributes.setdefault(tensor, []).append(ModuleAttribute(module, name, is_buffer))
                     names.setdefault(tensor, f"{prefix}.{name}".lstrip("."))
 
+    _check_memory(names)
     units: dict[str, OffloadUnit] = {}
     unit_of: dict[torch.Tensor, tuple[OffloadUnit, UnitTensor]] = {}
     resident = []
@@ -210,3 +213,30 @@ def amount_bytes(text: str, total: int) -> int:
         pass
     problem = "must be a number of units (4), a share (25%, up to 100%) or bytes (2GiB, 512MiB)"
     raise KnobError("resident", text, problem)
+
+
+def _check_memory(names: dict[torch.Tensor, str]) -> None:
+    """Raises ValueError for parameters that cannot be given memory.
+
+    Those of lazy modules have no shape before the first forward, and two that share bytes without being one would each
+    get memory of its own.
+    """
+    spans = []
+    for tensor, name in names.items():
+        if is_lazy(tensor):
+            raise ValueError(f"{name} has no shape yet: run the model once before the mode attaches to it")
+        if (
+            not tensor.is_meta
+            and tensor.layout is torch.strided
+            and isinstance(tensor, nn.Parameter)
+            and tensor.numel()
+        ):
+            start = tensor.data_ptr()
+            extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            spans.append((start, start + extent * tensor.itemsize, name))
+    for (_, end, name), (start, _, other) in pairwise(sorted(spans)):
+        if start < end:
+            raise ValueError(
+                f"{name} and {other} share memory and are two parameters: make them one, as in b.weight = a.weight, or"
+                " give each its own memory"
+            )

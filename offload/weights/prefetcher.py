@@ -116,7 +116,12 @@ class Prefetcher:
             self._recent.clear()
         else:
             self._remember(unit)
-        slot = self._slot_of.get(unit) or self._fill(unit, self._make_room())
+        slot = self._slot_of.get(unit)
+        if slot is not None and in_window and not unit.open_windows and slot.source != unit.weights_now():
+            # Its user has changed the weights since: LBFGS or SAM, with the step around all of their passes.
+            self._evict(unit)
+            slot = None
+        slot = slot or self._fill(unit, self._make_room())
         if in_window:
             unit.open_windows += 1
             self._allow_for_open_windows()
@@ -255,6 +260,9 @@ class Prefetcher:
         self._streams.reads(self._streams.h2d, unit.weights, f"onload of {unit}")
         self._streams.writes(self._streams.h2d, slot, f"onload of {unit}")
         self._transfer.copy_in(slot.bytes[: unit.nbytes], unit.weights.bytes, done=slot.ready, what=unit.name)
+        for tensor in unit.strays():
+            self._transfer.copy_in(tensor.view_of(slot.bytes), tensor.host.data, done=slot.ready, what=tensor.name)
+        slot.source = unit.weights_now()
         self._unawaited[unit] = slot.ready
         slot.content = unit
         self._slot_of[unit] = slot

@@ -20,13 +20,18 @@ from offload.runtime.device_slots import DeviceSlots
 from offload.runtime.host_memory import HostArena
 from offload.runtime.module_contexts import WrappedForward
 from offload.runtime.registry import Streams
-from offload.runtime.torch_internals import gradient_accumulated_hooks
+from offload.runtime.torch_internals import (
+    call_after_backward,
+    gradient_accumulated_hooks,
+    gradient_hooks,
+    is_captured,
+)
 from offload.runtime.transfer import Telemetry, Transfer
 from offload.weights.gradients import FinalGradients, GradientOffloader
 from offload.weights.partition import CutModel, Window
 from offload.weights.prefetcher import Prefetcher
 from offload.weights.saved_weights import SavedWeights
-from offload.weights.stand_ins import drop_stand_ins, install_stand_ins, remove_stand_ins
+from offload.weights.stand_ins import copy_what_leaves, drop_stand_ins, install_stand_ins, remove_stand_ins
 from offload.weights.units import DevicePlacement, OffloadUnit, UnitTensor
 from offload.weights.updates import NO_UPDATES, Updates
 
@@ -59,6 +64,9 @@ class WeightStreamer:
         self._saved = SavedWeights(self._slots, self.prefetcher, self._final.use)
         self._updates: Updates = NO_UPDATES
         self._in_step = False
+        # Inside `accumulate` the step alone ends with readable gradients, else each backward does.
+        self._accumulates = False
+        self._will_settle = False
         self._windowed = [
             WrappedForward(window.module, functools.partial(self._open, window)) for window in cut.windows
         ]
@@ -81,9 +89,9 @@ class WeightStreamer:
         if self._in_step:
             raise RuntimeError("a step is open already: close it before the next")
         for unit in self.cut.units:
-            unit.check_home()
+            unit.gather(self.arena)
         self._updates.begin_step()
-        self._in_step = True
+        self._in_step, self._will_settle = True, False
         try:
             self._final.begin_step(self.cut.units)
             self.gradients.begin_step(self.cut.units, norms)
@@ -91,6 +99,15 @@ class WeightStreamer:
             yield
         finally:
             self._end_step()
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Surrounds backward passes whose gradients nobody reads before the step has ended."""
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
 
     def last_microbatch(self) -> None:
         """Declares that the gradients which land from now on in this step are final."""
@@ -121,9 +138,13 @@ class WeightStreamer:
             for unit, tensor in window.read:
                 self._final.use(unit, tensor)
             with self._saved.hooks():
-                yield
+                yield self._finish
         finally:
             self._close(opened)
+
+    def _finish(self, result: object) -> object:
+        """Replaces tensors of slots that leave the last window on their units."""
+        return copy_what_leaves(result, self._slots, closing=lambda unit: unit.open_windows == 1)
 
     def _close(self, units: Iterable[OffloadUnit]) -> None:
         for unit in units:
@@ -137,19 +158,46 @@ class WeightStreamer:
                 self.prefetcher.evict_between_steps(unit)
                 drop_stand_ins(unit)
 
-    def _land(self, unit: OffloadUnit, tensor: UnitTensor, leaf: nn.Parameter) -> None:
+    def _land(
+        self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor, node: torch.autograd.graph.Node
+    ) -> torch.Tensor | None:
+        if not tensor.trains:
+            # Frozen since forward: autograd gives a resident parameter no gradient then.
+            return None
+        if is_captured(node):
+            return self._on_host(gradient)
         # First, because it raises where an update may be reading the host memory that the gradient goes to.
         is_final = self._final.land(unit, tensor)
-        leaving = self.gradients.land(tensor, leaf)
+        if gradient_hooks(tensor.host) or gradient_accumulated_hooks(tensor.host):
+            # They run on the host, where they were registered, and autograd accumulates what they return.
+            tensor.landed_in = None
+            return self._on_host(gradient)
+        self._prepare_gradient(unit, tensor)
+        leaving = self.gradients.land(tensor, gradient)
         if not self._updates.retain_gradient(unit, tensor, leaving):
             self.gradients.free(leaving)
-        hooks = gradient_accumulated_hooks(tensor.host)
-        if hooks or not self._in_step:
+        if not self._in_step:
             self._settle()
-        for hook in hooks:
-            hook(tensor.host)
+        elif not (self._accumulates or self._will_settle):
+            # The caller made this backward itself, and may read the gradients when it returns.
+            self._will_settle = True
+            call_after_backward(self._settle_after_backward)
         if is_final:
             self._updates.gradient_landed(unit, tensor, after=self.prefetcher.unawaited_copy(unit))
+        return None
+
+    def _on_host(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns a gradient in host memory of its own, and blocks the host until it and all others are there."""
+        self._settle()
+        return gradient.to("cpu", copy=True) if gradient.device.type == "cuda" else gradient
+
+    def _prepare_gradient(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
+        """Makes host memory for the gradient that lands, if there is none or somebody still uses the last one in it."""
+        if tensor.host.grad is None and tensor.gradient is not None:
+            tensor.landed_in = None
+            if tensor.gradient_is_held:
+                tensor.gradient = None
+        unit.ensure_gradient(tensor, self.arena)
 
     def _end_step(self) -> None:
         self._in_step = False
@@ -163,6 +211,10 @@ class WeightStreamer:
             if not self._updates.is_pending(unit):
                 self._streams.writes(None, unit.weights, "the optimizer's update")
         self.telemetry.collect()
+
+    def _settle_after_backward(self) -> None:
+        self._will_settle = False
+        self._settle()
 
     def _settle(self) -> None:
         """Blocks the host until all gradients are readable, and nothing reads or writes the homes any more."""

@@ -9,6 +9,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from offload.runtime.bandwidth import Bandwidth
+from offload.runtime.byte_sizes import GIB
 from offload.runtime.host_cores import usable_cores
 from training.components import Components, acquired
 from training.errors import UserError
@@ -109,7 +110,7 @@ def measured_in_short(components: Components) -> dict[str, str | float]:
         f"{precision}_tflops": peak_flops(device, components.dtype) * ACHIEVED_SHARE / 1e12,
     }
     if device.type == "cuda":
-        values["vram_gib"] = vram_bytes(device) / 2**30
+        values["vram_gib"] = vram_bytes(device) / GIB
         with acquired(device) as streams:
             bus = measured_bandwidth(streams)
     return values | {"h2d_gb_s": bus.h2d, "d2h_gb_s": bus.d2h, "both_gb_s": bus.both}

@@ -156,9 +156,10 @@ def test_adapters_on_quantised_layers():
     with attached(mode, adapted):
         with mode.step():
             adapted(stack_inputs(0, 0)).sum().backward()
-        # Quantised weights come in as int8; only the adapters' gradients go out.
+        # Quantised weights come in as int8. Only the adapters' gradients go out, and buffers that forward could train.
         adapters = sum(p.nbytes for p in adapted.parameters() if p.requires_grad)
-        assert mode.counters().d2h_bytes == adapters
+        scales = sum(b.nbytes for name, b in adapted.named_buffers() if name.endswith("scale"))
+        assert mode.counters().d2h_bytes == adapters + scales
 
 
 def test_shared_and_tied_weights_have_one_home():

@@ -216,3 +216,41 @@ def test_nested_arguments_are_taken_apart_and_put_together():
     leaves, structure = internals.tree_flatten(nested)
     assert leaves == internals.tree_leaves(nested) == [1, 2, 3, 4]
     assert internals.tree_unflatten([10 * leaf for leaf in leaves], structure) == ((10, [20, {"x": 30}]), {"y": (40,)})
+
+
+def test_references_to_the_memory_of_a_tensor_are_counted():
+    def count(tensor: torch.Tensor) -> int:
+        return internals.count_references(tensor)
+
+    tensor = torch.ones(4)
+    alone = count(tensor)
+    view = tensor[:2]
+    assert count(tensor) > alone
+    del view
+    array = tensor.numpy()
+    assert count(tensor) > alone
+    del array
+    assert count(tensor) == alone
+
+
+def test_a_gradient_that_is_asked_for_is_captured():
+    leaf, seen = torch.ones(1, requires_grad=True), []
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    product = leaf * 2
+    product.register_hook(lambda _: seen.append(internals.is_captured(node)))
+    torch.autograd.grad(product, leaf, retain_graph=True)
+    product.backward(retain_graph=True)
+    product.backward(inputs=[leaf])
+    assert seen == [True, False, False]
+
+
+def test_a_function_is_called_when_backward_is_over():
+    leaf, seen = torch.ones(1, requires_grad=True), []
+    product = leaf * 2
+
+    def hook(_: torch.Tensor) -> None:
+        internals.call_after_backward(lambda: seen.append(leaf.grad))
+
+    product.register_hook(hook)
+    product.backward()
+    assert [gradient.item() for gradient in seen] == [2.0]

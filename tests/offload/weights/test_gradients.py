@@ -102,20 +102,16 @@ def at_home(unit: OffloadUnit) -> OffloadUnit:
     return unit
 
 
-def leaf_with(value: float) -> nn.Parameter:
-    """A leaf in which autograd has accumulated a gradient."""
-    leaf = nn.Parameter(torch.zeros(1))
-    leaf.grad = torch.full((1,), value)
-    return leaf
+def of(value: float) -> torch.Tensor:
+    """A gradient on the device."""
+    return torch.full((1,), value)
 
 
-def test_a_gradient_leaves_its_leaf_and_lands_in_host_memory(at_home: OffloadUnit, streams: CheckedStreams):
-    tensor, leaf = at_home.tensors[0], leaf_with(2.0)
+def test_a_gradient_lands_in_host_memory(at_home: OffloadUnit, streams: CheckedStreams):
+    tensor, on_device = at_home.tensors[0], of(2.0)
     gradients = GradientOffloader(Transfer(streams, Telemetry(streams)), limit_bytes=64)
     gradients.begin_step([at_home], norms=False)
-    on_device = leaf.grad
-    leaving = gradients.land(tensor, leaf)
-    assert leaf.grad is None
+    leaving = gradients.land(tensor, on_device)
     assert leaving.tensor is on_device
     assert tensor.host.grad is tensor.gradient
     assert tensor.gradient.item() == 2.0
@@ -130,7 +126,7 @@ def test_a_second_gradient_is_added_and_norms_are_of_the_sum(at_home: OffloadUni
     gradients = GradientOffloader(Transfer(streams, Telemetry(streams)), limit_bytes=64)
     gradients.begin_step([at_home], norms=True)
     for tensor, value in ((first, 2.0), (second, 1.0), (first, -5.0)):
-        gradients.free(gradients.land(tensor, leaf_with(value)))
+        gradients.free(gradients.land(tensor, of(value)))
     gradients.release()
     assert (first.gradient.item(), second.gradient.item()) == (-3.0, 1.0)
     assert {parameter: norm.item() for parameter, norm in gradients.norms([at_home]).items()} == {
@@ -148,7 +144,7 @@ def test_compute_waits_for_the_oldest_gradients_beyond_the_limit(at_home: Offloa
     transfer = Transfer(streams, telemetry)
     gradients, waited = GradientOffloader(transfer, limit_bytes=4), []
     transfer.await_on = lambda stream, event: waited.append(event)
-    leaving = [gradients.land(tensor, leaf_with(1.0)) for tensor in at_home.tensors]
+    leaving = [gradients.land(tensor, of(1.0)) for tensor in at_home.tensors]
     for one in leaving:
         streams.compute.wait_event(one.done)
         gradients.free(one)
@@ -205,3 +201,15 @@ def test_norms_of_gradients_that_are_added_to_earlier_ones():
             one_step(model, mode, step, norms=True)
         for parameter, norm in mode.gradient_norms().items():
             assert norm.item() == pytest.approx(parameter.grad.double().norm().item(), rel=1e-6)
+
+
+def test_an_assigned_gradient_is_added_to_in_place(at_home: OffloadUnit, streams: CheckedStreams):
+    tensor, assigned = at_home.tensors[0], torch.ones(1)
+    gradients = GradientOffloader(Transfer(streams, Telemetry(streams)), limit_bytes=64)
+    tensor.host.grad = assigned
+    gradients.free(gradients.land(tensor, of(2.0)))
+    assert tensor.host.grad is assigned
+    assert assigned.item() == 3.0
+    assert tensor.has_landed_gradient
+    assert tensor.gradient.item() == 0.0
+    gradients.release()

@@ -72,10 +72,10 @@ def test_modules_hold_views_of_the_slot_until_stand_ins_are_removed(net: Net, un
     assert all(outside[name] is tensor for name, tensor in host.items())
 
 
-def test_a_parameter_has_one_leaf_until_stand_ins_are_dropped(net: Net, unit: OffloadUnit, slot: DeviceSlot):
+def test_a_parameter_has_one_stand_in_until_stand_ins_are_dropped(net: Net, unit: OffloadUnit, slot: DeviceSlot):
     landed, hooked = [], []
     net.layer.weight.register_hook(hooked.append)
-    install_stand_ins(unit, slot, lambda unit, tensor, leaf: landed.append((tensor.name, leaf.grad.clone())))
+    install_stand_ins(unit, slot, lambda unit, tensor, gradient, node: landed.append((tensor.name, node)) or gradient)
     first = net.layer.weight
     loss = net(torch.randn(4, 3)).square().sum()
     remove_stand_ins(unit)
@@ -84,6 +84,7 @@ def test_a_parameter_has_one_leaf_until_stand_ins_are_dropped(net: Net, unit: Of
     loss.backward()
     assert sorted(name for name, _ in landed) == ["layer.bias", "layer.weight", "norm.bias", "norm.weight"]
     assert len(hooked) == 1
+    remove_stand_ins(unit)
     drop_stand_ins(unit)
     install_stand_ins(unit, slot, nothing_lands)
     assert net.layer.weight is not first
@@ -99,7 +100,7 @@ def test_frozen_parameters_have_stand_ins_without_gradients(net: Net, unit: Offl
 @pytest.mark.parametrize(
     ("training", "replaces", "changed"),
     [
-        (True, False, {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}),
+        (True, False, {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "count"}),
         (False, False, set()),
         (False, True, {"count"}),
     ],

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from offload.modes.bounce_linear import BounceLinear
-from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from tests.offload.helpers.models import Shared, Stack, assert_same, attached, stack_inputs, tokens, train, with_copy
 
@@ -128,27 +127,12 @@ def test_moving_an_attached_model_is_refused():
     with attached(mode, model):
         moved = [p.data for p in model.parameters()]
         model.stem.to(torch.float64)
-        with pytest.raises(RuntimeError, match=r"stem\.weight was moved or replaced while attached"), mode.step():
-            pass
-        for parameter, data in zip(model.parameters(), moved, strict=True):
-            parameter.data = data
-
-
-def test_a_parameter_that_was_frozen_when_attached_cannot_train_before_it_is_attached_again():
-    model = Stack()
-    frozen = model.blocks[1].up.weight.requires_grad_(False)
-    mode = LayerStream()
-    with attached(mode, model):
-        frozen.requires_grad_(True)
         with (
-            pytest.raises(RuntimeError, match=r"blocks.1.up.weight was frozen .*: detach and attach again"),
+            pytest.raises(
+                RuntimeError, match=r"stem\.weight is torch.float64 .* was torch.float32 .*: it was moved or replaced"
+            ),
             mode.step(),
         ):
             pass
-        frozen.requires_grad_(False)
-        with mode.step():
-            model(stack_inputs(0, 0)).sum().backward()
-        frozen.requires_grad_(True)
-    with attached(mode := LayerStream(), model), mode.step():
-        model(stack_inputs(0, 0)).sum().backward()
-    assert frozen.grad is not None
+        for parameter, data in zip(model.parameters(), moved, strict=True):
+            parameter.data = data

@@ -50,18 +50,55 @@ def test_tensors_are_found_by_their_bytes():
     assert unit.nbytes >= unit.tensors[-1].offset + unit.tensors[-1].nbytes
 
 
-def test_a_unit_that_left_home_is_refused_by_the_name_of_its_parameter():
+def test_a_unit_gathers_what_its_user_has_changed():
     model = nn.Linear(3, 5)
     model.bias.requires_grad_(False)
-    unit = at_home(model)
-    unit.check_home()
+    arena = HostArena(torch.device("cpu"))
+    (unit,) = cut(model, [CutPoint("all", model)]).units
+    unit.bring_home(arena)
+    block, held = unit.weights, arena.pageable_bytes
+    unit.gather(arena)
+    assert unit.weights is block
     model.bias.requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"^bias was frozen when the mode was attached: detach and attach again"):
-        unit.check_home()
-    model.bias.requires_grad_(False)
-    model.double()
-    with pytest.raises(RuntimeError, match=r"^weight was moved or replaced while attached: detach the mode before"):
-        unit.check_home()
+    model.weight.data = torch.ones(5, 3)
+    new = model.bias = nn.Parameter(torch.full((5,), 2.0))
+    weight, bias = unit.tensors
+    assert unit.strays() == [weight]
+    unit.gather(arena)
+    assert unit.strays() == []
+    assert unit.weights is not block
+    assert bias.host is new
+    assert bias.gradient.shape == (5,)
+    assert (weight.view_of(unit.weights.bytes) == 1).all()
+    assert (bias.view_of(unit.weights.bytes) == 2).all()
+    assert arena.pageable_bytes == held + bias.nbytes
+
+
+@pytest.mark.parametrize(
+    "change", [lambda model: model.double(), lambda model: setattr(model, "bias", nn.Parameter(torch.ones(4)))]
+)
+def test_what_cannot_be_streamed_is_refused_in_one_line(change):
+    model = nn.Linear(3, 5)
+    unit = at_home(model)
+    change(model)
+    with pytest.raises(RuntimeError, match=r"^(weight|bias) is .* when the mode was attached: it was moved") as refused:
+        unit.gather(HostArena(torch.device("cpu")))
+    assert "\n" not in str(refused.value)
+
+
+def test_the_users_of_a_gradient_are_seen():
+    tensor = at_home(nn.Linear(3, 5)).tensors[0]
+    assert not tensor.gradient_is_held
+    row = tensor.gradient[0]
+    assert tensor.gradient_is_held
+    del row
+    assert not tensor.gradient_is_held
+    array = tensor.gradient.numpy()
+    assert tensor.gradient_is_held
+    del array
+    same = tensor.gradient
+    assert tensor.gradient_is_held
+    assert same is tensor.gradient
 
 
 def test_an_attribute_assigns_to_its_module_and_to_the_list_of_a_recurrent_layer():

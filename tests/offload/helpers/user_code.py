@@ -1,0 +1,81 @@
+"""Scenarios of user code around a step, run with a mode and resident: both must see the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from offload.modes.shard_offload import ShardOffload
+from offload.modes.tensor_swap import TensorSwap
+from tests.offload.helpers.models import Stack, attached, stack_inputs
+
+MODES = {
+    "bounce_linear": lambda: BounceLinear(outside="stream", slots=8),
+    "layer_stream": LayerStream,
+    "shard_offload": lambda: ShardOffload(shards=2),
+    "layer_stream_swap": lambda: TensorSwap(LayerStream(), min_bytes=1),
+}
+EVERY_MODE = pytest.mark.parametrize("make", MODES.values(), ids=MODES.keys())
+# A scenario uses a model and a mode, and returns what it saw.
+Scenario = Callable[[nn.Module, object], list[torch.Tensor]]
+
+
+class NoMode:
+    """The resident model: a step is nothing special."""
+
+    step = nullcontext
+
+
+def evaluate(model: nn.Module, inputs: torch.Tensor | None = None) -> torch.Tensor:
+    with torch.no_grad():
+        return model(stack_inputs(0, 0) if inputs is None else inputs)
+
+
+def descend(model: nn.Module) -> None:
+    """Plain SGD on the gradients that are there, which are dropped."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(0.1 * parameter.grad)
+    model.zero_grad()
+
+
+def train_step(model: nn.Module, mode, step: int = 0, inputs: torch.Tensor | None = None) -> torch.Tensor:
+    """One step of plain SGD; returns the loss."""
+    with mode.step():
+        loss = model(stack_inputs(step, 0) if inputs is None else inputs).square().mean()
+        loss.backward()
+    descend(model)
+    return loss.detach()
+
+
+def _built(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return build()
+
+
+def same_as_resident(make: Callable, scenario: Scenario, build: Callable[[], nn.Module] = Stack) -> None:
+    """`scenario` returns the same tensors with the model attached and resident, and leaves the same state."""
+    model, twin = _built(build), _built(build)
+    torch.manual_seed(1)
+    expected = scenario(twin, NoMode)
+    torch.manual_seed(1)
+    mode = make()
+    with attached(mode, model):
+        found = scenario(model, mode)
+    assert len(found) == len(expected)
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        if one is None or other is None:
+            assert one is other, f"item {index}"
+            continue
+        assert torch.equal(one, other), f"item {index}: {one} instead of {other}"
+    ours, theirs = model.state_dict(), twin.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), f"{name} after detach"

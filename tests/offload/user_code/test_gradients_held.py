@@ -1,0 +1,99 @@
+"""Gradients that users keep, assign, ask autograd for, or hook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.offload.helpers.models import attached, stack_inputs
+from tests.offload.helpers.user_code import EVERY_MODE, same_as_resident
+
+
+def backward(model: nn.Module, mode, step: int) -> None:
+    with mode.step():
+        model(stack_inputs(step, 0)).square().mean().backward()
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("view", [False, True])
+def test_a_gradient_that_is_still_held_is_not_overwritten(make: Callable, view: bool):
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        backward(model, mode, 0)
+        held = [p.grad[:1] if view else p.grad for p in model.parameters()]
+        model.zero_grad()
+        backward(model, mode, 1)
+        return [*held, *(p.grad.clone() for p in model.parameters())]
+
+    same_as_resident(make, scenario)
+
+
+@EVERY_MODE
+def test_an_assigned_gradient_is_added_to_in_place(make: Callable):
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        assigned = [torch.ones_like(p) for p in model.parameters()]
+        for parameter, gradient in zip(model.parameters(), assigned, strict=True):
+            parameter.grad = gradient
+        backward(model, mode, 0)
+        assert all(p.grad is gradient for p, gradient in zip(model.parameters(), assigned, strict=True))
+        return assigned
+
+    same_as_resident(make, scenario)
+
+
+@EVERY_MODE
+def test_gradients_asked_of_autograd(make: Callable):
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        with mode.step():
+            loss = model(stack_inputs(0, 0)).square().mean()
+            found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        assert all(p.grad is None for p in model.parameters())
+        return list(found)
+
+    same_as_resident(make, scenario)
+
+
+@EVERY_MODE
+def test_backward_for_some_inputs_alone(make: Callable):
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        with mode.step():
+            loss = model(stack_inputs(0, 0)).square().mean()
+            loss.backward(inputs=list(model.blocks.parameters()))
+        return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+    same_as_resident(make, scenario)
+
+
+@EVERY_MODE
+def test_hooks_registered_before_and_after_forward(make: Callable):
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        seen = []
+        first, last = model.blocks[0].up.weight, model.blocks[3].down.weight
+        handles = [first.register_hook(lambda gradient: gradient * 2)]
+        handles.append(
+            torch.autograd.graph.register_multi_grad_hook(
+                [first, last], lambda gradients: seen.extend(g.clone() for g in gradients)
+            )
+        )
+        with mode.step():
+            loss = model(stack_inputs(0, 0)).square().mean()
+            handles.append(last.register_hook(lambda gradient: gradient * 3))
+            loss.backward()
+        for handle in handles:
+            handle.remove()
+        return [*seen, *(p.grad.clone() for p in model.parameters())]
+
+    same_as_resident(make, scenario)
+
+
+def test_sparse_gradients_are_refused_in_one_line():
+    from offload.modes.bounce_linear import BounceLinear
+
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
+    mode = BounceLinear(outside="stream", slots=2)
+    with attached(mode, model):
+        with pytest.raises(RuntimeError, match="sparse") as caught, mode.step():
+            model(torch.tensor([1, 2])).sum().backward()
+        assert "\n" not in str(caught.value)

@@ -1,0 +1,184 @@
+"""Parameters and buffers that leave the module that owns them, and buffers that forward changes in any way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from tests.offload.helpers.models import attached
+from tests.offload.helpers.user_code import EVERY_MODE, evaluate, same_as_resident, train_step
+
+
+class PositionTable(nn.Module):
+    """Returns a view of its parameter or of its buffer, or either as it is."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+        self.weight = nn.Parameter(torch.randn(5, 8))
+        self.register_buffer("table", torch.randn(5, 8))
+
+    def forward(self, count: int) -> object:
+        return {
+            "parameter": lambda: self.weight,
+            "view": lambda: self.weight[:count],
+            "buffer": lambda: self.table,
+            "nested": lambda: {"cos_sin": (self.table[:count], [self.weight])},
+        }[self.kind]()
+
+
+class WithPositions(nn.Module):
+    def __init__(self, kind: str):
+        super().__init__()
+        self.blocks = nn.ModuleList([PositionTable(kind), *(nn.Linear(8, 8) for _ in range(5))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positions = self.blocks[0](len(x))
+        if isinstance(positions, dict):
+            cos, (sin,) = positions["cos_sin"]
+            positions = cos * sin
+        for block in self.blocks[1:]:
+            x = torch.tanh(block(x)) + positions
+        return x
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("kind", ["parameter", "view", "buffer", "nested"])
+def test_a_module_that_returns_its_own_tensor(make: Callable, kind: str):
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        return [evaluate(model), train_step(model, mode), train_step(model, mode, 1), evaluate(model)]
+
+    same_as_resident(make, scenario, lambda: WithPositions(kind))
+
+
+class Codebook(nn.Module):
+    """A buffer that forward changes: in place through `.data`, or by another tensor of another dtype or shape."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("codes", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.linear(x)) + (self.codes.sum() if self.codes is not None else 0)
+        with torch.no_grad():
+            if self.kind == "data":
+                self.codes.data.lerp_(x.detach().mean(0), 0.5)
+            elif self.kind == "numpy":
+                self.codes.cpu().numpy()[:] += 1.0
+            elif self.kind == "dtype":
+                self.codes = (self.codes + 0.5).double()
+            elif self.kind == "shape":
+                self.codes = torch.cat([self.codes, x.detach().mean(0)])
+            elif self.kind == "none":
+                self.codes = None
+        return x.float()
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("kind", ["data", "numpy", "dtype", "shape", "none"])
+def test_a_buffer_that_forward_changes(make: Callable, kind: str):
+    def build() -> nn.Module:
+        return Chain(kind)
+
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        seen = [train_step(model, mode), train_step(model, mode, 1), evaluate(model)]
+        return [*seen, *(b.double() for b in model.buffers())]
+
+    same_as_resident(make, scenario, build)
+
+
+class Chain(nn.Module):
+    def __init__(self, kind: str):
+        super().__init__()
+        self.blocks = nn.ModuleList(Codebook(kind) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@EVERY_MODE
+def test_a_buffer_replaced_between_steps(make: Callable):
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        seen = [train_step(model, mode)]
+        for block in model.blocks:
+            block.codes = torch.full((8,), 0.25)
+        seen += [evaluate(model), train_step(model, mode, 1)]
+        for block in model.blocks:
+            block.codes = block.codes.double()
+        return [*seen, evaluate(model), train_step(model, mode, 2), *(b.double() for b in model.buffers())]
+
+    same_as_resident(make, scenario, lambda: Chain("dtype"))
+
+
+def test_attributes_and_class_of_a_parameter_are_there_in_forward():
+    class Scaled(nn.Parameter):
+        pass
+
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = Scaled(torch.ones(8))
+            self.weight.scale = 3.0
+
+        def forward(self, x):
+            assert isinstance(self.weight, Scaled)
+            assert self.weight.requires_grad
+            return x * self.weight * self.weight.scale
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Reader() for _ in range(3))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        return [evaluate(model), train_step(model, mode)]
+
+    same_as_resident(LayerStream, scenario, Model)
+
+
+def test_two_parameters_over_the_same_bytes_are_refused():
+    """They would be untied, as they are by moving a resident model to a GPU."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    whole = torch.randn(16, 8)
+    model[0].weight, model[1].weight = nn.Parameter(whole[:8]), nn.Parameter(whole[4:12])
+    with pytest.raises(ValueError, match=r"0\.weight and 1\.weight share memory") as refused:
+        BounceLinear().footprint(model)
+    assert "\n" not in str(refused.value)
+    model[1].weight = nn.Parameter(whole[8:])
+    assert BounceLinear().footprint(model).units == 2
+
+
+@pytest.mark.parametrize("make", [lambda: BounceLinear(), lambda: LayerStream()])
+def test_strides_are_kept(make: Callable):
+    class Images(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+
+        def forward(self, x):
+            for block in self.blocks:
+                assert block.weight.is_contiguous(memory_format=torch.channels_last)
+                x = torch.tanh(block(x))
+            return x
+
+    model = Images().to(memory_format=torch.channels_last)
+    strides = [p.stride() for p in model.parameters()]
+    mode = make()
+    with attached(mode, model):
+        train_step(model, mode, inputs=torch.randn(2, 4, 6, 6))
+        assert [p.stride() for p in model.parameters()] == strides
+    assert [p.stride() for p in model.parameters()] == strides

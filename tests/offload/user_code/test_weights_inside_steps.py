@@ -1,0 +1,116 @@
+"""Users change weights and gradients inside a step: closures, perturbed weights, networks that take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from tests.offload.helpers.models import Stack, stack_inputs
+from tests.offload.helpers.user_code import EVERY_MODE, evaluate, same_as_resident, train_step
+
+
+@EVERY_MODE
+def test_a_closure_that_runs_several_times_in_one_step(make: Callable):
+    """LBFGS with the step around it."""
+
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, line_search_fn="strong_wolfe")
+        seen = []
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(stack_inputs(0, 0)).square().mean()
+            loss.backward()
+            seen.append(loss.detach())
+            return loss
+
+        for _ in range(2):
+            with mode.step():
+                optimizer.step(closure)
+        return [*seen, evaluate(model)]
+
+    same_as_resident(make, scenario)
+
+
+@EVERY_MODE
+def test_weights_perturbed_between_two_passes(make: Callable):
+    """Sharpness-aware minimisation (SAM)."""
+
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        seen = []
+        for step in range(2):
+            with mode.step():
+                model(stack_inputs(step, 0)).square().mean().backward()
+                with torch.no_grad():
+                    moves = [0.05 * p.grad for p in model.parameters()]
+                    for parameter, move in zip(model.parameters(), moves, strict=True):
+                        parameter.add_(move)
+                model.zero_grad()
+                loss = model(stack_inputs(step, 1)).square().mean()
+                loss.backward()
+                with torch.no_grad():
+                    for parameter, move in zip(model.parameters(), moves, strict=True):
+                        parameter.sub_(move)
+            seen.append(loss.detach())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(0.1 * parameter.grad)
+            model.zero_grad()
+        return [*seen, evaluate(model)]
+
+    same_as_resident(make, scenario)
+
+
+@EVERY_MODE
+def test_frozen_and_unfrozen_within_a_step(make: Callable):
+    """As the two networks of a GAN take turns."""
+
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        seen = []
+        for step in range(2):
+            model.requires_grad_(False)
+            with mode.step():
+                inputs = stack_inputs(step, 0).requires_grad_()
+                model(inputs).square().mean().backward()
+                model.requires_grad_(True)
+                loss = model(stack_inputs(step, 1)).square().mean()
+                loss.backward()
+            seen += [loss.detach(), inputs.grad, *(p.grad.clone() for p in model.parameters())]
+            model.zero_grad()
+        return seen
+
+    same_as_resident(make, scenario)
+
+
+# Not under shard_offload: as under every activation checkpoint, the recompute would find other tensors to save.
+@pytest.mark.parametrize("make", [BounceLinear, LayerStream])
+def test_frozen_between_forward_and_backward(make: Callable):
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        with mode.step():
+            loss = model(stack_inputs(0, 0)).square().mean()
+            model.blocks[1].requires_grad_(False)
+            loss.backward()
+        model.blocks[1].requires_grad_(True)
+        return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+    same_as_resident(make, scenario)
+
+
+@EVERY_MODE
+def test_a_parameter_that_was_frozen_when_attached_trains_later(make: Callable):
+    def build() -> Stack:
+        model = Stack()
+        model.blocks[1].requires_grad_(False)
+        return model
+
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        seen = [train_step(model, mode)]
+        model.blocks[1].requires_grad_(True)
+        return [*seen, train_step(model, mode, 1), train_step(model, mode, 2)]
+
+    same_as_resident(make, scenario, build)
