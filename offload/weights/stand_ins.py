@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from offload.runtime.device_slots import DeviceSlot, DeviceSlots
-from offload.runtime.torch_internals import set_sequence_number, tree_map
+from offload.runtime.torch_internals import set_sequence_number, tree_leaves, tree_map
 from offload.weights.units import ModuleAttribute, OffloadUnit, UnitTensor
 
 # Called with the unit, the tensor, the gradient on the device, and the autograd node that accumulates it into the host
@@ -68,18 +68,14 @@ def copy_what_leaves(result: object, slots: DeviceSlots, closing: Callable[[Offl
     through the copies.
     """
 
-    def copied(leaf: object) -> object:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        slot = slots.slot_of(leaf)
-        return leaf.clone() if slot is not None and slot.content is not None and closing(slot.content) else leaf
+    def leaves(leaf: object) -> bool:
+        slot = slots.slot_of(leaf) if isinstance(leaf, torch.Tensor) else None
+        return slot is not None and slot.content is not None and closing(slot.content)
 
     if isinstance(result, torch.Tensor):
-        return copied(result)
-    if isinstance(result, (tuple, list, dict)):
-        leaves = []
-        tree_map(lambda leaf: leaves.append(copied(leaf) is not leaf), result)
-        return tree_map(copied, result) if any(leaves) else result
+        return result.clone() if leaves(result) else result
+    if isinstance(result, (tuple, list, dict)) and any(map(leaves, tree_leaves(result))):
+        return tree_map(lambda leaf: leaf.clone() if leaves(leaf) else leaf, result)
     return result
 
 
