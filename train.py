@@ -1,15 +1,19 @@
 """Trains one model under one offload mode, or a sweep of them: see `python train.py --help`."""
 
+import sys
+
 import hydra
 from omegaconf import DictConfig
 
 from training import sweep
 from training.config import help, schema
 from training.config.validation import check
-from training.runs import compose_errors
+from training.errors import UserError
+from training.runs import command_line, compose_errors, console
 from training.runs.directory import locked, refuse_records
-from training.runs.failures import failures_recorded, refusals_reported
+from training.runs.failures import failures_recorded, print_failure, refusals_reported
 from training.runs.invocation import Invocation
+from training.runs.parent import end_with_parent
 
 schema.register()
 help.register()
@@ -28,8 +32,10 @@ def main(config: DictConfig) -> None:
             from training.planning.plan import plan_only
 
             refuse_records(run_dir)
-            plan_only(config, invocation)
+            summary = plan_only(config, invocation)
             directory.write_config(config, invocation)
+            if summary["reason"]:
+                sys.exit(print_failure(UserError(summary["reason"])))
             return
         from training.build import build
         from training.loop import train
@@ -40,5 +46,12 @@ def main(config: DictConfig) -> None:
         print_summary(summary, run_dir)
 
 
+def start() -> None:
+    sys.argv[1:] = command_line.for_hydra(sys.argv[1:])
+    main()
+
+
 if __name__ == "__main__":
-    compose_errors.run(main)
+    console.may_fail()
+    end_with_parent()
+    compose_errors.run(start)

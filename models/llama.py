@@ -13,20 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.kv_cache import KeyValueCache, LayerCache
 from models.loss import Head
 
 
-def rotary_tables(seq_len: int, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_tables(seq_len: int, head_dim: int, theta: float, like: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
     """Computes the cosines and sines of rotary position embedding (Su et al. 2021), one angle for each pair of a head.
 
     Angles are computed in float32, because bfloat16 cannot distinguish neighbouring positions beyond 256. The tables
-    have the dtype and the device of `like`.
+    have the dtype and the device of `like`. `start` is the first position.
 
     Returns:
         cos, sin: both [seq_len, head_dim / 2].
     """
     exponents = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32) / head_dim
-    positions = torch.arange(seq_len, device=like.device, dtype=torch.float32)
+    positions = torch.arange(start, start + seq_len, device=like.device, dtype=torch.float32)
     angles = torch.outer(positions, theta**-exponents)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
@@ -68,10 +69,12 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(hidden_size, key_value_size, bias=False)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
         query = Rotate.apply(self._split_heads(self.q_proj(hidden)), cos, sin)
         key = Rotate.apply(self._split_heads(self.k_proj(hidden)), cos, sin)
         value = self._split_heads(self.v_proj(hidden))
+        if cache is not None:
+            key, value = cache.append(key, value)
         grouped = self.group_size > 1
         if grouped and hidden.is_cuda and hidden.dtype not in (torch.bfloat16, torch.float16):
             # CUDA's only fused kernel for this dtype requires as many key heads as query heads. With `enable_gqa` the
@@ -79,7 +82,9 @@ class Attention(nn.Module):
             key = key.repeat_interleave(self.group_size, dim=1)
             value = value.repeat_interleave(self.group_size, dim=1)
             grouped = False
-        context = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        # The newest position sees all others: one token after a prompt needs no mask.
+        causal = query.shape[2] == key.shape[2]
+        context = F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped)
         return self.o_proj(context.transpose(1, 2).flatten(2))
 
     def _split_heads(self, x: Tensor) -> Tensor:
@@ -117,9 +122,9 @@ class Block(nn.Module):
         self.input_layernorm = nn.RMSNorm(hidden_size, eps=rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(hidden_size, eps=rms_norm_eps)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
         """Returns hidden [batch, seq_len, hidden_size] in the same shape; cos, sin: [seq_len, head_dim / 2]."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin)
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, cache)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -142,11 +147,13 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(hidden_size, eps=rms_norm_eps)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         hidden = self.embed_tokens(input_ids)
-        cos, sin = rotary_tables(input_ids.shape[1], self.head_dim, self.rope_theta, like=hidden)
-        for layer in self.layers:
-            hidden = layer(hidden, cos, sin)
+        start = 0 if cache is None else cache.length
+        cos, sin = rotary_tables(input_ids.shape[1], self.head_dim, self.rope_theta, like=hidden, start=start)
+        for index, layer in enumerate(self.layers):
+            of_cache = () if cache is None else (cache.layers[index],)
+            hidden = layer(hidden, cos, sin, *of_cache)
         return self.norm(hidden)
 
 
@@ -205,20 +212,33 @@ class Llama(nn.Module):
         if tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
         """Returns the logits, or the loss if `labels` are given.
 
         Args:
             input_ids: int64 [batch, seq_len].
             labels: int64 [batch, seq_len]: the token that should follow each position, so the caller shifts them.
                 Positions with -100 are left out of the mean.
+            cache: for inference, from `key_value_cache`: the positions of earlier calls, which those of `input_ids`
+                follow. They are stored there too. Where it is not empty, `input_ids` has one position.
 
         Returns:
-            Logits [batch, seq_len, vocab_size] in the parameters' dtype, or the mean loss, a float32 scalar.
+            Logits [batch, seq_len, vocab_size] in the parameters' dtype, or the mean loss, a float32 scalar. With
+            `cache` the logits of the last position alone: [batch, 1, vocab_size].
         """
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(f"labels {tuple(labels.shape)} must have the shape of input_ids {tuple(input_ids.shape)}")
-        return self.lm_head(self.model(input_ids), labels)
+        if cache is None:
+            return self.lm_head(self.model(input_ids), labels)
+        if labels is not None:
+            raise ValueError("labels and a cache were given: a loss is computed without a cache")
+        if cache.length and input_ids.shape[1] > 1:
+            raise ValueError(f"{input_ids.shape[1]} positions follow those in the cache: give them one by one")
+        return self.lm_head(self.model(input_ids, cache)[:, -1:])
+
+    def key_value_cache(self, capacity: int) -> KeyValueCache:
+        """Returns an empty cache for `capacity` positions; its memory is allocated in the next forward."""
+        return KeyValueCache(len(self.model.layers), capacity)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Returns the floating-point operations for one token, forward and backward, without recomputation.

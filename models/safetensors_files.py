@@ -46,6 +46,9 @@ def open_file(file: Path) -> safe_open:
     Raises:
         ValueError: it is missing, cut short or not a safetensors file. The message is one line.
     """
+    if file.exists() and not file.is_file():
+        # The library would wait for a pipe for ever.
+        raise ValueError(f"{file} is not a file: download the checkpoint again")
     try:
         return safe_open(file, framework="pt")
     except FileNotFoundError:

@@ -6,6 +6,7 @@ second copy of a model. A checkpoint that does not fit the model is refused befo
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
 INTEGER_DTYPES = {"I64", "I32", "I16", "I8", "U8", "BOOL"}
 MAX_SHARD_BYTES = 4 * 2**30
+# Ten times the index of a model of 100,000 tensors.
+MAX_INDEX_BYTES = 2**27
 
 
 def load_weights(model: nn.Module, path: str | Path) -> None:
@@ -164,7 +167,7 @@ def checkpoint_files(path: Path) -> dict[Path, set[str]]:
 
 def _indexed_files(index: Path) -> dict[Path, set[str]]:
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
+        weight_map = _parsed(index)["weight_map"]
         by_file: dict[Path, set[str]] = {}
         for name, file_name in weight_map.items():
             # An index is not trusted: it may name files of its own folder only.
@@ -176,8 +179,18 @@ def _indexed_files(index: Path) -> dict[Path, set[str]]:
             by_file.setdefault(index.parent / file_name, set()).add(name)
     except OSError as error:
         raise ValueError(f"{index} cannot be read ({error.strerror}): check its permissions") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         raise ValueError(f"{index} is not an index of safetensors shards: download it again") from None
     if not by_file:
         raise ValueError(f"{index} lists no tensor: download it again")
     return by_file
+
+
+def _parsed(index: Path) -> Any:
+    if index.stat().st_size > MAX_INDEX_BYTES:
+        raise ValueError(f"{index} has {index.stat().st_size} bytes, too many for an index: download it again")
+    try:
+        return json.loads(index.read_bytes())
+    # ValueError: also a number of too many digits.
+    except (ValueError, RecursionError):
+        raise ValueError(f"{index} is not JSON: download it again") from None

@@ -1,5 +1,40 @@
 """The offload engine: training with weights, gradients and activations that live in host memory.
 
+A mode attaches to any torch model, in any training loop:
+
+    import torch
+    from offload import LayerStream, acquire, release
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    streams = acquire("cuda" if torch.cuda.is_available() else "cpu")
+    mode = LayerStream(slots=2)
+    mode.attach(model, streams)  # the blocks go to host memory, the rest to the device
+    for _ in range(3):
+        batch = torch.randn(16, 64, device=streams.device)
+        with mode.step():  # around forward and backward
+            model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"{mode.counters().h2d_bytes} bytes copied to the device")
+    mode.detach()  # the model as it was found
+    release(streams)
+
+The names in `__all__` are the public face, all that a training loop needs; a plan needs those of `offload.planning`
+too. Every other module may change without notice.
+
+- `acquire`, `release`: the streams of a device (`Streams`). `upload` copies a batch there without waiting.
+- `Mode`: the contract of a mode, with `footprint`, `attach`, `step`, `accumulate`, `counters`, `detach` and more.
+  `Resident` (none) leaves all on the device. `BounceLinear`, `LayerStream` and `ShardOffload` stream weights
+  (`WeightMode`). `TensorSwap` and `SaveOnCpu` move activations (`ActivationMode`) and stand on a mode for the weights:
+  `TensorSwap(LayerStream())`. Their knobs are their arguments.
+- `HostAdamW`: AdamW for weights in host memory; `mode.overlap` hides its updates behind the steps.
+- `recompute`: activation checkpointing, called after `attach`, for blocks such as those of `find_blocks`.
+- `Counters`: bytes copied and times waited, from `mode.counters()`. `Footprint`: bytes of a mode before it is attached.
+- `KnobError`: a knob has a value that it cannot have. On the CPU also `HostOperandError`: an operation takes host
+  memory and tensors of the device, which a GPU would refuse; and `StreamOrderError`: the engine left out a wait.
+- For configurations: `in_range` and `explanations` of knobs, `parse_bytes`, `format_bytes`, `GIB`, `usable_cores`.
+
 Each folder is on a floor and imports from itself and from lower floors only, from the lowest up: `runtime` (streams,
 copies, memory, hooks); `weights`, `activations` and `microbatches` (one mechanism each); `optimizer` (updates on the
 host, beside the step); `modes` (one file a mode); `planning` (a step predicted by running it without values).
@@ -15,3 +50,56 @@ On the CPU, `runtime.stream_checker` checks both for every declared access, in e
 Read `modes.mode` first, the contract of a mode. Then `weights.units`, whose note tells the life of a weight in a step,
 `weights.streamer`, which joins the parts, and `modes.layer_stream`, a whole mode in forty lines.
 """
+
+from offload.activations.checkpointing import recompute
+from offload.modes.activation_mode import ActivationMode
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from offload.modes.mode import Mode
+from offload.modes.none import Resident
+from offload.modes.save_on_cpu import SaveOnCpu
+from offload.modes.shard_offload import ShardOffload
+from offload.modes.tensor_swap import TensorSwap
+from offload.modes.weight_mode import WeightMode
+from offload.optimizer.adamw import HostAdamW
+from offload.runtime.blocks import find_blocks
+from offload.runtime.byte_sizes import GIB, format_bytes, parse_bytes
+from offload.runtime.counters import Counters
+from offload.runtime.device_work import HostOperandError
+from offload.runtime.errors import KnobError
+from offload.runtime.host_cores import usable_cores
+from offload.runtime.knobs import explanations, in_range
+from offload.runtime.registry import Streams, acquire, release
+from offload.runtime.stream_checker import StreamOrderError
+from offload.runtime.transfer import upload
+from offload.weights.footprint import Footprint
+
+__all__ = [
+    "GIB",
+    "ActivationMode",
+    "BounceLinear",
+    "Counters",
+    "Footprint",
+    "HostAdamW",
+    "HostOperandError",
+    "KnobError",
+    "LayerStream",
+    "Mode",
+    "Resident",
+    "SaveOnCpu",
+    "ShardOffload",
+    "StreamOrderError",
+    "Streams",
+    "TensorSwap",
+    "WeightMode",
+    "acquire",
+    "explanations",
+    "find_blocks",
+    "format_bytes",
+    "in_range",
+    "parse_bytes",
+    "recompute",
+    "release",
+    "upload",
+    "usable_cores",
+]

@@ -1,10 +1,10 @@
-"""Forward and backward of Llama-shaped blocks under each mode, against the floor measured in the same run.
+"""Forward and backward of Llama-shaped blocks under each mode, against the resident step and the bus of the same run.
 
     python scripts/bench.py --modes none bounce_linear --sequences 2 --seq-len 2048
     python scripts/bench.py --sequences 8 --recompute --json bench.json
 
 With `--optimizer` a step of every mode but `none` includes the update of its weights on the host, beside the device;
-`none`, forward and backward alone, is then the floor. With `--head` the embedding, the head and the loss are there
+`none` is forward and backward alone. With `--head` the embedding, the head and the loss are there
 too. Every mode runs in a process of its own. A step ends with the gradients where the mode keeps them: on the device
 for `none`, on the host for the streaming modes. The peak printed is that of the timed steps; the file has the peak of
 all steps too.
@@ -13,11 +13,9 @@ MODE is any option of conf/offload, KEY any of its knobs. Modes that move activa
 as a knob, and its knobs as weights.KEY: `tensor_swap:weights=layer_stream,weights.slots=2`. `budget=auto` needs
 `--warmup 16`.
 
-The floor of a step is the largest of: the resident step with the same recompute, bytes in over the bandwidth host to
-device, bytes out over the bandwidth device to host, each measured alone. The phase floor knows more: gradients leave
-only while backward runs, and a bus that works both ways at once is slower each way. It is the larger of the resident
-step and: forward's bytes in at the one-way bandwidth, then backward's bytes in and out at the two-way bandwidth for as
-long as both last and at the one-way bandwidth for the rest.
+The floor of a step is that of a plan without the FLOPs (`offload.planning.cost_model.floor_ms`): the bytes of the
+larger direction at the bandwidth that the bus reached in the same run. `to none` is the ratio to the resident step,
+which shows how far compute is the limit. On the CPU there is no bus, and no floor.
 """
 
 from __future__ import annotations
@@ -41,15 +39,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.initialise import initialise
 from models.llama import Llama, rotary_tables
-from offload.activations.checkpointing import recompute
-from offload.modes.mode import Mode
-from offload.modes.weight_mode import WeightMode
-from offload.optimizer.adamw import HostAdamW
-from offload.runtime import registry
-from offload.runtime.bandwidth import Bandwidth, measure_bandwidth
-from offload.runtime.blocks import find_blocks
-from offload.runtime.byte_sizes import GIB, parse_bytes
-from offload.runtime.transfer import upload
+from offload import (
+    GIB,
+    HostAdamW,
+    Mode,
+    WeightMode,
+    acquire,
+    find_blocks,
+    parse_bytes,
+    recompute,
+    release,
+    upload,
+)
+from offload.planning import Bandwidth, floor_ms, measure_bandwidth
 from training import sweep
 from training.config import schema
 from training.config.construct import make_mode
@@ -57,6 +59,7 @@ from training.config.modes import FOLDER, RESIDENT, mode_options
 from training.loop import clip_scale, forward_backward, gradient_norm, short_garbage_collections
 from training.metrics.step_timer import StepTimer
 from training.profiling.hardware import reset_peaks, vram_peak_gib, vram_reserved_gib
+from training.visible_text import visible
 
 # Counters of a mode whose growth in a step is reported.
 MOVED = (
@@ -68,13 +71,12 @@ MOVED = (
     "update_ms",
     "update_wait_ms",
 )
-# Title, key of a row, and what to divide by; 0 for text.
+# Title, key of a row, and what to divide by.
 COLUMNS = (
     ("step ms", "step_ms", 1),
     ("floor ms", "floor_ms", 1),
-    ("ratio", "ratio", 1),
-    ("to phases", "phase_ratio", 1),
-    ("bound", "bound", 0),
+    ("to floor", "floor_ratio", 1),
+    ("to none", "ratio", 1),
     ("stall ms", "stall_ms", 1),
     ("peak GiB", "vram_peak_gib", 1),
     ("in GB", "h2d_bytes", 1e9),
@@ -142,7 +144,7 @@ class Workload:
                 model = Blocks(model.model.layers, options.hidden // options.heads)
         self.model = model.bfloat16()
         self.plan = self.mode.footprint(self.model, options.recompute)
-        self.streams = registry.acquire(self.device)
+        self.streams = acquire(self.device)
         clock = StepTimer(self.streams)
         clock.start()
         self.mode.attach(self.model, self.streams)
@@ -165,7 +167,7 @@ class Workload:
 
     def __exit__(self, *_: object) -> None:
         self.mode.detach()
-        registry.release(self.streams)
+        release(self.streams)
 
     def step(self) -> torch.Tensor:
         """Forward and backward over one batch; returns the loss."""
@@ -209,9 +211,9 @@ def weight_modes() -> list[str]:
 
 def bandwidths(device: torch.device) -> dict[str, float]:
     """Measures the bus of `device`, in GB/s."""
-    streams = registry.acquire(device)
+    streams = acquire(device)
     speed = measure_bandwidth(streams)
-    registry.release(streams)
+    release(streams)
     return dataclasses.asdict(speed)
 
 
@@ -232,13 +234,11 @@ def measure(spec: str, options: argparse.Namespace) -> dict:
         times_ms = clock.collect()
         after = workload.mode.counters()
         grown = dataclasses.asdict(after - before)
-        passes = 1 if workload.plan.layer_major else options.microbatches
         return {
             "mode": spec,
             "step_ms": statistics.median(times_ms),
             "step_ms_each": times_ms,
             "attach_s": workload.attach_ms / 1e3,
-            "forward_bytes": workload.plan.host_weight_bytes * passes,
             "vram_peak_gib": vram_peak_gib(device),
             "vram_peak_of_all_gib": max(highest, vram_peak_gib(device)),
             "vram_reserved_gib": vram_reserved_gib(device),
@@ -260,29 +260,16 @@ def isolated(function, *values) -> dict:
             return {"mode": values[0], "failed": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
-def with_floor(row: dict, resident_ms: float | None, speed: dict[str, float]) -> dict:
-    """Returns the row with its floor and the ratio to it; speeds are in GB/s."""
-    bytes_in, bytes_out, bus = row["h2d_bytes"], row["d2h_bytes"], Bandwidth(**speed)
-    parts = {"h2d": bus.two_way_ms(bytes_in, 0), "d2h": bus.two_way_ms(0, bytes_out)}
-    back_in = max(bytes_in - row["forward_bytes"], 0)
-    phases_ms = bus.two_way_ms(bytes_in - back_in, 0) + bus.two_way_ms(back_in, bytes_out)
-    if resident_ms is not None:
-        parts["compute"] = resident_ms
-    bound = max(parts, key=parts.get)
-    return {
-        **row,
-        "floor_ms": parts[bound],
-        "bound": bound,
-        "ratio": row["step_ms"] / parts[bound],
-        "phase_ratio": row["step_ms"] / max(phases_ms, resident_ms or 0),
-    }
+def with_ratios(row: dict, resident_ms: float | None, bus: Bandwidth | None) -> dict:
+    """Returns the row with its floor, and the ratios to it and to the resident step; None where there is none."""
+    floor = None if bus is None else floor_ms(bus, row["h2d_bytes"], row["d2h_bytes"])
+    ratios = {"floor_ratio": floor and row["step_ms"] / floor, "ratio": resident_ms and row["step_ms"] / resident_ms}
+    return {**row, "floor_ms": floor, **ratios}
 
 
-def _cell(value: float | str | None, scale: float) -> str:
+def _cell(value: float | None, scale: float) -> str:
     """Formats a value; a dash stands for one that was not measured."""
-    if value is None:
-        return f"{'-':>11}"
-    return f"{value / scale:11.3f}" if scale else f"{value:>11}"
+    return f"{'-':>11}" if value is None else f"{value / scale:11.3f}"
 
 
 def main() -> None:
@@ -295,7 +282,8 @@ def main() -> None:
     speed = isolated(bandwidths, torch.device(options.device))
     rows = [isolated(measure, spec, options) for spec in options.modes]
     resident_ms = next((row.get("step_ms") for row in rows if row["mode"] == RESIDENT), None)
-    rows = [row if "failed" in row else with_floor(row, resident_ms, speed) for row in rows]
+    bus = Bandwidth(**speed) if torch.device(options.device).type == "cuda" else None
+    rows = [row if "failed" in row else with_ratios(row, resident_ms, bus) for row in rows]
     print(
         f"{options.blocks} blocks of {options.hidden}, {options.sequences * options.seq_len} tokens,"
         f" recompute={options.recompute}, forward only={options.forward};"
@@ -304,7 +292,7 @@ def main() -> None:
     print(f"{'mode':36}" + "".join(f"{title:>11}" for title, _, _ in COLUMNS))
     for row in rows:
         cells = (_cell(row.get(key), scale) for _, key, scale in COLUMNS)
-        print(f"{row['mode']:36}" + (f"failed: {row['failed']}" if "failed" in row else "".join(cells)))
+        print(f"{row['mode']:36}" + (f"failed: {visible(row['failed'])}" if "failed" in row else "".join(cells)))
     if options.json:
         options.json.write_text(json.dumps({"options": vars(options), "gb_per_s": speed, "rows": rows}, default=str))
 

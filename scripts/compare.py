@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from training.comparison.report import compare
 from training.errors import UserError
+from training.visible_text import visible
 
 
 def main() -> None:
@@ -27,9 +28,9 @@ def main() -> None:
     try:
         compare(options.directories, out)
     except UserError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {visible(error)}")
     except OSError as error:
-        sys.exit(f"error: {error.filename or out}: {error.strerror}; choose another place with --out DIR")
+        sys.exit(f"error: {visible(error.filename or out)}: {error.strerror}; choose another place with --out DIR")
 
 
 if __name__ == "__main__":

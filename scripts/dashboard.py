@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from training.comparison.wandb_workspace import publish, require_package, specification, workspace
 from training.errors import UserError
 from training.runs.files import WORKSPACE_FILE
+from training.visible_text import visible
 
 PROJECT = "offload"
 
@@ -56,4 +57,4 @@ if __name__ == "__main__":
     try:
         main()
     except UserError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {visible(error)}")

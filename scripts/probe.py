@@ -25,11 +25,12 @@ def main() -> int:
     from training.errors import UserError
     from training.planning.probe import keep, probe
     from training.profiling.hardware import resolve_device
+    from training.visible_text import visible
 
     try:
         device = resolve_device(options.device)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {visible(error)}", file=sys.stderr)
         return 1
     figures = probe(device)
     for key, value in figures.items():

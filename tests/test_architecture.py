@@ -26,6 +26,12 @@ TESTS = ROOT / "tests"
 TORCH_INTERNALS = ROOT / "offload" / "runtime" / "torch_internals.py"
 OPEN_NAMES = {"_version", "_parameters", "_buffers"}
 PRIVATE_NAMES = set(re.findall(r"\b_[A-Za-z]\w*", TORCH_INTERNALS.read_text())) - OPEN_NAMES
+# The public faces of the engine, from which all else imports, with their files; and the one program that looks inside,
+# because it measures the kernels of the update one by one.
+FACES = {"offload": ROOT / "offload" / "__init__.py", "offload.planning": ROOT / "offload" / "planning" / "__init__.py"}
+LOOKS_INSIDE = ROOT / "scripts" / "bench_update.py"
+USERS = [path for path in SOURCES if path.relative_to(ROOT).parts[0] != "offload"]
+USERS += sorted({ROOT / "train.py", *(ROOT / "scripts").glob("*.py")} - {LOOKS_INSIDE})
 # The files of offload/modes that are one mode each, without those that several modes share.
 SHARED_BY_MODES = {"__init__", "mode", "weight_mode", "activation_mode"}
 MODES = [path for path in sorted((ROOT / "offload" / "modes").glob("*.py")) if path.stem not in SHARED_BY_MODES]
@@ -49,6 +55,15 @@ def imported_modules(path: Path) -> set[Path]:
 
 def calls(tree: ast.AST) -> set[str]:
     return {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+
+
+def public_names(face: Path) -> list[str]:
+    """Returns the names in `__all__` of a package, from its source."""
+    (names,) = (
+        node.value for node in ast.parse(face.read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )  # fmt: skip
+    return ast.literal_eval(names)
 
 
 def private_names_of_torch(tree: ast.AST) -> set[str]:
@@ -94,6 +109,11 @@ class TestSource:
 
 @pytest.mark.parametrize("path", ENGINE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_floors_import_downwards(path: Path):
+    if path == FACES["offload"]:
+        # It stands on all floors.
+        return
+    # Through a face every module would import every other.
+    assert not imports(ast.parse(path.read_text())) & FACES.keys()
     folder = path.relative_to(ROOT).parts[1]
     for other in imported_modules(path):
         imported = other.relative_to(ROOT).parts[1]
@@ -113,6 +133,19 @@ def test_private_names_of_torch_are_found():
         "storage._cdata",
         "torch._foreach_add",
     }
+
+
+@pytest.mark.parametrize("path", USERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_names_of_the_engine_come_from_its_public_faces(path: Path):
+    public = {f"{face}.{name}" for face, file in FACES.items() for name in public_names(file)} | FACES.keys()
+    used = {name for name in imports(ast.parse(path.read_text())) if name.partition(".")[0] == "offload"}
+    assert not used - public
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_public_face_documents_its_names(face: str):
+    described = set(re.findall(r"\b\w+\b", ast.get_docstring(ast.parse(FACES[face].read_text()))))
+    assert not set(public_names(FACES[face])) - described
 
 
 def test_every_folder_of_the_engine_has_a_floor():

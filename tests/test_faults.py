@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -20,12 +19,12 @@ from offload.optimizer.adamw import HostAdamW
 from offload.runtime import registry
 from offload.runtime.host_memory import HostArena
 from tests import ROOT
-from tests.training.helpers.in_process import SMALL_MODEL, components_of, composed
+from tests.offload.helpers.page_locks import FakeRuntime
+from tests.training.helpers.in_process import SMALL_MODEL, components_of, composed, signals_as_before
 from training.build import attached, build, build_optimizer
 from training.components import acquired
 from training.config.validation import check
 from training.data import datasets
-from training.errors import UserError
 from training.loop import train
 from training.metrics import files
 from training.metrics.files import read_metrics, read_summary
@@ -52,7 +51,6 @@ HOST_ADAMW = ("offload=layer_stream", "optimizer=host_adamw", "optimizer.compile
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
     """Trains in `tmp_path` as train.py does, in this process, and returns the exit status."""
-    before = signal.getsignal(signal.SIGTERM)
 
     def run(*overrides: str) -> int:
         try:
@@ -65,8 +63,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
             return ended.code
         return 0
 
-    yield run
-    signal.signal(signal.SIGTERM, before)
+    with signals_as_before():
+        yield run
     assert registry.holders("cpu") == 0
     ours = ("host optimizer", "lockstep")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(ours)]
@@ -98,7 +96,7 @@ def test_a_loss_that_is_nan_stops_the_run(run, tmp_path: Path, monkeypatch: pyte
     at_forward(monkeypatch, 4 if "microbatches=2" not in MODES[mode] else 8, lambda loss: loss * float("nan"))
     assert run(*MODES[mode]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: step 4: the gradient norm is nan, and on_nonfinite=stop: take a lower optimizer.lr")
+    assert error.startswith("error: step 4: the gradient norm is nan, and on_nonfinite=stop: take optimizer.lr=")
     assert error.count("\n") == 1
     assert [record["train/step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
     assert read_summary(tmp_path)["status"] == "failed"
@@ -124,13 +122,13 @@ def test_a_gpu_out_of_memory_in_mid_step(run, tmp_path: Path, monkeypatch, capsy
     line = capsys.readouterr().err
     assert line.startswith("error: the GPU is out of memory (2.50 GiB more needed): planned were ")
     assert line.count("\n") == 1
-    # The plan's numbers, which are in its file too, and three keys to change.
+    # The plan's numbers, which are in its file too, and keys to change, three at most.
     planned = json.loads((tmp_path / "plan.json").read_text())["device_bytes"]
     assert f"planned were {planned['total'] / 2**20:.2f} MiB (" in line
     assert f"activations {planned['activations'] / 2**20:.2f} MiB" in line
     assert f"slots {planned['slots'] / 2**20:.2f} MiB" in line or not planned["slots"]
-    first, second, third = line.rpartition(": take ")[2].replace(" or ", ", ").strip().split(", ")
-    assert len({first, second, third}) == 3
+    advice = line.rpartition(": take ")[2].replace(" or ", ", ").strip().split(", ")
+    assert 1 <= len(set(advice)) == len(advice) <= 3
     assert read_summary(tmp_path) == {"status": "out_of_memory", "reason": line.removeprefix("error: ").strip()}
 
 
@@ -186,13 +184,6 @@ def test_a_data_file_that_vanishes_later_is_not_missed(run, tmp_path: Path, monk
     assert len(read_metrics(tmp_path)) == 6
 
 
-class NoPageLocks:
-    """The CUDA runtime of a machine that refuses to page-lock memory."""
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
-        return 2
-
-
 @pytest.mark.parametrize("mode", ["bounce_linear", "shard_offload", "layer_stream_swap"])
 def test_memory_that_cannot_be_page_locked_is_used_as_it_is(run, tmp_path: Path, monkeypatch, mode: str):
     initialise = HostArena.__init__
@@ -202,7 +193,7 @@ def test_memory_that_cannot_be_page_locked_is_used_as_it_is(run, tmp_path: Path,
         self._pin = not self._is_meta
 
     monkeypatch.setattr(HostArena, "__init__", pinning)
-    monkeypatch.setattr(torch.cuda, "cudart", NoPageLocks)
+    FakeRuntime(refusal=2).install(monkeypatch)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert run(*MODES[mode]) == 0
@@ -217,7 +208,7 @@ def test_memory_that_cannot_be_page_locked_is_used_as_it_is(run, tmp_path: Path,
     ("error", "reason", "status"),
     [
         (ArithmeticError("of the update"), "ArithmeticError: of the update", "failed"),
-        (MemoryError(), "the host is out of memory: take a smaller model", "out_of_memory"),
+        (MemoryError(), "the host is out of memory: planned were ", "out_of_memory"),
     ],
 )
 def test_a_worker_that_dies_ends_the_run(run, tmp_path: Path, monkeypatch, capsys, error, reason: str, status: str):
@@ -239,12 +230,30 @@ def test_a_worker_that_dies_ends_the_run(run, tmp_path: Path, monkeypatch, capsy
     assert len(read_metrics(tmp_path)) < 6
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides"), [("host optimizer", HOST_ADAMW), ("lockstep", ("offload=shard_offload", "microbatches=2"))]
+)
+def test_a_thread_that_a_mode_needs_and_the_system_refuses_is_one_line(run, monkeypatch, capsys, name: str, overrides):
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name.startswith(name):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert run(*overrides) == 1
+    line = capsys.readouterr().err
+    assert line.startswith("error: the system starts no more threads for this user or container: raise `ulimit -u`")
+    assert line.count("\n") == 1
+
+
 def test_a_host_without_room_for_the_optimizers_states_is_refused_with_both_sizes(monkeypatch: pytest.MonkeyPatch):
     components = components_of(*SMALL, *HOST_ADAMW)
     with acquired(components.device) as streams, attached(components, streams):
         monkeypatch.setattr("offload.optimizer.adamw.free_host_bytes", lambda: 1000)
-        needed = r"optimizer=host_adamw: 0.00 GiB of host memory are needed for the optimizer's states, 0.00 GiB are"
-        with pytest.raises(UserError, match=needed):
+        needed = "0.00 GiB of host memory are needed for the optimizer's states, 0.00 GiB are free"
+        with pytest.raises(MemoryError, match=needed):
             build_optimizer(components)
 
 

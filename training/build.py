@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,29 +15,29 @@ from torch import nn
 
 from models.initialise import initialise
 from models.weights import load_weights
-from offload.activations.checkpointing import recompute
-from offload.optimizer.adamw import HostAdamW
-from offload.runtime.byte_sizes import GIB, parse_bytes
-from offload.runtime.host_cores import usable_cores
-from offload.runtime.registry import Streams
+from offload import GIB, HostAdamW, Streams, parse_bytes, recompute, usable_cores
 from training.checkpoints.resuming import AUTO, Checkpoint, is_in, starting_point
 from training.checkpoints.saving import Checkpoints
 from training.checkpoints.state import RunState
 from training.components import STATES_OF_SPARE, Components, acquired
 from training.config.construct import keys_under
+from training.config.validation import check_steps
 from training.errors import UserError
-from training.metrics.progress import print_plan
+from training.evaluation import Evaluation
+from training.metrics.progress import phase, print_plan
 from training.metrics.wandb_tracker import Tracker, chosen_options, plain, run_name, run_tags
+from training.model_weights import ModelWeights
 from training.optim import build_schedule
+from training.planning.fit import refuse_misfit
 from training.planning.machine import machine_of
-from training.planning.oom_advice import device_memory_explained
-from training.planning.plan import plan_run
+from training.planning.oom_advice import memory_explained
+from training.planning.plan import plan_filled
 from training.planning.report import RunPlan
 from training.profiling.hardware import record_hardware, resolve_device, vram_bytes, vram_peak_gib
 from training.runs.directory import refuse_records
 from training.runs.files import DATASETS_FOLDER
 from training.runs.invocation import Invocation
-from training.runs.paths import home_expanded
+from training.samples import Samples
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Job:
     components: Components
     plan: RunPlan
     dataset: object
+    evaluation: Evaluation
+    samples: Samples
     start: RunState
     streams: Streams
     optimizer: HostAdamW
@@ -72,29 +75,48 @@ def build(config: DictConfig, invocation: Invocation, begin: Callable[[], None] 
     checkpoint = starting_point(config, invocation.run_dir)
     if not resumes_here(config, checkpoint, invocation.run_dir):
         refuse_records(invocation.run_dir)
-    dataset = build_dataset(config, invocation.run_dir)
+    from_weights = checkpoint is None and config.model.weights is not None
+    weights = ModelWeights.find(config.model.weights) if from_weights else None
+    with phase("reading the dataset"):
+        dataset = build_dataset(config, invocation.run_dir)
+    if config.epochs is not None:
+        # The run's own config.yaml keeps `epochs` alone, so that it can be given again.
+        config = with_steps(config, dataset)
+        components = replace(components, config=config)
+    evaluation = Evaluation.of(config, dataset)
+    samples = Samples.of(config, components.model)
     if checkpoint is not None:
-        checkpoint.check_data(dataset)
-    plan = plan_run(components, machine_of(components), has_gpu=components.device.type == "cuda")
+        checkpoint.check_steps(config.steps)
+        checkpoint.check_data(dataset, evaluation.sha256)
+    with phase("measuring the machine"):
+        machine = machine_of(components)
+    with phase("planning"):
+        components, plan = plan_filled(components, machine, has_gpu=components.device.type == "cuda")
+    refuse_misfit(components, plan)
     begin()
     start = RunState() if checkpoint is None else checkpoint.state
     with acquired(components.device) as streams:
-        hardware = record_hardware(streams, invocation.run_dir)
+        with phase("measuring the bus"):
+            hardware = record_hardware(streams, invocation.run_dir)
         plan.write(invocation.run_dir)
         print_plan(plan.rows(), title=f"Plan: {invocation.title} on {components.device}")
         # Before anything large is allocated, so that the tracker also records a run that has no memory.
         tracker = build_tracker(config, invocation, hardware, start.tracking_id)
-        explained = device_memory_explained(components, plan)
+        explained = memory_explained(components, plan)
         with tracker.failing_with(), explained, keys_under("offload"), attached(components, streams) as model:
             if checkpoint is None:
-                fill(model, config, components.device)
-            optimizer = build_optimizer(components)
+                fill(model, config, components.device, weights)
+            with phase("allocating the optimizer's states, choosing its kernel"):
+                optimizer = build_optimizer(components)
             schedule = build_schedule(config, optimizer)
             if checkpoint is not None:
-                checkpoint.restore(model, optimizer, schedule, components.device)
+                with phase("restoring the checkpoint"):
+                    checkpoint.restore(model, optimizer, schedule, components.device)
                 checkpoint.set_aside_later(invocation.run_dir)
             checkpoints = Checkpoints(config, invocation.run_dir, model, optimizer, streams)
-            yield Job(components, plan, dataset, start, streams, optimizer, schedule, tracker, checkpoints)
+            checkpoints.remove_leftovers(start.step)
+            made = streams, optimizer, schedule, tracker, checkpoints
+            yield Job(components, plan, dataset, evaluation, samples, start, *made)
 
 
 def check_threads(config: DictConfig) -> None:
@@ -122,28 +144,43 @@ def build_dataset(config: DictConfig, run_dir: Path):
     """Makes the dataset of `config`; its cache goes under `run_dir`. Raises UserError for a vocabulary too large."""
     sizes = {key: config[key] for key in ("seed", "seq_len", "batch_size")}
     dataset = instantiate(config.dataset, **sizes, cache_dir=run_dir / DATASETS_FOLDER)
-    if dataset.vocab_size > config.model.vocab_size:
+    check_vocabulary(config, dataset.vocab_size)
+    return dataset
+
+
+def check_vocabulary(config: DictConfig, vocab_size: int) -> None:
+    """Raises UserError if the model of `config` has fewer ids than a tokenizer with `vocab_size`."""
+    if vocab_size > config.model.vocab_size:
         raise UserError(
-            f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's {dataset.vocab_size}:"
+            f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's {vocab_size}:"
             " take a larger model.vocab_size or another dataset.tokenizer"
         )
-    return dataset
+
+
+def with_steps(config: DictConfig, dataset) -> DictConfig:
+    """Returns a copy of `config` with the number of steps, the last one maybe partial, that its `epochs` take.
+
+    Raises UserError if the dataset does not know its number of sequences, or another key lies beyond the last step.
+    """
+    if dataset.num_blocks is None:
+        raise UserError(
+            f"epochs={config.epochs:g}: this dataset does not know how many sequences it has: give steps=N epochs=null"
+        )
+    config = config.copy()
+    config.steps = math.ceil(config.epochs * dataset.num_blocks / config.batch_size)
+    check_steps(config)
+    return config
 
 
 @contextmanager
 def attached(components: Components, streams: Streams) -> Iterator[nn.Module]:
     """Attaches the mode to the model, whose parameters become memory, and detaches it afterwards.
 
-    Raises UserError if the host has too little memory.
+    Raises MemoryError if the host has too little memory.
     """
     mode, model = components.mode, components.model
-    try:
+    with phase("allocating and page-locking memory"):
         mode.attach(model, streams)
-    except MemoryError as error:
-        raise UserError(
-            f"{components.invocation.title}: {error}: take a smaller model, precision=bf16, or more on the device with"
-            " offload.resident"
-        ) from error
     try:
         # After the mode has attached, so that the recompute has its weights in place too.
         undo = recompute(components.recomputed_blocks)
@@ -155,13 +192,16 @@ def attached(components: Components, streams: Streams) -> Iterator[nn.Module]:
         mode.detach()
 
 
-def fill(model: nn.Module, config: DictConfig, device: torch.device) -> None:
-    """Fills the parameters where the mode has placed them: from `model.weights`, or as a function of the seed."""
-    if config.model.weights is None:
-        initialise(model, config.seed, device)
+def fill(model: nn.Module, config: DictConfig, device: torch.device, weights: ModelWeights | None) -> None:
+    """Fills the parameters where the mode has placed them: from `weights`, or as a function of the seed."""
+    if weights is None:
+        with phase("initialising the weights"):
+            initialise(model, config.seed, device)
         return
+    path = weights.path()
     try:
-        load_weights(model, home_expanded("model.weights", config.model.weights))
+        with phase("loading the weights"):
+            load_weights(model, path)
     except (ValueError, FileNotFoundError) as error:
         raise UserError(f"model.weights={config.model.weights}: {error}") from error
 
@@ -169,31 +209,27 @@ def fill(model: nn.Module, config: DictConfig, device: torch.device) -> None:
 def build_optimizer(components: Components) -> HostAdamW:
     """Makes the optimizer and its states; its updates run beside the step if it can do that.
 
-    Raises UserError if host or device have too little memory for the states.
+    Raises MemoryError if the host has too little memory for the states.
     """
     config, mode = components.config, components.mode
     optimizer = instantiate(config.optimizer, params=components.model.parameters())
-    try:
-        if optimizer.overlaps:
-            share = 0 if optimizer.device_share == "auto" else optimizer.device_share
-            mode.overlap(optimizer, components.updates_begin_early, share)
-        optimizer.allocate()
-    except MemoryError as error:
-        choice = components.invocation.choices["optimizer"]
-        raise UserError(f"optimizer={choice}: {error}: take a smaller model") from error
+    if optimizer.overlaps:
+        share = 0 if optimizer.device_share == "auto" else optimizer.device_share
+        mode.overlap(optimizer, components.updates_begin_early, share)
+    optimizer.allocate()
     return optimizer
 
 
 def place_states_in_spare_vram(job: Job) -> None:
     """After the first step: moves optimizer states to the device memory that the step left free under vram_budget.
 
-    Does nothing unless optimizer.device_share=auto.
+    Does nothing unless optimizer.device_share=auto and a budget is set.
     """
-    if job.optimizer.device_share != "auto":
-        return
     components = job.components
     device, asked = components.device, components.config.vram_budget
-    budget = vram_bytes(device) if asked is None else parse_bytes("vram_budget", asked)
+    if job.optimizer.device_share != "auto" or asked is None:
+        return
+    budget = parse_bytes("vram_budget", asked)
     if device.type == "cuda":
         budget = min(budget, vram_bytes(device))
     spare = budget - vram_peak_gib(device) * GIB

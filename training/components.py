@@ -12,19 +12,17 @@ from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from offload.modes.mode import Mode
-from offload.optimizer.adamw import HostAdamW
-from offload.runtime import registry
-from offload.runtime.blocks import find_blocks
-from offload.runtime.registry import Streams
-from offload.weights.footprint import Footprint
-from offload.weights.partition import cut
-from training.config.construct import keys_under, make_mode
+from offload import Footprint, HostAdamW, Mode, Streams, acquire, find_blocks, release
+from training.config.construct import AUTO, keys_under, make_mode
 from training.config.schema import OnNonfinite, Precision, RecomputeBlocks
 from training.errors import UserError
 from training.runs.invocation import Invocation
 
 DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32}
+
+# At microbatches=auto each has at most so many tokens. On 16k tokens a block of 4096 already computes for longer than
+# an H200 copies its weights in and its gradients out. But the update hides behind the first microbatch's forward alone.
+TOKENS_OF_MICROBATCH = 32768
 
 # The share of spare device memory that optimizer states may take: their gradients stay there too, and the allocator
 # needs room.
@@ -41,6 +39,7 @@ class Components:
         footprint: the bytes that the mode will hold and move.
         recomputed_blocks: the blocks whose activations backward computes again; empty if the mode itself does that.
         optimizer_class: the class of the optimizer, which is made after the mode has attached.
+        settled: the keys whose value in the configuration was auto.
     """
 
     config: DictConfig
@@ -52,16 +51,35 @@ class Components:
     footprint: Footprint
     recomputed_blocks: tuple[nn.Module, ...]
     optimizer_class: type[HostAdamW]
+    settled: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, config: DictConfig, invocation: Invocation, device: torch.device) -> Components:
-        """Makes the components. Raises UserError for a model, a mode or a knob that cannot be had."""
+    def of(
+        cls,
+        config: DictConfig,
+        invocation: Invocation,
+        device: torch.device,
+        on_gpu: bool | None = None,
+        model: nn.Module | None = None,
+    ) -> Components:
+        """Makes the components, and settles precision=auto and microbatches=auto in `config`.
+
+        `on_gpu`: whether a plan is for a GPU, if that differs from `device`. `model` spares making the model again:
+        that of a configuration with the same `model` and `precision`, still on the meta device. Raises UserError for a
+        model, a mode or a knob that cannot be had.
+        """
+        settled = frozenset(key for key in ("precision", "microbatches") if config[key] == AUTO)
+        if "precision" in settled:
+            config.precision = _precision(device.type == "cuda" if on_gpu is None else on_gpu)
+        if "microbatches" in settled:
+            parts = -(-config.batch_size * config.seq_len // TOKENS_OF_MICROBATCH)
+            config.microbatches = min(parts, config.batch_size)
         dtype = DTYPES[config.precision]
-        model = _model(config, dtype)
+        model = _model(config, dtype) if model is None else model
         mode, footprint = _mode(config, model)
         blocks = _recomputed_blocks(config, model, mode)
         optimizer_class = get_class(config.optimizer._target_)
-        return cls(config, invocation, device, dtype, model, mode, footprint, blocks, optimizer_class)
+        return cls(config, invocation, device, dtype, model, mode, footprint, blocks, optimizer_class, settled)
 
     @property
     def updates_overlap(self) -> bool:
@@ -82,36 +100,31 @@ class Components:
         return str(self.config.optimizer.get("state_dtype", "fp32"))
 
 
+def footprint_of(config: DictConfig, mode: Mode, model: nn.Module) -> Footprint:
+    """Returns the bytes that `mode` will hold and move. Raises UserError for a knob that does not fit the model."""
+    with keys_under("offload"):
+        return mode.footprint(model, recompute=recomputes(config))
+
+
 def recomputes(config: DictConfig) -> bool:
     """Tells whether the configuration asks for recomputed blocks."""
     return issubclass(OmegaConf.get_type(config.recompute), RecomputeBlocks)
 
 
 @contextmanager
-def left_as_found(model: nn.Module) -> Iterator[None]:
-    """Puts the parameters and buffers of `model` back afterwards, the same objects, without gradients.
-
-    Attaching a mode to a meta model replaces them, and detaching does not bring the old ones back. Tied weights stay
-    tied.
-    """
-    before = cut(model, []).resident
-    try:
-        yield
-    finally:
-        for tensor, places in before:
-            tensor.grad = None
-            for place in places:
-                place.assign(tensor)
-
-
-@contextmanager
 def acquired(device: torch.device) -> Iterator[Streams]:
     """Acquires the streams of `device`, and releases them afterwards, whatever happens."""
-    streams = registry.acquire(device)
+    streams = acquire(device)
     try:
         yield streams
     finally:
-        registry.release(streams)
+        release(streams)
+
+
+def _precision(on_gpu: bool) -> Precision:
+    # Emulated, as on GPUs before Ampere, bfloat16 is slower than float32. A plan may be for a GPU that is not here.
+    has_bf16 = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+    return Precision.bf16 if on_gpu and has_bf16 else Precision.fp32
 
 
 def _model(config: DictConfig, dtype: torch.dtype) -> nn.Module:
@@ -130,8 +143,7 @@ def _model(config: DictConfig, dtype: torch.dtype) -> nn.Module:
 def _mode(config: DictConfig, model: nn.Module) -> tuple[Mode, Footprint]:
     """Makes the offload mode and its footprint on `model`. Raises UserError for a knob that does not fit the model."""
     mode = make_mode(config.offload)
-    with keys_under("offload"):
-        return mode, mode.footprint(model, recompute=recomputes(config))
+    return mode, footprint_of(config, mode, model)
 
 
 def _recomputed_blocks(config: DictConfig, model: nn.Module, mode: Mode) -> tuple[nn.Module, ...]:

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from offload.modes.mode import Mode
-from offload.runtime.transfer import upload
+from offload import Mode, upload
 from training.build import Job, place_states_in_spare_vram
 from training.config.schema import OnNonfinite
 from training.errors import UserError
+from training.planning.advice import nonfinite_advice
 from training.recorder import Recorder
 from training.runs.signals import StopRequest
 
@@ -39,12 +39,19 @@ def train(job: Job) -> dict:
     """Runs the job to its last step and returns the summary, which is also in the run's directory.
 
     Metrics are written every `log_every` steps and after the last. If the run saves itself on signals, a signal ends it
-    after the current step.
+    after the current step, and an evaluation or a sample at once; the resumed run makes that anew.
     """
-    config = job.components.config
-    first = job.start.step + 1
-    stopping = StopRequest(enabled=job.checkpoints.on_signal)
+    config, start = job.components.config, job.start.step
+    first = start + 1
+    stopping = StopRequest(job.checkpoints.on_signal_after_s)
     with closing(Recorder(job)) as recorder, short_garbage_collections(), stopping as stop:
+        if lacks_observation(job, recorder, start):
+            if lacks_sample(job, recorder, start):
+                sample(job, recorder, stop, start)
+            if lacks_evaluation(job, recorder, start):
+                recorder.record_evaluation(start, evaluate(job, recorder, stop, start))
+            if stop.signal is not None:
+                return stop_before_first_step(job, recorder, stop)
         for step in range(first, config.steps + 1):
             tokens = job.dataset.batch(step - 1)
             recorder.start_step(step)
@@ -54,15 +61,53 @@ def train(job: Job) -> dict:
             if step == config.steps:
                 # An error in the last update must be raised before the run counts as complete.
                 job.optimizer.finish()
-            recorder.end_step(result.skipped)
+            recorder.end_step(result.skipped, result.loss)
+            sample(job, recorder, stop, step)
+            evaluation = evaluate(job, recorder, stop, step)
             if step % config.log_every == 0 or step == config.steps:
-                recorder.record(step, result.loss, result.norm, result.lr)
+                recorder.record(step, result.loss, result.norm, result.lr, evaluation)
+            else:
+                recorder.record_evaluation(step, evaluation)
             if save_or_stop(job, recorder, stop, step, tokens):
-                stop.settle()
-                reason = f"{stop.signal}: resume with resume={job.checkpoints.latest()}"
-                return recorder.finish(step, "stopped", reason)
+                return finish_stopped(job, recorder, stop, step)
         stop.settle()
     return recorder.finish(config.steps, "ok")
+
+
+def lacks_evaluation(job: Job, recorder: Recorder, step: int) -> bool:
+    """Tells whether an evaluation after `step` steps is due and not recorded yet."""
+    return job.evaluation.due(step) and recorder.evaluated_step != step
+
+
+def lacks_sample(job: Job, recorder: Recorder, step: int) -> bool:
+    """Tells whether a sample after `step` steps is due and not recorded yet."""
+    return job.samples.due(step) and recorder.sampled_step != step
+
+
+def lacks_observation(job: Job, recorder: Recorder, step: int) -> bool:
+    """Tells whether an evaluation or a sample after `step` steps is due and not recorded yet."""
+    return lacks_evaluation(job, recorder, step) or lacks_sample(job, recorder, step)
+
+
+def sample(job: Job, recorder: Recorder, stop: StopRequest, step: int) -> None:
+    """After `step` steps, before their metrics are recorded: records a sample, if one is due and no signal ends it."""
+    if not job.samples.due(step):
+        return
+    with recorder.outside_steps():
+        job.optimizer.finish()
+        text = job.samples.text(job.components.model, job.streams.device, lambda: stop.signal is not None)
+    if text is not None:
+        recorder.record_sample(step, text)
+
+
+def evaluate(job: Job, recorder: Recorder, stop: StopRequest, step: int) -> dict[str, float]:
+    """After `step` steps: returns the metrics of the evaluation; none if none is due, or a signal ends it."""
+    if not job.evaluation.due(step):
+        return {}
+    with recorder.outside_steps():
+        # The mode would wait for the updates of a unit; those of what stays on the device, nobody waits for.
+        job.optimizer.finish()
+        return job.evaluation.metrics(job.components.model, job.streams, lambda: stop.signal is not None)
 
 
 @contextmanager
@@ -106,20 +151,33 @@ def save_or_stop(job: Job, recorder: Recorder, stop: StopRequest, step: int, tok
     """After a step: saves the run if that is due or a signal asked it to stop; returns True if the run stops here."""
     last = step == job.components.config.steps
     saved = job.checkpoints.due(step) and recorder.save(step, tokens, required=last)
-    if stop.signal is None or last:
+    if stop.signal is None or (last and not lacks_observation(job, recorder, step)):
         return False
     if not saved:
         recorder.save(step, tokens, required=True)
     return True
 
 
+def stop_before_first_step(job: Job, recorder: Recorder, stop: StopRequest) -> dict:
+    """Ends a run that a signal stopped before its first step; saves it, if it has no checkpoint of where it starts."""
+    step = job.start.step
+    if not job.checkpoints.has(step):
+        recorder.save(step, job.dataset.batch(max(step - 1, 0)), required=True)
+    return finish_stopped(job, recorder, stop, step)
+
+
+def finish_stopped(job: Job, recorder: Recorder, stop: StopRequest, step: int) -> dict:
+    """Ends a run that was saved after `step`; returns its summary."""
+    stop.settle()
+    return recorder.finish(step, "stopped", f"{stop.signal}: resume with resume={job.checkpoints.latest()}")
+
+
 def skip_or_raise(job: Job, step: int, norm: float) -> None:
     """Handles gradients that are not finite as `on_nonfinite` says. Raises UserError if that is to stop the run."""
-    if job.components.config.on_nonfinite == OnNonfinite.stop:
-        raise UserError(
-            f"step {step}: the gradient norm is {norm}, and on_nonfinite=stop: take a lower optimizer.lr, warm up"
-            " (schedule.warmup), set clip_norm, or skip such steps with on_nonfinite=skip"
-        )
+    config = job.components.config
+    if config.on_nonfinite == OnNonfinite.stop:
+        advice = nonfinite_advice(config)
+        raise UserError(f"step {step}: the gradient norm is {norm}, and on_nonfinite=stop: take {advice}")
     job.optimizer.skip()
 
 

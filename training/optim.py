@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from offload.optimizer.adamw import HostAdamW
+from offload import HostAdamW
 
 
 class AdamW(HostAdamW):

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
 from torch import Tensor
 
-from offload.runtime.byte_sizes import GIB
-from offload.runtime.counters import Counters
+from offload import GIB, Counters
 from training.build import Job
 from training.checkpoints.state import RunState, digest_of, digest_of_all
-from training.metrics.files import MetricsWriter, read_metrics, write_summary
+from training.metrics.files import MetricsWriter, stream_metrics, write_summary
 from training.metrics.progress import Progress
-from training.metrics.run_summary import RunSummary
+from training.metrics.run_summary import FIRST_LOSS, RunSummary
 from training.metrics.step_timer import StepTimer
 from training.metrics.wandb_tracker import run_name
-from training.profiling.hardware import peak_flops, reset_peaks, rss_gib, vram_peak_gib, vram_reserved_gib
+from training.profiling.hardware import known_peak_flops, reset_peaks, rss_gib, vram_peak_gib, vram_reserved_gib
 from training.profiling.trace import Tracer
+from training.runs.console import note_failures
+from training.runs.files import SAMPLES_FILE
 
 
 class Recorder:
@@ -28,19 +33,32 @@ class Recorder:
         self._mode = components.mode
         self._run_dir = run_dir
         self._timer = StepTimer(job.streams)
-        self._writer = MetricsWriter(run_dir, start.step)
+        # A run that starts at its first step makes the evaluation before it, too.
+        self._writer = MetricsWriter(run_dir, start.step or -1)
         self._progress = Progress(config.steps, initial_step=start.step)
         # A resumed run warms up again.
         self._summary = RunSummary(start.step + config.warmup_steps)
-        for record in read_metrics(run_dir):
-            self._summary.add(record)
+        self.evaluated_step: int | None = None
+        """The step of the last evaluation that is recorded."""
+        for record in stream_metrics(run_dir):
+            self._add(record)
+        self.sampled_step: int | None = None
+        """The step of the last sample that is recorded."""
+        self._samples: MetricsWriter | None = None
+        if config.sample.every is not None or (run_dir / SAMPLES_FILE).exists():
+            self._samples = MetricsWriter(run_dir, start.step or -1, SAMPLES_FILE)
+            for record in stream_metrics(run_dir, SAMPLES_FILE):
+                self.sampled_step = record["train/step"]
         title = run_name(components.invocation.choices, config.seed)
         self._tracer = Tracer(config, run_dir, job.streams, title, start.step)
-        self._peak_flops = peak_flops(self._device, components.dtype)
+        self._peak_flops = known_peak_flops(self._device, components.dtype)
         self._tokens = config.batch_size * config.seq_len
         self._flops = self._tokens * components.model.flops_per_token(config.seq_len)
-        self._last_step = start.step
+        self._step = self._last_step = start.step
         self._skipped_steps = start.skipped_steps
+        # The loss of the first step, until it is recorded.
+        self._first_step = start.step + 1
+        self._first_loss: Tensor | None = None
         # Steps since the last record that were traced, and what the mode had counted before one.
         self._traced_steps = 0
         self._before_trace: Counters | None = None
@@ -52,18 +70,32 @@ class Recorder:
     def start_step(self, step: int) -> None:
         """Starts the timer of `step`, and the profiler if the step is to be traced."""
         self._before_trace = self._mode.counters() if self._tracer.start(step) else None
+        self._step = step
         self._timer.start()
 
-    def end_step(self, skipped: bool) -> None:
+    def end_step(self, skipped: bool, loss: Tensor) -> None:
         """Ends the step, whose last work is queued. A traced step is slow, so it counts in no speed or traffic."""
         self._skipped_steps += skipped
+        if self._first_loss is None and not self._summary.has_first_loss:
+            self._first_loss = loss
         if self._before_trace is None:
             self._timer.stop()
         else:
             self._end_trace()
+        self._progress.update(self._step)
 
-    def record(self, step: int, loss: Tensor, norm: float, lr: float) -> None:
-        """Waits for the device and writes the metrics of the steps since the last record."""
+    @contextmanager
+    def outside_steps(self) -> Iterator[None]:
+        """Leaves what the mode counts inside the block out of the metrics of steps, but for updates of the last one."""
+        before = self._mode.counters()
+        try:
+            yield
+        finally:
+            moved = self._mode.counters() - before
+            self._counters += replace(moved, update_ms=0.0, updated_parameters=0)
+
+    def record(self, step: int, loss: Tensor, norm: float, lr: float, evaluation: Mapping[str, float]) -> None:
+        """Waits for the device and writes the metrics of the steps since the last record, and of an evaluation now."""
         times_ms = self._timer.collect()
         counters = self._mode.counters()
         record = {
@@ -71,8 +103,10 @@ class Recorder:
             "train/loss": loss.item(),
             "train/grad_norm": norm,
             "train/lr": lr,
+            **self._seen(step),
             "train/skipped_steps": self._skipped_steps,
             **self._memory(counters),
+            **evaluation,
         }
         if times_ms:
             steps = step - self._last_step - self._traced_steps
@@ -84,14 +118,31 @@ class Recorder:
             self._save_ms.clear()
         self._write(step, record)
 
+    def record_evaluation(self, step: int, evaluation: Mapping[str, float]) -> None:
+        """Writes the metrics of an evaluation after a step that is not logged; nothing if there are none."""
+        if evaluation:
+            self._write(step, {"train/step": step, **evaluation})
+
+    def record_sample(self, step: int, text: str) -> None:
+        """Writes and shows the text that the model generated after `step` steps. Call it before `record`."""
+        prompt = self._job.components.config.sample.prompt
+        self._samples.write({"train/step": step, "prompt": prompt, "text": text})
+        self._job.tracker.log_sample(prompt, text, step)
+        self._progress.note(f"sample after step {step}: {text}")
+        self.sampled_step = step
+
     def save(self, step: int, tokens: Tensor, required: bool) -> bool:
         """Saves the run after `step`, whose batch was `tokens`; returns False if the disk refused it.
 
         Call it after the step was recorded, so that a run that resumes from there lacks no record.
         """
+        if self._first_loss is not None:
+            self._write(step, {"train/step": step})
         self._writer.sync()
+        if self._samples is not None:
+            self._samples.sync()
         digests = digest_of(tokens), digest_of_all(self._job.dataset)
-        state = RunState(step, self._skipped_steps, *digests, self._job.tracker.id)
+        state = RunState(step, self._skipped_steps, *digests, self._job.tracker.id, self._job.evaluation.sha256)
         save_ms = self._job.checkpoints.save(state, required)
         if save_ms is not None:
             self._save_ms.append(save_ms)
@@ -123,6 +174,11 @@ class Recorder:
             pictures = {"trace/timeline": trace.picture} if trace.picture else {}
             self._job.tracker.log_files(pictures, [trace.trace], trace.step)
 
+    def _seen(self, step: int) -> dict[str, float]:
+        blocks = self._job.dataset.num_blocks
+        sequences = step * self._job.components.config.batch_size
+        return {"train/tokens": step * self._tokens} | ({"train/epoch": sequences / blocks} if blocks else {})
+
     def _memory(self, counters: Counters) -> dict[str, float]:
         memory = {
             "memory/vram_peak_gib": vram_peak_gib(self._device),
@@ -132,22 +188,30 @@ class Recorder:
         }
         # A mode that adapts may need less from here on, which a peak of the whole run would hide.
         reset_peaks(self._device)
+        if not memory["memory/vram_reserved_gib"] and not memory["memory/vram_peak_gib"]:
+            # Without a GPU there is none of its memory.
+            del memory["memory/vram_peak_gib"], memory["memory/vram_reserved_gib"]
         return memory
 
     def _speed(self, step_s: float) -> dict[str, float]:
-        # A peak that was measured on a busy machine is too low, and a step may exceed it.
-        self._peak_flops = max(self._peak_flops, self._flops / step_s)
-        return {
-            "perf/step_ms": step_s * 1e3,
-            "perf/tokens_per_s": self._tokens / step_s,
-            "perf/mfu": self._flops / step_s / self._peak_flops,
-        }
+        mfu = {} if self._peak_flops is None else {"perf/mfu": self._flops / step_s / self._peak_flops}
+        return {"perf/step_ms": step_s * 1e3, "perf/tokens_per_s": self._tokens / step_s, **mfu}
 
     def _write(self, step: int, record: dict) -> None:
-        self._summary.add(record)
+        if self._first_loss is not None:
+            if step != self._first_step or "train/loss" not in record:
+                record[FIRST_LOSS] = self._first_loss.item()
+            self._first_loss = None
+        self._add(record)
         self._writer.write(record)
         self._job.tracker.log(record, step)
         self._progress.update(step, record)
+        note_failures()
+
+    def _add(self, record: dict) -> None:
+        self._summary.add(record)
+        if "eval/loss" in record:
+            self.evaluated_step = record["train/step"]
 
 
 def _traffic(moved: Counters, steps: int) -> dict[str, float]:

@@ -1,20 +1,20 @@
 """Sweeps in which every job has a process of its own.
 
 Otherwise peaks, caches, streams and crashes of one job would affect the next. A job is the same command as a single
-run, in a numbered directory of the sweep; one that fails or is killed gets a row in the closing comparison, and the
-other jobs still run.
+run, in a numbered directory of the sweep; one that fails, is killed or takes too long gets a row in the closing
+comparison, and the other jobs still run. With resume=auto the same sweep in the same directory runs what is missing.
 """
 
+import math
 import os
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -23,13 +23,18 @@ from hydra.core.utils import JobReturn, JobStatus, filter_overrides, setup_globa
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
+from training.checkpoints.changes import MAY_CHANGE, changed_values, read_config
+from training.checkpoints.manifest import DamagedError
+from training.comparison.settings import SETTLED
 from training.errors import UserError, first_line
-from training.metrics.files import read_summary, write_summary
 from training.runs.directory import holds_results
 from training.runs.failures import INTERRUPTED
-from training.runs.files import CONFIG_FILE, SUMMARY_FILE
-from training.runs.signals import SIGNALS, once_per_request
+from training.runs.parent import PARENT_VARIABLE
+from training.runs.signals import heeded, once_per_request
+from training.sweep_job import SweepJob, summary_in
+from training.visible_text import visible
 
 # Keys that each job gets values of its own for.
 REPLACED = (
@@ -43,48 +48,28 @@ REPLACED = (
 # Hydra makes plugins only of classes named below this package.
 PLUGIN_NAME = "hydra_plugins.process.ProcessLauncher"
 
+# The interpreter with its options, and the script or `-m module`, as they were given. Made here, at the start, because
+# train.py changes the arguments behind it.
+PROGRAM = (sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1])
+AUTO = "auto"
+# Keys that a job may be continued with at other values, because it stays the same row of the sweep; and those of them
+# with which a finished job is still finished.
+JOB_MAY_CHANGE = tuple(key for key in MAY_CHANGE if not key.startswith(("offload", "recompute", "optimizer", "plan")))
+OF_NO_EFFECT = ("resume", "force", "tracking.*", "checkpoint.*")
+
+
+@dataclass
+class LauncherOptions:
+    """The keys of `hydra.launcher`. `timeout_min`: minutes that a job may take; null for no limit."""
+
+    _target_: str = PLUGIN_NAME
+    timeout_min: float | None = None
+
 
 def register_launcher() -> None:
     """Makes the launcher known to Hydra as `hydra/launcher: process`."""
     Plugins.instance().class_name_to_class[PLUGIN_NAME] = ProcessLauncher
-    ConfigStore.instance().store(group="hydra/launcher", name="process", node={"_target_": PLUGIN_NAME})
-
-
-@dataclass
-class SweepJob:
-    """One job of a sweep, and how it ended."""
-
-    number: int
-    overrides: list[str]
-    directory: Path
-    exit_status: int | None = None
-    """as in subprocess: a negative one is the signal that ended the process; None: not ended"""
-    summary: dict[str, Any] = field(default_factory=dict)
-    sent: set[int] = field(default_factory=set)
-    """the signals that the sweep sent it while it ran"""
-    refused: bool = False
-    """True: its directory has the results of an earlier run, which it left as they were"""
-
-    @property
-    def outcome(self) -> tuple[str, str]:
-        """The status in a word, and the reason in a line."""
-        if self.exit_status is None:
-            return "not run", "the sweep was interrupted"
-        if self.exit_status == 0:
-            return self.summary.get("status", "ok"), self.summary.get("reason") or ""
-        if -self.exit_status in self.sent:
-            return "interrupted", "ended before its step was done and saved"
-        if self.exit_status < 0:
-            name = signal.Signals(-self.exit_status).name
-            return "killed", name + (", as the kernel does when the host is out of memory" if name == "SIGKILL" else "")
-        # Interrupted before it could write a summary.
-        if self.exit_status == INTERRUPTED and not self.summary:
-            return "interrupted", "interrupted"
-        status = self.summary.get("status", "ok")
-        # A process that fails after its summary said ok failed all the same.
-        if status == "ok":
-            return "failed", f"exit status {self.exit_status}"
-        return status, self.summary.get("reason") or f"exit status {self.exit_status}"
+    ConfigStore.instance().store(group="hydra/launcher", name="process", node=LauncherOptions)
 
 
 class ProcessLauncher(Launcher):
@@ -94,29 +79,46 @@ class ProcessLauncher(Launcher):
     the status FAILED, and reading its return value raises UserError.
     """
 
+    def __init__(self, timeout_min: float | None = None):
+        self._timeout_min = timeout_min
+
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self._hydra_context = hydra_context
         self._config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Runs a job for each list of overrides. Ctrl-C or SIGTERM ends the process with exit status 130."""
+        """Runs a job for each list of overrides. Ctrl-C or SIGTERM ends the process with exit status 130.
+
+        Raises UserError, before any job, for a time limit that is none, and for resume=auto in the directory of another
+        sweep.
+        """
         from training.metrics.wandb_tracker import SWEEP_GROUP_VARIABLE
 
         setup_globals()
+        limit = self._timeout_min
+        if limit is not None and not 0 < limit < math.inf:
+            raise UserError(f"hydra.launcher.timeout_min={limit:g}: must be minutes above 0, or null for no limit")
         sweep_dir = Path(self._config.hydra.sweep.dir)
-        configs = [
-            self._job_config(number, overrides) for number, overrides in enumerate(job_overrides, initial_job_idx)
-        ]
-        jobs = [
-            SweepJob(config.hydra.job.num, list(overrides), sweep_dir / str(config.hydra.sweep.subdir))
-            for config, overrides in zip(configs, job_overrides, strict=True)
-        ]
-        environment = os.environ | {SWEEP_GROUP_VARIABLE: "-".join(sweep_dir.parts[-2:])}
+        configs, jobs = [], []
+        for number, overrides in enumerate(job_overrides, initial_job_idx):
+            config = self._job_config(number, overrides)
+            job = SweepJob(number, list(overrides), sweep_dir / str(config.hydra.sweep.subdir), limit)
+            resume = OmegaConf.select(config, "resume", throw_on_resolution_failure=False)
+            if resume == AUTO and is_finished(job, _task_config(config)):
+                job.exit_status, job.summary = 0, summary_in(job.directory)
+            configs.append(config)
+            jobs.append(job)
+        environment = os.environ | {
+            SWEEP_GROUP_VARIABLE: "-".join(sweep_dir.parts[-2:]),
+            PARENT_VARIABLE: str(os.getpid()),
+        }
         try:
             with _signals_interrupt():
                 for job in jobs:
-                    print(f"\njob {job.number}: {_title(job)}", flush=True)
-                    _run(job, self._command(job), environment)
+                    finished = "" if job.exit_status is None else "\nfinished earlier, and not run again"
+                    print(f"\njob {job.number}: {visible(_title(job))}{finished}", flush=True)
+                    if job.exit_status is None:
+                        job.run(self._command(job), environment)
         except KeyboardInterrupt:
             _close(jobs, sweep_dir)
             sys.exit(INTERRUPTED)
@@ -133,8 +135,6 @@ class ProcessLauncher(Launcher):
 
     def _command(self, job: SweepJob) -> list[str]:
         hydra = self._config.hydra
-        # The options of the interpreter, and the script or `-m module`, as they were given.
-        program = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]
         flags = ["--config-name", hydra.job.config_name]
         for source in hydra.runtime.config_sources:
             path = f"pkg://{source.path}" if source.schema == "pkg" else source.path
@@ -145,7 +145,7 @@ class ProcessLauncher(Launcher):
         # Not resolved: a key that they refer to may exist only in the job.
         given = OmegaConf.to_container(hydra.overrides.hydra, resolve=False)
         return [
-            *program,
+            *PROGRAM,
             *flags,
             *(override for override in given if not override.lstrip("+").startswith(REPLACED)),
             *job.overrides,
@@ -157,57 +157,44 @@ class ProcessLauncher(Launcher):
         ]
 
 
-def _run(job: SweepJob, command: list[str], environment: dict[str, str]) -> None:
-    """Runs the job's process to its end, and completes its summary."""
-    earlier = _written(job.directory) if holds_results(job.directory) else None
-    if earlier is None:
-        # The reason why an earlier job failed must not be taken for the outcome of this one.
-        (job.directory / SUMMARY_FILE).unlink(missing_ok=True)
-    # In a process group of its own: Ctrl-C on the terminal reaches the sweep alone, which passes it on once, and the
-    # processes that the job started can be ended with it. Such a group cannot read from the terminal.
-    process = subprocess.Popen(command, env=environment, process_group=0, stdin=subprocess.DEVNULL)
+def is_finished(job: SweepJob, config: DictConfig) -> bool:
+    """Tells whether an earlier sweep ran `job`, whose configuration is `config`, to its end.
+
+    Raises UserError if its directory has results of another job: what resume=auto continued there would be a mixture.
+    """
+    if not holds_results(job.directory):
+        return False
     try:
-        process.wait()
-    except KeyboardInterrupt:
-        with suppress(KeyboardInterrupt):
-            # Not SIGINT: in the background, sweep and jobs ignore it.
-            _send(job, process, signal.SIGTERM)
-            # Printing fails if the terminal was closed, which may be the cause of the signal.
-            with suppress(OSError):
-                print(f"waiting for job {job.number} to finish its step and save; a second signal kills it", flush=True)
-            process.wait()
-        raise
-    finally:
-        _send(job, process, signal.SIGKILL)
-        # The processes that it started and left.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        job.exit_status = process.wait()
-        job.refused = job.exit_status != 0 and earlier is not None and _written(job.directory) == earlier
-        if not job.refused:
-            job.summary = _summary(job.directory)
-            _record_outcome(job)
+        changed = changed_values(config, read_config(job.directory))
+        # The job wrote down what it took.
+        changed = {name: values for name, values in changed.items() if name not in SETTLED or values[1] != AUTO}
+    except OmegaConfBaseException:
+        # A reference that leads nowhere. The job refuses it.
+        return False
+    except DamagedError as error:
+        raise UserError(f"resume=auto: {error}: choose another hydra.sweep.dir, or delete that directory") from None
+    for name, (was, now) in changed.items():
+        if not _matches(name, JOB_MAY_CHANGE):
+            raise UserError(
+                f"resume=auto: {job.directory} has a run of another sweep, {name}: was {was}, is {now}: give the"
+                " overrides of that sweep in their order, or choose another hydra.sweep.dir"
+            )
+    return summary_in(job.directory).get("status") == "ok" and all(_matches(name, OF_NO_EFFECT) for name in changed)
 
 
-def _send(job: SweepJob, process: subprocess.Popen, number: signal.Signals) -> None:
-    if process.poll() is None:
-        job.sent.add(number)
-        process.send_signal(number)
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _written(directory: Path) -> list[tuple[int, int] | None]:
-    """Returns inode and time of the files that a run writes first and last: if they change, a job has written them."""
-    paths = [directory / name for name in (CONFIG_FILE, SUMMARY_FILE)]
-    return [(path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None for path in paths]
+def _task_config(config: DictConfig) -> DictConfig:
+    return OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
 
 
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
     """Within the block, SIGTERM and SIGHUP end a sweep as Ctrl-C does, so that no job is left running."""
-    # A signal that is ignored, as under nohup, stays ignored.
-    signals = [s for s in (*SIGNALS, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
     handler = once_per_request(signal.default_int_handler)
-    before = {s: signal.signal(s, handler) for s in signals}
+    before = {number: signal.signal(number, handler) for number in heeded()}
     try:
         yield
     finally:
@@ -218,32 +205,14 @@ def _signals_interrupt() -> Iterator[None]:
 def _job_return(job: SweepJob, config: DictConfig) -> JobReturn:
     """Converts the outcome of a job into Hydra's."""
     hydra_config = OmegaConf.masked_copy(config, "hydra")
-    task_config = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
-    result = JobReturn(job.overrides, task_config, hydra_config, os.getcwd(), config.hydra.job.name)
-    if job.exit_status == 0:
+    result = JobReturn(job.overrides, _task_config(config), hydra_config, os.getcwd(), config.hydra.job.name)
+    if job.succeeded:
         result.status, result.return_value = JobStatus.COMPLETED, job.summary or None
     else:
         status, reason = job.outcome
+        status = "does not fit" if status == "planned" else status
         result.status, result.return_value = JobStatus.FAILED, UserError(f"job {job.number} {status}: {reason}")
     return result
-
-
-def _summary(directory: Path) -> dict[str, Any]:
-    # A script other than train.py may write none, and neither does a job that is killed.
-    with suppress(UserError):
-        return read_summary(directory)
-    return {}
-
-
-def _record_outcome(job: SweepJob) -> None:
-    """Writes into a job's summary how it ended, if the job could not do that itself; keeps the rest of the summary."""
-    status, reason = job.outcome
-    if status == job.summary.get("status"):
-        return
-    job.summary |= {"status": status, "reason": reason}
-    with suppress(UserError, OSError):
-        job.directory.mkdir(parents=True, exist_ok=True)
-        write_summary(job.directory, job.summary)
 
 
 def _close(jobs: Sequence[SweepJob], sweep_dir: Path) -> None:
@@ -258,7 +227,7 @@ def _close(jobs: Sequence[SweepJob], sweep_dir: Path) -> None:
         for job in ended:
             print(f"job {job.number}: {': '.join(filter(None, job.outcome))}")
         again = f"python scripts/compare.py {shlex.quote(str(sweep_dir))}"
-        print(f"warning: the comparison failed ({first_line(error)}); try again: {again}", file=sys.stderr)
+        print(f"warning: the comparison failed ({visible(first_line(error))}); try again: {again}", file=sys.stderr)
     for job in ended:
         if job.refused:
             kept = f"{job.directory} has an earlier run, which is left as it was"

@@ -25,8 +25,8 @@ from offload.activations.versions import VersionHandles
 from offload.runtime.deferred_free import DeferredFrees, PendingFree, StashedTensors
 from offload.runtime.device_memory import free_device_bytes
 from offload.runtime.host_memory import HostArena
-from offload.runtime.saved_tensor_hooks import Kept, Passed, active_hooks, beneath_claims, claimed
-from offload.runtime.torch_internals import is_in_backward, is_zero_tensor, view_base
+from offload.runtime.saved_tensor_hooks import Kept, PackHook, Passed, active_hooks, beneath_claims, claimed
+from offload.runtime.torch_internals import is_in_backward, is_zero_tensor, left_out_of_graphs, view_base
 from offload.runtime.transfer import Transfer
 
 
@@ -141,11 +141,10 @@ class ActivationSwapper:
         if is_in_backward() or (around is not None and not (own and within_own)):
             return nullcontext()
 
-        def marked(tensor: torch.Tensor) -> object:
+        def unclaimed(tensor: torch.Tensor) -> object:
             return Passed.to(outer, tensor) if claimed(outer, tensor) else pack(tensor)
 
-        marked.owner = self
-        return saved_tensors_hooks(marked, self._unpack)
+        return saved_tensors_hooks(PackHook(unclaimed, self), self._unpack)
 
     # Pack: autograd saves a tensor.
 
@@ -222,6 +221,7 @@ class ActivationSwapper:
 
     # Unpack: backward asks for a tensor.
 
+    @left_out_of_graphs
     def _unpack(self, saved: object) -> torch.Tensor:
         self._reclaim()
         if isinstance(saved, PackedTensor):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from offload.microbatches.lockstep import Lockstep, Threads
+from offload.runtime.block_buffers import look_again
 from offload.runtime.registry import Streams
 from offload.runtime.torch_internals import sequence_number, set_sequence_number
 
@@ -39,15 +41,21 @@ class LayerMajor:
     into places, numbered in the order of forward; `enter(place)` must be called where the layers of a place begin.
     """
 
-    def __init__(self, streams: Streams):
+    def __init__(
+        self,
+        streams: Streams,
+        around_turn: Callable[[int], AbstractContextManager] = lambda microbatch: nullcontext(),
+    ):
+        """`around_turn` makes a context for each turn of a microbatch in forward."""
         self._streams = streams
+        self._around_turn = around_turn
         self._threads = Threads()
         self._lockstep: Lockstep | None = None
 
     def enter(self, place: int) -> None:
         """Called in forward. Returns when it is this microbatch's turn at `place`: at once if it is the only one."""
-        if self._lockstep is not None:
-            self._lockstep.pause(place)
+        if self._lockstep is not None and self._lockstep.pause(place):
+            look_again()
 
     def accumulate(
         self, losses: Sequence[Callable[[], Tensor]], before_last: Callable[[], None] = lambda: None
@@ -61,11 +69,16 @@ class LayerMajor:
         """
         if len(losses) == 1:
             return one_after_another(losses, before_last)
-        self._lockstep = Lockstep(losses, self._streams, self._threads)
+        self._lockstep = Lockstep(losses, self._streams, self._threads, self._around_turn)
         try:
             values = self._lockstep.run()
             for index, value in enumerate(values):
                 _renumber(value, self._order(index, len(losses)))
+        except BaseException:
+            # An aborted thread may have hooks on saved tensors open, which torch's module hooks close on an Exception
+            # only. They would see the tensors of the next step. They end with the thread.
+            self._threads.close()
+            raise
         finally:
             self._lockstep = None
         before_last()

@@ -11,11 +11,12 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 
 from offload.runtime.registry import Streams
+from offload.runtime.running_microbatch import running
 from offload.runtime.torch_internals import next_sequence_number
 
 
@@ -48,8 +49,16 @@ class Lockstep:
     of a turn the state of the generators is saved, and restored when the function's next turn begins.
     """
 
-    def __init__(self, functions: Sequence[Callable[[], object]], streams: Streams, threads: Threads):
+    def __init__(
+        self,
+        functions: Sequence[Callable[[], object]],
+        streams: Streams,
+        threads: Threads,
+        around_turn: Callable[[int], AbstractContextManager] = lambda index: nullcontext(),
+    ):
+        """`around_turn` makes a context for each turn of function `index`, which the calling thread opens."""
         state = _ThreadState(streams)
+        self._around_turn = around_turn
         self._workers = [_Worker(index, function, state, threads) for index, function in enumerate(functions)]
         self._current: _Worker | None = None
 
@@ -75,10 +84,15 @@ class Lockstep:
             self._abort()
         return [worker.result for worker in self._workers]
 
-    def pause(self, place: int) -> None:
-        """Called by a function before it enters `place`. Returns when it is the function's turn there."""
-        if self._current is not None and self._current.place != place:
-            self._current.pause(place)
+    def pause(self, place: int) -> bool:
+        """Called by a function before it enters `place`. Returns when it is the function's turn there.
+
+        Returns True if others may have run meanwhile.
+        """
+        if self._current is None or self._current.place == place:
+            return False
+        self._current.pause(place)
+        return True
 
     def turn_of(self, index: int, sequence_number: int) -> int:
         """Returns the turn in which function `index` recorded the autograd node of that sequence number."""
@@ -87,8 +101,12 @@ class Lockstep:
 
     def _resume(self, worker: _Worker, turn: int) -> None:
         previous, self._current = self._current, worker
+        # Each turn casts the weights for itself, as each microbatch does that runs alone. With shared casts, autograd
+        # would add the gradients of several in the lower precision.
+        torch.clear_autocast_cache()
         try:
-            worker.take_turn(turn)
+            with self._around_turn(worker.index):
+                worker.take_turn(turn)
         finally:
             self._current = previous
 
@@ -121,7 +139,7 @@ class _Worker:
         self.turn_starts: list[int] = []
         self._function = function
         self._state = state
-        self._index, self._threads = index, threads
+        self.index, self._threads = index, threads
         self._go, self._gave_up = threading.Semaphore(0), threading.Semaphore(0)
 
     def take_turn(self, turn: int) -> None:
@@ -130,7 +148,7 @@ class _Worker:
         if self.running is not None:
             self._go.release()
         else:
-            self.running = self._threads.run(self._index, self._run)
+            self.running = self._threads.run(self.index, self._run)
         self._gave_up.acquire()
 
     def pause(self, place: int) -> None:
@@ -145,7 +163,7 @@ class _Worker:
 
     def _run(self) -> None:
         try:
-            with self._state.as_in_caller():
+            with self._state.as_in_caller(), running(self.index):
                 self.turn_starts.append(next_sequence_number())
                 self.result = self._function()
         except _Aborted:
@@ -158,7 +176,7 @@ class _Worker:
 
 
 class _ThreadState:
-    """The state that torch keeps for each thread, as the caller has it: autograd, autocast, streams and device."""
+    """The state that torch keeps for each thread, as the caller has it: autograd, autocast, streams and devices."""
 
     def __init__(self, streams: Streams):
         self._streams = streams
@@ -169,6 +187,7 @@ class _ThreadState:
             if torch.amp.is_autocast_available(kind)
         ]
         self._cache = torch.is_autocast_cache_enabled()
+        self._default_device = torch.get_default_device()
         self._streams_context = streams.thread_context()
 
     def as_in_caller(self) -> ExitStack:
@@ -178,6 +197,8 @@ class _ThreadState:
         for kind, enabled, dtype in self._autocast:
             stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=self._cache))
         stack.enter_context(self._streams_context())
+        if self._default_device.type != "cpu":
+            stack.enter_context(self._default_device)
         return stack
 
     def random_state(self) -> tuple[torch.Tensor, ...]:

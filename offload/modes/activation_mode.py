@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from offload.modes.mode import Mode
 from offload.optimizer.adamw import HostAdamW
 from offload.runtime.counters import Counters
-from offload.runtime.errors import KnobError, knobs_under
+from offload.runtime.errors import OUTSIDE_STEP, KnobError, knobs_under
 from offload.runtime.module_contexts import ModuleContexts, Opener
 from offload.runtime.registry import Streams
+from offload.runtime.torch_internals import is_in_backward, tree_leaves
 from offload.weights.footprint import Footprint
 
 
@@ -52,6 +53,9 @@ class ActivationMode(Mode, ABC):
         """Returns a context around each step, inside the step of the weights."""
         return nullcontext()
 
+    def prepare(self, model: nn.Module, streams: Streams) -> None:
+        """Makes what the contexts need; called by `attach` when `weights` has the model."""
+
     def activation_counters(self) -> Counters:
         """Returns the counters of the activations, without those of the weights."""
         return Counters()
@@ -65,10 +69,15 @@ class ActivationMode(Mode, ABC):
         """Takes `model` over, as `weights` does, with the same errors."""
         if self._contexts_of_modules is not None:
             raise RuntimeError("this mode has a model already: detach it, or make a second mode")
-        openers = [(module, self._in_steps_only(opener)) for module, opener in self.openers(model)]
+        openers = [(module, self._in_steps_only(module, opener)) for module, opener in self.openers(model)]
         with knobs_under("weights"):
             self.weights.attach(model, streams)
-        self._contexts_of_modules = ModuleContexts(openers)
+        try:
+            self.prepare(model, streams)
+            self._contexts_of_modules = ModuleContexts(openers)
+        except BaseException:
+            self.weights.detach()
+            raise
 
     def detach(self) -> None:
         if self._in_step:
@@ -81,6 +90,7 @@ class ActivationMode(Mode, ABC):
     def step(self, norms: bool = False) -> Iterator[None]:
         """Surrounds forward and backward of one step; afterwards gradients can be read where `weights` has them.
 
+        Outside of it a forward with gradients, of which nothing would move, raises RuntimeError.
         Activations may still be on their way then; the device's next computation is queued behind them.
         """
         if self._in_step:
@@ -109,9 +119,20 @@ class ActivationMode(Mode, ABC):
         """Returns the counters of weights and activations together."""
         return self.weights.counters() + self.activation_counters()
 
-    def _in_steps_only(self, opener: Opener) -> Opener:
+    def _in_steps_only(self, module: nn.Module, opener: Opener) -> Opener:
         def opened(arguments: tuple, keywords: dict) -> AbstractContextManager:
-            active = self._in_step and torch.is_grad_enabled()
-            return opener(arguments, keywords) if active else nullcontext()
+            if not torch.is_grad_enabled():
+                return nullcontext()
+            if self._in_step:
+                return opener(arguments, keywords)
+            # A recompute may come after the step: what it saves is used at once.
+            if not is_in_backward() and _saves_for_backward(module, (arguments, keywords)):
+                raise RuntimeError(OUTSIDE_STEP)
+            return nullcontext()
 
         return opened
+
+
+def _saves_for_backward(module: nn.Module, arguments: object) -> bool:
+    given = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
+    return any(tensor.requires_grad for tensor in (*module.parameters(), *given))

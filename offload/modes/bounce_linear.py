@@ -1,4 +1,4 @@
-"""bounce_linear: every linear and convolution layer streams by itself.
+"""bounce_linear: every linear and convolution layer, and every other with a matrix of its own, streams by itself.
 
 The weights of a layer come in for its forward, again for its backward, and leave at once: the idea of RamTorch and
 of ai-toolkit's memory manager. Embeddings, norms and bare parameters stay on the device, or stream with the next layer.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from offload.modes.weight_mode import WeightMode
@@ -17,12 +18,17 @@ from offload.weights.partition import CutPoint
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # Their forward reads the weights of the layers inside them without calling those layers.
-ATOMIC = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+ATOMIC = (nn.MultiheadAttention, nn.TransformerEncoderLayer, torch.jit.ScriptModule)
+# They look up the rows of their matrix.
+TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 @dataclass(kw_only=True, eq=False)
 class BounceLinear(WeightMode):
     """Streams Linear and Conv layers one by one, subclasses too. A unit is one layer.
+
+    Other modules that compute with a matrix are layers as well: recurrent ones, the experts of a mixture in one tensor,
+    those of other packages.
 
     Args:
         outside: every other parameter (embeddings, norms) is resident, or streams in the unit of the layer that follows
@@ -42,10 +48,22 @@ class BounceLinear(WeightMode):
                 yield CutPoint(names[0], point.module, deep=False)
 
 
+def _is_other_layer(module: nn.Module) -> bool:
+    """Tells whether `module` has a matrix, a forward, and no tensors in modules inside it."""
+    own = {*module.parameters(recurse=False), *module.buffers(recurse=False)}
+    return (
+        any(tensor.ndim > 1 for tensor in own if isinstance(tensor, nn.Parameter))
+        and own.issuperset((*module.parameters(), *module.buffers()))
+        and not isinstance(module, TABLES)
+        # Containers of parameters have none: other modules read what they hold.
+        and type(module).forward is not nn.Module.forward
+    )
+
+
 def _layers_and_owners(module: nn.Module, path: str) -> Iterable[CutPoint]:
     """Yields the layers, deep, and every other module that owns tensors, not deep, in the order of the model."""
     name = path or type(module).__name__
-    if isinstance(module, LAYERS + ATOMIC):
+    if isinstance(module, LAYERS + ATOMIC) or _is_other_layer(module):
         yield CutPoint(name, module)
         return
     if any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values())):

@@ -22,7 +22,7 @@ class LayerStream(WeightMode):
     """Streams the blocks of a model. A unit is one block.
 
     Args:
-        layers: dotted path of the list of blocks, such as model.layers; null finds it.
+        layers: dotted path of the list of blocks, such as model.layers; null finds all lists of blocks.
         outside: the modules outside the blocks (embedding, head, final norm) are resident, or stream, each as a unit of
             its own.
     """

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from offload.microbatches.layer_major import one_after_another
 from offload.optimizer.adamw import HostAdamW
+from offload.runtime.attachment import Attachment, attaching
 from offload.runtime.counters import Counters
 from offload.runtime.knobs import check_knobs
 from offload.runtime.registry import Streams
 from offload.weights.footprint import Footprint
 from offload.weights.partition import cut
+from offload.weights.unfilled import UnfilledTensors
 from offload.weights.units import DevicePlacement
 
 
@@ -31,6 +33,8 @@ class Mode:
         check_knobs(self)
         self.check()
         self._placement: DevicePlacement | None = None
+        self._attachment: Attachment | None = None
+        self._unfilled = UnfilledTensors()
 
     @property
     def recomputes(self) -> bool:
@@ -51,24 +55,30 @@ class Mode:
     def attach(self, model: nn.Module, streams: Streams) -> None:
         """Takes `model` over and moves it to where it belongs, here to the device of `streams`.
 
-        Meta parameters become uninitialised memory. Raises KnobError as `footprint` does, RuntimeError when a model is
-        attached already.
+        Meta parameters and buffers become memory for the caller to fill: until then, steps and forwards raise
+        RuntimeError. Raises KnobError as `footprint` does, RuntimeError when this mode has a model already, or a module
+        of this model has a mode. After an exception the model is as it was found.
         """
         if self._placement is not None:
             raise RuntimeError("this mode has a model already: detach it, or make a second mode")
-        self._placement = DevicePlacement(cut(model, []).resident, streams.device)
+        with attaching(model, self) as self._attachment:
+            self._placement = DevicePlacement(cut(model, []).resident, streams.device)
+            self._unfilled.watch(model)
 
     def detach(self) -> None:
         """Gives the model back as it was found. Raises RuntimeError inside a step."""
+        self._unfilled.close()
         self._placement.restore()
         self._placement = None
+        self._attachment.release()
 
     def step(self, norms: bool = False) -> AbstractContextManager:
         """Surrounds forward and backward of one step; afterwards gradients can be read.
 
         `norms`: the norms of the gradients will be asked for (`gradient_norms`). Raises RuntimeError when a step is
-        open already.
+        open already, and while a tensor that was on the meta device has not been filled.
         """
+        self._unfilled.check_step()
         return nullcontext()
 
     def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:

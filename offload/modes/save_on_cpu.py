@@ -18,6 +18,7 @@ from offload.runtime.counters import Counters
 from offload.runtime.knobs import choice
 from offload.runtime.module_contexts import Opener
 from offload.runtime.registry import Streams
+from offload.runtime.torch_internals import left_out_of_graphs
 
 
 @dataclass(kw_only=True, eq=False)
@@ -37,8 +38,7 @@ class SaveOnCpu(ActivationMode):
     def openers(self, model: nn.Module) -> Iterable[tuple[nn.Module, Opener]]:
         yield model, lambda arguments, keywords: self._copies.hooks()
 
-    def attach(self, model: nn.Module, streams: Streams) -> None:
-        super().attach(model, streams)
+    def prepare(self, model: nn.Module, streams: Streams) -> None:
         self._is_dry_run = streams.device.type == "meta"
         pins = self.pin == "auto" and torch.cuda.is_available()
         self._copies = _CountedCopies(_MetaCopies() if self._is_dry_run else save_on_cpu(pin_memory=pins))
@@ -72,12 +72,16 @@ class _CountedCopies:
     def hooks(self) -> AbstractContextManager:
         return saved_tensors_hooks(self._pack, self._unpack)
 
+    @left_out_of_graphs
     def _pack(self, tensor: Tensor) -> object:
         self.out_bytes += tensor.nbytes
         self._waiting_bytes += tensor.nbytes
         self.most_waiting_bytes = max(self.most_waiting_bytes, self._waiting_bytes)
-        return self._hooks.pack_hook(tensor)
+        # torch allocates on the default device, which may be another (`torch.set_default_device`).
+        with torch.device("cpu"):
+            return self._hooks.pack_hook(tensor)
 
+    @left_out_of_graphs
     def _unpack(self, packed: object) -> Tensor:
         tensor = self._hooks.unpack_hook(packed)
         self.in_bytes += tensor.nbytes

@@ -20,14 +20,18 @@ from offload.activations.checkpointing import recompute
 from offload.activations.swapper import ActivationSwapper
 from offload.microbatches.layer_major import LayerMajor
 from offload.modes.weight_mode import WeightMode
+from offload.runtime.block_buffers import buffers_here
 from offload.runtime.blocks import find_blocks
+from offload.runtime.buffer_states import Place, own_copies
 from offload.runtime.counters import Counters
 from offload.runtime.errors import KnobError
 from offload.runtime.knobs import choice, knob, nbytes
 from offload.runtime.module_contexts import WrappedForward
 from offload.runtime.registry import Streams
+from offload.runtime.torch_internals import gradient_accumulated_hooks, gradient_hooks
 from offload.weights.footprint import Footprint
 from offload.weights.partition import CutPoint
+from offload.weights.resident_shares import ResidentShares
 
 
 def cut_evenly(sizes: Sequence[int], count: int, limit: float = math.inf) -> list[range]:
@@ -82,7 +86,7 @@ class ShardOffload(WeightMode):
     """Streams shards of blocks. A unit is one shard.
 
     Args:
-        layers: dotted path of the list of blocks, such as model.layers; null finds it.
+        layers: dotted path of the list of blocks, such as model.layers; null finds all lists of blocks.
         shards: number of shards that the blocks are cut into, of about equal bytes; null is as many as shard_bytes asks
             for.
         shard_bytes: bytes of a shard, at most, where shards is null (512MiB, 2GiB); a larger block is a shard of its
@@ -101,6 +105,10 @@ class ShardOffload(WeightMode):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._model: nn.Module | None = None
+        self._layer_major: LayerMajor | None = None
+        self._resident_shares: ResidentShares | None = None
+        self._resident_buffers: list[Place] = []
         self._boundary_swapper: ActivationSwapper | None = None
         self._undo: list[Callable[[], None]] = []
 
@@ -133,7 +141,70 @@ class ShardOffload(WeightMode):
 
     def attach(self, model: nn.Module, streams: Streams) -> None:
         super().attach(model, streams)
-        self._layer_major = LayerMajor(streams)
+        self._model = model
+        self._layer_major = LayerMajor(streams, self._around_turn)
+        try:
+            self._resident_shares = ResidentShares(self._streamer.cut.resident)
+            self._wrap_blocks(model)
+        except BaseException:
+            self.detach()
+            raise
+
+    @contextmanager
+    def step(self, norms: bool = False) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(super().step(norms))
+            if self._boundary_swapper is not None:
+                stack.enter_context(self._boundary_swapper.step())
+            yield
+
+    def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+        """Inside a step: computes every loss and the gradients of all. Returns the losses, detached.
+
+        Layer-major, but one microbatch after another where the gradients of each matter by themselves: where a
+        parameter has hooks on its gradient, which run for each, or a gradient already, to which each is added.
+        """
+        if len(losses) > 1 and any(map(_takes_each_gradient, self._model.parameters())):
+            return super().accumulate(losses)
+        self._resident_buffers = buffers_here(self._model)
+        try:
+            with self._streamer.accumulating():
+                return self._layer_major.accumulate(losses, self._streamer.last_microbatch)
+        finally:
+            self._resident_shares.drop()
+            self._resident_buffers = []
+
+    def counters(self) -> Counters:
+        counters, swapper = super().counters(), self._boundary_swapper
+        if swapper is None:
+            return counters
+        # The weights' transfer makes these copies, and has counted their bytes already.
+        return counters + Counters(
+            activation_h2d_bytes=swapper.fetched_bytes, activation_d2h_bytes=swapper.swapped_bytes
+        )
+
+    def detach(self) -> None:
+        self._streamer.check_between_steps()
+        while self._undo:
+            self._undo.pop()()
+        if self._boundary_swapper is not None:
+            self._boundary_swapper.close()
+        self._layer_major.close()
+        super().detach()
+        # Some of these refer back to this object: without them memory goes with its last reference.
+        self._model = self._boundary_swapper = self._layer_major = self._resident_shares = None
+
+    @contextmanager
+    def _around_turn(self, microbatch: int) -> Iterator[None]:
+        """Gives a microbatch its own share of what stays on the device, as windows do for what streams.
+
+        So the gradients of its uses are summed by themselves, and what autograd saves of a buffer does not change in
+        the turns of other microbatches.
+        """
+        with own_copies(self._resident_buffers), self._resident_shares.turn(microbatch):
+            yield
+
+    def _wrap_blocks(self, model: nn.Module) -> None:
         if self.boundary == "host" and self.checkpoint:
             self._boundary_swapper = ActivationSwapper(
                 self._streamer.transfer,
@@ -151,37 +222,12 @@ class ShardOffload(WeightMode):
             entrance = WrappedForward(point.module, functools.partial(self._entered, places[point.name]))
             self._undo.append(entrance.remove)
 
-    @contextmanager
-    def step(self, norms: bool = False) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(super().step(norms))
-            if self._boundary_swapper is not None:
-                stack.enter_context(self._boundary_swapper.step())
-            yield
-
-    def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
-        """Inside a step: computes every loss and the gradients of all, layer-major. Returns the losses, detached."""
-        with self._streamer.accumulating():
-            return self._layer_major.accumulate(losses, self._streamer.last_microbatch)
-
-    def counters(self) -> Counters:
-        counters, swapper = super().counters(), self._boundary_swapper
-        if swapper is None:
-            return counters
-        # The weights' transfer makes these copies, and has counted their bytes already.
-        return counters + Counters(
-            activation_h2d_bytes=swapper.fetched_bytes, activation_d2h_bytes=swapper.swapped_bytes
-        )
-
-    def detach(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-        if self._boundary_swapper is not None:
-            self._boundary_swapper.close()
-        self._boundary_swapper = None
-        self._layer_major.close()
-        super().detach()
-
     def _entered(self, place: int) -> AbstractContextManager:
         self._layer_major.enter(place)
         return self._boundary_swapper.hooks() if self._boundary_swapper is not None else nullcontext()
+
+
+def _takes_each_gradient(parameter: nn.Parameter) -> bool:
+    if not parameter.requires_grad:
+        return False
+    return parameter.grad is not None or bool(gradient_hooks(parameter) or gradient_accumulated_hooks(parameter))

@@ -86,8 +86,7 @@ class TensorSwap(ActivationMode):
         budget = None if self.budget == "auto" else self.budget
         return replace(super().footprint(model, recompute), activation_budget_bytes=budget)
 
-    def attach(self, model: nn.Module, streams: Streams) -> None:
-        super().attach(model, streams)
+    def prepare(self, model: nn.Module, streams: Streams) -> None:
         self._model = model
         self._telemetry = Telemetry(streams)
         self._arena = HostArena(streams.device, self.pin == "auto")

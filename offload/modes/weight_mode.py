@@ -14,6 +14,7 @@ from offload.microbatches.layer_major import one_after_another
 from offload.modes.mode import Mode
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.overlap import Overlap
+from offload.runtime.attachment import attaching
 from offload.runtime.counters import Counters
 from offload.runtime.errors import KnobError
 from offload.runtime.knobs import choice, knob
@@ -70,22 +71,29 @@ class WeightMode(Mode, ABC):
     def attach(self, model: nn.Module, streams: Streams) -> None:
         """Takes `model` over: its units go to host memory, the rest to the device of `streams`.
 
-        Tensors on the meta device become memory where they belong, to be initialised there. Raises KnobError as
-        `footprint` does, RuntimeError when a model is attached already, MemoryError where the host has no room.
+        Tensors on the meta device become memory where they belong, for the caller to fill there: until then, steps and
+        forwards raise RuntimeError. Raises KnobError as `footprint` does, RuntimeError when this mode has a model
+        already, or a module of this model has a mode, and MemoryError where the host has no room. After an exception
+        the model is as it was found.
         """
         if self._streamer is not None:
             raise RuntimeError("this mode has a model already: detach it, or make a second mode")
-        streamed = self._cut(model)
-        slots = self._slots_for(streamed)
-        prefetch = slots - 1 if self.prefetch is None else min(self.prefetch, slots - 1)
-        self._streamer = WeightStreamer(streamed, streams, slots=slots, prefetch=prefetch, pin=self.pin == "auto")
+        with attaching(model, self) as self._attachment:
+            streamed = self._cut(model)
+            slots = self._slots_for(streamed)
+            prefetch = slots - 1 if self.prefetch is None else min(self.prefetch, slots - 1)
+            self._streamer = WeightStreamer(streamed, streams, slots=slots, prefetch=prefetch, pin=self.pin == "auto")
+            self._unfilled.watch(model)
 
     def detach(self) -> None:
         self._streamer.detach()
+        self._unfilled.close()
         self._streamer = self._overlap = None
+        self._attachment.release()
 
     def step(self, norms: bool = False) -> AbstractContextManager:
         """Surrounds forward and backward of one step; afterwards gradients can be read on the host."""
+        self._unfilled.check_step()
         return self._streamer.step(norms)
 
     def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:

@@ -201,6 +201,12 @@ def measure(kernels: list[UpdateKernel], repeats: int = 3) -> dict[str, float]:
     return found
 
 
+def measure_update_rate(threads: int) -> float:
+    """Returns how many parameters a second the fastest kernel updates on `threads` cores of this host."""
+    (seconds,) = measure([fastest_update(threads)]).values()
+    return SAMPLE / seconds
+
+
 @functools.cache
 def native_library() -> ctypes.CDLL | None:
     """Compiles adamw_kernel.c for this processor and loads it, once a process; returns None where that fails.

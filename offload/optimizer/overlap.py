@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch.utils.hooks import RemovableHandle
-
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.device_states import DeviceStates
 from offload.optimizer.worker import UpdateWorker
 from offload.runtime.counters import Counters
 from offload.runtime.deferred_free import PendingFree
+from offload.runtime.module_contexts import OwnHook
 from offload.runtime.registry import Event
 from offload.weights.streamer import WeightStreamer
 from offload.weights.units import OffloadUnit, UnitTensor
@@ -44,13 +43,11 @@ class Overlap:
         self._worker = UpdateWorker(optimizer, streamer.transfer.streams, self._first_use)
         optimizer.leave_cores(BUSY_CORES if early else LAUNCHING_CORES)
         self._device = DeviceStates(self._units, optimizer, self._transfer, device_share, self._limit_bytes)
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[OwnHook] = []
         for window in streamer.cut.windows:
             module = window.module
             for register in (module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook):
-                # A function of its own: a deepcopy of the model leaves it as it is, and would copy the object that a
-                # method is bound to.
-                self._hooks.append(register(lambda *_: self.finish()))
+                self._hooks.append(OwnHook(module, register, lambda *_: self.finish()))
         optimizer.defer_to(self)
 
     def place_states(self, nbytes: int) -> None:

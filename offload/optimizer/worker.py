@@ -22,6 +22,10 @@ from offload.runtime.registry import Event, Signal, Streams
 from offload.runtime.transfer import profiled
 from offload.weights.units import OffloadUnit, UnitTensor
 
+# A thread without updates for so long ends, and the next offer starts another. So nothing refers to a mode that was
+# dropped without detach.
+IDLE_S = 1.0
+
 
 @dataclass(eq=False)
 class _UnitUpdate:
@@ -69,6 +73,8 @@ class UpdateWorker:
         self._closed = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._threads = 0
+        self._ended: Signal | None = None
 
     def offer(
         self, unit: OffloadUnit, tensors: Iterable[UnitTensor], scale: float = 1.0, after: Iterable[Event] = ()
@@ -87,9 +93,9 @@ class UpdateWorker:
         signals = self._streams.signal(), self._streams.signal()
         update = _UnitUpdate(unit, tensors, claims, scale, self._first_use(unit), landed, *signals)
         update.offered.set()
-        self._start()
         with self._changed:
             self._raise_error()
+            self._start()
             self._updates.setdefault(unit, []).append(update)
             self._coming.append(update)
             self._changed.notify_all()
@@ -124,10 +130,10 @@ class UpdateWorker:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-            atexit.unregister(self.close)
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+            self._forget_thread()
         for update in itertools.chain.from_iterable(self._updates.values()):
             update.done.wait()
         self._updates.clear()
@@ -135,7 +141,12 @@ class UpdateWorker:
     def _start(self) -> None:
         if self._thread is not None:
             return
-        thread = threading.Thread(target=self._work, name="host optimizer", daemon=True)
+        self._threads += 1
+        # Each has a clock of its own in the stream checker.
+        name = f"worker {self._threads}"
+        before, self._ended = self._ended, self._streams.signal()
+        arguments = (name, before, self._ended)
+        thread = threading.Thread(target=self._work, args=arguments, name="host optimizer", daemon=True)
         thread.start()
         self._thread = thread
         # A process that ends without `close` would stop the thread inside an update, and abort.
@@ -145,14 +156,22 @@ class UpdateWorker:
         if self._error is not None:
             raise self._error
 
-    def _work(self) -> None:
-        with self._streams.beside("worker"):
+    def _forget_thread(self) -> None:
+        self._thread = None
+        atexit.unregister(self.close)
+
+    def _work(self, name: str, before: Signal | None, ended: Signal) -> None:
+        with self._streams.beside(name):
             try:
+                if before is not None:
+                    before.wait()
                 while (update := self._next()) is not None:
                     self._make(update)
                     self._end(update)
             except BaseException as error:
                 self._fail(error)
+            finally:
+                ended.set()
 
     def _next(self) -> _UnitUpdate | None:
         """Waits for the next update: of those that have landed, the one needed first. Returns None at the end."""
@@ -160,7 +179,9 @@ class UpdateWorker:
             while not self._coming and not self._landed:
                 if self._closed:
                     return None
-                self._changed.wait()
+                if not self._changed.wait(IDLE_S) and not self._coming and not self._closed:
+                    self._forget_thread()
+                    return None
             # They land in the order of their offers. To query each of a hundred takes a while, so those behind one that
             # has not landed are not queried.
             while self._coming and self._coming[0].has_landed():
@@ -198,3 +219,5 @@ class UpdateWorker:
                 update.done.set()
             self._coming.clear()
             self._landed.clear()
+        # The thread ends, and is in no update.
+        atexit.unregister(self.close)

@@ -1,4 +1,48 @@
 """Predicts the bytes and the time of a step by running it on tensors without values.
 
+The names in `__all__` are public, beside those of `offload`.
+
+- `dry_run` runs a step on the meta device and returns a `DryRun` of `Phase`s; `SimulatedStreams` keep the time of its
+  `Work`.
+- `MemoryTracker` counts bytes and FLOPs; `fused_kernels` are the kernels as a GPU has them.
+- `forecast` makes a `Forecast` of a whole step, with the `UpdateTimes` of the optimizer; nothing is faster than
+  `floor_ms`; `hidden_share` tells how many copies of activations compute hides, and `update_work` when a step updates.
+- `Bandwidth` and `measure_bandwidth` are of the bus, `measure_update_rate` is of the optimizer on the host, and
+  `STATE_DTYPES` are the dtypes that its states may have. `free_host_bytes` are what the host still has, and
+  `GRADIENT_SLOTS` the gradients that wait on the device for their copies.
+
 Read `dry_run` first, then `memory_tracker` (bytes), `simulated_streams` (times) and `cost_model` (the whole step).
 """
+
+from offload.optimizer.adamw import STATE_DTYPES
+from offload.optimizer.kernels import measure_update_rate
+from offload.planning.cost_model import Forecast, UpdateTimes, floor_ms, forecast, hidden_share, update_work
+from offload.planning.dry_run import DryRun, Phase, dry_run
+from offload.planning.memory_tracker import MemoryTracker
+from offload.planning.meta_kernels import fused_kernels
+from offload.planning.simulated_streams import SimulatedStreams, Work
+from offload.runtime.bandwidth import Bandwidth, measure_bandwidth
+from offload.runtime.host_memory import free_host_bytes
+from offload.weights.streamer import GRADIENT_SLOTS
+
+__all__ = [
+    "GRADIENT_SLOTS",
+    "STATE_DTYPES",
+    "Bandwidth",
+    "DryRun",
+    "Forecast",
+    "MemoryTracker",
+    "Phase",
+    "SimulatedStreams",
+    "UpdateTimes",
+    "Work",
+    "dry_run",
+    "floor_ms",
+    "forecast",
+    "free_host_bytes",
+    "fused_kernels",
+    "hidden_share",
+    "measure_bandwidth",
+    "measure_update_rate",
+    "update_work",
+]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.planning.dry_run import Phase
+from offload.planning.simulated_streams import Work
 from offload.runtime.bandwidth import Bandwidth
 
 
@@ -26,14 +27,26 @@ class UpdateTimes:
 class Forecast:
     """The predicted time of a step and its parts, in ms.
 
-    `floors` are the times that compute, copies in, copies out and the host's update take, each alone. `bound` names the
-    part that would have to be faster for a shorter step. `phases_ms` are the phases in their order.
+    `alone_ms` are the times that compute, copies in, copies out and the host's update are expected to take, each
+    alone. `bound` names the part that would have to be faster for a shorter step. `phases_ms` are the phases in order.
     """
 
     step_ms: float
-    floors: dict[str, float]
+    alone_ms: dict[str, float]
     bound: str
     phases_ms: tuple[float, ...]
+
+
+def floor_ms(
+    bandwidth: Bandwidth, bytes_in: float, bytes_out: float, flops: float = 0.0, peak_flops_per_s: float | None = None
+) -> float | None:
+    """Returns the time below which no step of this work can be on a GPU, in ms; None if nothing bounds it.
+
+    It is the longest of the FLOPs at the peak rate of the device, where that is known, and the bytes of each direction
+    at the bandwidth of that direction alone. The host's update has no part in it: the speed of the host is an estimate.
+    """
+    compute_ms = flops / peak_flops_per_s * 1e3 if peak_flops_per_s else 0.0
+    return max(compute_ms, bandwidth.two_way_ms(bytes_in, 0), bandwidth.two_way_ms(0, bytes_out)) or None
 
 
 def hidden_share(phases: Sequence[Phase], bandwidth: Bandwidth, flops_per_s: float) -> float:
@@ -66,15 +79,14 @@ def forecast(
     phases_ms = [
         max(compute + wait, copies) for compute, wait, copies in zip(compute_ms, waits_ms, copies_ms, strict=True)
     ]
-    hiding_ms = {"after": 0.0, "at the end": phases_ms[0], "inside": phases_ms[0] + phases_ms[-1]}[update.begins]
-    floors = {
+    alone_ms = {
         "compute": sum(compute_ms),
         "copies in": bandwidth.two_way_ms(sum(phase.h2d_bytes for phase in phases), 0),
         "copies out": bandwidth.two_way_ms(0, sum(phase.d2h_bytes for phase in phases)),
         "host optimizer": update.host_ms,
     }
-    not_hidden_ms = max(update.host_ms - hiding_ms, 0.0)
-    parts = floors | {
+    not_hidden_ms = update.host_ms - sum(hidden_update_ms(update, phases_ms))
+    parts = alone_ms | {
         # Where copies are the bound, they are so phase by phase.
         "copies that compute waits for": sum(waits_ms),
         "host optimizer": not_hidden_ms,
@@ -83,7 +95,31 @@ def forecast(
     both_ms = sum(phases_ms) if simulated_ms is None else simulated_ms + sum(waits_ms)
     return Forecast(
         step_ms=both_ms + not_hidden_ms + update.device_ms,
-        floors=floors,
+        alone_ms=alone_ms,
         bound=max(parts, key=parts.get),
         phases_ms=tuple(phases_ms),
     )
+
+
+def hidden_update_ms(update: UpdateTimes, phases_ms: Sequence[float]) -> tuple[float, float]:
+    """Returns the ms of the host's update that run beside the last backward, and beside the forward that follows."""
+    beside_backward = min(update.host_ms, phases_ms[-1]) if update.begins == "inside" else 0.0
+    beside_forward = 0.0 if update.begins == "after" else min(update.host_ms - beside_backward, phases_ms[0])
+    return beside_backward, beside_forward
+
+
+def update_work(update: UpdateTimes, phases_ms: Sequence[float], both_ms: float) -> list[Work]:
+    """Returns when a step updates, if its forward and backward end at `both_ms`: one of many equal steps.
+
+    The host's update that runs beside the next forward is at the start, where that of the step before is.
+    """
+    beside_backward, beside_forward = hidden_update_ms(update, phases_ms)
+    alone = update.host_ms - beside_backward - beside_forward
+    began = max(both_ms - phases_ms[-1], 0.0)
+    work = [
+        Work("host update", 0.0, beside_forward),
+        Work("host update", began, began + beside_backward),
+        Work("host update", both_ms, both_ms + alone),
+        Work("device update", both_ms + alone, both_ms + alone + update.device_ms),
+    ]
+    return [part for part in work if part.end_ms > part.start_ms]

@@ -7,7 +7,8 @@ model of any size, and no GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -20,6 +21,7 @@ from offload.planning.meta_kernels import fused_kernels
 from offload.planning.simulated_streams import SimulatedStreams
 from offload.runtime.counters import Counters
 from offload.runtime.stream_checker import CheckedStreams
+from offload.weights.partition import cut
 
 # The first step records the order of use; the second knows it, as all later ones do.
 STEPS = 2
@@ -127,7 +129,7 @@ def dry_run(
     timed: SimulatedStreams | None = None,
     on_gpu: bool = True,
 ) -> DryRun:
-    """Attaches `mode` to `model` and runs a step. The model is on the meta device, and of no use afterwards.
+    """Attaches `mode` to `model` and runs a step. The model is on the meta device, and left as it was found.
 
     `losses` compute the loss of each microbatch on meta tensors. `recomputed` are the blocks that backward computes
     again, unless the mode does so itself. `norms`: the mode takes the norms of gradients. `timed` are streams that
@@ -137,11 +139,17 @@ def dry_run(
     streams = timed or CheckedStreams(torch.device("meta"))
     tracker = MemoryTracker(timed.spend) if timed else MemoryTracker()
     resident = [tensor for tensor in mode.footprint(model).resident if tensor.requires_grad]
-    with torch.random.fork_rng(devices=[]), fused_kernels(tracker.add_flops, on_gpu), tracker.recording():
+    kernels = fused_kernels(tracker.add_flops, on_gpu)
+    with left_as_found(model), torch.random.fork_rng(devices=[]), kernels, tracker.recording():
         mode.attach(model, streams)
         undo = recompute(recomputed)
         slot_bytes = tracker.live_bytes
-        handles = [tensor.register_post_accumulate_grad_hook(tracker.gradient_landed) for tensor in resident]
+        # Not on the parameters, whose hooks a mode respects in its order of microbatches.
+        nodes = [tensor.expand_as(tensor).grad_fn.next_functions[0][0] for tensor in resident]
+        handles = [
+            node.register_hook(lambda *_, tensor=tensor: tracker.gradient_landed(tensor))
+            for node, tensor in zip(nodes, resident, strict=True)
+        ]
         try:
             for _ in range(STEPS):
                 model.zero_grad(set_to_none=True)
@@ -166,6 +174,23 @@ def dry_run(
         turn_bytes=log.turn_bytes - slot_bytes,
         host_bytes=host_bytes,
     )
+
+
+@contextmanager
+def left_as_found(model: nn.Module) -> Iterator[None]:
+    """Puts the parameters and buffers of `model` back afterwards, the same objects, without gradients.
+
+    Attaching a mode to a meta model replaces them, and detaching does not bring the old ones back. Tied weights stay
+    tied.
+    """
+    before = cut(model, []).resident
+    try:
+        yield
+    finally:
+        for tensor, places in before:
+            tensor.grad = None
+            for place in places:
+                place.assign(tensor)
 
 
 class _Log:

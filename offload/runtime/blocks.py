@@ -2,50 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from offload.runtime.errors import KnobError
 
-# Dotted paths of the block list in well-known models, the usual names first.
-USUAL_PATHS = (
-    "model.layers",
-    "layers",
-    "blocks",
-    "transformer.h",
-    "transformer.blocks",
-    "transformer.layers",
-    "encoder.layers",
-    "encoder.layer",
-    "model.decoder.layers",
-    "gpt_neox.layers",
-)
+# A block of a larger share of the model (a stage of a U-Net) is taken apart where lists in it hold nearly all of it.
+LARGE, NEARLY_ALL = 1 / 8, 3 / 4
+# Lists of a smaller share of the model are no blocks: prediction heads, upsamplers.
+SMALL = 1 / 100
+
+Named = tuple[str, nn.Module]
 
 
-def find_blocks(model: nn.Module, path: str | None = None, key: str = "path") -> list[tuple[str, nn.Module]]:
+def find_blocks(model: nn.Module, path: str | None = None, key: str = "path") -> list[Named]:
     """Returns the blocks of `model` with their names, in order.
 
-    `path` is the dotted path of an nn.ModuleList or nn.Sequential. None stands for the first of the usual paths that
-    the model has, else for the ModuleList with the most parameters, else for the Sequential with the most. Raises
+    `path` is the dotted path of an nn.ModuleList or nn.Sequential. None stands for every ModuleList that is not inside
+    another: the layers of encoder and decoder, of all towers, of both kinds. Of lists of large stages it takes the
+    lists inside the stages. In a model without such lists it stands for the Sequential with the most parameters. Raises
     KnobError naming the path, as the value of `key`, and the lists of the model.
     """
-    modules = dict(model.named_modules())
-    # Parametrisations are module lists too, of one parameter's transformations.
-    lists = {
-        name: module
-        for name, module in modules.items()
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and not isinstance(module, ParametrizationList)
-    }
+    lists = {name: module for name, module in model.named_modules() if _is_list(module, (nn.ModuleList, nn.Sequential))}
     if path is None:
-        path = next((usual for usual in USUAL_PATHS if isinstance(lists.get(usual), nn.ModuleList)), None)
-    for kind in (nn.ModuleList, nn.Sequential):
-        if path is None:
-            path = max(
-                (name for name, module in lists.items() if isinstance(module, kind)),
-                key=lambda name: sum(p.numel() for p in lists[name].parameters()),
-                default=None,
-            )
+        blocks = list(_without_overlap(_blocks_below(model, "", _nbytes(model))))
+        if blocks:
+            return blocks
+        sequentials = [name for name, module in lists.items() if isinstance(module, nn.Sequential)]
+        path = max(sequentials, key=lambda name: _nbytes(lists[name]), default=None)
     if path not in lists or not len(lists[path]):
         known = ", ".join(sorted(name or "(the model itself)" for name in lists)) or "none"
         raise KnobError(key, path, f"no list of blocks there; the lists of this model: {known}")
     return [(f"{path}.{name}".lstrip("."), block) for name, block in lists[path].named_children()]
+
+
+def _is_list(module: nn.Module, kinds: type | tuple[type, ...]) -> bool:
+    # Parametrisations are module lists too, of one parameter's transformations.
+    return isinstance(module, kinds) and not isinstance(module, ParametrizationList)
+
+
+def _blocks_below(module: nn.Module, path: str, total: int) -> Iterator[Named]:
+    """Yields the blocks of the outermost lists at or below `module`, in a model of `total` bytes."""
+    if not _is_list(module, nn.ModuleList):
+        for name, child in module.named_children():
+            yield from _blocks_below(child, f"{path}.{name}".lstrip("."), total)
+    elif _nbytes(module) >= SMALL * total:
+        for name, block in module.named_children():
+            yield from _taken_apart(block, f"{path}.{name}".lstrip("."), total)
+
+
+def _taken_apart(block: nn.Module, path: str, total: int) -> Iterable[Named]:
+    # A list in a list is no block: nobody calls it.
+    if _is_list(block, nn.ModuleList):
+        return _blocks_below(block, path, total)
+    if (nbytes := _nbytes(block)) > LARGE * total:
+        inner = list(_blocks_below(block, path, total))
+        if sum(_nbytes(module) for _, module in inner) >= NEARLY_ALL * nbytes:
+            return inner
+    return [(path, block)]
+
+
+def _without_overlap(blocks: Iterable[Named]) -> Iterator[Named]:
+    """Leaves out blocks that have modules in common with an earlier one."""
+    taken: set[nn.Module] = set()
+    for name, block in blocks:
+        modules = set(block.modules())
+        if taken.isdisjoint(modules):
+            taken |= modules
+            yield name, block
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters() if not is_lazy(parameter))

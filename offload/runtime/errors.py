@@ -1,9 +1,14 @@
-"""The error for a knob whose value does not fit."""
+"""The error for a knob whose value does not fit, and a message that several modes have."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+OUTSIDE_STEP = (
+    "forward with gradients outside a step: wrap forward and backward in `with mode.step():`,"
+    " or evaluation in torch.no_grad()"
+)
 
 
 class KnobError(ValueError):

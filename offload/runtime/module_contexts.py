@@ -1,4 +1,4 @@
-"""Two ways to open a context around every call of a module.
+"""Two ways to open a context around every call of a module, and one to run a function before it.
 
 `WrappedForward` replaces the module's `forward`. Activation checkpointing that wraps the block later recomputes the
 replaced forward, so the context is open in the recompute, too: windows of weights need that.
@@ -14,44 +14,147 @@ import copy
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from offload.runtime.torch_internals import left_out_of_graphs
 
 
-class WrappedForward:
-    """Stands in for the `forward` of a module: the same forward, inside the context that `around` returns.
+class ReplacedForward:
+    """Stands in for the `forward` of a module: calls `run` in its place, which torch.compile leaves as it is.
 
-    The context may give a function, which is called with the result before the context ends, and returns the result.
-    A deepcopy of the module has the forward that it had before.
+    Copies and files of the module (deepcopy, `torch.save`) have the forward that it had before.
     """
 
-    def __init__(self, module: nn.Module, around: Callable[[], AbstractContextManager]):
+    def __init__(self, module: nn.Module):
         self._module = module
-        self._around = around
-        self._replaced = module.__dict__.get("forward")
-        self._forward = module.forward
-        module.forward = self
+        self._replaced = vars(module).get("forward")
+        # The second name is the one by which `inspect.signature` finds the arguments that the forward takes.
+        self._forward = self.__wrapped__ = module.forward
+        vars(module)["forward"] = self
+        _State.of(module).add(self)
 
+    def run(self, *arguments: object, **keywords: object) -> object:
+        """Returns the result of a call of the module."""
+        raise NotImplementedError
+
+    @left_out_of_graphs
     def __call__(self, *arguments: object, **keywords: object) -> object:
-        with self._around() as finish:
-            result = self._forward(*arguments, **keywords)
-            return result if finish is None else finish(result)
+        return self.run(*arguments, **keywords)
 
     def remove(self) -> None:
-        """Restores the forward of before. If somebody has wrapped this one, it stays, and opens no context any more."""
-        if self._module.__dict__.get("forward") is not self:
-            self._around = nullcontext
+        """Restores the forward of before. If somebody has wrapped this one, it stays, and is that forward."""
+        found = vars(self._module)
+        if found.get("forward") is not self:
+            self.run = self._forward
         elif self._replaced is None:
-            del self._module.forward
+            del found["forward"]
         else:
-            self._module.forward = self._replaced
+            found["forward"] = self._replaced
+        _State.of(self._module).remove(self)
+
+    @property
+    def replaced(self) -> Callable | None:
+        """The forward that was in the module's `__dict__` before; None for that of its class."""
+        return self._replaced
 
     def __deepcopy__(self, memo: dict) -> object:
+        # Asked for this where somebody else's object holds it, or where the class copies itself in its own way.
         if self._replaced is not None:
             return copy.deepcopy(self._replaced, memo)
         module = memo[id(self._module)]
         return types.MethodType(type(module).forward, module)
+
+
+class WrappedForward(ReplacedForward):
+    """The same forward, inside the context that `around` returns.
+
+    The context may give a function, which is called with the result before the context ends, and returns the result.
+    """
+
+    def __init__(self, module: nn.Module, around: Callable[[], AbstractContextManager]):
+        super().__init__(module)
+        self._around = around
+
+    def run(self, *arguments: object, **keywords: object) -> object:
+        with self._around() as finish:
+            result = self._forward(*arguments, **keywords)
+            return result if finish is None else finish(result)
+
+
+class OwnHook:
+    """A hook of this package on a module: `register` is the method of the module that registers it.
+
+    Copies and files of the module do not have it.
+    """
+
+    def __init__(
+        self, module: nn.Module, register: Callable[..., RemovableHandle], function: Callable, **options: object
+    ):
+        self._module = module
+        self._handle = register(_Hook(function), **options)
+        _State.of(module).add(self)
+
+    @property
+    def place(self) -> tuple[int, list[dict | None]]:
+        """The number of the hook, and the module's dictionaries that have an entry under it."""
+        return self._handle.id, [find() for find in (self._handle.hooks_dict_ref, *self._handle.extra_dict_ref)]
+
+    def remove(self) -> None:
+        """Removes the hook."""
+        self._handle.remove()
+        _State.of(self._module).remove(self)
+
+
+class _State:
+    """`__getstate__` of a module: its state, without what this package has put into it.
+
+    So a deepcopy or a file of a model under a mode is a plain model, and reading the file does not need this package.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+        self._added: list[ReplacedForward | OwnHook] = []
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _State:
+        """Returns that of `module`, and makes it where there is none."""
+        return vars(module).setdefault("__getstate__", cls(module))
+
+    def add(self, added: ReplacedForward | OwnHook) -> None:
+        """Leaves `added` out from now on."""
+        self._added.append(added)
+
+    def remove(self, added: ReplacedForward | OwnHook) -> None:
+        """Forgets `added`, which is no longer there; with the last one goes this object."""
+        self._added.remove(added)
+        if not self._added:
+            del vars(self._module)["__getstate__"]
+
+    def __call__(self) -> object:
+        state = type(self._module).__getstate__(self._module)
+        if not isinstance(state, dict):
+            # The class saves itself in a way of its own.
+            return state
+        state = {name: value for name, value in state.items() if value is not self}
+        while isinstance(forward := state.get("forward"), ReplacedForward):
+            if forward.replaced is None:
+                del state["forward"]
+            else:
+                state["forward"] = forward.replaced
+        own = [hook.place for hook in self._added if isinstance(hook, OwnHook)]
+        for name, value in state.items():
+            numbers = {number for number, dictionaries in own if any(found is value for found in dictionaries)}
+            if numbers:
+                state[name] = type(value)((key, item) for key, item in value.items() if key not in numbers)
+        return state
+
+    def __deepcopy__(self, memo: dict) -> Callable:
+        module = memo[id(self._module)]
+        return types.MethodType(type(module).__getstate__, module)
 
 
 # Returns the context of a call, given its positional and its keyword arguments.
@@ -62,18 +165,29 @@ class ModuleContexts:
     """Opens a context around every call of some modules, given as pairs of a module and its opener.
 
     A context is closed also when forward raises an exception. torch calls no hook on a KeyboardInterrupt: `close_open`
-    closes the contexts that are then still open. Deepcopies of the modules open none.
+    closes the contexts that are then still open. Copies of the modules open none. `outermost`: the hooks that a module
+    has already run inside its context.
+
+    Raises RuntimeError in one line, leaving no hook, for a scripted module, which takes none.
     """
 
-    def __init__(self, openers: Iterable[tuple[nn.Module, Opener]]):
+    def __init__(self, openers: Iterable[tuple[nn.Module, Opener]], outermost: bool = False):
         self._local = threading.local()
-        self._handles = []
-        for module, opener in openers:
-            hooks = _HookPair(self._stack, opener)
-            self._handles += [
-                module.register_forward_pre_hook(_Hook(hooks.enter), with_kwargs=True),
-                module.register_forward_hook(_Hook(hooks.leave), always_call=True),
-            ]
+        self._hooks: list[OwnHook] = []
+        try:
+            for module, opener in openers:
+                if isinstance(module, torch.jit.ScriptModule):
+                    raise RuntimeError(
+                        f"{module.original_name} is a scripted module, which takes no hooks: script modules inside it"
+                        " in its place, or choose others in `layers`"
+                    )
+                enter, leave = module.register_forward_pre_hook, module.register_forward_hook
+                pair = _HookPair(self._stack, opener)
+                self._hooks.append(OwnHook(module, enter, pair.enter, with_kwargs=True, prepend=outermost))
+                self._hooks.append(OwnHook(module, leave, pair.leave, always_call=True))
+        except BaseException:
+            self.remove()
+            raise
 
     def close_open(self) -> None:
         """Closes the contexts that this thread has open."""
@@ -81,15 +195,31 @@ class ModuleContexts:
 
     def remove(self) -> None:
         """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def _stack(self) -> list:
         # A stack for each thread: hooks on saved tensors belong to a thread, and microbatches may run in threads.
         if not hasattr(self._local, "stack"):
             self._local.stack = []
         return self._local.stack
+
+
+def before_each_call(modules: Iterable[nn.Module], function: Callable[[], None]) -> Callable[[], None]:
+    """Calls `function` before every call of `modules`, before other hooks. Returns the function that ends it.
+
+    Copies of the modules do not call it.
+    """
+    handles = [
+        OwnHook(module, module.register_forward_pre_hook, lambda *_: function(), prepend=True) for module in modules
+    ]
+
+    def remove() -> None:
+        while handles:
+            handles.pop().remove()
+
+    return remove
 
 
 class _HookPair:
@@ -118,11 +248,12 @@ def _close(stack: list, depth: int) -> None:
 
 
 class _Hook:
-    """Calls a function. A copy of it, in a copied module or in one loaded from a file, does nothing."""
+    """Calls a function. A copy of it, in a copy of a module whose class copies itself in its own way, does nothing."""
 
     def __init__(self, function: Callable | None = None):
         self._function = function
 
+    @left_out_of_graphs
     def __call__(self, *arguments: object) -> None:
         if self._function is not None:
             self._function(*arguments)

@@ -11,12 +11,13 @@ in program order, and checks that every wait that a GPU would need was queued.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
 
+from offload.runtime.device_work import Home
 from offload.runtime.stream_checker import CheckedStreams
 
 
@@ -97,6 +98,13 @@ class Streams(Protocol):
         """Declares a write, like `reads`. It must be ordered after the last write and all reads since."""
         ...
 
+    def device_work(self, homes: Callable[[], Iterable[Home]]) -> AbstractContextManager:
+        """Surrounds a forward, whose operations run on the device. `homes` are the host memory of weights.
+
+        The stream checker raises HostOperandError for an operation that takes both; on a GPU torch itself refuses it.
+        """
+        ...
+
     def synchronize(self) -> None:
         """Blocks the host until every stream of the device is idle."""
         ...
@@ -143,6 +151,9 @@ class CudaStreams:
 
     def writes(self, stream: object, resource: object, what: str) -> None:
         pass
+
+    def device_work(self, homes: Callable[[], Iterable[Home]]) -> AbstractContextManager:
+        return nullcontext()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

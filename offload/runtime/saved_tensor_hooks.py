@@ -1,7 +1,7 @@
 """Hooks on saved tensors that share one thread: who saves which tensor, and autograd's check for writes in place.
 
 Autograd calls one pair of hooks (pack, unpack) at a time: the innermost. The pairs of this package still work inside
-each other, because a pack function carries attributes that tell the pair inside it what to do:
+each other, because a pack function (`PackHook`) carries attributes that tell the pair inside it what to do:
 
 - `owner`: the object whose hooks they are, by which the object finds out that its hooks are open already;
 - `outer`: the pair outside of this one, or None;
@@ -15,9 +15,29 @@ from typing import NamedTuple
 
 import torch
 
-from offload.runtime.torch_internals import innermost_saved_tensor_hooks
+from offload.runtime.torch_internals import innermost_saved_tensor_hooks, left_out_of_graphs
 
 Hooks = tuple[Callable, Callable]
+
+
+class PackHook:
+    """A pack function with the attributes above. torch.compile leaves it out of its graphs."""
+
+    def __init__(
+        self,
+        pack: Callable[[torch.Tensor], object],
+        owner: object,
+        outer: Hooks | None = None,
+        claims: Callable[[torch.Tensor], bool] | None = None,
+    ):
+        self._pack = pack
+        self.owner = owner
+        if claims is not None:
+            self.outer, self.claims = outer, claims
+
+    @left_out_of_graphs
+    def __call__(self, tensor: torch.Tensor) -> object:
+        return self._pack(tensor)
 
 
 class Kept(NamedTuple):

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
+
+from offload.runtime.device_work import DeviceWork, Home
 
 Clock = dict[str, int]
 
@@ -172,6 +174,11 @@ class CheckedStreams:
                 if not earlier.before(clock):
                     raise _unordered(resource, earlier, access)
             history.write, history.reads = access, {}
+
+    def device_work(self, homes: Callable[[], Iterable[Home]]) -> AbstractContextManager:
+        if self.device.type == "meta":
+            return nullcontext()
+        return DeviceWork(homes(), lambda: self._current is self._compute)
 
     def synchronize(self) -> None:
         for stream in (self.h2d, self.d2h, self._compute):

@@ -11,21 +11,25 @@ but described in torch's own notes on autograd and modules, and stable for years
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from operator import attrgetter
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 # Imported above under the names that torch gives them:
 # StorageWeakRef: a weak reference to a storage, with `expired()` and `cdata`, a pointer that stays valid while the
@@ -61,6 +65,9 @@ innermost_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hoo
 # its own notes it at each turn.
 next_sequence_number = torch._C._autograd._get_sequence_nr
 
+# (tensor) -> bool. Tells tensors inside torch.func's transforms (vmap, grad), whose bytes cannot be read.
+is_function_transform_tensor = torch._C._functorch.is_functorch_wrapped_tensor
+
 # (packet of an operator's overloads: `function._overloadpacket`). Finds the FLOP formula of an operation.
 overload_packet = attrgetter("_overloadpacket")
 overload_name = attrgetter("_overloadname")
@@ -69,9 +76,24 @@ overload_name = attrgetter("_overloadname")
 # tile of a parameter.
 fused_adamw_ = torch._fused_adamw_
 
-# The class of all normalisations with running statistics: BatchNorm, SyncBatchNorm, InstanceNorm. Their kernels update
-# the statistics without advancing a version counter.
-NormWithStatistics = _NormBase
+# The dispatch modes of a selective activation checkpoint: in forward, and in the recompute.
+_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+
+
+def left_out_of_graphs(function: Callable) -> Callable:
+    """Returns `function` as one that torch.compile leaves out of its graphs: it and all that it calls run as they are.
+
+    `torch.compiler.disable` does the same, and imports the compiler, which takes seconds. `function` must be one of a
+    module or a class: torch makes it refer to itself, so that what a closure holds would wait for the collector.
+    """
+    uncompiled = torch._disable_dynamo(function)
+
+    @functools.wraps(function)
+    def run(*arguments: object, **keywords: object) -> object:
+        # Where the compiler is not imported, nothing is being compiled.
+        return (uncompiled if "torch._dynamo" in sys.modules else function)(*arguments, **keywords)
+
+    return run
 
 
 def is_in_backward() -> bool:
@@ -82,6 +104,16 @@ def is_in_backward() -> bool:
 def is_profiling() -> bool:
     """Returns whether torch's profiler runs. Opening a range costs microseconds also where it does not."""
     return torch.autograd.profiler._is_profiler_enabled
+
+
+def node_in_progress() -> torch.autograd.graph.Node | None:
+    """Returns the autograd node that backward runs in this thread, with the hooks on what enters it; else None."""
+    return torch._C._current_autograd_node()
+
+
+def has_hooks_around_forward(module: nn.Module) -> bool:
+    """Returns whether hooks run before or after the forward of `module` itself, which may read its weights."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def sequence_number(node: torch.autograd.graph.Node) -> int:
@@ -150,3 +182,65 @@ def is_captured(node: torch.autograd.graph.Node) -> bool:
 def call_after_backward(function: Callable[[], None]) -> None:
     """Has the running backward call `function` when it is over, before it returns to its caller."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def clear_cuda_error() -> None:
+    """Takes away the error that the last failed call of the CUDA runtime in this thread has left.
+
+    Without that the next kernel launch would raise it: torch then asks the runtime for its last error. What
+    `torch.cuda.cudart()` returns has no cudaGetLastError, which also clears it. An error that ended the context stays.
+    """
+    # Elsewhere (ROCm, the runtime linked statically) the error is raised once, by the next launch.
+    with suppress(OSError, AttributeError):
+        _cuda_library().cudaGetLastError()
+
+
+@functools.cache
+def _cuda_library() -> ctypes.CDLL:
+    """Returns the loaded library of torch that checks the runtime's errors: symbols are searched in what it links, too.
+
+    So it is torch's own runtime, whichever version, and also if a package has loaded another. A kernel launched to
+    raise the error would need memory of the device, and must not run in the garbage collector.
+    """
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10_cuda.so"))
+
+
+def is_in_selective_checkpoint() -> bool:
+    """Tells whether a selective activation checkpoint of this thread sees each operation and may keep its result."""
+    return bool(torch._C._len_torch_dispatch_stack()) and any(
+        isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()
+    )
+
+
+@contextmanager
+def unseen_by_selective_checkpoints() -> Iterator[None]:
+    """Hides the operations of the block from selective checkpoints: forward and recompute make different copies.
+
+    A checkpoint would take them for operations of the model, and in the recompute not run those of which it has a
+    result.
+    """
+    if not is_in_selective_checkpoint():
+        yield
+        return
+    modes = [_pop_mode() for _ in _get_current_dispatch_mode_stack()][::-1]
+    others = [mode for mode in modes if not isinstance(mode, _SELECTIVE)]
+    for mode in others:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in others:
+            _pop_mode()
+        for mode in modes:
+            _push_mode(mode)
+
+
+def selectively_saved() -> Iterator[tuple[str, Tensor]]:
+    """Yields the results that the selective checkpoints of this thread keep, each with the name of its operation."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, _SELECTIVE):
+            for operation, results in mode.storage.items():
+                for result in tree_leaves(results):
+                    value = getattr(result, "val", None)
+                    if isinstance(value, Tensor):
+                        yield str(operation), value

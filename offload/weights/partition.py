@@ -30,15 +30,26 @@ class Window:
 
 @dataclass(frozen=True)
 class CutModel:
-    """A model cut into units.
+    """`model`, cut into units.
 
     `windows` are the modules that use them. `resident` are the tensors that stay on the device, each with the
     attributes that hold it.
     """
 
+    model: nn.Module
     units: list[OffloadUnit]
     windows: list[Window]
     resident: list[tuple[torch.Tensor, list[ModuleAttribute]]]
+
+    @property
+    def around(self) -> list[nn.Module]:
+        """The modules that have windows inside and no window of their own."""
+        windowed = {window.module for window in self.windows}
+        return [
+            module
+            for module in self.model.modules()
+            if module not in windowed and any(inner in windowed for inner in module.modules())
+        ]
 
     @property
     def resident_bytes(self) -> int:
@@ -95,7 +106,8 @@ def cut(model: nn.Module, cut_points: Sequence[CutPoint]) -> CutModel:
     that is named twice makes one, under its first name. Tensors that a module outside every cut uses as well stay
     resident. A tensor that two units use belongs to the first.
 
-    Raises ValueError when one cut point lies inside another.
+    Raises ValueError when one cut point lies inside another, and for a scripted module that is cut inside: TorchScript
+    calls and reads what is in it.
     """
     cut_points = list({point.module: point for point in reversed(cut_points)}.values())[::-1]
     point_of = _cut_points_by_module(cut_points)
@@ -121,29 +133,31 @@ def cut(model: nn.Module, cut_points: Sequence[CutPoint]) -> CutModel:
         unit = units.setdefault(name, OffloadUnit(name, len(units)))
         unit.tensors.append(UnitTensor(names[tensor], tensor, holders, unit.nbytes))
         unit_of[tensor] = unit, unit.tensors[-1]
-    return CutModel(list(units.values()), _windows(cut_points, unit_of), resident)
+    return CutModel(model, list(units.values()), _windows(cut_points, unit_of), resident)
 
 
-def keep_on_device(model: CutModel, amount: str | int) -> CutModel:
-    """Returns `model` with `amount` of its units made resident; see `keep_resident`."""
-    kept = keep_resident([unit.nbytes for unit in model.units], amount)
-    streamed = [unit for index, unit in enumerate(model.units) if index not in kept]
-    resident = list(model.resident)
+def keep_on_device(parts: CutModel, amount: str | int) -> CutModel:
+    """Returns `parts` with `amount` of the units made resident; see `keep_resident`."""
+    kept = keep_resident([unit.nbytes for unit in parts.units], amount)
+    streamed = [unit for index, unit in enumerate(parts.units) if index not in kept]
+    resident = list(parts.resident)
     for index in sorted(kept):
-        resident += [(tensor.host, tensor.attributes) for tensor in model.units[index].tensors]
+        resident += [(tensor.host, tensor.attributes) for tensor in parts.units[index].tensors]
     windows = []
-    for window in model.windows:
+    for window in parts.windows:
         read = tuple((unit, tensor) for unit, tensor in window.read if unit.index not in kept)
         if read:
             windows.append(Window(window.module, read))
     for index, unit in enumerate(streamed):
         unit.index = index
-    return CutModel(streamed, windows, resident)
+    return CutModel(parts.model, streamed, windows, resident)
 
 
 def _cut_points_by_module(cut_points: Sequence[CutPoint]) -> dict[nn.Module, CutPoint]:
     point_of: dict[nn.Module, CutPoint] = {}
     for point in cut_points:
+        if not point.deep and isinstance(point.module, torch.jit.ScriptModule):
+            raise ValueError(f"{point.name} is a scripted module, which streams as a whole or not: `exclude` it")
         for module in point.modules():
             if point_of.setdefault(module, point) is not point:
                 raise ValueError(f"{point.name} lies inside {point_of[module].name}: units must not overlap")
@@ -158,8 +172,9 @@ def _windows(
         for module in point.modules():
             # The module at which the model is cut may read any tensor below it. Modules inside get windows of their own
             # as well: activation checkpointing that was applied before attaching recomputes the outer module's forward
-            # without its window.
-            used = point.tensors() if module is point.module else CutPoint(point.name, module, deep=False).tensors()
+            # without its window. A scripted module may read any tensor below it, too.
+            deep = (module is point.module and point.deep) or isinstance(module, torch.jit.ScriptModule)
+            used = CutPoint(point.name, module, deep).tensors()
             read = tuple(dict.fromkeys(unit_of[tensor] for tensor in used if tensor in unit_of))
             if read:
                 windows.append(Window(module, read))

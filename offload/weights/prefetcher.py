@@ -87,9 +87,15 @@ class Prefetcher:
             return
         slot = self._evict(unit)
         slot.ready.synchronize()
+        # No step will end and do so: the events of many forwards would wait.
+        self._transfer.telemetry.collect()
         if unit.written is not None:
             unit.written.synchronize()
         self._streams.writes(None, unit.weights, "the host's next change")
+
+    def slot_of(self, unit: OffloadUnit) -> DeviceSlot:
+        """Returns the slot of a unit that has one, as a unit with an open window does."""
+        return self._slot_of[unit]
 
     def first_use(self, unit: OffloadUnit) -> float:
         """Returns the position of the unit's first use in a step; the lower, the sooner."""

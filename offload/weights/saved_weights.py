@@ -16,7 +16,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload.runtime.device_slots import DeviceSlots
-from offload.runtime.saved_tensor_hooks import Kept, Passed, active_hooks
+from offload.runtime.saved_tensor_hooks import Kept, PackHook, Passed, active_hooks
+from offload.runtime.torch_internals import (
+    is_in_backward,
+    is_in_selective_checkpoint,
+    left_out_of_graphs,
+    selectively_saved,
+)
 from offload.weights.prefetcher import Prefetcher
 from offload.weights.units import OffloadUnit, UnitTensor
 
@@ -59,15 +65,35 @@ class SavedWeights:
                 return Passed.to(outer, tensor)
             return Kept.of(tensor)
 
-        pack.owner, pack.outer = self, outer
-        pack.claims = lambda tensor: self._slots.slot_of(tensor) is not None
-        return saved_tensors_hooks(pack, self._unpack)
+        def claims(tensor: torch.Tensor) -> bool:
+            return self._slots.slot_of(tensor) is not None
+
+        return saved_tensors_hooks(PackHook(pack, self, outer, claims), self._unpack)
+
+    def check_selective_checkpoints(self) -> None:
+        """Raises RuntimeError if a selective activation checkpoint around this call keeps a weight's view of a slot.
+
+        It would use it in the recompute, when the slot has other weights.
+        """
+        if not is_in_selective_checkpoint():
+            return
+        for operation, kept in selectively_saved():
+            slot = self._slots.slot_of(kept)
+            if slot is not None:
+                name = "a weight"
+                if slot.content is not None and not is_in_backward():
+                    name = slot.content.tensor_at(kept.storage_offset() * kept.itemsize).name
+                raise RuntimeError(
+                    f"a selective checkpoint saves the result of {operation}, which is a view of {name} and not on the"
+                    " device for backward: its policy must return PREFER_RECOMPUTE for this operation"
+                )
 
     def _saved(self, tensor: torch.Tensor, unit: OffloadUnit) -> _SavedWeight:
         offset = tensor.storage_offset()
         whole = unit.tensor_at(offset * tensor.itemsize)
         return _SavedWeight(unit, tensor.dtype, offset, tensor.shape, tensor.stride(), whole, whole.version)
 
+    @left_out_of_graphs
     def _unpack(self, saved: object) -> torch.Tensor:
         if isinstance(saved, _SavedWeight):
             return self._bring_back(saved)

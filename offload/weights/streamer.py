@@ -8,32 +8,32 @@ hold their host parameters, so optimizers, checkpoints and `state_dict` need not
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 
+from offload.runtime.block_buffers import arrived, leaving
 from offload.runtime.counters import Counters
 from offload.runtime.device_slots import DeviceSlots
 from offload.runtime.host_memory import HostArena
-from offload.runtime.module_contexts import WrappedForward
 from offload.runtime.registry import Streams
 from offload.runtime.torch_internals import (
     call_after_backward,
     gradient_accumulated_hooks,
     gradient_hooks,
     is_captured,
+    left_out_of_graphs,
 )
 from offload.runtime.transfer import Telemetry, Transfer
 from offload.weights.gradients import FinalGradients, GradientOffloader
-from offload.weights.partition import CutModel, Window
+from offload.weights.partition import CutModel
 from offload.weights.prefetcher import Prefetcher
 from offload.weights.saved_weights import SavedWeights
-from offload.weights.stand_ins import copy_what_leaves, drop_stand_ins, install_stand_ins, remove_stand_ins
 from offload.weights.units import DevicePlacement, OffloadUnit, UnitTensor
 from offload.weights.updates import NO_UPDATES, Updates
+from offload.weights.windows import Windows
 
 # Gradients that may wait on the device for the bus, in units of the largest unit.
 GRADIENT_SLOTS = 2
@@ -43,7 +43,7 @@ class WeightStreamer:
     """A model whose units stream between the host and one device.
 
     Takes the model over on construction and gives it back with `detach`. Raises MemoryError, before anything is
-    allocated, where the host has no room for the units.
+    allocated, where the host has no room for the units. After an exception the model is as it was found.
     """
 
     def __init__(self, cut: CutModel, streams: Streams, *, slots: int, prefetch: int, pin: bool = True):
@@ -55,21 +55,28 @@ class WeightStreamer:
         self.arena.require(cut.unit_bytes + cut.gradient_bytes)
         self._streams = streams
         self._slots = DeviceSlots(slots, cut.largest_unit_bytes, streams)
-        for unit in cut.units:
-            unit.bring_home(self.arena)
-        self._placement = DevicePlacement(cut.resident, streams.device)
-        self.prefetcher = Prefetcher(cut.units, self._slots, self.transfer, prefetch, poison=not streams.asynchronous)
-        self.gradients = GradientOffloader(self.transfer, GRADIENT_SLOTS * cut.largest_unit_bytes)
         self._final = FinalGradients()
-        self._saved = SavedWeights(self._slots, self.prefetcher, self._final.use)
         self._updates: Updates = NO_UPDATES
         self._in_step = False
         # Inside `accumulate` the step alone ends with readable gradients, else each backward does.
         self._accumulates = False
         self._will_settle = False
-        self._windowed = [
-            WrappedForward(window.module, functools.partial(self._open, window)) for window in cut.windows
-        ]
+        with ExitStack() as undo:
+            undo.callback(self.arena.close)
+            for unit in cut.units:
+                undo.callback(unit.put_back)
+                unit.bring_home(self.arena)
+                leaving(unit.buffer_places)
+                undo.callback(arrived, unit.buffer_places)
+            self._placement = DevicePlacement(cut.resident, streams.device)
+            undo.callback(self._placement.put_back)
+            poison = not streams.asynchronous
+            self.prefetcher = Prefetcher(cut.units, self._slots, self.transfer, prefetch, poison)
+            self.gradients = GradientOffloader(self.transfer, GRADIENT_SLOTS * cut.largest_unit_bytes)
+            saved = SavedWeights(self._slots, self.prefetcher, self._final.use)
+            note_use = self._final.use
+            self._windows = Windows(cut, self._slots, self.prefetcher, saved, streams, sink=self, note_use=note_use)
+            undo.pop_all()
 
     def use_updates(self, updates: Updates) -> None:
         """Calls `updates` at the points of a step from now on; `detach` closes it."""
@@ -96,6 +103,7 @@ class WeightStreamer:
             self._final.begin_step(self.cut.units)
             self.gradients.begin_step(self.cut.units, norms)
             self.prefetcher.begin_step()
+            self._windows.begin_step()
             yield
         finally:
             self._end_step()
@@ -120,47 +128,10 @@ class WeightStreamer:
         """
         return self.gradients.norms(self.cut.units)
 
-    @contextmanager
-    def _open(self, window: Window) -> Iterator[None]:
-        """Has the window's units on the device, installed in their modules, for the length of the block."""
-        if torch.is_grad_enabled() and not self._in_step and any(unit.trained for unit in window.units):
-            raise RuntimeError(
-                "forward with gradients outside a step: wrap forward and backward in `with mode.step():`,"
-                " or evaluation in torch.no_grad()"
-            )
-        opened = []
-        try:
-            for unit in window.units:
-                slot = self.prefetcher.fetch(unit, in_window=True)
-                opened.append(unit)
-                if unit.open_windows == 1:
-                    install_stand_ins(unit, slot, self._land)
-            for unit, tensor in window.read:
-                self._final.use(unit, tensor)
-            with self._saved.hooks():
-                yield self._finish
-        finally:
-            self._close(opened)
-
-    def _finish(self, result: object) -> object:
-        """Replaces tensors of slots that leave the last window on their units."""
-        return copy_what_leaves(result, self._slots, closing=lambda unit: unit.open_windows == 1)
-
-    def _close(self, units: Iterable[OffloadUnit]) -> None:
-        for unit in units:
-            if not self.prefetcher.close_window(unit):
-                continue
-            changed = remove_stand_ins(unit)
-            if changed:
-                self.prefetcher.write_home(unit, changed)
-            if not self._in_step:
-                # Between steps the weights at home may change at any time: no copy of them is kept.
-                self.prefetcher.evict_between_steps(unit)
-                drop_stand_ins(unit)
-
-    def _land(
+    def land(
         self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor, node: torch.autograd.graph.Node
     ) -> torch.Tensor | None:
+        """Sends a gradient home; see `GradientSink`."""
         if not tensor.trains:
             # Frozen since forward: autograd gives a resident parameter no gradient then.
             return None
@@ -168,8 +139,12 @@ class WeightStreamer:
             return self._on_host(gradient)
         # First, because it raises where an update may be reading the host memory that the gradient goes to.
         is_final = self._final.land(unit, tensor)
-        if gradient_hooks(tensor.host) or gradient_accumulated_hooks(tensor.host):
-            # They run on the host, where they were registered, and autograd accumulates what they return.
+        hooked = gradient_hooks(tensor.host) or gradient_accumulated_hooks(tensor.host)
+        is_sparse = _is_sparse(gradient) or _is_sparse(tensor.host.grad)
+        if hooked or is_sparse or (tensor.meets_host_gradient and tensor.host.grad is not None):
+            # Hooks run on the host, where they were registered, and autograd accumulates what they return. So it does
+            # where a loss uses the weight on the host: it adds that gradient first, and then the sum to the earlier.
+            # Sparse gradients it joins: their bytes are not known before.
             tensor.landed_in = None
             return self._on_host(gradient)
         self._prepare_gradient(unit, tensor)
@@ -185,6 +160,18 @@ class WeightStreamer:
         if is_final:
             self._updates.gradient_landed(unit, tensor, after=self.prefetcher.unawaited_copy(unit))
         return None
+
+    @left_out_of_graphs
+    def before_host_gradient(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
+        """Blocks the host until the gradient that landed can be added to."""
+        if tensor.landed_in is None:
+            # It did not land in memory of its own, but went to autograd, which has added the two.
+            return
+        self._final.land(unit, tensor)
+        tensor.meets_host_gradient = True
+        if tensor.landed is not None:
+            tensor.landed.synchronize()
+        self._streams.writes(None, tensor, "autograd's sum on the host")
 
     def _on_host(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns a gradient in host memory of its own, and blocks the host until it and all others are there."""
@@ -202,8 +189,7 @@ class WeightStreamer:
     def _end_step(self) -> None:
         self._in_step = False
         self._final.end_step()
-        for unit in self.cut.units:
-            drop_stand_ins(unit)
+        self._windows.end_step()
         self.prefetcher.end_step()
         self._settle()
         self._updates.end_step()
@@ -212,6 +198,7 @@ class WeightStreamer:
                 self._streams.writes(None, unit.weights, "the optimizer's update")
         self.telemetry.collect()
 
+    @left_out_of_graphs
     def _settle_after_backward(self) -> None:
         self._will_settle = False
         self._settle()
@@ -226,27 +213,34 @@ class WeightStreamer:
 
     # Before and after all steps.
 
-    def detach(self) -> None:
-        """Gives the model back: its own forwards, tensors where they were found (host memory for meta tensors)."""
+    def check_between_steps(self) -> None:
+        """Raises RuntimeError inside a step, where the model cannot be given back."""
         if self._in_step:
             raise RuntimeError("detach inside a step: close the step first")
+
+    def detach(self) -> None:
+        """Gives the model back: its own forwards, tensors where they were found (host memory for meta tensors)."""
+        self.check_between_steps()
         self._updates.close()
-        for windowed in self._windowed:
-            windowed.remove()
+        self._windows.remove()
+        # They refer back to this object: without them the device memory goes with its last reference.
+        self._windows = None
         self.prefetcher.evict_all()
         self._streams.synchronize()
-        # These refer back to this object: without them the device memory goes with its last reference.
-        self._windowed.clear()
         self.use_updates(NO_UPDATES)
         for slot in self._slots:
             self._streams.writes(None, slot, "the allocator's next owner")
         for unit in self.cut.units:
             self._streams.writes(None, unit.weights, "the model's owner")
+            unit.restore()
+            arrived(unit.buffer_places)
         self._placement.restore()
         self.arena.close()
 
     def counters(self) -> Counters:
         """Counts copies and updates since construction, and the host memory of the units now."""
+        # Of forwards between steps, too.
+        self.telemetry.collect()
         copies = Counters(
             h2d_bytes=self.telemetry.h2d_bytes,
             d2h_bytes=self.telemetry.d2h_bytes,
@@ -255,3 +249,7 @@ class WeightStreamer:
             host_pageable_bytes=self.arena.pageable_bytes,
         )
         return copies + self._updates.counters()
+
+
+def _is_sparse(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and gradient.layout is not torch.strided

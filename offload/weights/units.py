@@ -5,8 +5,8 @@ that it is copied in once and its gradients are summed once.
 
 [Note: the life of a unit's tensor]
 
-1. At home. `bring_home` makes `tensor.host` a view of the unit's block in host memory. Between steps it is all there
-   is.
+1. At home. `bring_home` puts the data of `tensor.host` into the unit's block of host memory. Between steps it is all
+   there is.
 2. Onloaded. `Prefetcher` copies the whole unit into a slot, on the h2d stream. The copy comes after the unit's updates
    (`Updates.before_onload`); compute waits for it by the event `slot.ready`.
 3. Installed. When the first window on the unit opens, `stand_ins` puts `tensor.device`, a view of the slot, into the
@@ -32,6 +32,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -39,6 +40,7 @@ from torch import nn
 from offload.runtime.host_memory import HostArena, HostBlock, aligned
 from offload.runtime.registry import Event
 from offload.runtime.torch_internals import count_references, refresh_flat_weights
+from offload.weights.unfilled import mark
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,22 @@ class ModuleAttribute:
     is_buffer: bool
 
     @property
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor | None]:
+        """The dictionary of the module that has the tensor by its name."""
         return self.module._buffers if self.is_buffer else self.module._parameters
 
     @property
     def tensor(self) -> torch.Tensor | None:
         """The tensor that the module holds; None where its user has set None or deleted the attribute."""
-        return self._tensors.get(self.name)
+        tensors = self.tensors
+        if isinstance(tensors, dict):
+            return tensors.get(self.name)
+        # Those of a scripted module have no `get`.
+        return tensors[self.name] if self.name in tensors else None  # noqa: SIM401
 
     def assign(self, tensor: torch.Tensor | None) -> None:
         """Makes the module hold `tensor`."""
-        self._tensors[self.name] = tensor
+        self.tensors[self.name] = tensor
         if isinstance(self.module, nn.RNNBase):
             refresh_flat_weights(self.module)
 
@@ -69,11 +76,12 @@ class ModuleAttribute:
 class UnitTensor:
     """A parameter or buffer of a unit: the modules that hold it, and its bytes in the unit's flat buffer.
 
-    `host` is the tensor that modules hold outside of windows; once the unit is at home, its data is a view of the host
-    block. `device` is its stand-in for the current step (written by `stand_ins`). `gradient` is host memory for its
-    gradient. `GradientOffloader` writes the rest: `landed` ends the last copy into `gradient`, `landed_version` is
-    autograd's version counter after that copy, and `norm` is the L2 norm of this step's gradient (a float32 scalar on
-    the device) where norms are wanted.
+    `host` is the tensor that modules hold outside of windows; once the unit is at home, its data lies in the host
+    block. `origin` is the device on which it was found, and `found` is the tensor itself if that was the meta device.
+    `device` is its stand-in for the current step, and `writes` counts the changes that forwards of this step have made
+    to it; `stand_ins` writes both. `gradient` is host memory for its gradient. `GradientOffloader` writes the rest:
+    `landed` ends the last copy into `gradient`, `landed_version` is autograd's version counter after that copy, and
+    `norm` is the L2 norm of this step's gradient (a float32 scalar on the device) where norms are wanted.
     """
 
     name: str
@@ -81,17 +89,27 @@ class UnitTensor:
     attributes: list[ModuleAttribute]
     offset: int
     gradient: torch.Tensor | None = None
+    # A loss has used the host tensor besides its stand-in.
+    meets_host_gradient: bool = False
     landed_in: torch.Tensor | None = None
     landed: Event | None = None
     landed_version: int = 0
     norm: torch.Tensor | None = None
     device: torch.Tensor | None = None
+    # While a window is open: the copy of `device` that modules hold in its place, for a buffer that may change.
+    own_copy: torch.Tensor | None = None
     joined: torch.Tensor | None = None
+    # By microbatch, where they run side by side.
+    shares: dict[int, torch.Tensor] = field(default_factory=dict)
+    writes: int = 0
+    # Autograd's version counter of `device` when it was installed, or when its changes were last counted.
+    device_version: int = 0
     # While a window is open: the attributes that hold a tensor of the window, that tensor, and what they held before if
     # it was not `host`.
     installed: list[tuple[ModuleAttribute, torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.found, self.origin = (self.host if self.host.is_meta else None), self.host.device
         self.shape, self.dtype = self.host.shape, self.host.dtype
         self.strides = self.host.stride() if _is_dense(self.host) else _contiguous_strides(self.shape)
 
@@ -111,8 +129,13 @@ class UnitTensor:
 
     @property
     def version(self) -> int:
-        """Autograd's version counter of a parameter at home, which in-place changes raise; 0 for a buffer."""
-        return 0 if self.is_buffer else self.host._version
+        """Counts the changes at home and by forwards of this step."""
+        return self.host._version + self.writes + self.new_writes
+
+    @property
+    def new_writes(self) -> int:
+        """Counts the changes to `device` that are not in `writes` yet."""
+        return 0 if self.device is None else self.device._version - self.device_version
 
     @property
     def nbytes(self) -> int:
@@ -130,17 +153,19 @@ class UnitTensor:
         """True if the data of the host tensor is at `address`: its user has not given it other data."""
         return not self.nbytes or self.host.data_ptr() == address
 
-    def check_data(self) -> None:
-        """Raises RuntimeError in one line if the host tensor has other data that cannot be streamed in its place."""
-        host = self.host
-        if host.shape != self.shape or host.dtype != self.dtype or host.device.type not in ("cpu", "meta"):
+    def check_data(self, host: torch.Tensor, home: torch.device) -> None:
+        """Raises RuntimeError in one line if `host` is a tensor that cannot be streamed in this one's place.
+
+        `home` is the device of the unit's block: the host, and in a dry run the meta device.
+        """
+        if (host.shape, host.dtype, host.device) != (self.shape, self.dtype, home):
             raise RuntimeError(
                 f"{self.name} is {host.dtype} of shape {tuple(host.shape)} on {host.device} now and was {self.dtype} of"
                 f" shape {tuple(self.shape)} in host memory when the mode was attached: it was moved or replaced;"
                 " detach the mode before model.to(), .cuda() or .half(), and attach it again"
             )
 
-    def take_replacement(self) -> None:
+    def take_replacement(self, home: torch.device) -> None:
         """Takes the tensor that all modules hold now in place of `host`, if it can be streamed as that was.
 
         `load_state_dict(assign=True)` and the assignment of a new parameter replace it so. A buffer of another shape or
@@ -156,12 +181,12 @@ class UnitTensor:
                 self.host = new
             return
         if len(now) > 1 or not isinstance(new, nn.Parameter):
-            raise RuntimeError(
-                f"{self.name} was replaced in one place and not in all that share it, or by no parameter: detach the"
-                " mode, and attach it again"
-            )
+            how = "is no longer a parameter of its module: it was pruned, parametrized or deleted"
+            if any(isinstance(tensor, nn.Parameter) for tensor in now.values()):
+                how = "was replaced in one place and not in all that share it"
+            raise RuntimeError(f"{self.name} {how}; detach the mode before that, and attach it again")
+        self.check_data(new, home)
         self.host = new
-        self.check_data()
 
     def make_gradient(self, memory: torch.Tensor) -> None:
         """Gives the gradient host memory: uint8 with a storage of its own, so that its users can be counted."""
@@ -180,7 +205,7 @@ class UnitTensor:
 
 @dataclass(eq=False)
 class OffloadUnit:
-    """Tensors that move together; at home they are views of `weights`, one flat host block.
+    """Tensors that move together; at home they lie in `weights`, one flat host block, each with a storage of its own.
 
     `Prefetcher` writes `written`, which ends the last copy of buffers from the device into `weights`, and
     `open_windows`, the number of windows open on the unit.
@@ -207,6 +232,12 @@ class OffloadUnit:
     def gradient_bytes(self) -> int:
         return sum(aligned(tensor.nbytes) for tensor in self.trained)
 
+    @cached_property
+    def buffer_places(self) -> list[tuple[nn.Module, str]]:
+        """The modules that hold buffers of the unit, with the names there."""
+        attributes = (attribute for tensor in self.tensors for attribute in tensor.attributes if tensor.is_buffer)
+        return [(attribute.module, attribute.name) for attribute in attributes]
+
     def tensor_at(self, offset: int) -> UnitTensor:
         """Returns the tensor to which byte `offset` of the flat buffer belongs."""
         return self.tensors[bisect_right(self.tensors, offset, key=lambda tensor: tensor.offset) - 1]
@@ -219,12 +250,13 @@ class OffloadUnit:
         """Returns the tensors with data that is not at home, given by the user. Raises RuntimeError for other kinds."""
         strays = [tensor for tensor in self.tensors if not tensor.is_at(self.home_address(tensor))]
         for tensor in strays:
-            tensor.check_data()
+            tensor.check_data(tensor.host, self.weights.bytes.device)
         return strays
 
     def weights_now(self) -> list[tuple[int, int]]:
-        """Returns what changes where the weights do: the address and autograd's version of each parameter."""
-        return [(tensor.host.data_ptr(), tensor.host._version) for tensor in self.tensors if not tensor.is_buffer]
+        """Returns what changes where the user changes a tensor at home: its address and autograd's version."""
+        hosts = (tensor.host for tensor in self.tensors)
+        return [(host.data_ptr(), 0 if host.is_inference() else host._version) for host in hosts]
 
     def gather(self, arena: HostArena) -> None:
         """Takes over, between steps, what the user has changed since the last: replaced tensors, data, what trains.
@@ -233,7 +265,7 @@ class OffloadUnit:
         of the old one as a backup. Raises RuntimeError in one line for what cannot be streamed.
         """
         for tensor in self.tensors:
-            tensor.take_replacement()
+            tensor.take_replacement(self.weights.bytes.device)
         if self.strays():
             old = self.weights
             self._move_into(arena.allocate(self.nbytes, old.name))
@@ -247,7 +279,7 @@ class OffloadUnit:
             tensor.make_gradient(arena.allocate(tensor.nbytes, f"gradient of {tensor.name}").bytes)
 
     def bring_home(self, arena: HostArena) -> None:
-        """Moves the tensors into host blocks of the arena: real values are copied, meta tensors become zeros.
+        """Moves the tensors into host blocks of the arena: real values are copied, meta tensors become memory to fill.
 
         Tensors that have memory keep their identity; those on the meta device are replaced in their modules.
         """
@@ -258,10 +290,27 @@ class OffloadUnit:
             tensor.make_gradient(gradients.piece(used, tensor.nbytes))
             used += aligned(tensor.nbytes)
 
+    def put_back(self) -> None:
+        """Takes `bring_home` back, also one that failed: meta tensors are in their modules again."""
+        for tensor in self.tensors:
+            if tensor.found is not None:
+                for attribute in tensor.attributes:
+                    attribute.assign(tensor.found)
+        self.restore()
+
+    def restore(self) -> None:
+        """Moves every tensor back to the device where it was found; one that had no memory stays in the host's."""
+        for tensor in self.tensors:
+            current = tensor.attributes[0].tensor if tensor.is_buffer else tensor.host
+            if current is not None and tensor.origin.type not in ("cpu", "meta"):
+                move_to(current, tensor.origin)
+
     def _move_into(self, block: HostBlock) -> None:
         self.weights = block
         for tensor in self.tensors:
-            tensor.host = move_into(tensor.view_of(block.bytes), tensor.host, tensor.attributes)
+            # A storage for each: a file of one tensor would have all bytes of a storage that they share.
+            memory = tensor.over(block.piece(tensor.offset, tensor.nbytes))
+            tensor.host = move_into(memory, tensor.host, tensor.attributes)
 
     def __str__(self) -> str:
         return self.name
@@ -282,43 +331,66 @@ def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def move_into(memory: torch.Tensor, tensor: torch.Tensor, attributes: Iterable[ModuleAttribute]) -> torch.Tensor:
-    """Makes `memory` the data of a parameter or buffer, keeping its values unless it is on the meta device.
+    """Makes `memory` the data of a parameter or buffer, keeping its values.
 
+    A meta tensor has none: its memory is marked, so that it shows later whether somebody has filled it (`unfilled`).
     Returns the tensor that the modules hold afterwards: the same one, except for a meta tensor.
     """
     if not tensor.is_meta:
         memory.copy_(tensor.data)
         tensor.data = memory
         return tensor
-    # `.data` has a version counter of its own: all tensors of a unit are views of the same memory.
+    # `.data` has a version counter of its own: in a dry run all tensors of a unit share their memory's.
     memory = memory.data
+    mark(memory)
     real = nn.Parameter(memory, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory
     for attribute in attributes:
         attribute.assign(real)
     return real
 
 
+def move_to(tensor: torch.Tensor, device: torch.device) -> None:
+    """Moves a parameter or buffer to `device`, with its values and its gradient."""
+    tensor.data = tensor.data.to(device)
+    if tensor.grad is not None:
+        tensor.grad = tensor.grad.to(device)
+
+
 class DevicePlacement:
     """Puts parameters and buffers, given with the attributes that hold them, on `device`; `restore` puts them back.
 
-    Tensors keep their identity, except those on the meta device, which are replaced by uninitialised memory for the
-    caller to fill; `restore` moves these to the host.
+    Tensors keep their identity, except those on the meta device, which are replaced by memory for the caller to
+    fill; `restore` moves these to the host. After an exception all are as they were found.
     """
 
     def __init__(self, tensors: Iterable[tuple[torch.Tensor, list[ModuleAttribute]]], device: torch.device):
-        self._origins: list[tuple[torch.Tensor, torch.device, ModuleAttribute]] = []
-        for tensor, attributes in tensors:
-            origin = torch.device("cpu") if tensor.is_meta and device.type != "meta" else tensor.device
-            if tensor.device != device:
-                memory = torch.empty_like(tensor, device=device, requires_grad=False)
-                tensor = move_into(memory, tensor, attributes)
-            self._origins.append((tensor, origin, attributes[0]))
+        # What was found, where it was, what it is now, and the attributes that hold it.
+        self._moved: list[tuple[torch.Tensor, torch.device, torch.Tensor, list[ModuleAttribute]]] = []
+        try:
+            for found, attributes in tensors:
+                origin, tensor = found.device, found
+                if origin != device:
+                    memory = torch.empty_like(found, device=device, requires_grad=False)
+                    tensor = move_into(memory, found, attributes)
+                self._moved.append((found, origin, tensor, attributes))
+        except BaseException:
+            self.put_back()
+            raise
+
+    def put_back(self) -> None:
+        """Gives every tensor back as it was found: meta tensors are in their modules again."""
+        for found, origin, _, attributes in self._moved:
+            if origin.type == "meta":
+                for attribute in attributes:
+                    attribute.assign(found)
+            else:
+                move_to(found, origin)
 
     def restore(self) -> None:
         """Moves every tensor back to the device where it was found, with its values and its gradient."""
-        for tensor, origin, attribute in self._origins:
-            # A module may have replaced a buffer.
-            current = attribute.tensor if attribute.is_buffer else tensor
-            current.data = current.data.to(origin)
-            if current.grad is not None:
-                current.grad = current.grad.to(origin)
+        for _, origin, tensor, attributes in self._moved:
+            # A module may have replaced a buffer, or have none any more.
+            current = attributes[0].tensor if attributes[0].is_buffer else tensor
+            if current is not None:
+                has_no_origin = origin.type == "meta" and not current.is_meta
+                move_to(current, torch.device("cpu") if has_no_origin else origin)

@@ -246,3 +246,17 @@ def test_attention_never_stores_the_score_matrix_on_cuda(dtype, heads):
     torch.cuda.reset_peak_memory_stats()
     attention(hidden, *tables).sum().backward()
     assert torch.cuda.max_memory_allocated() < 4 * seq_len**2 * dtype.itemsize / 2
+
+
+@torch.no_grad()
+def test_logits_with_a_cache_are_those_of_the_whole_sequence():
+    model, ids = make_model(), make_ids()
+    cache, whole = model.key_value_cache(12), model(ids)
+    for start, end in ((0, 9), (9, 10), (10, 11), (11, 12)):
+        logits = model(ids[:, start:end], cache=cache)
+        assert logits.shape == (2, 1, whole.shape[2])
+        torch.testing.assert_close(logits[:, 0], whole[:, end - 1], rtol=1e-5, atol=1e-4)
+    with pytest.raises(ValueError, match="give them one by one"):
+        model(ids[:, :2], cache=cache)
+    with pytest.raises(ValueError, match="a loss is computed without a cache"):
+        model(ids, ids, cache=model.key_value_cache(12))

@@ -1,5 +1,8 @@
 """Safetensors files that are written here and read by the library, and the other way round."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from models.safetensors_files import (
     tensor_pieces,
     write_tensors,
 )
+from tests import ROOT
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
@@ -135,3 +139,19 @@ def test_tensors_are_split_in_order_by_bytes():
         "m-00003-of-00003.safetensors": ["c"],
     }
     assert list(split_into_files("m", tensors, max_bytes=1000)) == ["m.safetensors"]
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.safetensors")
+    # In a process of its own, because the library's wait cannot be interrupted.
+    program = (
+        "import pathlib, sys; from models.safetensors_files import open_file; open_file(pathlib.Path(sys.argv[1]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "a.safetensors"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert f"ValueError: {tmp_path}/a.safetensors is not a file: download the checkpoint again" in done.stderr

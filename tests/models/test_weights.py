@@ -1,6 +1,7 @@
 """Weights loaded from and saved to safetensors files, and checkpoints that do not fit."""
 
 import json
+import os
 import pickle
 
 import pytest
@@ -308,12 +309,22 @@ def test_index_may_name_files_of_its_own_folder_only(tmp_path, file_name):
         '{"weight_map": {}}',
         '{"weight_map": {"a": 3}}',
         b"\xff\xfe\xfa",
+        "[" * 200_000,
+        '{"weight_map": 1' + "0" * 5000 + "}",
     ],
+    ids=lambda content: repr(content[:20]),
 )
 def test_broken_index_is_refused(tmp_path, content):
     index = tmp_path / "model.safetensors.index.json"
     index.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert_refused(tmp_path, index)
+
+
+def test_an_index_of_any_size_is_not_read(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.touch()
+    os.truncate(index, 2**40)
+    assert_refused(tmp_path, f"{index} has {2**40} bytes, too many for an index")
 
 
 def test_meta_parameters_are_refused(tmp_path):

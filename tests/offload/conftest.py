@@ -36,14 +36,17 @@ def exact_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     that, so recomputes run to their end here. The sanitizer also treats `Tensor.set_` as a write to memory, although
     it moves no data; here it is registered as a function that only creates a tensor.
     """
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    cudnn = torch.backends.cudnn
+    # Not by assignment: once torch.testing is imported, which other tests do, torch refuses that.
+    flags = {"enabled": cudnn.enabled, "benchmark": cudnn.benchmark, "allow_tf32": cudnn.allow_tf32}
     if os.environ.get("TORCH_CUDA_SANITIZER"):
         # Not at the top: importing it enables its tracing.
         from torch.cuda import _sanitizer
 
         makes_tensors = re.compile(f"{_sanitizer.FACTORY_FUNCTION_REGEX.pattern}|aten::set_$")
         monkeypatch.setattr(_sanitizer, "FACTORY_FUNCTION_REGEX", makes_tensors)
-    with set_checkpoint_early_stop(not os.environ.get("TORCH_CUDA_SANITIZER")):
+    early_stop = not os.environ.get("TORCH_CUDA_SANITIZER")
+    with cudnn.flags(**flags, deterministic=True), set_checkpoint_early_stop(early_stop):
         yield
 
 

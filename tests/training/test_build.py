@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,8 @@ from training import build as build_module
 from training.build import build
 from training.errors import UserError
 from training.loop import train
-from training.runs.files import CONFIG_FILE, HARDWARE_FILE, PLAN_FILE
+from training.planning.fit import MisfitError
+from training.runs.files import CONFIG_FILE, HARDWARE_FILE, METRICS_FILE, PLAN_FILE
 
 JOB = (
     *TINY_RUN,
@@ -97,10 +99,20 @@ def test_a_mode_that_fails_to_detach_gives_the_streams_back(monkeypatch: pytest.
 
 
 def test_a_host_without_memory_is_one_line_and_gives_the_streams_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    # Less is free than when the run was planned.
     monkeypatch.setattr("offload.runtime.host_memory.free_host_bytes", lambda: 1000)
-    with pytest.raises(UserError, match=r"offload=layer_stream model=tiny: 0\.00 GiB of host memory are needed, .*"):
+    words = r"the host is out of memory \(0\.00 GiB of host memory are needed, .* are free\): planned were .*: take "
+    with pytest.raises(UserError, match=words):
         run_here(tmp_path, *JOB)
     assert is_free()
+
+
+def test_a_run_that_does_not_fit_is_refused_before_it_begins(tmp_path: Path):
+    config, invocation = composed(*JOB, "host_budget=1MiB", run_dir=tmp_path)
+    with pytest.raises(MisfitError), build(config, invocation, begin=failing(ArithmeticError())):
+        pass
+    assert is_free()
+    assert not any(tmp_path.iterdir())
 
 
 def test_the_model_is_given_back(tmp_path: Path):
@@ -138,6 +150,22 @@ def test_the_run_begins_when_nothing_can_be_refused_and_before_anything_is_writt
     with pytest.raises(UserError), build(refused, invocation, begin=lambda: begun.append([CONFIG_FILE])):
         pass
     assert len(begun) == 1
+
+
+def test_epochs_are_as_many_steps_as_they_take(tmp_path: Path):
+    # 31 sequences of 32 tokens, 4 in a step.
+    job = (*TINY_RUN, "dataset.max_tokens=1000", "steps=null", "log_every=1", "schedule=linear", "checkpoint.every=6")
+    assert run_here(tmp_path / "run", *job, "epochs=1.5")["steps"] == 12
+    *_, last = map(json.loads, (tmp_path / "run" / METRICS_FILE).read_text().splitlines())
+    assert (last["train/tokens"], last["train/epoch"]) == (12 * 4 * 32, pytest.approx(48 / 31))
+    # The rate falls over all steps.
+    assert last["train/lr"] == pytest.approx(0.002 / 12)
+    with pytest.raises(UserError, match=r"it is at step 12, and steps=8: give more steps"):
+        run_here(tmp_path / "run", *job, "epochs=1", "resume=auto")
+    with pytest.raises(
+        UserError, match=r"epochs=1: this dataset does not know how many sequences it has: give steps=N"
+    ):
+        run_here(tmp_path / "random", *TINY_RUN, "dataset=synthetic", "steps=null", "epochs=1")
 
 
 def test_more_threads_than_cores_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, open_dict
 
 from tests import ROOT
-from tests.training.helpers.in_process import run_here
+from tests.training.helpers.in_process import conf_initialised, run_here
 from training import sweep
 from training.config import schema
 from training.config.modes import mode_options
@@ -37,7 +37,7 @@ sweep.register_launcher()
 
 
 def composed(*overrides: str) -> DictConfig:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with conf_initialised():
         return compose("config", list(overrides), return_hydra_config=True)
 
 
@@ -52,7 +52,7 @@ def test_every_experiment_composes_and_is_consistent(experiment: str):
 def jobs(*arguments: str) -> list[list[str]]:
     params = composed("experiment=offload_ablation").hydra.sweeper.params
     overrides = [*(f"{key}={value}" for key, value in params.items()), *arguments]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with conf_initialised():
         # It lists the options of a group.
         loader = GlobalHydra.instance().config_loader()
         (batch,) = BasicSweeper.split_arguments(OverridesParser.create(loader).parse_overrides(overrides), None)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from offload.modes.none import Resident
-from tests.training.helpers.in_process import TINY_RUN, command_here
+from tests.training.helpers.in_process import TINY_RUN, command_here, composed
 from training.loop import clip_scale, forward_backward, gradient_norm, microbatch_seed
+from training.planning.advice import nonfinite_advice
 
 SMALL = (*TINY_RUN, "steps=4", "log_every=1", "dataset=synthetic")
 
@@ -140,7 +141,7 @@ def test_stop_ends_the_run_with_one_line(tmp_path: Path, options: tuple[str, ...
     (line,) = result.stderr.strip().splitlines()
     assert line.startswith("error: step 2: the gradient norm is ")
     assert "on_nonfinite=stop" in line
-    assert "lower optimizer.lr" in line
+    assert f"take {nonfinite_advice(composed(*SMALL, *options, *OVERFLOW)[0])}" in line
     assert len(records(tmp_path)) == 1
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 

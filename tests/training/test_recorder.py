@@ -10,6 +10,7 @@ import torch
 
 from tests.training.helpers.in_process import SMALL_MODEL, run_here
 from training import recorder
+from training.planning.report import RunPlan
 
 SMALL = (
     *SMALL_MODEL,
@@ -71,11 +72,20 @@ def test_a_traced_step_counts_in_no_speed_and_no_traffic(tmp_path: Path):
     assert not [key for key in metrics(only)[0] if key.startswith(("perf/", "transfer/"))]
 
 
-def test_the_summary_has_the_ratio_of_the_step_to_its_floor(tmp_path: Path):
-    run_here(tmp_path, *QUIET, "offload=layer_stream")
+def test_the_summary_has_the_ratio_of_the_step_to_its_floor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(RunPlan, "summary", lambda plan: {"perf/floor_ms": 2.0})
+    run_here(tmp_path, *QUIET)
     found = summary(tmp_path)
     assert (found["status"], found["steps"], found["reason"]) == ("ok", 6, None)
-    assert found["perf/floor_ratio"] == found["perf/step_ms"] / found["perf/floor_ms"]
+    assert found["perf/floor_ratio"] == found["perf/step_ms"] / 2.0
+
+
+def test_the_cpu_has_no_floor_no_mfu_and_no_vram(tmp_path: Path):
+    run_here(tmp_path, *QUIET, "offload=layer_stream", "steps=1")
+    found = metrics(tmp_path)[0].keys() | summary(tmp_path).keys()
+    assert not {key for key in found if "floor" in key or "mfu" in key or "vram" in key}
+    assert {"memory/rss_gib", "perf/tokens_per_s", "train/tokens"} <= found
+    assert "train/epoch" not in found  # random tokens have no end
 
 
 def test_a_resumed_run_keeps_its_records_and_its_count_of_skipped_steps(tmp_path: Path):
@@ -86,3 +96,14 @@ def test_a_resumed_run_keeps_its_records_and_its_count_of_skipped_steps(tmp_path
     assert [record["train/step"] for record in records] == [1, 2, 3, 4, 5, 6]
     assert [record["train/skipped_steps"] for record in records] == [0, 1, 2, 3, 4, 5]
     assert "checkpoint/save_ms" in records[2]
+
+
+def test_the_first_loss_is_that_of_the_first_step_also_where_it_is_not_logged(tmp_path: Path):
+    run_here(tmp_path / "every", *QUIET, "steps=3", "log_every=1")
+    expected = metrics(tmp_path / "every")[0]["train/loss"]
+    # Saved before anything is logged, and killed then.
+    job = (*QUIET, "steps=3", "log_every=3", "checkpoint.every=2")
+    run_here(tmp_path / "run", *job)
+    assert summary(tmp_path / "run")["train/first_loss"] == expected
+    run_here(tmp_path / "run", *job, f"resume={tmp_path / 'run' / 'checkpoints' / 'step-00000002'}")
+    assert summary(tmp_path / "run")["train/first_loss"] == expected

@@ -1,154 +1,21 @@
 """Sweeps: a process a job, and what a job does to itself stays with it."""
 
-import csv
 import functools
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 from hydra.core.utils import JobStatus
 from omegaconf import OmegaConf
 
-from tests import ROOT
+from tests.training.helpers.sweeps import Sweep, runs, start, wait_for, write_script
 from training.errors import UserError
 from training.runs.files import MEMORY_FIGURE_FILE
 from training.runs.signals import SAME_REQUEST_S
-from training.sweep import SweepJob, _job_return
-
-# A script like train.py without a model; `act` chooses what the job does to itself.
-SCRIPT = """
-import json, os, signal, subprocess, sys, time
-from pathlib import Path
-
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
-
-from training import sweep
-from training.errors import UserError
-from training.runs import compose_errors
-from training.runs.failures import failures_recorded
-from training.metrics.files import write_summary
-from training.runs.signals import StopRequest
-
-sweep.register_launcher()
-
-
-@hydra.main(version_base="1.3", config_path="settings", config_name="wrong")
-def main(config):
-    job = HydraConfig.get()
-    run_dir = Path(job.runtime.output_dir)
-    if config.act == "early":
-        os._exit(4)
-    OmegaConf.save(config, run_dir / "config.yaml")
-    with failures_recorded(run_dir):
-        seen = {
-            "pid": os.getpid(),
-            # A process that a job starts and does not end, as a tracking service or a data worker.
-            "started": subprocess.Popen(["sleep", "60"]).pid if config.act == "sleep" else None,
-            "parent": os.getppid(),
-            "group": os.environ["OFFLOAD_SWEEP_GROUP"],
-            "number": job.job.num,
-            "kind": job.runtime.choices.kind,
-            "note": config.note,
-            "warnings": sys.warnoptions,
-            "torch": "torch" in sys.modules,
-        }
-        (run_dir / "seen.partial").write_text(json.dumps(seen))
-        (run_dir / "seen.partial").rename(run_dir / "seen.json")
-        if config.act == "raise":
-            raise ValueError("a broken [job]")
-        if config.act == "refuse":
-            raise UserError("act=refuse: take another")
-        if config.act == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if config.act == "sleep":
-            time.sleep(60)
-        if config.act == "save":
-            with StopRequest(enabled=True) as stop:
-                while stop.signal is None:
-                    time.sleep(0.01)
-                (run_dir / "saving").write_text("{}")
-                time.sleep(float(config.note))
-                stop.settle()
-                write_summary(run_dir, {"status": "stopped", "reason": stop.signal})
-                return
-        summary = {"status": "ok", "perf/step_ms": 12.345, "memory/vram_peak_gib": 1.5}
-        write_summary(run_dir, {**summary, "reason": None})
-        if config.act == "exit":
-            os._exit(3)
-
-
-if __name__ == "__main__":
-    compose_errors.run(main)
-"""
-
-CONFIG = """
-defaults:
-  - kind: plain
-  - _self_
-  - override hydra/launcher: process
-act: ok
-note: ""
-hydra:
-  output_subdir: null
-"""
-
-
-def write_script(folder):
-    (folder / "settings" / "kind").mkdir(parents=True)
-    (folder / "script.py").write_text(SCRIPT)
-    (folder / "settings" / "config.yaml").write_text(CONFIG)
-    (folder / "settings" / "kind" / "plain.yaml").write_text("color: grey\n")
-    # A folder that --config-dir names, with an option that the script's own folder does not have.
-    (folder / "more" / "kind").mkdir(parents=True)
-    (folder / "more" / "kind" / "special.yaml").write_text("color: red\n")
-
-
-def start(folder, *arguments, python=(), **options):
-    command = [sys.executable, *python, "script.py", "--config-name", "config", *arguments]
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
-
-
-def name(path):
-    return Path(path).name
-
-
-class Sweep:
-    """A finished sweep: what it printed and what its jobs saw."""
-
-    def __init__(self, process, directory):
-        self.stdout, self.stderr = process.communicate(timeout=60)
-        self.exit_status = process.returncode
-        self.pid = process.pid
-        self.directory = directory
-
-    def seen(self, number):
-        return json.loads((self.directory / str(number) / "seen.json").read_text())
-
-    def summary(self, number):
-        return json.loads((self.directory / str(number) / "summary.json").read_text())
-
-    def row(self, number):
-        """Of the comparison that the sweep closes with: the row of this job."""
-        with open(self.directory / "compare.csv", newline="") as file:
-            (row,) = [row for row in csv.DictReader(file) if str(number) in map(name, row["directories"].split(";"))]
-        return row
+from training.sweep import _job_return
+from training.sweep_job import SweepJob
 
 
 @pytest.fixture(scope="module")
@@ -349,13 +216,6 @@ def test_the_second_request_kills_the_job_and_the_sweep_says_that_it_did(tmp_pat
     assert not runs(seen["pid"])
 
 
-def runs(pid):
-    with suppress(psutil.NoSuchProcess):
-        # A killed process stays listed until the machine's first process takes note of its end.
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
-
-
 def test_sweepers_get_summaries_and_exceptions():
     config = OmegaConf.create({"hydra": {"job": {"name": "train"}}, "seed": 1})
     good = _job_return(SweepJob(0, ["seed=1"], Path("0"), exit_status=0, summary={"train/final_loss": 2.5}), config)
@@ -367,9 +227,45 @@ def test_sweepers_get_summaries_and_exceptions():
         _ = bad.return_value
 
 
-def wait_for(path):
-    deadline = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} was not written"
-        time.sleep(0.02)
-    return json.loads(path.read_text())
+def test_what_is_missing_of_a_sweep_is_run_and_nothing_else(tmp_path):
+    write_script(tmp_path)
+    command = ("-m", "act=ok,once,ok", "hydra.sweep.dir=sweep")
+    first = Sweep(start(tmp_path, *command), tmp_path / "sweep")
+    assert first.exit_status == 1
+    pids = [first.seen(number)["pid"] for number in range(3)]
+    (tmp_path / "sweep" / "2" / "summary.json").unlink()
+    again = Sweep(start(tmp_path, *command, "resume=auto"), tmp_path / "sweep")
+    assert again.exit_status == 0, again.stderr
+    assert [again.seen(number)["pid"] == pid for number, pid in enumerate(pids)] == [True, False, False]
+    assert [again.row(number)["status"] for number in range(3)] == ["ok"] * 3
+    assert again.stdout.count("finished earlier, and not run again") == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changed"),
+    [
+        (("act=once,ok",), "act: was ok, is once"),
+        (("act=ok,once", "note=new"), "note: was , is new"),
+        (("act=ok,once", "kind=special"), "kind.color: was grey, is red"),
+    ],
+)
+def test_another_sweep_is_not_mixed_with_the_one_in_its_directory(tmp_path, overrides, changed):
+    write_script(tmp_path)
+    Sweep(start(tmp_path, "-m", "act=ok,once", "hydra.sweep.dir=sweep"), tmp_path / "sweep")
+    before = {path: path.read_bytes() for path in (tmp_path / "sweep").glob("[01]/*")}
+    command = ("--config-dir=more", "-m", *overrides, "resume=auto", "hydra.sweep.dir=sweep")
+    done = Sweep(start(tmp_path, *command), tmp_path / "sweep")
+    assert done.exit_status == 1
+    assert done.stderr.startswith(f"error: resume=auto: sweep/0 has a run of another sweep, {changed}: give the")
+    assert done.stderr.count("\n") == 1
+    assert {path: path.read_bytes() for path in (tmp_path / "sweep").glob("[01]/*")} == before
+
+
+def test_a_finished_job_that_is_to_do_more_steps_is_run(tmp_path):
+    write_script(tmp_path)
+    first = Sweep(start(tmp_path, "-m", "act=ok", "hydra.sweep.dir=sweep"), tmp_path / "sweep")
+    first_pid = first.seen(0)["pid"]
+    again = Sweep(start(tmp_path, "-m", "act=ok", "steps=9", "resume=auto", "hydra.sweep.dir=sweep"), first.directory)
+    assert again.exit_status == 0, again.stderr
+    assert again.seen(0)["pid"] != first_pid
+    assert "not run again" not in again.stdout

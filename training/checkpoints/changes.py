@@ -6,24 +6,24 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from training.checkpoints.manifest import MAX_JSON_BYTES, DamagedError
+from training.checkpoints.manifest import damage_of
 from training.errors import UserError
+from training.runs.bounded_files import parse_yaml, read_yaml
 from training.runs.files import CONFIG_FILE
+from training.visible_text import shortened
 
 logger = logging.getLogger(__name__)
-
-# Reads every value as text, whatever its tag, and calls nothing. The parser in C is fast at any depth.
-_Loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
-DEEPEST = 100
 
 # Keys that decide where a run computes, what it shows and when it ends, but not what it computes.
 MAY_CHANGE = (
     "steps",
+    "epochs",
     "warmup_steps",
     "log_every",
+    "eval.every",
+    "sample.*",
     "offload.*",
     "recompute.*",
     "tracking.*",
@@ -34,6 +34,7 @@ MAY_CHANGE = (
     "vram_budget",
     "host_budget",
     "plan",
+    "force",
     "trace",
     "trace_step",
     "on_nonfinite",
@@ -57,25 +58,33 @@ def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key:
 
     `key` is what the user gave, with which the message begins. Raises UserError listing the changes that are refused.
     """
-    was, now = _flat(saved), _flat(yaml.load(config_text(config), _Loader))
-    changed = {
-        name: (was.get(name, ABSENT), now.get(name, ABSENT))
-        for name in sorted(was.keys() | now.keys())
-        if was.get(name, ABSENT) != now.get(name, ABSENT)
-    }
+    changed = changed_values(config, saved)
     refused = [name for name in changed if not any(fnmatchcase(name, pattern) for pattern in MAY_CHANGE)]
     if refused:
-        listed = "; ".join(f"{name}: was {_shown(changed[name][0])}, is {_shown(changed[name][1])}" for name in refused)
+        listed = "; ".join(f"{name}: was {changed[name][0]}, is {changed[name][1]}" for name in refused)
         raise UserError(
             f"{key}: the configuration is not the checkpoint's in {listed}: give the old values to resume,"
             f" or begin a new run from these weights, model.weights={folder}"
         )
-    if "steps" in changed and "schedule.final" in now:
+    if "steps" in changed and OmegaConf.select(config, "schedule.final") is not None:
         logger.warning(
             "steps: was %s, is %s: the learning rate falls over all steps, so the rest of the run differs from what it"
             " would have been",
             *changed["steps"],
         )
+
+
+def changed_values(config: DictConfig, saved: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Compares `config` with `saved`, as `read_config` returns it.
+
+    Returns the old and the new value of each key that differs, shortened to a line; one that a side lacks is "absent".
+    """
+    was, now = _flat(saved), _flat(parse_yaml(config_text(config)))
+    return {
+        name: (_shown(was.get(name, ABSENT)), _shown(now.get(name, ABSENT)))
+        for name in sorted(was.keys() | now.keys())
+        if was.get(name, ABSENT) != now.get(name, ABSENT)
+    }
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -84,26 +93,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises DamagedError if the file is not a configuration.
     """
     path = folder / CONFIG_FILE
-    try:
-        if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:
-            raise DamagedError(f"{path} is missing or too large")
-        text = path.read_text()
-        depth = 0
-        for event in yaml.parse(text, _Loader):
-            # Aliases of aliases could expand to an astronomical size.
-            if isinstance(event, yaml.AliasEvent):
-                raise DamagedError(f"{path} has YAML aliases, which no configuration has")
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > DEEPEST:
-                raise DamagedError(f"{path} is nested deeper than any configuration")
-        values = yaml.load(text, _Loader)
-    except OSError as error:
-        raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, ValueError, RecursionError):
-        raise DamagedError(f"{path} is not a plain YAML file") from None
-    if not isinstance(values, dict):
-        raise DamagedError(f"{path} is not a configuration")
-    return values
+    with damage_of(path):
+        return read_yaml(path)
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
@@ -122,5 +113,4 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _shown(value: Any) -> str:
-    text = " ".join(str(value).split())
-    return text if len(text) <= 80 else text[:77] + "..."
+    return shortened(" ".join(str(value).split()), 80)

@@ -1,17 +1,18 @@
 """Writes and removes folders so that they are complete or not there, even after a power failure or a kill."""
 
 import errno
+import functools
 import hashlib
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Event
 
 from training.checkpoints.layout import MANIFEST_FILE
 from training.checkpoints.manifest import THREADS, FileRecord, manifest_text
+from training.checkpoints.side_by_side import side_by_side
 from training.runs.files import partial_path
 
 Write = Callable[[bytes | memoryview], object]
@@ -32,16 +33,8 @@ def write_folder(folder: Path, files: Mapping[str, Callable[[Write], object]]) -
     partial.mkdir(parents=True)
     given_up = Event()
     try:
-        with ThreadPoolExecutor(THREADS) as pool:
-            try:
-                futures = {
-                    name: pool.submit(_write_file, partial / name, fill, given_up) for name, fill in files.items()
-                }
-                records = {name: future.result() for name, future in futures.items()}
-            except BaseException:
-                given_up.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        writers = [functools.partial(_write_file, partial / name, fill, given_up) for name, fill in files.items()]
+        records = dict(zip(files, side_by_side(writers, THREADS, given_up), strict=True))
         manifest = manifest_text(records).encode()
         _write_file(partial / MANIFEST_FILE, lambda write: write(manifest), given_up)
         sync_folder(partial)

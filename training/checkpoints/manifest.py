@@ -2,21 +2,24 @@
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from training.checkpoints.layout import MANIFEST_FILE
+from training.checkpoints.side_by_side import side_by_side
+from training.runs import bounded_files
+from training.runs.bounded_files import MissingError, UnreadableError
 
 FORMAT = 2
 # Hashing releases Python's lock, so files are hashed in parallel; disks do not gain from more threads.
 THREADS = 4
 PIECE_BYTES = 2**24
-# Far more than any manifest or state has: a larger file is not ours.
-MAX_JSON_BYTES = 2**24
 
 
 class DamagedError(Exception):
@@ -55,36 +58,33 @@ def verify(folder: Path, files: Mapping[str, FileRecord]) -> None:
     """Reads and hashes all files. Raises DamagedError naming the first that is missing, or has another size or hash."""
     for name, record in files.items():
         path = folder / name
-        try:
-            if not path.is_file():
-                raise DamagedError(f"{path} is missing")
-            nbytes = path.stat().st_size
-        except OSError as error:
-            raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
+        with damage_of(path), bounded_files.opened(path) as file:
+            nbytes = os.fstat(file.fileno()).st_size
         if nbytes != record.nbytes:
             raise DamagedError(f"{path} has {nbytes} bytes where {record.nbytes} were written")
-    with ThreadPoolExecutor(THREADS) as pool:
-        digests = pool.map(_digest, [folder / name for name in files])
-        for (name, record), digest in zip(files.items(), digests, strict=True):
-            if digest != record.sha256:
-                raise DamagedError(f"{folder / name} is not what was written: its SHA-256 differs")
+    digests = side_by_side([partial(_digest, folder / name) for name in files], THREADS)
+    for (name, record), digest in zip(files.items(), digests, strict=True):
+        if digest != record.sha256:
+            raise DamagedError(f"{folder / name} is not what was written: its SHA-256 differs")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a file with one JSON object. Raises DamagedError if it is anything else."""
+    with damage_of(path):
+        return bounded_files.read_json(path)
+
+
+@contextmanager
+def damage_of(path: Path) -> Iterator[None]:
+    """Around code that reads `path`: an error of reading becomes a DamagedError that names the file."""
     try:
-        if not path.is_file():
-            raise DamagedError(f"{path} is missing: the checkpoint is not complete, or there is none")
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise DamagedError(f"{path} has {path.stat().st_size} bytes, too many for this file")
-        values = json.loads(path.read_bytes())
+        yield
+    except MissingError:
+        raise DamagedError(f"{path} is missing") from None
+    except UnreadableError as error:
+        raise DamagedError(f"{path}: {error}") from None
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError):
-        raise DamagedError(f"{path} is not a JSON file") from None
-    if not isinstance(values, dict):
-        raise DamagedError(f"{path} is not a JSON object")
-    return values
 
 
 def _record(path: Path, name: str, entry: Any) -> FileRecord:
@@ -101,10 +101,7 @@ def _record(path: Path, name: str, entry: Any) -> FileRecord:
 def _digest(path: Path) -> str:
     digest = hashlib.sha256()
     piece = memoryview(bytearray(PIECE_BYTES))
-    try:
-        with open(path, "rb", buffering=0) as file:
-            while count := file.readinto(piece):
-                digest.update(piece[:count])
-    except OSError as error:
-        raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
+    with damage_of(path), bounded_files.opened(path) as file:
+        while count := file.raw.readinto(piece):
+            digest.update(piece[:count])
     return digest.hexdigest()

@@ -44,8 +44,12 @@ class Checkpoint:
     config: dict[str, Any]
     """every value as text"""
 
-    def check_data(self, dataset) -> None:
-        """Raises UserError if the tokens of `dataset`, or its batch for the last step, are not those of the run."""
+    def check_data(self, dataset, eval_sha256: str | None) -> None:
+        """Raises UserError if the tokens of `dataset`, or its batch for the last step, are not those of the run.
+
+        So it does if both the run and its continuation evaluate, and `eval_sha256`, the digest of the held-out batches,
+        is another.
+        """
         if digest_of_all(dataset) != self.state.tokens_sha256:
             changed = (
                 "the text has changed: dataset.files, the file of dataset.tokenizer or the release of Python is not the"
@@ -53,12 +57,21 @@ class Checkpoint:
             )
         elif self.state.step and digest_of(dataset.batch(self.state.step - 1)) != self.state.batch_sha256:
             changed = f"the dataset has changed: its batch of step {self.state.step} is not the same"
+        elif None not in (eval_sha256, self.state.eval_sha256) and eval_sha256 != self.state.eval_sha256:
+            changed = "the dataset has changed: its held-out batches are not the same"
         else:
             return
         raise UserError(
             f"resume={self.folder}: {changed}; restore it, or begin a new run from these weights,"
             f" model.weights={self.folder}"
         )
+
+    def check_steps(self, steps: int) -> None:
+        """Raises UserError if the checkpoint is after the last of `steps` steps."""
+        if self.state.step > steps:
+            raise UserError(
+                f"resume={self.folder}: it is at step {self.state.step}, and steps={steps}: give more steps"
+            )
 
     def restore(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: LambdaLR, device: torch.device
@@ -107,8 +120,8 @@ def starting_point(config: DictConfig, run_dir: Path) -> Checkpoint | None:
         _refuse_foreign(run_dir)
     key = f"resume={checkpoint.folder}"
     refuse_changes(config, checkpoint.config, checkpoint.folder, key)
-    if checkpoint.state.step > config.steps:
-        raise UserError(f"{key}: it is at step {checkpoint.state.step}, and steps={config.steps}: give more steps")
+    if config.steps is not None:
+        checkpoint.check_steps(config.steps)
     return checkpoint
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -15,8 +16,7 @@ from torch import nn
 from models.llama import Llama
 from models.safetensors_files import split_into_files, write_tensors
 from models.weights import INDEX_FILE, MAX_SHARD_BYTES, weight_files
-from offload.runtime.byte_sizes import format_bytes
-from offload.runtime.registry import Streams
+from offload import Streams, format_bytes
 from training.checkpoints.changes import config_text
 from training.checkpoints.durable import remove_folder, remove_leftover, write_folder
 from training.checkpoints.hugging_face import hugging_face_config
@@ -34,6 +34,7 @@ from training.checkpoints.state import RunState, random_states
 from training.checkpoints.tensors import optimizer_tensors
 from training.errors import UserError
 from training.runs.files import CONFIG_FILE
+from training.runs.signals import WORTH_SAVING_S
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,8 @@ class Checkpoints:
     def __init__(
         self, config: DictConfig, run_dir: Path, model: nn.Module, optimizer: torch.optim.Optimizer, streams: Streams
     ):
-        self.on_signal: bool = _on_signal(config)
+        self.on_signal_after_s = _on_signal_after_s(config)
+        """From this many seconds of training on, a signal saves the run; infinity: none does."""
         self._config = config
         self._run_dir = run_dir
         self._model = model
@@ -70,15 +72,34 @@ class Checkpoints:
         try:
             self._optimizer.finish()
             self._streams.synchronize()
-            self._remove_partials()
+            # First, because they may be what fills the disk.
+            self.remove_leftovers(state.step - 1)
             nbytes = write_folder(folder, self._files(state))
         except OSError as error:
             self._refused(folder, error, required)
             return None
         save_ms = (perf_counter() - start) * 1e3
         logger.info("saved %s, %s in %.0f ms", folder.name, format_bytes(nbytes), save_ms)
-        self._remove_old(state.step)
+        self.remove_leftovers(state.step)
         return save_ms
+
+    def remove_leftovers(self, step: int) -> None:
+        """Removes checkpoints up to `step` beyond `checkpoint.keep`, and what a killed process left half done.
+
+        What cannot be removed stays, with a warning.
+        """
+        home = folder_of(self._run_dir, 0).parent
+        old = [folder for folder in checkpoints_in(home) if step_of(folder) <= step][self._config.checkpoint.keep :]
+        for remove, paths in ((remove_folder, old), (remove_leftover, partials_in(home))):
+            for path in paths:
+                try:
+                    remove(path)
+                except OSError as error:
+                    logger.warning("%s could not be removed (%s)", path, _reason(error, path))
+
+    def has(self, step: int) -> bool:
+        """Tells whether there is a checkpoint of `step` in the run's directory."""
+        return folder_of(self._run_dir, step).is_dir()
 
     def latest(self) -> Path:
         """Returns the folder of the newest checkpoint."""
@@ -103,18 +124,6 @@ class Checkpoints:
             raise UserError(f"{cause}: {advice}, or choose another place with hydra.run.dir=PATH") from error
         logger.warning("%s: the run continues, and the checkpoints before it stay as they are", cause)
 
-    def _remove_partials(self) -> None:
-        for leftover in partials_in(folder_of(self._run_dir, 0).parent):
-            remove_leftover(leftover)
-
-    def _remove_old(self, step: int) -> None:
-        folders = [folder for folder in checkpoints_in(folder_of(self._run_dir, 0).parent) if step_of(folder) <= step]
-        for folder in folders[self._config.checkpoint.keep :]:
-            try:
-                remove_folder(folder)
-            except OSError as error:
-                logger.warning("%s could not be removed (%s)", folder, _reason(error, folder))
-
 
 def _reason(error: OSError, folder: Path) -> str:
     """Returns what is wrong, and with which file, if that is not `folder`."""
@@ -122,9 +131,11 @@ def _reason(error: OSError, folder: Path) -> str:
     return reason if error.filename in (None, str(folder)) else f"{error.filename}: {reason}"
 
 
-def _on_signal(config: DictConfig) -> bool:
+def _on_signal_after_s(config: DictConfig) -> float:
     chosen = config.checkpoint.on_signal
-    return config.checkpoint.every is not None if chosen is None else chosen
+    if chosen is None:
+        return WORTH_SAVING_S if config.checkpoint.every is None else 0.0
+    return 0.0 if chosen else math.inf
 
 
 def _write_text(write, text: bytes) -> None:

@@ -32,6 +32,8 @@ class RunState:
     """of all tokens, if the dataset has them in memory: it shows every change of the text"""
     tracking_id: str | None = None
     """the id of the run in wandb"""
+    eval_sha256: str | None = None
+    """of the held-out batches, if the run evaluates"""
 
     def to_json(self) -> bytes:
         """Returns the content of a checkpoint's state.json."""
@@ -48,6 +50,7 @@ def read_state(folder: Path) -> RunState:
         "batch_sha256": lambda value: isinstance(value, str),
         "tokens_sha256": lambda value: value is None or isinstance(value, str),
         # It becomes part of a folder's name, so it may not lead elsewhere.
+        "eval_sha256": lambda value: value is None or isinstance(value, str),
         "tracking_id": lambda value: value is None or re.fullmatch(r"[A-Za-z0-9_-]{1,64}", str(value)),
     }
     for field in fields(RunState):

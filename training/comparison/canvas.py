@@ -9,10 +9,13 @@ import textwrap
 from collections.abc import Sequence
 
 import matplotlib
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from training.visible_text import shortened, visible
 
 BLUE, ORANGE, GREEN, GREY, INK = "#0072B2", "#E69F00", "#009E73", "#8C8C8C", "#262626"
 LINES = (BLUE, "#D55E00", GREEN, "#CC79A7", ORANGE, "#56B4E9", GREY)
@@ -42,12 +45,26 @@ STYLE = {
     "grid.linewidth": 0.7,
     # A name with two dollar signs is not a formula.
     "text.parse_math": False,
+    "axes.prop_cycle": cycler(color=LINES),
+}
+# The colours of the page in dark mode (`page.STYLE`). The darkest of the lines changes its place with the lightest.
+DARK_INK, DARK_PAPER = "#E6EDF3", "#0D1117"
+DARK = {
+    **dict.fromkeys(("axes.labelcolor", "text.color", "xtick.color", "ytick.color"), DARK_INK),
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), DARK_PAPER),
+    "grid.color": "#2A313A",
+    "axes.prop_cycle": cycler(color=[{LINES[0]: LINES[5], LINES[5]: LINES[0]}.get(colour, colour) for colour in LINES]),
 }
 
 
-def style():
+def style(dark: bool = False):
     """Returns a context in which figures have the style of this file, whatever the user's own style is."""
-    return matplotlib.rc_context(matplotlib.rcParamsDefault | STYLE)
+    return matplotlib.rc_context(matplotlib.rcParamsDefault | STYLE | (DARK if dark else {}))
+
+
+def line_colours() -> list[str]:
+    """Returns the colours of lines in the style that is set, the one that stands out first."""
+    return matplotlib.rcParams["axes.prop_cycle"].by_key()["color"]
 
 
 def canvas(height_in: float) -> tuple[Figure, Axes]:
@@ -66,13 +83,8 @@ def png(figure: Figure) -> bytes:
 
 def in_lines(text: str, characters: int = 26) -> str:
     """Breaks a name into lines of at most `characters`; a word longer than LONGEST loses its middle."""
-    words = " ".join(_shortened(word) for word in text.split())
+    words = " ".join(shortened(visible(word), LONGEST) for word in text.split())
     return "\n".join(textwrap.wrap(words, characters, break_on_hyphens=False))
-
-
-def _shortened(word: str) -> str:
-    half = LONGEST // 2
-    return word if len(word) <= LONGEST else f"{word[:half]}\N{HORIZONTAL ELLIPSIS}{word[-half:]}"
 
 
 def fix_layout(figure: Figure) -> None:

@@ -44,7 +44,7 @@ class Column:
     @property
     def has_spread(self) -> bool:
         """True if the value varies from seed to seed; ratios of means and counts of bytes do not."""
-        return self.name in ("step_ms", "stall_ms", "optimizer_wait_ms", "final_loss")
+        return self.name in ("step_ms", "stall_ms", "optimizer_wait_ms", "final_loss", "eval_loss")
 
 
 def _measured(key: str) -> Callable[[Row], Statistic | None]:
@@ -65,8 +65,8 @@ COLUMNS = (
     Column(
         "to floor",
         "ratio_to_floor",
-        "step time divided by the largest of: the resident step, the bytes in and the bytes out at the measured"
-        " bandwidth, the planned update on the host; for a plan, divided by the planned floor",
+        "step time divided by the largest of: the FLOPs of the step at the GPU's peak, the bytes in and the bytes out"
+        " at the bandwidth of the bus; not known on the CPU",
         _derived("floor_ratio"),
         ".2f",
     ),
@@ -93,6 +93,14 @@ COLUMNS = (
         ".4f",
         exponent_from=1e4,
     ),
+    Column(
+        "eval loss",
+        "eval_loss",
+        "held-out loss of the last evaluation",
+        _measured("eval/final_loss"),
+        ".4f",
+        exponent_from=1e4,
+    ),
 )
 
 
@@ -103,7 +111,7 @@ def curve_text(row: Row) -> str:
 
 NOTE = (
     "± is the standard deviation over the seeds. Ratios are to the resident run (offload=none) with the same settings."
-    " The curve is equal if the losses are those of the resident run in every bit; else it is the largest relative"
-    " difference. The floor is the largest of the resident step, the bytes each way at the measured bandwidth and the"
-    " planned update on the host; for plans, and without a resident run, it is the planned floor."
+    " The curve is equal if the losses, in training and in evaluations, are those of the resident run in every bit;"
+    " else it is the largest relative difference. The floor is the largest of the step's FLOPs at the peak of the GPU"
+    " and the bytes each way at the bandwidth of the bus. Columns that are zero or unknown in every row are left out."
 )

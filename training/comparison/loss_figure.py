@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from training.comparison.canvas import LABEL_SIZE, LINE_IN, LINES, canvas, in_lines
+from training.comparison.canvas import LABEL_SIZE, LINE_IN, canvas, in_lines, line_colours
 from training.comparison.rows import Row, losses, mean, split_by_seed
 
 # Names of equal runs that the legend lists; it counts further ones.
@@ -46,11 +46,11 @@ def loss_figure(rows: Sequence[Row]) -> Figure:
     """
     curves = distinct_curves(rows)
     figure, axes = canvas(max(5.0, 1.0 + LINE_IN * sum(curve.label.count("\n") + 1.4 for curve in curves)))
-    lines = []
+    lines, colours = [], line_colours()
     for i, curve in enumerate(curves):
         # Wide lines lie under narrow ones, so that none hides another.
         width = 1.6 + 2.0 * (len(curves) - 1 - i) / max(len(curves) - 1, 1)
-        colour, dashes = LINES[i % len(LINES)], DASHES[i // len(LINES) % len(DASHES)]
+        colour, dashes = colours[i % len(colours)], DASHES[i // len(colours) % len(DASHES)]
         lines += axes.plot(curve.steps, curve.mean, dashes, color=colour, linewidth=width, label=curve.label)
         if curve.end and curve.diverged_at is not None:
             axes.plot(*curve.end, "X", color=colour, markersize=7)

@@ -5,18 +5,21 @@ from itertools import pairwise
 
 import numpy
 from adjustText import adjust_text
+from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
 
-from training.comparison.canvas import BLUE, GREY, INK, LABEL_SIZE, canvas, fix_layout, in_lines, scale_for_range
+from training.comparison.canvas import GREY, LABEL_SIZE, canvas, fix_layout, in_lines, line_colours, scale_for_range
 from training.comparison.rows import Row, pareto_front
 
 # Half the width of a point with some space around it, in pixels.
 MARKER = 12.0
 # Pixels between two points of a line that labels avoid; shorter than any label is high.
 SPACING = 18.0
+# A budget of more than this many times the largest point is named and not drawn; of many budgets a few are named.
+FARTHEST, MOST_BUDGETS = 3.0, 3
 # How adjustText moves labels. Of 80 random comparisons of 2 to 10 runs, in which a quarter of the points nearly
 # coincided, 7 had a label over a point or another label; with the library's defaults 30 had.
 # A limit in iterations, unlike one in seconds, gives the same figure on every machine.
@@ -31,7 +34,7 @@ FORCES = {
 def memory_figure(rows: Sequence[Row]) -> Figure:
     """Draws a named point for each row, the mean of its seeds with a bar for their spread, and the Pareto front.
 
-    A plan that does not fit is not part of the front.
+    A plan that does not fit is not part of the front. A dashed line is a budget that plans were to fit in.
     """
     key = memory_key(rows)
     points = numpy.array([(row.mean(key), row.mean("perf/step_ms")) for row in rows])
@@ -39,18 +42,24 @@ def memory_figure(rows: Sequence[Row]) -> Figure:
     fitting = [i for i, row in enumerate(rows) if row.fits]
     front = [fitting[i] for i in pareto_front([tuple(points[i]) for i in fitting])]
     figure, axes = canvas(5.2)
-    axes.plot(*points[front].T, color=BLUE, linewidth=1.5, zorder=2)
+    axes.plot(*points[front].T, color=line_colours()[0], linewidth=1.5, zorder=2)
     for i, ((x, y), spread) in enumerate(zip(points, spreads, strict=True)):
-        colour, fill = (BLUE, BLUE) if i in front else (GREY, "white")
+        colour, fill = (line_colours()[0],) * 2 if i in front else (GREY, rcParams["axes.facecolor"])
         axes.errorbar(x, y, yerr=spread, color=colour, linewidth=1, capsize=2.5, zorder=2)
         axes.plot(x, y, "o", markersize=7, color=colour, markerfacecolor=fill, markeredgewidth=1.5, zorder=3)
     axes.margins(x=0.2, y=0.2)
     axes.set_xlim(left=max(axes.get_xlim()[0], 0.0))
+    budgets = budgets_gib(rows)
+    drawn = [budget for budget in budgets if budget <= FARTHEST * points[:, 0].max()]
+    axes.set_xlim(right=max([axes.get_xlim()[1], *(1.05 * budget for budget in drawn)]))
+    for budget in drawn:
+        axes.axvline(budget, color=line_colours()[1], linestyle="--", linewidth=1.2, zorder=1)
     scale_for_range(axes, points[:, 1])
     planned = "planned " if all(row.planned for row in rows) else ""
     on_gpu = key == "memory/vram_peak_gib"
     memory = "peak GPU memory (GiB)" if on_gpu else "memory of the process, RSS (GiB): these runs used no GPU"
-    axes.set_xlabel(f"{planned}{memory}")
+    limits = ", ".join(f"{budget:,.4g}{' (dashed)' if budget in drawn else ''}" for budget in budgets[:MOST_BUDGETS])
+    axes.set_xlabel(f"{planned}{memory}{f'; budget {limits}' if limits else ''}")
     axes.set_ylabel(f"{planned}step time (ms)")
     axes.set_title(f"{planned}step time against memory: no run beats those on the line in both".capitalize())
     fix_layout(figure)
@@ -64,15 +73,22 @@ def memory_key(rows: Sequence[Row]) -> str:
     return "memory/vram_peak_gib" if on_gpu else "memory/rss_gib"
 
 
+def budgets_gib(rows: Sequence[Row]) -> list[float]:
+    """Returns the budgets of plans in the memory that the figure compares, each once."""
+    kind = "device" if memory_key(rows) == "memory/vram_peak_gib" else "host"
+    plans = [run for row in rows for run in row.measured if run.planned]
+    return sorted({run.budget_gib[kind] for run in plans if kind in run.budget_gib})
+
+
 def _add_labels(
     axes: Axes, rows: Sequence[Row], points: numpy.ndarray, spreads: Sequence[float | None], front: Sequence[int]
 ) -> None:
     """Writes each row's name beside its point, clear of labels, points, bars and the front if there is room."""
-    halo = [withStroke(linewidth=2, foreground="white")]
-    names = [in_lines(row.name if row.fits else f"{row.name}: does not fit") for row in rows]
+    halo = [withStroke(linewidth=2, foreground=rcParams["axes.facecolor"])]
+    names = [in_lines(row.name if row.fits else f"{row.name}: does not fit the {row.misfits}") for row in rows]
     style = {"ha": "center", "va": "center", "fontsize": LABEL_SIZE, "path_effects": halo, "zorder": 4}
     texts = [
-        axes.text(x, y, name, color=BLUE if i in front else INK, **style)
+        axes.text(x, y, name, color=line_colours()[0] if i in front else rcParams["text.color"], **style)
         for i, (name, (x, y)) in enumerate(zip(names, points, strict=True))
     ]
     x, y = _along(axes, points[front]).T
@@ -86,7 +102,7 @@ def _add_labels(
         avoid_self=False,
         ax=axes,
         # Above the bars, which would hide a line that leaves its point along one.
-        arrowprops={"arrowstyle": "-", "color": INK, "linewidth": 0.6, "zorder": 2.5, "shrinkB": 3},
+        arrowprops={"arrowstyle": "-", "color": rcParams["text.color"], "linewidth": 0.6, "zorder": 2.5, "shrinkB": 3},
         **FORCES,
     )
 

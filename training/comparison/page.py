@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
+from html import escape as html_escape
+
+from matplotlib.figure import Figure
 
 from training.comparison.canvas import png, style
-from training.comparison.columns import COLUMNS, NOTE
+from training.comparison.columns import COLUMNS, MISSING, NOTE
 from training.comparison.loss_figure import loss_figure
 from training.comparison.memory_figure import memory_figure, memory_key
-from training.comparison.rows import Row, losses
+from training.comparison.rows import EQUAL, REFERENCE, Row, losses
 from training.comparison.table import WORDS, cells, explanations
 from training.comparison.time_figure import time_figure
 from training.runs.files import LOSS_FIGURE_FILE, MEMORY_FIGURE_FILE, TIME_FIGURE_FILE
+from training.visible_text import visible
 
 
 @dataclass(frozen=True)
 class RenderedFigure:
-    """A figure as a PNG file, with its caption."""
+    """A figure as a PNG file, with its caption, and as another one for pages in dark mode."""
 
     file: str
     caption: str
     png: bytes
+    dark_png: bytes
 
 
 def render_figures(rows: Sequence[Row]) -> list[RenderedFigure]:
@@ -42,8 +46,16 @@ def render_figures(rows: Sequence[Row]) -> list[RenderedFigure]:
         (TIME_FIGURE_FILE, time_figure, with_waits, TIME_CAPTION),
         (LOSS_FIGURE_FILE, loss_figure, with_losses, LOSS_CAPTION),
     )
-    with style():
-        return [RenderedFigure(file, caption, png(draw(shown))) for file, draw, shown, caption in figures if shown]
+    return [
+        RenderedFigure(file, caption, _drawn(draw, shown, dark=False), _drawn(draw, shown, dark=True))
+        for file, draw, shown, caption in figures
+        if shown
+    ]
+
+
+def _drawn(draw: Callable[[Sequence[Row]], Figure], rows: Sequence[Row], dark: bool) -> bytes:
+    with style(dark):
+        return png(draw(rows))
 
 
 def _memory_caption(rows: Sequence[Row]) -> str:
@@ -52,32 +64,59 @@ def _memory_caption(rows: Sequence[Row]) -> str:
     return f"{title} against peak memory. The line joins the runs that no other beats in both.{note}"
 
 
+# The statuses of runs with which nothing is wrong.
+FINE = ("ok", "stopped", "planned", "running")
+# Machines, versions and dates that the page lists of each; it counts further ones.
+NAMED = 4
 TIME_CAPTION = "The time of a step: compute, waiting for copies, waiting for the optimizer."
 LOSS_CAPTION = "Training loss. Runs whose losses are equal in every bit share a line."
 STYLE = """
-:root { color-scheme: light dark; --ink: #1f2328; --paper: #ffffff; --soft: #59636e; --line: #d1d9e0; --band: #f6f8fa; }
+:root { color-scheme: light dark; --ink: #1f2328; --paper: #ffffff; --soft: #59636e; --line: #d1d9e0; --band: #f6f8fa;
+  --good: #1a7f37; --bad: #cf222e; }
 @media (prefers-color-scheme: dark) {
-  :root { --ink: #e6edf3; --paper: #0d1117; --soft: #9198a1; --line: #3d444d; --band: #151b23; }
+  :root { --ink: #e6edf3; --paper: #0d1117; --soft: #9198a1; --line: #3d444d; --band: #151b23;
+    --good: #3fb950; --bad: #f85149; }
 }
 body { margin: 2rem auto; max-width: 1400px; padding: 0 1rem; background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.4rem; overflow-wrap: anywhere; }
 p, figcaption { color: var(--soft); max-width: 100ch; }
 .wide { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; white-space: nowrap; }
-th, td { padding: 0.3rem 0.6rem; border-bottom: 1px solid var(--line); text-align: right; }
-th { border-bottom: 2px solid var(--line); }
-th:first-child, td:first-child, .word { text-align: left; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13.5px; }
+th, td { padding: 0.3rem 0.5rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th { border-bottom: 2px solid var(--line); vertical-align: bottom; white-space: normal; }
+th:first-child, td:first-child, .word { text-align: left; white-space: normal; overflow-wrap: break-word; }
+td:first-child { min-width: 11rem; }
+.good { color: var(--good); font-weight: 600; }
+.bad { color: var(--bad); font-weight: 600; }
+li { overflow-wrap: anywhere; }
 td:first-child, th:first-child { position: sticky; left: 0; background: var(--paper); }
 tbody tr:nth-child(even) td { background: var(--band); }
 figure { margin: 2rem 0; }
-figure img { display: block; width: 100%; max-width: 800px; height: auto; border-radius: 6px; background: #fff; }
+figure img { display: block; width: 100%; max-width: 800px; height: auto; border-radius: 6px; }
 code { font-size: 13px; overflow-wrap: anywhere; }
+/* On a phone each row is a card: a line for each value, with the column's title before it. */
+@media (max-width: 700px) {
+  body { margin: 1rem auto; }
+  table, tbody, tr, td { display: block; }
+  thead { display: none; }
+  tr { margin-bottom: 1rem; border: 1px solid var(--line); border-radius: 6px; overflow: hidden; }
+  td, td:first-child, td.word { display: flex; justify-content: space-between; gap: 1rem; text-align: right;
+    white-space: normal; overflow-wrap: anywhere; position: static; }
+  td::before { content: attr(data-title); color: var(--soft); font-weight: 400; white-space: nowrap; }
+  td:first-child { font-weight: 600; text-align: left; background: var(--band); }
+  td:first-child::before { content: none; }
+  tr:last-child td:last-child, td:last-child { border-bottom: 0; }
+  tbody tr:nth-child(even) td:not(:first-child) { background: none; }
+  ul { padding-left: 1.2rem; }
+  figure { overflow-x: auto; }
+  figure img { width: 640px; max-width: none; }
+}
 """
 
 
 def to_html(rows: Sequence[Row], figures: Sequence[RenderedFigure], title: str, common: str) -> str:
-    """Returns the whole file: the table, why runs did not finish, the figures, and the directories of the runs."""
+    """Returns the whole file: where the runs ran, the table, why runs did not finish, the figures, and the commands."""
     reasons = "".join(f"<li>{escape(line)}</li>" for line in explanations(rows))
     return f"""<!doctype html>
 <html lang="en">
@@ -89,6 +128,7 @@ def to_html(rows: Sequence[Row], figures: Sequence[RenderedFigure], title: str, 
 </head>
 <body>
 <h1>{escape(title)}</h1>
+{f"<p>{escape(origin)}</p>" if (origin := origins(rows)) else ""}
 {f"<p>The same in all runs: {escape(common)}</p>" if common else ""}
 <div class="wide">
 {_table(rows)}
@@ -97,7 +137,7 @@ def to_html(rows: Sequence[Row], figures: Sequence[RenderedFigure], title: str, 
 <p>{escape(NOTE)}</p>
 {"".join(_figure(figure) for figure in figures)}
 <h2>Runs</h2>
-<ul>{"".join(_directories(row) for row in rows)}</ul>
+<ul>{"".join(_commands(row) for row in rows)}</ul>
 </body>
 </html>
 """
@@ -105,7 +145,7 @@ def to_html(rows: Sequence[Row], figures: Sequence[RenderedFigure], title: str, 
 
 def _table(rows: Sequence[Row]) -> str:
     meanings = {column.title: column.meaning for column in COLUMNS}
-    texts = cells(rows)
+    texts = [_proof_first(by_title) for by_title in cells(rows)]
     head = "".join(_cell("th", title, title, meanings.get(title, "")) for title in texts[0])
     lines = [
         f"<tr><td>{escape(row.name)}</td>{''.join(_cell('td', title, text) for title, text in by_title.items())}</tr>"
@@ -114,19 +154,59 @@ def _table(rows: Sequence[Row]) -> str:
     return f"<table>\n<thead><tr><th>run</th>{head}</tr></thead>\n<tbody>\n{chr(10).join(lines)}\n</tbody>\n</table>"
 
 
+def _proof_first(by_title: dict[str, str]) -> dict[str, str]:
+    """Puts the columns of words first, which say whether a run counts, and the seeds last."""
+    proof = {title: by_title[title] for title in WORDS if title in by_title and title != "seeds"}
+    return proof | by_title | {"seeds": by_title["seeds"]}
+
+
 def _cell(tag: str, title: str, text: str, meaning: str = "") -> str:
-    css_class = ' class="word"' if title in WORDS else ""
+    classes = " ".join(["word"] * (title in WORDS) + ([_verdict(title, text)] if tag == "td" else []))
+    css_class = f' class="{classes.strip()}"' if classes.strip() else ""
     hint = f' title="{escape(meaning)}"' if meaning else ""
-    return f"<{tag}{css_class}{hint}>{escape(text)}</{tag}>"
+    label = f' data-title="{escape(title)}"' if tag == "td" else ""
+    return f"<{tag}{css_class}{hint}{label}>{escape(text)}</{tag}>"
+
+
+def _verdict(title: str, text: str) -> str:
+    """Returns the class that colours a cell: good, bad, or none."""
+    if title == "curve" and text not in (REFERENCE, MISSING):
+        return "good" if text == EQUAL else "bad"
+    return "bad" if title == "status" and text not in FINE else ""
 
 
 def _figure(figure: RenderedFigure) -> str:
-    data = base64.b64encode(figure.png).decode()
+    light, dark = (
+        f"data:image/png;base64,{base64.b64encode(content).decode()}" for content in (figure.png, figure.dark_png)
+    )
     caption = escape(figure.caption)
-    image = f'<img src="data:image/png;base64,{data}" alt="{caption}">'
-    return f"<figure>{image}<figcaption>{caption}</figcaption></figure>\n"
+    image = f'<img src="{light}" alt="{caption}">'
+    picture = f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">{image}</picture>'
+    return f"<figure>{picture}<figcaption>{caption}</figcaption></figure>\n"
 
 
-def _directories(row: Row) -> str:
-    directories = ", ".join(f"<code>{escape(str(run.directory))}</code>" for run in row.runs)
-    return f"<li>{escape(row.name)}: {directories}</li>"
+def _commands(row: Row) -> str:
+    runs = [
+        f"<code>{escape(run.command)}</code> in <code>{escape(str(run.directory))}</code>"
+        if run.command
+        else f"<code>{escape(str(run.directory))}</code>"
+        for run in row.runs
+    ]
+    return f"<li>{escape(row.name)}: {'<br>'.join(runs)}</li>"
+
+
+def origins(rows: Sequence[Row]) -> str:
+    """Returns machine, torch version, commit and date of the runs, as far as they are known; all values of each."""
+    parts = []
+    for key, label in (("machine", ""), ("torch", "torch "), ("commit", "commit "), ("date", "")):
+        found = [run.origin[key] for row in rows for run in row.runs if key in run.origin]
+        # Of a date and time, the date.
+        values = sorted({value[:10] if key == "date" else value for value in found})
+        more = [f"{len(values) - NAMED} more"] if len(values) > NAMED else []
+        parts += [label + ", ".join([*values[:NAMED], *more])] if values else []
+    return " · ".join(parts)
+
+
+def escape(text: str) -> str:
+    """Returns HTML that shows the text as it is."""
+    return html_escape(visible(text))

@@ -9,6 +9,7 @@ from training.comparison.runs import find_runs
 from training.comparison.settings import all_settings, in_common
 from training.comparison.table import print_tables, to_csv, to_markdown
 from training.runs.files import COMPARE_CSV_FILE, COMPARE_MARKDOWN_FILE, COMPARE_PAGE_FILE, FIGURE_FILES, partial_path
+from training.visible_text import visible
 
 
 def compare(directories: Sequence[Path], out: Path) -> list[Row]:
@@ -40,7 +41,7 @@ def compare(directories: Sequence[Path], out: Path) -> list[Row]:
         # A figure of an earlier comparison does not belong to this one.
         (out / file).unlink(missing_ok=True)
     write_whole(out / COMPARE_PAGE_FILE, to_html(rows, figures, title, common).encode())
-    print(f"page    {out / COMPARE_PAGE_FILE}")
+    print(f"page    {visible(out / COMPARE_PAGE_FILE)}")
     files = [COMPARE_CSV_FILE, COMPARE_MARKDOWN_FILE, *(figure.file for figure in figures)]
     print(f"files   {', '.join(files)}", flush=True)
     return rows
@@ -50,7 +51,10 @@ def write_whole(path: Path, content: bytes) -> None:
     """Writes a temporary file and renames it to `path`, so that readers see the old content or the new one."""
     partial = partial_path(path)
     try:
-        partial.write_bytes(content)
+        # A leftover may be a pipe or a link, to which the content must not go.
+        partial.unlink(missing_ok=True)
+        with open(partial, "xb") as file:
+            file.write(content)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from offload.runtime.byte_sizes import GIB
-from training.comparison.runs import HOST_OPTIMIZER, Run
+from training.comparison.runs import LONGEST_WORD, Run
 from training.comparison.settings import all_settings, find_reference, name_runs
 from training.metrics.files import is_number
+from training.metrics.names import METRIC_KEYS, SUMMARY_KEYS
+from training.visible_text import shortened
 
 EQUAL = "equal"
 REFERENCE = "reference"
@@ -41,7 +42,7 @@ class Row:
     ratio: float | None = None
     """step time divided by that of the reference"""
     floor_ratio: float | None = None
-    """step time divided by the shortest one that compute, bus and the host's update allow"""
+    """step time divided by `perf/floor_ms`, which the run or the plan states; None on the CPU"""
     curve: str | None = None
     """EQUAL if the losses are those of the reference in every bit, else the largest relative difference; of the
     reference REFERENCE"""
@@ -64,8 +65,13 @@ class Row:
         return all(run.fits for run in self.measured)
 
     @property
+    def misfits(self) -> str:
+        """The memory that planned runs do not fit in: device, host, or both."""
+        return " and ".join(dict.fromkeys(kind for run in self.measured for kind in run.misfits))
+
+    @property
     def seeds(self) -> str:
-        counts = Counter(run.seed for run in self.runs if run.seed is not None)
+        counts = Counter(shortened(run.seed, LONGEST_WORD) for run in self.runs if run.seed is not None)
         return ", ".join(seed if count == 1 else f"{seed} ({count} runs)" for seed, count in counts.items())
 
     @property
@@ -110,13 +116,15 @@ def build_rows(runs: Sequence[Run]) -> list[Row]:
 
 
 def curve_difference(records: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> float | None:
-    """Returns the largest relative difference of the losses at the steps that both runs logged.
+    """Returns the largest relative difference of the losses, of training and of evaluation, at steps that both logged.
 
     The result is 0 if all are equal in every bit, where NaN equals NaN; infinity if only one of two losses is finite;
     None if there is no step that both logged.
     """
-    expected = dict(losses(reference))
-    pairs = [(loss, expected[step]) for step, loss in losses(records) if step in expected]
+    pairs = []
+    for key in ("train/loss", "eval/loss"):
+        expected = dict(losses(reference, key))
+        pairs += [(loss, expected[step]) for step, loss in losses(records, key) if step in expected]
     return max((_relative(loss, other) for loss, other in pairs), default=None)
 
 
@@ -148,7 +156,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def _statistics(runs: Sequence[Run]) -> dict[str, Statistic]:
-    keys = dict.fromkeys(key for run in runs for key in run.summary)
+    keys = dict.fromkeys(key for run in runs for key in run.summary if key in METRIC_KEYS | SUMMARY_KEYS)
     found = {}
     for key in keys:
         by_seed = [[run.summary[key] for run in repeated if key in run.summary] for repeated in split_by_seed(runs)]
@@ -176,37 +184,14 @@ def _compare(row: Row, reference: Row) -> None:
 
 
 def _floor_ratio(row: Row) -> float | None:
-    """Returns the step time divided by its floor, or None if either is unknown.
-
-    The floor is the longest of the resident step, the bytes of each direction at the measured bandwidth, and the update
-    on the host. That update's time is the planned one: the measured one shares the host's memory with copies. For a
-    plan, and for a run without a resident run, the floor is the planned one.
-    """
-    own = row.mean("perf/step_ms")
-    resident = row.reference.mean("perf/step_ms") if row.reference and not row.planned else None
-    floor_ms = row.mean("perf/floor_ms") if resident is None else max([resident, *_copies_ms(row), *_update_ms(row)])
+    own, floor_ms = row.mean("perf/step_ms"), row.mean("perf/floor_ms")
     return own / floor_ms if own is not None and floor_ms else None
 
 
-def _copies_ms(row: Row) -> list[float]:
-    # A run on the CPU has no bus: it counts the bytes that a GPU would move.
-    hardware = next((run.hardware for run in row.measured if "gpu_name" in run.hardware), {})
-    times_ms = []
-    for way in ("h2d", "d2h"):
-        size_gib, gb_s = row.mean(f"transfer/{way}_gib"), hardware.get(f"{way}_gb_s")
-        if size_gib is not None and gb_s:
-            times_ms.append(size_gib * GIB / (gb_s * 1e6))
-    return times_ms
-
-
-def _update_ms(row: Row) -> list[float]:
-    return [run.floors_ms[HOST_OPTIMIZER] for run in row.measured if HOST_OPTIMIZER in run.floors_ms]
-
-
-def losses(records: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
-    """Returns step and loss of the logged steps that have a loss."""
-    complete = (record for record in records if {"train/step", "train/loss"} <= record.keys())
-    return [(record["train/step"], record["train/loss"]) for record in complete]
+def losses(records: Sequence[dict[str, Any]], key: str = "train/loss") -> list[tuple[int, float]]:
+    """Returns step and loss of the logged steps that have a loss under `key`."""
+    complete = (record for record in records if {"train/step", key} <= record.keys())
+    return [(record["train/step"], record[key]) for record in complete]
 
 
 def _relative(value: float, expected: float) -> float:

@@ -1,22 +1,22 @@
-"""Reads runs from their directories: settings, status, metrics and hardware."""
+"""Reads runs from their directories: settings, status, metrics and hardware.
+
+A directory may hold anything. What is wrong with it becomes the reason in its own row, and never stops the others.
+"""
 
 import fcntl
-import json
-import math
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from training.errors import UserError
 from training.metrics.files import is_number, read_metrics, read_summary
 from training.metrics.names import PLANNED
 from training.metrics.run_summary import summarise
+from training.runs.bounded_files import MissingError, UnreadableError, opened, read_json, read_yaml
 from training.runs.files import (
     CHOICES_FILE,
     CONFIG_FILE,
@@ -26,17 +26,23 @@ from training.runs.files import (
     PLAN_FILE,
     SUMMARY_FILE,
 )
-
-# The name of the host's update among the floors of a plan.
-HOST_OPTIMIZER = "host optimizer"
+from training.visible_text import shortened
 
 STATUS_WORDS = {"out_of_memory": "out of memory"}
 # The statuses of runs that did what they were asked to do, so that their metrics can be compared.
 FINISHED = ("ok", "stopped", "planned", "does not fit")
 PLANS = ("planned", "does not fit")
+# An option that was not chosen.
+NONE = ("null", "")
 
-# The parser in C is ten times as fast as the one in Python.
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# Folders inside each other; runs and sweeps take four.
+DEEPEST = 64
+# Settings of a run; more would take hours to compare with those of others.
+MOST_SETTINGS = 1000
+# Bytes of a memory; a larger number is none.
+MOST_BYTES = 2**60
+# Characters of a text in a file of a run.
+LONGEST_WORD, LONGEST_FACT, LONGEST_REASON = 40, 100, 1000
 
 
 @dataclass(frozen=True)
@@ -45,21 +51,27 @@ class Run:
 
     directory: Path
     config: dict[str, Any]
-    """the nested configuration; empty if the run ended before it wrote one"""
+    """the nested configuration, every value as text; empty if the run ended before it wrote one"""
     choices: dict[str, str]
     """the option chosen of each configuration group; empty if the run did not record them"""
     status: str
-    """ok, stopped, planned, does not fit (a plan), out of memory, failed, interrupted, killed or running"""
+    """ok, stopped, planned, does not fit (a plan), refused, out of memory, failed, interrupted, killed or running"""
     reason: str
-    """why the run ended as it did, in one line; empty for a run that ended normally"""
+    """why the run ended as it did, and what is wrong with its files; empty for a run that ended normally"""
     summary: dict[str, Any]
     """metrics by the names of `training.metrics.names`; of a run without a summary, those of its logged steps"""
     records: list[dict[str, Any]]
     """the logged steps"""
-    hardware: dict[str, Any]
-    """of its machine: `device`, `gpu_name`, and the bandwidths `h2d_gb_s` and `d2h_gb_s`, as far as they are known"""
-    floors_ms: dict[str, float]
-    """planned times of compute, of the copies each way and of the host's update, each alone; empty without a plan"""
+    hardware: dict[str, str]
+    """of its machine: `device` and `gpu_name`, as far as they are known"""
+    origin: dict[str, str] = field(default_factory=dict)
+    """`machine`, `torch`, `commit` and `date`, as far as they are known"""
+    command: str = ""
+    """the command line of a run that recorded its overrides"""
+    misfits: tuple[str, ...] = ()
+    """of a plan: which memory does not suffice, `device` or `host` or both"""
+    budget_gib: dict[str, float] = field(default_factory=dict)
+    """of a plan: what it was to fit in, by `device` and `host`"""
 
     @property
     def finished(self) -> bool:
@@ -90,82 +102,112 @@ class Run:
 def find_runs(directories: Sequence[Path]) -> list[Run]:
     """Returns the runs in and below `directories`, each once, in the order of their numbered or dated names.
 
+    A folder that cannot be looked into is a failed run, whose reason says why.
+
     Raises:
-        UserError: a directory does not exist or cannot be read, or none of them holds a run.
+        UserError: a directory does not exist, or there is no run in any of them.
     """
-    found: dict[Path, Run] = {}
+    found: dict[str, Run] = {}
+    unreadable = []
     for directory in directories:
         if not directory.is_dir():
             raise UserError(f"{directory}: no such directory; name the directory of a run or of a sweep")
-        try:
-            for path in _run_directories(directory):
-                if path.resolve() not in found:
-                    found[path.resolve()] = read_run(path)
-        except OSError as error:
-            path = error.filename or directory
-            raise UserError(f"{path}: it cannot be read ({error.strerror}); name directories of runs only") from None
+        for path, damage in _run_directories(directory):
+            place = os.path.realpath(path)
+            if place not in found:
+                found[place] = _unread(path, damage) if damage else read_run(path)
+                unreadable += [f"{path}: {damage}"] if damage else []
     if not found:
         names = ", ".join(map(str, directories))
         raise UserError(f"{names}: no run in here; name directories that train.py wrote, as outputs or multirun")
+    if len(unreadable) == len(found):
+        raise UserError(f"{unreadable[0]}; name directories of runs only")
     return list(found.values())
 
 
 def read_run(directory: Path) -> Run:
     """Reads the run in `directory`; a missing or damaged file shows in its status and reason and raises no error."""
-    config = _read_yaml(directory / CONFIG_FILE)
-    choices = _read_yaml(directory / CHOICES_FILE).get("choices")
+    damage: list[str] = []
+    config = _read(read_yaml, directory / CONFIG_FILE, damage)
+    if (count := _settings(config)) > MOST_SETTINGS:
+        config = {}
+        damage.append(f"{directory / CONFIG_FILE}: it has {count} settings, and a run has at most {MOST_SETTINGS}")
+    recorded = _read(read_yaml, directory / CHOICES_FILE, damage)
+    choices = recorded.get("choices")
     choices = choices if isinstance(choices, dict) else {}
-    records, damage = _records(directory)
-    plan = _read_json(directory / PLAN_FILE)
-    status, reason, metrics = _outcome(directory)
-    if status == "planned" and _misses_a_budget(plan):
+    plan = _read(read_json, directory / PLAN_FILE, damage)
+    hardware = _read(read_json, directory / HARDWARE_FILE, damage)
+    status, reason, metrics = _outcome(directory, damage)
+    misfits = tuple(_by_memory(plan, "fits", lambda fits: fits is False)) if status == "planned" else ()
+    if misfits:
         status = "does not fit"
-    if damage:
-        status, reason = "failed", damage
+    records, unreadable = _records(directory)
+    if unreadable:
+        status, reason = "failed", unreadable
     if steps := [record for record in records if "train/step" in record]:
-        warmup_steps = config.get("warmup_steps")
-        warmup_steps = warmup_steps if isinstance(warmup_steps, int) else 0
+        warmup_steps = str(config.get("warmup_steps"))
+        warmup_steps = int(warmup_steps) if re.fullmatch(r"\d{1,18}", warmup_steps) else 0
         metrics = summarise(steps, warmup_steps=warmup_steps, total_steps=steps[-1]["train/step"]) | metrics
     return Run(
         directory=directory,
         config=config,
-        choices={str(group): option for group, option in choices.items() if isinstance(option, str)},
-        status=STATUS_WORDS.get(status, status),
-        reason=reason,
+        choices={group: option for group, option in choices.items() if isinstance(option, str) and option not in NONE},
+        status=shortened(STATUS_WORDS.get(status, status), LONGEST_WORD),
+        reason=shortened("; ".join(filter(None, (reason, *damage))), LONGEST_REASON),
         summary=metrics,
         records=records,
-        hardware=_hardware(_read_json(directory / HARDWARE_FILE)),
-        floors_ms=_floors_ms(plan),
+        hardware={key: hardware[key] for key in ("device", "gpu_name") if isinstance(hardware.get(key), str)},
+        origin=_origin(hardware, plan),
+        command=_command(recorded.get("overrides")),
+        misfits=misfits,
+        budget_gib={kind: nbytes / 2**30 for kind, nbytes in _by_memory(plan, "budget_bytes", _is_size).items()},
     )
 
 
-def _run_directories(directory: Path) -> Iterator[Path]:
-    if _is_run(directory):
-        yield directory
-        return
-    inside = [path for path in directory.iterdir() if path.is_dir() and not path.is_symlink()]
-    for path in sorted(inside, key=_natural):
-        if not path.name.startswith("."):
-            yield from _run_directories(path)
+def _unread(directory: Path, reason: str) -> Run:
+    return Run(directory, {}, {}, "failed", reason, {}, [], {})
+
+
+def _run_directories(directory: Path) -> Iterator[tuple[Path, str]]:
+    """Yields the directories of runs, and those that cannot be looked into, with the reason; it is empty for a run."""
+    # Not recursive: a tree may be deeper than Python's stack.
+    waiting = [(directory, 1)]
+    while waiting:
+        path, depth = waiting.pop()
+        if _is_run(path):
+            yield path, ""
+        elif depth > DEEPEST:
+            yield path, f"it is the {depth}th folder inside another, and no run is so deep"
+        else:
+            try:
+                with os.scandir(path) as entries:
+                    inside = [Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False)]
+            except OSError as error:
+                yield path, f"it cannot be read ({error.strerror})"
+                continue
+            visible_ones = [child for child in inside if not child.name.startswith(".")]
+            waiting += [(child, depth + 1) for child in sorted(visible_ones, key=_natural, reverse=True)]
 
 
 def _is_run(directory: Path) -> bool:
-    if any((directory / name).is_file() for name in (SUMMARY_FILE, METRICS_FILE, CHOICES_FILE)):
+    # Whatever has the name of such a file: if it is something else, the row says so.
+    if any(os.path.lexists(directory / name) for name in (SUMMARY_FILE, METRICS_FILE, CHOICES_FILE)):
         return True
     # Directories of other programs may hold a config.yaml too, but no lock file.
-    return (directory / CONFIG_FILE).is_file() and (directory / LOCK_FILE).is_file()
+    return os.path.lexists(directory / CONFIG_FILE) and os.path.lexists(directory / LOCK_FILE)
 
 
 def _natural(path: Path) -> list[tuple[int, int, str]]:
     """Returns a sort key that puts job 10 after job 9."""
     parts = re.split(r"(\d+)", path.name)
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts if part]
+    # Not isdigit: a superscript is a digit, and int refuses it.
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts if part]
 
 
-def _outcome(directory: Path) -> tuple[str, str, dict[str, Any]]:
+def _outcome(directory: Path, damage: list[str]) -> tuple[str, str, dict[str, Any]]:
     """Returns status, reason and metrics. A run without a summary is still running or was killed."""
-    if not (directory / SUMMARY_FILE).exists():
-        if _is_locked(directory / LOCK_FILE):
+    if not os.path.lexists(directory / SUMMARY_FILE):
+        if _is_locked(directory / LOCK_FILE, damage):
             return "running", "", {}
         return "killed", f"it left no {SUMMARY_FILE}", {}
     try:
@@ -180,7 +222,7 @@ def _outcome(directory: Path) -> tuple[str, str, dict[str, Any]]:
 
 def _records(directory: Path) -> tuple[list[dict[str, Any]], str]:
     """Returns the logged steps, and why their file cannot be read; that is empty if it can be read."""
-    if not (directory / METRICS_FILE).exists():
+    if not os.path.lexists(directory / METRICS_FILE):
         return [], ""
     try:
         return read_metrics(directory), ""
@@ -188,48 +230,61 @@ def _records(directory: Path) -> tuple[list[dict[str, Any]], str]:
         return [], str(error)
 
 
-def _hardware(facts: dict[str, Any]) -> dict[str, Any]:
-    names = {key: facts[key] for key in ("device", "gpu_name") if isinstance(facts.get(key), str)}
-    return names | {key: facts[key] for key in ("h2d_gb_s", "d2h_gb_s") if _is_quantity(facts.get(key))}
+def _origin(hardware: dict[str, Any], plan: dict[str, Any]) -> dict[str, str]:
+    """Returns the machine and the versions that a run recorded; a plan is made for a machine, not on it."""
+    planned_for = plan.get("hardware")
+    name = planned_for.get("name") if isinstance(planned_for, dict) else None
+    facts = plan | hardware
+    facts["machine"] = hardware.get("gpu_name") or hardware.get("cpu_name") or name
+    known = {key: facts.get(key) for key in ("machine", "torch", "commit", "date")}
+    return {key: shortened(fact, LONGEST_FACT) for key, fact in known.items() if isinstance(fact, str)}
 
 
-def _floors_ms(plan: dict[str, Any]) -> dict[str, float]:
-    floors_ms = plan.get("floors_ms")
-    return {name: ms for name, ms in floors_ms.items() if _is_quantity(ms)} if isinstance(floors_ms, dict) else {}
+def _by_memory(plan: dict[str, Any], key: str, wanted: Callable[[Any], bool]) -> dict[str, Any]:
+    """Returns the `wanted` values under `key` of a plan by memory, `device` or `host`."""
+    values = plan.get(key)
+    values = values if isinstance(values, dict) else {}
+    names = {"vram_budget": "device", "host_budget": "host"}
+    return {kind: values[budget] for budget, kind in names.items() if wanted(values.get(budget))}
 
 
-def _misses_a_budget(plan: dict[str, Any]) -> bool:
-    fits = plan.get("fits")
-    return isinstance(fits, dict) and any(within is False for within in fits.values())
+def _is_size(value: Any) -> bool:
+    return is_number(value) and 0 < value < MOST_BYTES
 
 
-def _is_quantity(value: Any) -> bool:
-    return is_number(value) and 0 <= value < math.inf
+def _command(overrides: Any) -> str:
+    """Returns the command line of a run; empty if the run did not record its overrides."""
+    if not isinstance(overrides, list) or not all(isinstance(override, str) for override in overrides):
+        return ""
+    return shortened(shlex.join(["python", "train.py", *overrides]), LONGEST_REASON)
 
 
-def _is_locked(path: Path) -> bool:
+def _is_locked(path: Path, damage: list[str]) -> bool:
     """Returns True if another process holds a lock on the file; the system releases it when that process ends."""
-    with suppress(FileNotFoundError, PermissionError):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
+    try:
+        with opened(path) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+    except MissingError:
+        pass
+    except (OSError, UnreadableError) as error:
+        damage.append(f"{path}: {error}")
     return False
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    # ValueError: a date in YAML that does not exist.
-    with suppress(OSError, yaml.YAMLError, ValueError, RecursionError):
-        content = yaml.load(path.read_text(), Loader=_Loader)
-        return content if isinstance(content, dict) else {}
-    return {}
+def _settings(config: dict[str, Any]) -> int:
+    """Counts the values of a nested configuration."""
+    return sum(_settings(value) if isinstance(value, dict) else 1 for value in config.values())
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError, RecursionError):
-        content = json.loads(path.read_text())
-        return content if isinstance(content, dict) else {}
-    return {}
+def _read(read: Callable[[Path], dict[str, Any]], path: Path, damage: list[str]) -> dict[str, Any]:
+    """Reads a file that describes a run; if that fails, appends the reason to `damage` and returns an empty dict."""
+    try:
+        return read(path)
+    except MissingError:
+        return {}
+    except UnreadableError as error:
+        damage.append(f"{path}: {error}")
+        return {}

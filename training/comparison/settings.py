@@ -5,13 +5,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from training.comparison.runs import Run
+from training.visible_text import shortened
 
 Settings = dict[str, Any]
+"""every value as text, or a list of texts"""
 
-# Keys in which runs of one row may differ: where they are recorded, and the seed that rows average over.
-REPEATS = ("seed", "tracking", "resume")
+# Keys in which runs of one row may differ: the seed that rows average over, and how they were started and recorded.
+REPEATS = ("seed", "tracking", "resume", "force")
 # Keys in which a run may differ from its reference, besides the mode.
-INCIDENTAL = ("log_every", "trace", "trace_step", "checkpoint", "vram_budget", "host_budget")
+INCIDENTAL = ("log_every", "eval.every", "sample", "trace", "trace_step", "checkpoint", "vram_budget", "host_budget")
 # Keys of where and how the optimizer computes, which leave its update rule the same.
 PLACEMENT = (
     "optimizer._target_",
@@ -20,7 +22,12 @@ PLACEMENT = (
     "optimizer.threads",
     "optimizer.compile",
 )
+# Keys whose value may be auto. A run writes down what it took; one that was refused before that has auto there still.
+SETTLED = ("precision", "microbatches", "offload.resident", "offload.weights.resident")
+AUTO = "auto"
 ABSENT = object()
+# Characters of a run's name; a value may be a text of any length.
+LONGEST_NAME = 300
 
 
 def all_settings(runs: Sequence[Run]) -> list[Settings]:
@@ -69,7 +76,8 @@ def name_runs(runs: Sequence[Run], values: Sequence[Settings]) -> list[str]:
     for index, run in enumerate(runs):
         knobs, others = _differing_keys(index, values, options)
         mode = [options[index]["offload"]] if "offload" in options[index] else []
-        names.append(" ".join([*mode, *knobs, *_differing_options(index, options), *others]) or run.directory.name)
+        name = " ".join([*mode, *knobs, *_differing_options(index, options), *others]) or run.directory.name
+        names.append(shortened(name, LONGEST_NAME))
     counts = Counter(names)
     return [f"{name} ({run.directory})" if counts[name] > 1 else name for name, run in zip(names, runs, strict=True)]
 
@@ -78,16 +86,13 @@ def in_common(runs: Sequence[Run], values: Sequence[Settings]) -> list[str]:
     """Returns GROUP=OPTION and KEY=VALUE of the options and top-level keys that are the same in all `runs`."""
     options = _shared([_options(run, own) for run, own in zip(runs, values, strict=True)])
     shared = [f"{group}={option}" for group, option in options.items() if group != "offload"]
-    return shared + [f"{key}={format_value(value)}" for key, value in _shared(values).items() if _is_top(key, options)]
+    shared += [f"{key}={format_value(value)}" for key, value in _shared(values).items() if _is_top(key, options)]
+    return [shortened(text, LONGEST_NAME) for text in shared]
 
 
 def format_value(value: Any) -> str:
     """Returns a value in the form that the command line takes."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{','.join(map(format_value, value))}]"
-    return "null" if value is None else str(value)
+    return f"[{','.join(map(format_value, value))}]" if isinstance(value, list) else str(value)
 
 
 def _settings(run: Run) -> Settings:
@@ -122,7 +127,7 @@ def _recomputes(values: Settings) -> bool:
 
 
 def _recomputes_itself(values: Settings) -> bool:
-    return any(key.startswith("offload.") and key.endswith(".checkpoint") and values[key] is True for key in values)
+    return any(key.startswith("offload.") and key.endswith(".checkpoint") and values[key] == "true" for key in values)
 
 
 def _options(run: Run, values: Settings) -> dict[str, str]:
@@ -148,8 +153,14 @@ def _differing_options(index: int, options: Sequence[dict[str, str]]) -> list[st
         for place, option in own.items()
         if place != "offload"
         and option != "none"
-        and any(other.get(place, option) != option for other in options if _same_options(place, own, other))
+        and any(other.get(place, option) != option for other in options if _comparable(place, own, other))
     ]
+
+
+def _comparable(place: str, own: dict[str, str], other: dict[str, str]) -> bool:
+    # The optimizer follows the mode.
+    follows = place == "optimizer" and own.get("offload") != other.get("offload")
+    return not follows and _same_options(place, own, other)
 
 
 def _differing_keys(
@@ -163,7 +174,8 @@ def _differing_keys(
             continue
         peers = [other for other, chosen in zip(values, options, strict=True) if _same_options(key, own, chosen)]
         # A key that only some runs have comes from another version of the program, not from another experiment.
-        if any(other.get(key, value) != value for other in peers):
+        same = (value, AUTO) if key in SETTLED else (value,)
+        if not (key in SETTLED and value == AUTO) and any(other.get(key, value) not in same for other in peers):
             (knobs if key.startswith("offload.") else others).append(f"{_short(key)}={format_value(value)}")
     return knobs, others
 

@@ -8,14 +8,17 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TextIO
 
-from training.comparison.columns import COLUMNS, MISSING, NOTE, curve_text
+from training.comparison.columns import COLUMNS, MISSING, NOTE, Column, curve_text
 from training.comparison.rows import Row
+from training.visible_text import visible
 
 COMPARED_WITH = "compared with"
 # Columns of words instead of numbers.
 WORDS = ("curve", COMPARED_WITH, "seeds", "status")
 # The characters that Markdown gives a meaning; an underscore within a word has none.
 MARKUP = re.compile(r"[\\`*|~]|(?<![^\W_])_|_(?![^\W_])|(?<=\])\(")
+# With these a spreadsheet begins a formula, in some languages with the wide forms too; `visible` leaves no line break.
+FORMULA_STARTS = "=+-@\uff1d\uff0b\uff0d\uff20"
 # Width of lines, in characters, if the output is not a terminal.
 PLAIN_WIDTH = 160
 # Characters between two columns.
@@ -23,17 +26,26 @@ PADDING = 2
 
 
 def cells(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """Returns each row's texts for people, by the titles of their columns.
+    """Returns each row's texts for people, by the titles of their columns, as `visible` makes them.
 
-    If there are several resident runs, one column names the run that each row is compared with.
+    Columns that are zero or unknown in every row are left out. If there are several resident runs, one column names
+    the run that each row is compared with.
     """
     several = len({id(row.reference) for row in rows if row.reference}) > 1
+    columns = [column for column in COLUMNS if any(is_measured(column, row) for row in rows)]
     texts = []
     for row in rows:
-        values = {column.title: column.text(row) for column in COLUMNS} | {"curve": curve_text(row)}
+        values = {column.title: column.text(row) for column in columns} | {"curve": curve_text(row)}
         reference = {COMPARED_WITH: row.reference.name if row.reference else MISSING} if several else {}
-        texts.append(values | reference | {"seeds": row.seeds or MISSING, "status": row.status})
+        values |= reference | {"seeds": row.seeds or MISSING, "status": row.status}
+        texts.append({title: visible(text) for title, text in values.items()})
     return texts
+
+
+def is_measured(column: Column, row: Row) -> bool:
+    """Tells whether `row` has a value in `column` that is not zero."""
+    statistic = column.statistic(row)
+    return statistic is not None and statistic.mean != 0
 
 
 def print_tables(rows: Sequence[Row], title: str, *, stream: TextIO | None = None, width: int | None = None) -> None:
@@ -52,18 +64,19 @@ def print_tables(rows: Sequence[Row], title: str, *, stream: TextIO | None = Non
         console.width = PLAIN_WIDTH
     texts = cells(rows)
     widths = {column: max(_header_width(column), *(len(text[column]) for text in texts)) for column in texts[0]}
-    name_width = min(max(len(row.name) for row in rows), console.width // 3)
+    names = [visible(row.name) for row in rows]
+    name_width = min(max(map(len, names)), console.width // 3)
     if COMPARED_WITH in widths:
         widths[COMPARED_WITH] = min(widths[COMPARED_WITH], max(name_width, _header_width(COMPARED_WITH)))
-    console.print(title, style="bold", soft_wrap=True)
+    console.print(visible(title), style="bold", soft_wrap=True)
     for columns in _parts(widths, console.width - name_width - PADDING):
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
         table.add_column("", style="cyan", width=name_width, overflow="fold")
         for column in columns:
             justify = "left" if column in WORDS else "right"
             table.add_column(column, justify=justify, width=widths[column], overflow="fold")
-        for row, text in zip(rows, texts, strict=True):
-            table.add_row(row.name, *(text[column] for column in columns))
+        for name, text in zip(names, texts, strict=True):
+            table.add_row(name, *(text[column] for column in columns))
         console.print(table)
         console.print()
     for line in explanations(rows):
@@ -71,14 +84,14 @@ def print_tables(rows: Sequence[Row], title: str, *, stream: TextIO | None = Non
 
 
 def explanations(rows: Sequence[Row]) -> list[str]:
-    """Returns a line for each reason why a run did not finish."""
-    return [f"{row.name}: {row.status}: {reason}" for row in rows for reason in row.reasons]
+    """Returns a line for each reason why a run did not finish, and for what is wrong with the files of a run."""
+    return [visible(f"{row.name}: {row.status}: {reason}") for row in rows for reason in row.reasons]
 
 
 def to_csv(rows: Sequence[Row]) -> str:
     """Returns one line of plain numbers for each row; a cell is empty if nothing was measured.
 
-    Text that a spreadsheet would run as a formula gets an apostrophe in front.
+    Text that a spreadsheet would run as a formula gets an apostrophe in front, and no text has a line break.
     """
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
@@ -145,13 +158,14 @@ def _markdown_line(texts: Iterable[str]) -> str:
 
 def _markdown(text: str) -> str:
     """Escapes the text, so that Markdown shows it as it is: no cell ends, emphasis, code, links or tags in it."""
-    escaped = MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
+    escaped = MARKUP.sub(r"\\\g<0>", visible(" ".join(text.split())))
     return escaped.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def _csv_text(text: str | None) -> str | None:
     """Returns text that a spreadsheet shows as text, also if it begins like a formula."""
-    if not text or text[0] not in "=+-@\t\r":
+    text = text and visible(text)
+    if not text or text[0] not in FORMULA_STARTS:
         return text
     with suppress(ValueError):
         float(text)

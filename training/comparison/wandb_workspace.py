@@ -25,6 +25,7 @@ COLUMNS = (
     "summary:memory/host_pinned_gib",
     "summary:transfer/stall_ms",
     "summary:train/final_loss",
+    "summary:eval/final_loss",
     "summary:reason",
 )
 # Charts with one bar for each mode: title, metric, unit.
@@ -38,6 +39,7 @@ BARS = (
 )
 # Charts with one line for each mode over the steps: title, metrics, unit.
 CURVES = (
+    ("Held-out loss", ("eval/loss",), "nats/token"),
     ("Gradient norm", ("train/grad_norm",), ""),
     ("Step time", ("perf/step_ms",), "ms"),
     ("Copied in", ("transfer/h2d_gib",), "GiB a step"),

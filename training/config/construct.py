@@ -14,9 +14,10 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from offload.modes.mode import Mode
-from offload.runtime.errors import KnobError
+from offload import KnobError, Mode
 from training.errors import UserError
+
+AUTO = "auto"
 
 
 @contextmanager
@@ -48,5 +49,8 @@ def check_optimizer(config: DictConfig) -> None:
 def _construct(config: DictConfig, key: str, **given: Any) -> Any:
     values = OmegaConf.to_container(config, resolve=True)
     knobs = {name: value for name, value in values.items() if not name.startswith("_")}
+    if knobs.get("resident") == AUTO:
+        # Until `training.planning.budget` chooses.
+        knobs["resident"] = 0
     with keys_under(key):
         return get_class(config._target_)(**knobs | given)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
-from offload.runtime.knobs import explanations
+from offload import explanations
 from training.config.modes import mode_options
 from training.config.schema import SCHEMAS
 

@@ -17,9 +17,9 @@ from typing import Any, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from hydra.utils import get_class
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
-from offload.optimizer.adamw import HostAdamW
+from offload import HostAdamW
 from training.config.modes import mode_options
 from training.optim import AdamW
 
@@ -30,8 +30,12 @@ def number(at_least: float | None = None, above: float | None = None, at_most: f
 
 
 class Precision(StrEnum):
-    """bf16: weights and compute in bfloat16, with float32 master weights in the optimizer. fp32: all in float32."""
+    """bf16: weights and compute in bfloat16, with float32 master weights in the optimizer. fp32: all in float32.
 
+    auto: bf16 on a GPU that computes in it, else fp32.
+    """
+
+    auto = "auto"
     bf16 = "bf16"
     fp32 = "fp32"
 
@@ -112,6 +116,7 @@ class Text(Built):
 
     tokenizer: str | None = MISSING
     max_tokens: int | None = number(at_least=1)
+    eval_share: float = number(at_least=0, at_most=0.5)
 
 
 @dataclass
@@ -136,6 +141,7 @@ class HubText(Text):
     text_column: str = MISSING
     revision: str | None = MISSING
     shuffle_buffer: int = number(at_least=1)
+    eval_split: str | None = MISSING
 
 
 @dataclass
@@ -182,11 +188,30 @@ class Tracking:
 
 @dataclass
 class Checkpointing:
-    """When a run saves itself. `on_signal` null: on signals too, where `every` is set."""
+    """When a run saves itself. `on_signal` null: on a signal too, if `every` is set or a minute of training is done."""
 
     every: int | None = number(at_least=1)
     keep: int = number(at_least=1)
     on_signal: bool | None = MISSING
+
+
+@dataclass
+class Evaluating:
+    """When a run evaluates, and on how many batches of the held-out split. `every` null: never."""
+
+    every: int | None = number(at_least=1)
+    batches: int = number(at_least=1)
+
+
+@dataclass
+class Sampling:
+    """When a run generates text, and how. `every` null: never. `temperature` 0: the likeliest token each time."""
+
+    every: int | None = number(at_least=1)
+    prompt: str = MISSING
+    tokens: int = number(at_least=1, at_most=10_000)
+    temperature: float = number(at_least=0)
+    top_p: float = number(above=0, at_most=1)
 
 
 @dataclass
@@ -219,10 +244,12 @@ class TrainConfig:
     tracking: Any = MISSING
     hardware: Any = MISSING
     plan: bool = MISSING
+    force: bool = MISSING
     seed: int = number(at_least=0, at_most=2**64 - 1)
-    steps: int = number(at_least=1)
+    steps: int | None = number(at_least=1)
+    epochs: float | None = number(above=0, at_most=1_000_000)
     batch_size: int = number(at_least=1, at_most=1_000_000)
-    microbatches: int = number(at_least=1)
+    microbatches: int | str = MISSING
     seq_len: int = number(at_least=1)
     device: str = MISSING
     precision: Precision = MISSING
@@ -234,6 +261,8 @@ class TrainConfig:
     log_every: int = number(at_least=1)
     trace: bool = MISSING
     trace_step: int | None = number(at_least=1)
+    eval: Evaluating = field(default_factory=Evaluating)
+    sample: Sampling = field(default_factory=Sampling)
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
     resume: str | None = MISSING
 
@@ -252,7 +281,11 @@ SCHEMAS = {
 
 
 def register() -> None:
-    """Stores the dataclasses under the group `schema`, where the defaults lists of conf/ find them."""
+    """Stores the dataclasses under the group `schema`, where the defaults lists of conf/ find them.
+
+    Makes `${unless:OTHER,VALUE}` known to OmegaConf: the value, or null where the other one is given.
+    """
+    OmegaConf.register_new_resolver("unless", lambda other, value: value if other is None else None, replace=True)
     store = ConfigStore.instance()
     store.store(group="schema", name="train", node=TrainConfig)
     for group, options in SCHEMAS.items():

@@ -1,16 +1,53 @@
 """The message about a key that does not exist."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from difflib import get_close_matches
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
 
 
-def unknown_key(key: str, known: Iterable[str]) -> str:
-    """Returns one line about a key that does not exist: the one probably meant, and those that exist beside it."""
+def unknown_key(key: str, known: Iterable[str] | Mapping[str, Any]) -> str:
+    """Returns one line about a key that does not exist: those probably meant, and those that exist beside it.
+
+    `known` are the names beside it. If they are a node of the configuration, a key of that name further down in it is
+    probably meant too. Where another option of the group has the key, these options are named.
+    """
     parent, _, name = key.rpartition(".")
     prefix = f"{parent}." if parent else ""
+    further = [f"{prefix}{path}" for path in _paths(known) if path.rpartition(".")[2] == name]
     known = sorted(name for name in known if not name.startswith("_") and name != "hydra")
-    close = get_close_matches(name, known, n=1)
-    meant = f" Did you mean {prefix}{close[0]}?" if close else ""
+    close = [f"{prefix}{match}" for match in get_close_matches(name, known, n=1)]
+    meant = f" Did you mean {' or '.join(close + further)}?" if close + further else ""
     where = f"{parent}, as chosen," if parent else "the top level"
     there = f"Keys that {where} has: {', '.join(known)}" if known else f"{where} has no keys"
-    return f"{key}: unknown key.{meant} {there}"
+    return f"{key}: unknown key.{meant}{_other_options(parent, name)} {there}"
+
+
+def _paths(node: Any, prefix: str = "") -> Iterator[str]:
+    """Yields the dotted paths of all keys below the keys of `node`; nothing if it is no node of a configuration."""
+    if not isinstance(node, DictConfig):
+        return
+    for name in node:
+        if name == "hydra" or OmegaConf.is_missing(node, name) or not OmegaConf.is_dict(node._get_node(name)):
+            continue
+        for below in node[name]:
+            yield f"{prefix}{name}.{below}"
+        yield from _paths(node[name], f"{prefix}{name}.")
+
+
+def _other_options(parent: str, name: str) -> str:
+    """Returns which options of the group `parent` have the key `name`, as part of the message."""
+    # Not at the top: it imports torch, which takes seconds, and jobs that end early do without.
+    from training.config.schema import SCHEMAS
+
+    group = parent.partition(".")[0]
+    # The modes of the weights are the options of their group too.
+    if parent not in SCHEMAS and not parent.endswith(".weights"):
+        return ""
+    options = [
+        option for option, schema in SCHEMAS.get(group, {}).items() if name in {entry.name for entry in fields(schema)}
+    ]
+    choice = group if parent == group else f"{group}@{parent}"
+    return f" Options that have it: {choice}={' or '.join(options)}." if options else ""

@@ -1,5 +1,6 @@
 """Checks what the types of the configuration cannot express: unknown keys, keys without a value, ranges, rules."""
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -7,13 +8,13 @@ from dataclasses import fields
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from offload.runtime.byte_sizes import parse_bytes
-from offload.runtime.errors import KnobError
-from offload.runtime.knobs import in_range
-from training.config.construct import check_optimizer, make_mode
+from offload import KnobError, in_range, parse_bytes
+from training.config.construct import AUTO, check_optimizer, make_mode
 from training.config.schema import SCHEMAS, Llama, TextFiles
 from training.config.unknown_keys import unknown_key
 from training.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 
 def check(config: DictConfig) -> None:
@@ -88,10 +89,11 @@ def _check_ranges(prefix: str, node: DictConfig) -> None:
 
 
 def _check_rules(config: DictConfig) -> None:
-    if config.microbatches > config.batch_size:
+    parts = config.microbatches
+    if parts != AUTO and not (isinstance(parts, int) and 1 <= parts <= config.batch_size):
         raise UserError(
-            f"microbatches={config.microbatches}: must be between 1 and batch_size={config.batch_size},"
-            " the sequences that it divides"
+            f"microbatches={parts}: must be between 1 and batch_size={config.batch_size}, the sequences that it"
+            " divides, or auto"
         )
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
         raise UserError(f"device={config.device}: must be auto, cuda, cuda:N (N counts from 0) or cpu")
@@ -99,14 +101,31 @@ def _check_rules(config: DictConfig) -> None:
         _check_bytes("vram_budget", config.vram_budget, "null for all of the GPU's memory")
     if config.host_budget is not None:
         _check_bytes("host_budget", config.host_budget, "null for all of the host's memory")
-    if config.trace_step is not None and config.trace_step > config.steps:
-        raise UserError(f"trace_step={config.trace_step}: must be between 1 and steps={config.steps}")
+    if config.steps is None and config.epochs is None:
+        raise UserError("steps=null: give steps=N, or epochs=N for passes over the dataset")
+    if config.steps is not None and config.epochs is not None:
+        raise UserError(f"steps={config.steps} epochs={config.epochs:g}: give one of them, and the other as null")
+    if config.steps is not None:
+        check_steps(config)
     _check_schedule(config)
     rules = {Llama: _check_llama, TextFiles: _check_files}
     for prefix, node in _sections(config):
         for schema, rule in rules.items():
             if issubclass(OmegaConf.get_type(node), schema):
                 rule(prefix, node)
+
+
+def check_steps(config: DictConfig) -> None:
+    """Refuses other keys that lie beyond the last step; `steps` must be known. Raises UserError."""
+    if config.trace_step is not None and config.trace_step > config.steps:
+        raise UserError(f"trace_step={config.trace_step}: must be between 1 and steps={config.steps}")
+    if config.schedule.warmup >= config.steps:
+        # Not refused: a model option may bring a warm-up for longer runs.
+        logger.warning(
+            "schedule.warmup=%s is not below steps=%s: the learning rate does not reach optimizer.lr",
+            config.schedule.warmup,
+            config.steps,
+        )
 
 
 def _check_bytes(key: str, value: str | int, alternative: str = "") -> None:
@@ -141,7 +160,5 @@ def _check_files(prefix: str, dataset: DictConfig) -> None:
 
 def _check_schedule(config: DictConfig) -> None:
     schedule = config.schedule
-    if schedule.warmup >= config.steps:
-        raise UserError(f"schedule.warmup={schedule.warmup}: must be below steps={config.steps}")
     if "final" in schedule and schedule.final > 1:
         raise UserError(f"schedule.final={schedule.final}: a share of the learning rate, it must be at most 1")

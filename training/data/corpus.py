@@ -1,10 +1,6 @@
-"""Reads local corpora with the `datasets` library, as pairs (text, document_ends).
-
-`document_ends` is True for the last piece of a document.
-"""
+"""The sources of the standard library as a corpus, and what all readers of the `datasets` library share."""
 
 import glob
-import json
 import logging
 import os
 import sysconfig
@@ -15,11 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from training.errors import UserError, first_line
-from training.runs.paths import home_expanded
-
-BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-ROWS_PER_READ = 1000
+from training.errors import UserError
 
 # Tests contain broken sources on purpose and are mostly tables. The other folders are not part of the library.
 NOT_STDLIB_SOURCE = frozenset(
@@ -69,83 +61,6 @@ def read_stdlib(cache_dir: str | Path | None = None) -> Iterator[tuple[str, bool
                 yield row["text"], True
 
 
-def find_files(patterns: str | Sequence[str] | None) -> list[Path]:
-    """Resolves paths and glob patterns (`**` is recursive) to files: each file once, each pattern's matches sorted.
-
-    Raises:
-        UserError: no pattern is given, a pattern matches no file, a path is a folder, or BUILDERS lacks an extension.
-    """
-    patterns = [patterns] if isinstance(patterns, str) else list(patterns or [])
-    if not patterns or not all(patterns):
-        raise UserError("dataset.files is empty: give dataset.files=PATH (.txt, .jsonl, .json or .parquet)")
-    found: dict[Path, None] = {}
-    for pattern in patterns:
-        found.update(dict.fromkeys(_matching_files(pattern)))
-    return list(found)
-
-
-def _matching_files(pattern: str) -> list[Path]:
-    path = home_expanded("dataset.files", pattern)
-    if path.is_dir():
-        raise UserError(f"dataset.files={pattern} is a folder: name the files in it, as in '{path}/**/*.txt'")
-    if path.exists():
-        paths = [path]
-    elif glob.has_magic(pattern):
-        paths = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-        paths = [match for match in paths if match.is_file()]
-        if not paths:
-            raise UserError(f"dataset.files={pattern} matches no file (looked from {Path.cwd()})")
-    else:
-        raise UserError(f"dataset.files={pattern}: no such file (looked from {Path.cwd()})")
-    for path in paths:
-        if path.suffix.lower() not in BUILDERS:
-            raise UserError(f"dataset.files={path}: cannot read '{path.suffix}' files; give {', '.join(BUILDERS)}")
-    return [path.absolute() for path in paths]
-
-
-def read_files(
-    files: Sequence[Path], text_column: str, cache_dir: str | Path | None = None
-) -> Iterator[tuple[str, bool]]:
-    """Yields the documents of local files: a .txt file is one document, and so is each row of any other file.
-
-    Rows with an empty text are skipped. A .txt file is yielded in pieces of ROWS_PER_READ lines, so that a file of
-    any size fits in memory.
-
-    Raises:
-        UserError: a file cannot be read or does not have the format of its extension; or it has no column
-            `text_column`, or that column does not contain text.
-    """
-    with scratch_folder(cache_dir) as folder:
-        for file in files:
-            if file.stat().st_size == 0:
-                continue
-            is_plain = BUILDERS[file.suffix.lower()] == "text"
-            reader = _read_text(file, folder) if is_plain else _read_rows(file, text_column, folder)
-            try:
-                yield from reader
-            # Arrow, JSON and Unicode errors are all ValueErrors.
-            except (OSError, ValueError) as error:
-                reason = (isinstance(error, ValueError) and _broken_line(file)) or first_line(error)
-                raise UserError(f"dataset.files: cannot read {file}: {reason}; repair or remove this file") from error
-
-
-def _read_text(file: Path, folder: str) -> Iterator[tuple[str, bool]]:
-    for lines in _open_rows("text", [file], folder, keep_linebreaks=True).iter(batch_size=ROWS_PER_READ):
-        yield "".join(lines["text"]), False
-    yield "", True
-
-
-def _read_rows(file: Path, text_column: str, folder: str) -> Iterator[tuple[str, bool]]:
-    rows = _open_rows(BUILDERS[file.suffix.lower()], [file], folder)
-    if BUILDERS[file.suffix.lower()] == "parquet" and text_column in rows.column_names:
-        rows = _open_rows("parquet", [file], folder, columns=[text_column])  # reads only this column's pages
-    for columns in rows.iter(batch_size=ROWS_PER_READ):
-        check_column(text_column, columns, str(file))
-        for text in columns[text_column]:
-            if is_text(text, text_column, str(file)):
-                yield text, True
-
-
 def check_column(text_column: str, columns: Iterable[str], source: str) -> None:
     """Raises UserError if `source`, whose columns are `columns`, has no column `text_column`."""
     if text_column not in columns:
@@ -192,17 +107,3 @@ def _open_rows(builder: str, files: Sequence[Path], folder: str, **options: Any)
     return import_datasets().load_dataset(
         builder, data_files={"train": names}, split="train", streaming=True, cache_dir=folder, **options
     )
-
-
-def _broken_line(file: Path) -> str | None:
-    """Names the first line of a .jsonl file that is not JSON; Arrow counts rows from the start of its own block."""
-    if file.suffix.lower() != ".jsonl":
-        return None
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                if line.strip():
-                    json.loads(line)
-            except ValueError as error:
-                return f"line {number} is not JSON ({first_line(error)})"
-    return None

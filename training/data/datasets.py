@@ -7,6 +7,8 @@ Every dataset has:
   change it.
 * `vocab_size`: all token ids are below it. The model's vocabulary must be at least as large.
 * `num_blocks`: the sequences in one epoch; None where that is unknown or endless.
+* `eval_batches(count)`: up to `count` batches of the held-out split, the same at each call. No token of theirs is a
+  label in `batch`, however often or seldom the run evaluates. Empty if the split is too small for a sequence.
 * `tokens_sha256`, where all tokens are in memory: resuming compares it, to see whether the text has changed.
 
 `cache_dir` is a folder for files that the `datasets` library must write (for HubText, the repository's metadata);
@@ -19,13 +21,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from training.data.corpus import find_files, read_files, read_stdlib
+from training.data.corpus import read_stdlib
 from training.data.hub import HubText
+from training.data.local_files import find_files, read_files
 from training.data.packing import PackedTokens, concatenate, limit_tokens, random_words, tokenise
 from training.data.tokenizer import load_tokenizer
 from training.errors import UserError
 
 __all__ = ["HubText", "StdlibText", "SyntheticTokens", "TextFiles"]
+
+# In the key of random tokens: those of evaluation.
+EVALUATION = 1
 
 
 class StdlibText(PackedTokens):
@@ -36,6 +42,7 @@ class StdlibText(PackedTokens):
     Args:
         tokenizer: a Hugging Face tokenizers JSON file; None for bytes.
         max_tokens: the number of tokens to use, in the order of paths; None for all.
+        eval_share: the share of these tokens, the last ones, that is held out for evaluation.
 
     Raises:
         UserError: this Python has no source files, or `max_tokens` is below one block.
@@ -49,6 +56,7 @@ class StdlibText(PackedTokens):
         batch_size: int,
         tokenizer: str | None = None,
         max_tokens: int | None = None,
+        eval_share: float = 0.0,
         cache_dir: str | Path | None = None,
     ):
         encoder = load_tokenizer(tokenizer)
@@ -59,6 +67,7 @@ class StdlibText(PackedTokens):
             seed=seed,
             seq_len=seq_len,
             batch_size=batch_size,
+            eval_share=eval_share,
         )
 
 
@@ -70,6 +79,7 @@ class TextFiles(PackedTokens):
         text_column: the column that contains the text, in files with columns.
         tokenizer: a Hugging Face tokenizers JSON file; None for bytes.
         max_tokens: the number of tokens to use, in the order of `files`; what follows is not read. None for all.
+        eval_share: the share of these tokens, the last ones, that is held out for evaluation.
 
     Raises:
         UserError: a file is missing or unreadable, or there is too little text; see training.data.corpus.
@@ -85,16 +95,18 @@ class TextFiles(PackedTokens):
         text_column: str = "text",
         tokenizer: str | None = None,
         max_tokens: int | None = None,
+        eval_share: float = 0.0,
         cache_dir: str | Path | None = None,
     ):
         encoder = load_tokenizer(tokenizer)
-        pieces = read_files(find_files(files), text_column, cache_dir)
+        pieces = read_files(find_files(files), text_column)
         super().__init__(
             concatenate(limit_tokens(tokenise(pieces, encoder), max_tokens), encoder.vocab_size),
             vocab_size=encoder.vocab_size,
             seed=seed,
             seq_len=seq_len,
             batch_size=batch_size,
+            eval_share=eval_share,
         )
 
 
@@ -128,6 +140,13 @@ class SyntheticTokens:
 
     def batch(self, index: int) -> torch.Tensor:
         """Returns batch `index` >= 0: int64 [batch_size, seq_len + 1] on the CPU."""
-        words = random_words(self._shape[0] * self._shape[1], self._seed, index)
+        return self._drawn(index)
+
+    def eval_batches(self, count: int) -> list[torch.Tensor]:
+        """Returns `count` batches that `batch` does not have: int64 [batch_size, seq_len + 1] on the CPU."""
+        return [self._drawn(index, EVALUATION) for index in range(count)]
+
+    def _drawn(self, *key: int) -> torch.Tensor:
+        words = random_words(self._shape[0] * self._shape[1], self._seed, *key)
         tokens = words % np.uint64(self.vocab_size)
         return torch.from_numpy(tokens.astype(np.int64).reshape(self._shape))

@@ -1,10 +1,12 @@
 """A dataset that streams text from the Hugging Face Hub."""
 
+import hashlib
 import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,11 @@ import numpy as np
 import torch
 
 from training.data.corpus import check_column, import_datasets, is_text
-from training.data.packing import limit_tokens, token_dtype, tokenise
+from training.data.packing import blocks_of, concatenate, limit_tokens, token_dtype, tokenise
 from training.data.tokenizer import load_tokenizer
 from training.errors import UserError, first_line
+from training.hub_client import ask_hub
 
-HUB_TIMEOUT_S = 5.0
 USE_LOCAL_FILES = "or train on local files with dataset=text dataset.files=PATH"
 
 
@@ -27,6 +29,9 @@ class HubText:
     another. A jump forward reads and drops the text in between; a jump back starts again from the first row. So
     resuming a long run reads its text once more. The batches are the same either way.
 
+    A split of its own (`eval_split`) is held out, or the documents whose hash is in the first `eval_share` of all
+    hashes: no epoch has them, whatever the order in which it reads, nor another row with the same text.
+
     Args:
         name: `owner/name` on the Hub, or a local folder.
         config_name: the dataset's configuration (subset); None where it has only one.
@@ -36,6 +41,8 @@ class HubText:
         shuffle_buffer: the number of rows among which the next is drawn.
         tokenizer: a Hugging Face tokenizers JSON file; None for bytes.
         max_tokens: tokens in an epoch, counted from its shuffled start; None for all.
+        eval_split: the name of the split to evaluate on, such as validation; None takes documents of `split`.
+        eval_share: the share of the documents of `split` that is held out where `eval_split` is None, from 0 to 0.5.
         cache_dir: a folder for the metadata that the Hub's client stores.
 
     Raises:
@@ -59,6 +66,8 @@ class HubText:
         shuffle_buffer: int = 1000,
         tokenizer: str | None = None,
         max_tokens: int | None = None,
+        eval_split: str | None = None,
+        eval_share: float = 0.0,
         cache_dir: str | Path | None = None,
     ):
         if not name:
@@ -73,8 +82,11 @@ class HubText:
         if cache_dir is None:
             cache_dir = tempfile.mkdtemp(prefix="datasets-")
             weakref.finalize(self, shutil.rmtree, cache_dir, ignore_errors=True)
-        rows = self._open(config_name, split, revision, str(cache_dir))
-        self._rows = rows.shuffle(seed=seed & 0xFFFF_FFFF_FFFF_FFFF, buffer_size=shuffle_buffer)
+        self._open_split = partial(self._open, config_name, revision=revision, folder=str(cache_dir))
+        self._eval_split = eval_split
+        self._eval_share = eval_share if eval_split is None else 0.0
+        self._stored_rows = self._open_split(split)
+        self._rows = self._stored_rows.shuffle(seed=seed & 0xFFFF_FFFF_FFFF_FFFF, buffer_size=shuffle_buffer)
         self._restart()
 
     def batch(self, index: int) -> torch.Tensor:
@@ -90,14 +102,34 @@ class HubText:
         self._next_index = index + 1
         tokens = self._buffer[: size + 1].astype(np.int64)
         self._buffer = self._buffer[size:]  # the last label is the next batch's first input
-        starts = np.arange(self._batch_size)[:, None] * self._seq_len
-        return torch.from_numpy(tokens[starts + np.arange(self._seq_len + 1)])
+        return blocks_of(tokens, range(self._batch_size), self._seq_len)
 
-    def _open(self, config_name: str | None, split: str, revision: str | None, folder: str) -> Any:
+    def eval_batches(self, count: int) -> list[torch.Tensor]:
+        """Returns up to `count` batches of the held-out text, as it is stored: int64 [batch_size, seq_len + 1].
+
+        Reads from the beginning until there is enough. The last batch is smaller where there is too little; the list is
+        empty where there is none. Raises UserError as `batch` does, and for an unknown `eval_split`.
+        """
+        if self._eval_split is None:
+            documents = self._documents(self._stored_rows, held_out=True) if self._eval_share else ()
+        else:
+            documents = self._documents(self._open_split(self._eval_split, key="eval_split"))
+        # One by one: more than needed would be read to fill a group.
+        arrays = (array for document in documents for array in tokenise([document], self._tokenizer))
+        wanted = count * self._batch_size * self._seq_len + 1
+        tokens = concatenate(limit_tokens(arrays, wanted), self.vocab_size)
+        available = max((len(tokens) - 1) // self._seq_len, 0)
+        starts = range(0, available, self._batch_size)
+        batches = [range(start, min(start + self._batch_size, available)) for start in starts]
+        return [blocks_of(tokens, batch, self._seq_len) for batch in batches]
+
+    def _open(self, config_name: str | None, split: str, revision: str | None, folder: str, key: str = "split") -> Any:
         datasets = import_datasets()
         if not os.path.isdir(self._name):
             _keep_client_files_in(folder)
-            _check_reachable(self._name)
+            from huggingface_hub import HfApi
+
+            ask_hub(HfApi().dataset_info, self._name, f"dataset.name={self._name}", "dataset", USE_LOCAL_FILES)
         try:
             rows = datasets.load_dataset(
                 self._name,
@@ -110,7 +142,7 @@ class HubText:
             )
             columns = rows.column_names or list(next(iter(rows), {}))
         except Exception as error:  # the library raises about ten types of error, without a common base class
-            asked = f"dataset.name={self._name} dataset.config_name={config_name} dataset.split={split}"
+            asked = f"dataset.name={self._name} dataset.config_name={config_name} dataset.{key}={split}"
             raise UserError(f"{asked}: {first_line(error)}") from error
         check_column(self._text_column, columns, self._name)
         return rows.select_columns([self._text_column])
@@ -141,7 +173,7 @@ class HubText:
         while True:
             self._rows.set_epoch(epoch)
             num_tokens = 0
-            for array in limit_tokens(tokenise(self._documents(), self._tokenizer), self._max_tokens):
+            for array in limit_tokens(tokenise(self._documents(self._rows), self._tokenizer), self._max_tokens):
                 num_tokens += len(array)
                 yield array
             if not num_tokens:
@@ -151,12 +183,13 @@ class HubText:
                 )
             epoch += 1
 
-    def _documents(self) -> Iterator[tuple[str, bool]]:
-        """Yields (text, True) for each row of this epoch that has text."""
+    def _documents(self, rows: Any, held_out: bool = False) -> Iterator[tuple[str, bool]]:
+        """Yields (text, True) for each of `rows` that has text, and that is held out or is not."""
         try:
-            for row in self._rows:
-                if is_text(row[self._text_column], self._text_column, self._name):
-                    yield row[self._text_column], True
+            for row in rows:
+                text = row[self._text_column]
+                if is_text(text, self._text_column, self._name) and self._is_held_out(text) == held_out:
+                    yield text, True
         except UserError:
             raise
         except Exception as error:  # network, Arrow and JSON libraries raise errors without a common base class
@@ -164,6 +197,10 @@ class HubText:
                 f"dataset.name={self._name}: reading failed ({first_line(error)}); check the network and start again, "
                 f"{USE_LOCAL_FILES}"
             ) from error
+
+    def _is_held_out(self, text: str) -> bool:
+        digest = hashlib.blake2b(text.encode("utf-8", errors="replace"), digest_size=8).digest()
+        return int.from_bytes(digest) < self._eval_share * 2**64
 
 
 def _keep_client_files_in(folder: str) -> None:
@@ -175,30 +212,3 @@ def _keep_client_files_in(folder: str) -> None:
     constants.HF_HUB_DISABLE_XET = True
     # With telemetry, the client asks the Hub for a list of known callers first, and stores it in the home directory.
     constants.HF_HUB_DISABLE_TELEMETRY = True
-
-
-def _check_reachable(name: str) -> None:
-    """Sends one request with a short timeout. Without network, load_dataset alone would retry for half a minute.
-
-    Raises:
-        UserError: no network, no such dataset, or no permission to read it.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
-
-    try:
-        HfApi().dataset_info(name, timeout=HUB_TIMEOUT_S)
-    except GatedRepoError as error:
-        raise UserError(
-            f"dataset.name={name}: needs its owner's permission; ask for it on huggingface.co, then set HF_TOKEN"
-        ) from error
-    except (HFValidationError, RepositoryNotFoundError) as error:
-        raise UserError(
-            f"dataset.name={name}: no such dataset on the Hub; check the spelling (OWNER/NAME), "
-            "and set HF_TOKEN if it is private"
-        ) from error
-    except Exception as error:  # each release of the client may use another HTTP library, with other errors
-        raise UserError(
-            f"dataset.name={name}: the Hugging Face Hub did not answer ({first_line(error)}); check the network, "
-            f"{USE_LOCAL_FILES}"
-        ) from error

@@ -5,7 +5,7 @@ Neighbouring blocks share one token, so that every token but the first is a labe
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -22,12 +22,15 @@ CHARACTERS_PER_CALL = 1 << 20
 class PackedTokens:
     """Makes batches from a corpus in memory. Each epoch has its blocks in a new order.
 
+    The last `eval_share` of the tokens are held out: no batch has them. If they are fewer than one block, none are.
+
     Args:
         tokens: the corpus, 1-D, any unsigned integer dtype.
         vocab_size: all ids are below this.
         seed: decides the order of blocks.
         seq_len: predictions in a sequence.
         batch_size: sequences in a batch.
+        eval_share: at least 0, at most 0.5.
 
     Attributes:
         num_blocks: blocks in an epoch.
@@ -36,15 +39,27 @@ class PackedTokens:
         UserError: the corpus is shorter than one block.
     """
 
-    def __init__(self, tokens: np.ndarray, *, vocab_size: int, seed: int, seq_len: int, batch_size: int):
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        *,
+        vocab_size: int,
+        seed: int,
+        seq_len: int,
+        batch_size: int,
+        eval_share: float = 0.0,
+    ):
         self.vocab_size = vocab_size
-        self.num_blocks = (len(tokens) - 1) // seq_len
+        held_out = int(len(tokens) * eval_share)
+        trained = len(tokens) - (held_out if held_out > seq_len else 0)
+        self.num_blocks = (trained - 1) // seq_len
         if self.num_blocks < 1:
             raise UserError(
                 f"dataset: {len(tokens)} tokens are fewer than one block of seq_len + 1 = {seq_len + 1}; "
                 "give more text (or a larger dataset.max_tokens), or a smaller seq_len"
             )
         self._tokens = tokens
+        self._held_out = tokens[trained:]
         self._seed = seed
         self._seq_len = seq_len
         self._batch_size = batch_size
@@ -63,9 +78,26 @@ class PackedTokens:
         rows = []
         for number in range(first, first + self._batch_size):
             epoch, position = divmod(number, self.num_blocks)
-            start = epoch_order(self.num_blocks, self._seed, epoch)[position] * self._seq_len
-            rows.append(self._tokens[start : start + self._seq_len + 1])
-        return torch.from_numpy(np.stack(rows).astype(np.int64))
+            rows.append(epoch_order(self.num_blocks, self._seed, epoch)[position])
+        return blocks_of(self._tokens, rows, self._seq_len)
+
+    def eval_batches(self, count: int) -> list[torch.Tensor]:
+        """Returns `count` batches of the held-out tokens: int64 [batch_size, seq_len + 1] on the CPU.
+
+        Their blocks are spread evenly. Where there are too few for so many, each is there once: batches are fewer, and
+        the last is smaller. Empty if nothing is held out.
+        """
+        available = max((len(self._held_out) - 1) // self._seq_len, 0)
+        wanted = min(count * self._batch_size, available)
+        numbers = [position * available // wanted for position in range(wanted)]
+        batches = [numbers[start : start + self._batch_size] for start in range(0, wanted, self._batch_size)]
+        return [blocks_of(self._held_out, batch, self._seq_len) for batch in batches]
+
+
+def blocks_of(tokens: np.ndarray, numbers: Sequence[int], seq_len: int) -> torch.Tensor:
+    """Returns the blocks of these numbers: int64 [len(numbers), seq_len + 1] on the CPU."""
+    starts = np.asarray(numbers)[:, None] * seq_len
+    return torch.from_numpy(tokens[starts + np.arange(seq_len + 1)].astype(np.int64))
 
 
 @lru_cache(maxsize=2)

@@ -1,8 +1,8 @@
 """The files that hold a run's measurements: metrics.jsonl, one record for each logged step, and summary.json.
 
-Both are strict JSON. A value that is not finite (a loss that diverged) is written as null, and its kind under the extra
-key `nonfinite`: {"train/loss": null, "nonfinite": {"train/loss": "nan"}}. The readers below restore the float. A value
-that was not measured is left out, never null.
+samples.jsonl, one record for each sample, has its form. All are strict JSON. A value that is not finite (a loss that
+diverged) is written as null, and its kind under the extra key `nonfinite`: {"train/loss": null, "nonfinite":
+{"train/loss": "nan"}}. The readers below restore the float. A value that was not measured is left out, never null.
 """
 
 import errno
@@ -12,18 +12,28 @@ import math
 import os
 import reprlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from training.errors import UserError
 from training.metrics.names import COUNTS, METRIC_KEYS, PLANNED, SUMMARY_KEYS
+from training.runs.bounded_files import (
+    LONGEST_LINE,
+    MissingError,
+    UnreadableError,
+    json_object,
+    read_bytes,
+    read_lines,
+)
 from training.runs.files import METRICS_FILE, SUMMARY_FILE, partial_path
 
 logger = logging.getLogger(__name__)
 
 # No time, rate, size or count of any machine is larger.
 LARGEST = 1e18
+# Of metrics.jsonl, when all records are wanted at once: they take several times as much memory.
+LARGEST_BYTES = 2**30
 # Sums of larger losses would overflow a float.
 LARGEST_LOSS = 1e300
 
@@ -32,18 +42,19 @@ class MetricsWriter:
     """Appends records to `metrics.jsonl` in `run_dir`, which must exist; a resumed run continues its file.
 
     Args:
+        name: another file of the same form.
         after_step: the step after which the run resumes. Records of later steps are dropped: the run makes them again.
+            -1 drops that of an evaluation before the first step too.
 
     Raises:
         UserError: the file cannot be written, for example on a full disk, or has a line that is not a record.
     """
 
-    def __init__(self, run_dir: Path, after_step: int = 0):
+    def __init__(self, run_dir: Path, after_step: int = -1, name: str = METRICS_FILE):
         self._run_dir = run_dir
-        self._path = run_dir / METRICS_FILE
+        self._path = run_dir / name
         with _disk_errors(run_dir):
             self._path.touch()
-            _drop_incomplete_line(self._path)
             _drop_after(self._path, after_step)
 
     def sync(self) -> None:
@@ -70,17 +81,34 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Reads the records of a run, in order; a last line that a killed run did not finish is ignored.
 
     Raises:
-        UserError: there is no metrics file, it cannot be read, or it has a line that is not a record.
+        UserError: there is no metrics file, it cannot be read, is too large to hold in memory, or has a line that is
+            not a record.
     """
     path = run_dir / METRICS_FILE
-    *lines, _incomplete = _content(path, "name the directory of a run").split(b"\n")
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(_from_json(line))
-        except ValueError as error:
-            raise UserError(f"{path}: line {number} is not a record: {error}; the file is damaged") from None
-    return records
+    with suppress(OSError):
+        if (nbytes := path.stat().st_size) > LARGEST_BYTES:
+            raise UserError(f"{path}: it has {nbytes} bytes; more than {LARGEST_BYTES} are not read into memory")
+    return list(stream_metrics(run_dir))
+
+
+def stream_metrics(run_dir: Path, name: str = METRICS_FILE) -> Iterator[dict[str, Any]]:
+    """Yields what `read_metrics` returns, from a file of any size, and raises UserError as it does.
+
+    `name`: another file of the same form.
+    """
+    path = run_dir / name
+    try:
+        for number, line in enumerate(read_lines(path), start=1):
+            if _is_unfinished(line):
+                return
+            try:
+                yield _checked(json_object(line))
+            except (UnreadableError, ValueError) as error:
+                raise UserError(f"{path}: line {number} is not a record: {error}; the file is damaged") from None
+    except MissingError as error:
+        raise UserError(f"{path}: {error}; name the directory of a run") from None
+    except UnreadableError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
@@ -94,7 +122,9 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
     text = _to_json(summary, indent=2) + "\n"
     with _disk_errors(run_dir):
         try:
-            with open(partial, "w") as file:
+            # A leftover may be a pipe or a link, to which the text must not go.
+            partial.unlink(missing_ok=True)
+            with open(partial, "x") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
@@ -111,10 +141,16 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
         UserError: there is no summary (the run is not over, or was killed), it cannot be read, or it is damaged.
     """
     path = run_dir / SUMMARY_FILE
-    content = _content(path, "the run is not over or was killed, or this is not the directory of a run")
     try:
-        return _from_json(content)
-    except ValueError as error:
+        content = read_bytes(path)
+    except MissingError as error:
+        advice = "the run is not over or was killed, or this is not the directory of a run"
+        raise UserError(f"{path}: {error}; {advice}") from None
+    except UnreadableError as error:
+        raise UserError(f"{path}: {error}") from None
+    try:
+        return _checked(json_object(content))
+    except (UnreadableError, ValueError) as error:
         raise UserError(f"{path}: {error}; the file is damaged") from None
 
 
@@ -130,23 +166,8 @@ def _to_json(values: dict[str, Any], indent: int | None = None) -> str:
     return json.dumps(values, allow_nan=False, indent=indent)
 
 
-def _content(path: Path, advice: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; {advice}") from None
-    except OSError as error:
-        raise UserError(f"{path}: it cannot be read ({error.strerror}); {advice}") from None
-
-
-def _from_json(text: bytes) -> dict[str, Any]:
-    """Parses one JSON object; raises ValueError with the reason if no run writes such an object."""
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
-        raise ValueError("it is not JSON") from None
-    if not isinstance(values, dict):
-        raise ValueError("it is not a JSON object")
+def _checked(values: dict[str, Any]) -> dict[str, Any]:
+    """Restores the floats that are not finite; raises ValueError with the reason if no run writes such an object."""
     kinds = values.pop("nonfinite", {})
     if not (isinstance(kinds, dict) and all(kind in ("nan", "inf", "-inf") for kind in kinds.values())):
         raise ValueError(f"nonfinite is {reprlib.repr(kinds)}: it must map names to nan, inf or -inf")
@@ -164,7 +185,7 @@ def _check(key: str, value: Any) -> None:
     expected, valid = "a number", is_number(value)
     if valid and metric in COUNTS:
         expected, valid = "a count", isinstance(value, int) and 0 <= value <= LARGEST
-    elif valid and metric.startswith("train/"):
+    elif valid and (metric.startswith("train/") or metric in ("eval/loss", "eval/final_loss")):
         # Infinity is allowed.
         expected, valid = "a number that a loss reaches", not LARGEST_LOSS < abs(value) < math.inf
     elif valid:
@@ -173,37 +194,42 @@ def _check(key: str, value: Any) -> None:
         raise ValueError(f"{key} is {reprlib.repr(value)}, not {expected}")
 
 
-def _drop_incomplete_line(path: Path) -> None:
-    # Otherwise the next record would continue the line that a killed run left unfinished.
-    content = path.read_bytes()
-    if content and not content.endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)
-
-
 def _drop_after(path: Path, step: int) -> None:
-    """Cuts the file before its first record of a step after `step`.
+    """Cuts the file before its first record of a step after `step`, and a last line that a killed run did not finish.
 
     A line that is not a record, such as a power failure leaves, is cut with the lines after it, which the run makes
     again. Raises UserError if a record follows that the run would not make again.
     """
-    *lines, _ = path.read_bytes().split(b"\n")
-    records = [_record_of(line) for line in lines]
-    to_keep = [record is not None and record["train/step"] <= step for record in records]
-    end = to_keep.index(False) if False in to_keep else len(to_keep)
-    if end < len(records) and records[end] is None:
-        if any(to_keep[end:]):
-            raise UserError(f"{path}: line {end + 1} is not a record; the file is damaged")
-        logger.warning("%s: line %d is not a record: it is cut off with the lines after it", path, end + 1)
-    os.truncate(path, sum(len(line) + 1 for line in lines[:end]))
+    end, cut, damaged = 0, None, None
+    try:
+        for number, line in enumerate(read_lines(path), start=1):
+            record = _record_of(line)
+            keep = record is not None and record["train/step"] <= step
+            if cut is None and not keep:
+                cut, damaged = end, number if record is None and not _is_unfinished(line) else None
+            elif damaged is not None and keep:
+                raise UserError(f"{path}: line {damaged} is not a record; the file is damaged")
+            end += len(line)
+    except UnreadableError as error:
+        raise UserError(f"{path}: {error}") from None
+    if damaged is not None:
+        logger.warning("%s: line %d is not a record: it is cut off with the lines after it", path, damaged)
+    if cut is not None:
+        os.truncate(path, cut)
+
+
+def _is_unfinished(line: bytes) -> bool:
+    # A longer line comes in pieces, of which only the last one has an end.
+    return not line.endswith(b"\n") and len(line) < LONGEST_LINE
 
 
 def _record_of(line: bytes) -> dict[str, Any] | None:
-    """Returns the record in a line, None if the line has no record with a step."""
+    """Returns the record in a line, None if the line has no record with a step, or no end."""
     try:
-        record = _from_json(line)
-    except ValueError:
+        record = _checked(json_object(line))
+    except (UnreadableError, ValueError):
         return None
-    return record if "train/step" in record else None
+    return record if "train/step" in record and line.endswith(b"\n") else None
 
 
 @contextmanager

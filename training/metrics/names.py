@@ -20,11 +20,14 @@ METRIC_KEYS: dict[str, Metric] = {
     "train/step": Metric("steps", "optimizer steps done, from 1"),
     "train/loss": Metric("nats/token", "mean cross-entropy of the step's batch"),
     "train/grad_norm": Metric("", "L2 norm of all gradients before clipping"),
+    "train/tokens": Metric("tokens", "trained on so far, those of a text that was read again too", "max"),
+    "train/epoch": Metric("epochs", "passes over the dataset so far, where its length is known", "max"),
     "train/lr": Metric("", "learning rate of the first parameter group"),
+    "eval/loss": Metric("nats/token", "mean cross-entropy of the held-out batches"),
     "train/skipped_steps": Metric("steps", "skipped because gradients were not finite", "max"),
     "perf/step_ms": Metric("ms", "time of one step", "median"),
     "perf/tokens_per_s": Metric("tokens/s", "tokens trained in a second", "median"),
-    "perf/mfu": Metric("", "model FLOPs over the device's peak, 0 to 1", "median"),
+    "perf/mfu": Metric("", "model FLOPs over the device's peak, 0 to 1, where that is known", "median"),
     "memory/vram_peak_gib": Metric("GiB", "peak of live tensors on the GPU since the last record", "max"),
     "memory/vram_reserved_gib": Metric("GiB", "peak of the memory that its allocator held since then", "max"),
     "memory/host_pinned_gib": Metric("GiB", "page-locked host memory", "max"),
@@ -37,16 +40,18 @@ METRIC_KEYS: dict[str, Metric] = {
     "optimizer/host_ms": Metric("ms", "updates on the optimizer's own thread, in one step", "mean"),
     "optimizer/wait_ms": Metric("ms", "the step waiting for these updates", "mean"),
     "checkpoint/save_ms": Metric("ms", "the run waiting for its checkpoint to be saved, since the last record", "mean"),
+    "eval/ms": Metric("ms", "time of one evaluation, which is in no other time", "mean"),
     "optimizer/gparams_per_s": Metric("Gparam/s", "parameters updated in a second of host_ms", "mean"),
 }
 # Metrics that only a summary has.
 SUMMARY_KEYS: dict[str, Metric] = {
     "steps": Metric("steps", "optimizer steps done"),
-    "perf/floor_ms": Metric("ms", "planned: the longest of compute, copies in, copies out and the host's update alone"),
+    "perf/floor_ms": Metric("ms", "planned: no step of this work can be shorter; not known on the CPU"),
     "perf/floor_ratio": Metric("", "step time over that floor"),
-    "train/first_loss": Metric("nats/token", "loss of the first logged step"),
+    "train/first_loss": Metric("nats/token", "loss of the first step"),
     "train/final_loss": Metric("nats/token", "loss of the last logged step"),
+    "eval/final_loss": Metric("nats/token", "loss of the last evaluation"),
 }
 
 # Whole numbers.
-COUNTS = ("train/step", "train/skipped_steps", "steps")
+COUNTS = ("train/step", "train/tokens", "train/skipped_steps", "steps")

@@ -1,13 +1,13 @@
-"""The output of a run on the terminal: its plan, its progress and its summary.
+"""The output of a run on the terminal: what it prepares, its plan, its progress and its summary.
 
-A terminal gets a bar that is redrawn in place; a file or a pipe gets plain lines, one for each logged step, without
-control characters. Everything goes to standard output.
+A terminal gets a line for what is prepared, and a bar, which are redrawn in place; a file or a pipe gets plain lines,
+one for each logged step, without control characters. Everything goes to standard output.
 """
 
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,6 +19,21 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from training.metrics.names import METRIC_KEYS, PLANNED, SUMMARY_KEYS
 from training.runs.files import METRICS_FILE, SUMMARY_FILE, WANDB_FOLDER
+from training.visible_text import visible
+
+
+@contextmanager
+def phase(text: str, *, stream: TextIO | None = None) -> Iterator[None]:
+    """Shows on a terminal what the run is busy with, until the block ends, which prints nothing but logs."""
+    stream = stream or sys.stdout
+    if not stream.isatty():
+        yield
+        return
+    with (
+        tqdm(desc=text, file=stream, bar_format="{desc} ...", dynamic_ncols=True, leave=False),
+        logging_redirect_tqdm(),
+    ):
+        yield
 
 
 class Progress:
@@ -57,7 +72,10 @@ class Progress:
             self._redirect.enter_context(logging_redirect_tqdm())
 
     def update(self, step: int, record: Mapping[str, Any] | None = None) -> None:
-        """Shows that `step` steps are done, and for a logged step the values of its `record`."""
+        """Shows that `step` steps are done, and for a logged step the values of its `record`.
+
+        Without a record it only moves the bar, with the values of the last one: it never waits for the device.
+        """
         if self._bar is not None:
             if record:
                 self._bar.set_postfix_str("  ".join(_headline(record)), refresh=False)
@@ -67,6 +85,11 @@ class Progress:
             parts = [f"step {step:{width}}/{self._total_steps}", *_headline(record), f"ETA {self._eta(step)}"]
             print("  ".join(parts), file=self._stream, flush=True)
 
+    def note(self, text: str) -> None:
+        """Prints `text`, whatever is in it, as one line above the bar."""
+        tqdm.write(visible(text), file=self._stream)
+        self._stream.flush()
+
     def close(self) -> None:
         """Leaves the last state on the screen; a second call does nothing."""
         if self._bar is not None:
@@ -74,19 +97,21 @@ class Progress:
         self._redirect.close()
 
     def _eta(self, step: int) -> str:
-        done = max(step - self._initial_step, 1)
+        done = step - self._initial_step
+        if not done:
+            return "?"
         seconds = (time.monotonic() - self._started_at) / done * (self._total_steps - step)
         return tqdm.format_interval(seconds)
 
 
 def print_plan(plan: Mapping[str, str], title: str = "Plan", *, stream: TextIO | None = None) -> None:
     """Prints `plan` as a table of two columns, one row for each entry."""
-    table = _table(title)
+    table = _table(visible(title))
     table.show_header = False
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in plan.items():
-        table.add_row(name, value)
+        table.add_row(visible(name), visible(value))
     _console(stream).print(table)
 
 
@@ -94,6 +119,7 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, stream: TextIO |
     """Prints the summary of a run under the names of its metrics, then where its files are.
 
     If the plan predicted a metric, two more columns show the planned value and the ratio of measured to planned.
+    Metrics that are zero, as those of a GPU are on the CPU, are left out.
     """
     table = _table("Summary")
     table.add_column("metric", style="cyan", no_wrap=True)
@@ -104,7 +130,7 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, stream: TextIO |
         table.add_column("planned", justify="right", no_wrap=True)
         table.add_column("ratio", justify="right", no_wrap=True)
     for key, metric in {**SUMMARY_KEYS, **METRIC_KEYS}.items():
-        if key in summary:
+        if key in summary and (summary[key] or planned.get(key) or key == "steps"):
             beside = _beside_plan(summary[key], planned[key]) if key in planned else ()
             unit = ", ".join(filter(None, (metric.unit, metric.summary)))
             table.add_row(key, format_value(summary[key]), unit, *beside)
@@ -117,7 +143,7 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, stream: TextIO |
     if (run_dir / WANDB_FOLDER).is_dir():
         lines.append(f"charts  wandb leet {run_dir / WANDB_FOLDER}")
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(visible(line), highlight=False, soft_wrap=True)
 
 
 def _beside_plan(measured: float, planned: float) -> tuple[str, str]:
@@ -132,10 +158,12 @@ def format_value(value: Any) -> str:
 
 
 def _headline(record: Mapping[str, Any]) -> list[str]:
-    """Returns loss, speed and memory of a logged step, as far as it has them: about 45 characters."""
+    """Returns losses, speed and memory of a logged step, as far as it has them: about 60 characters."""
     parts = []
     if "train/loss" in record:
         parts.append(f"loss {record['train/loss']:.4f}")
+    if "eval/loss" in record:
+        parts.append(f"eval loss {record['eval/loss']:.4f}")
     if "perf/tokens_per_s" in record:
         parts.append(f"{tqdm.format_sizeof(record['perf/tokens_per_s'])} tokens/s")
     if vram_gib := record.get("memory/vram_peak_gib"):
@@ -151,5 +179,6 @@ def _table(title: str) -> Table:
 
 def _console(stream: TextIO | None) -> Console:
     stream = stream or sys.stdout
-    # A file or a pipe has no width, and text that is cut off there is lost.
-    return Console(file=stream, width=None if stream.isatty() else 120)
+    # A file or a pipe has no width, and text that is cut off there is lost. Names may have square brackets, which are
+    # rich's markup, and colons, which are its emoji.
+    return Console(file=stream, width=None if stream.isatty() else 120, markup=False, emoji=False)

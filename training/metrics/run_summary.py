@@ -8,6 +8,7 @@ from typing import Any
 
 from training.metrics.names import METRIC_KEYS
 
+FIRST_LOSS = "train/first_loss"
 _STATISTICS = {"median": statistics.median, "mean": statistics.fmean}
 
 
@@ -16,7 +17,8 @@ class RunSummary:
 
     Each statistic has the name of its metric. Medians of times and rates, and means of transferred GiB, are over the
     logged records with `train/step` > `warmup_steps`, or over all records if there are none. Peaks of memory, and the
-    first and last loss, are over all records. A metric that no record has is left out.
+    first and last losses, are over all records. The first loss is that of the first step, which the first record of a
+    logged step has besides its own, if that is a later one. A metric that no record has is left out.
 
     Args:
         warmup_steps: first steps whose times do not count: they allocate, compile and record the access order.
@@ -32,10 +34,15 @@ class RunSummary:
 
     def add(self, record: dict[str, Any]) -> None:
         """Adds the next record, as MetricsWriter writes it."""
+        if FIRST_LOSS in record:
+            self._losses.setdefault(FIRST_LOSS, record[FIRST_LOSS])
         if "train/loss" in record:
-            self._losses.setdefault("train/first_loss", record["train/loss"])
+            self._losses.setdefault(FIRST_LOSS, record["train/loss"])
             self._losses["train/final_loss"] = record["train/loss"]
-        if not self._warm and record["train/step"] > self._warmup_steps:
+        if "eval/loss" in record:
+            self._losses["eval/final_loss"] = record["eval/loss"]
+        # A record of an evaluation alone has none of the times that are to be replaced.
+        if not self._warm and "train/loss" in record and record["train/step"] > self._warmup_steps:
             self._warm = True
             self._values.clear()
         for key, metric in METRIC_KEYS.items():
@@ -45,6 +52,11 @@ class RunSummary:
                 self._peaks[key] = max(self._peaks.get(key, record[key]), record[key])
             else:
                 self._values[key].append(record[key])
+
+    @property
+    def has_first_loss(self) -> bool:
+        """True once a record had the loss of a step."""
+        return FIRST_LOSS in self._losses
 
     def values(self) -> dict[str, float]:
         """Returns the statistics of all records so far."""

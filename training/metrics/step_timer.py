@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from offload.runtime.registry import Streams
+from offload import Streams
 
 
 class StepTimer:

@@ -88,7 +88,8 @@ class Tracker:
 
     Args:
         mode: `online`, `offline`, `disabled` (wandb is not imported), or `auto`: the mode that WANDB_MODE or the
-            command `wandb offline` chose, otherwise online if an API key is configured, otherwise offline.
+            command `wandb offline` chose, otherwise online if an API key is configured, otherwise offline. An empty
+            variable counts as one that is not set.
         project, entity: None leaves the choice to wandb's own settings.
         group: None takes the sweep's, which the sweep launcher writes to OFFLOAD_SWEEP_GROUP.
         config: the whole configuration, a plain dict or an OmegaConf node; logged resolved.
@@ -113,6 +114,7 @@ class Tracker:
     ):
         if mode not in MODES:
             raise UserError(f"tracking.mode={mode}: unknown mode; choose one of {', '.join(MODES)}")
+        _unset_empty_variables()
         self._mode = mode
         self._run_dir = run_dir
         self.id: str | None = resume_id or secrets.token_hex(4)
@@ -129,6 +131,7 @@ class Tracker:
             "config": plain(config),
         }
         self._sync_dir: Path | None = None
+        self._samples: wandb.Table | None = None
         self._tasks: queue.Queue[_Task | None] = queue.Queue(_QUEUE_LENGTH)
         self._started = threading.Event()
         self._closed = False
@@ -137,8 +140,14 @@ class Tracker:
         if mode == "disabled" or (mode == "auto" and os.environ.get("WANDB_MODE") == "disabled"):
             self.id = resume_id
             return
-        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self.id = resume_id
+            self._give_up(_one_line(error))
+            return
+        self._thread = thread
         if not self._started.wait(_START_LIMIT_S):
             self._give_up(f"wandb did not start within {_START_LIMIT_S:.0f} s")
             _kill_service()
@@ -163,6 +172,21 @@ class Tracker:
             run.log({"train/step": step, **shown}, step=step, commit=False)
             for path in files:
                 run.save(path, base_path=self._run_dir, policy="now", glob=False)
+
+        self._submit(log)
+
+    def log_sample(self, prompt: str, text: str, step: int) -> None:
+        """Passes a sample to wandb, as the next row of the table `samples`; returns at once."""
+
+        def log(run: "wandb.Run") -> None:
+            import wandb
+
+            if self._samples is None:
+                # Each row is stored once, and wandb shows all of them.
+                self._samples = wandb.Table(columns=["step", "prompt", "text"], log_mode="INCREMENTAL")
+            self._samples.add_data(step, prompt, text)
+            # Not committed, because the metrics of this step may follow.
+            run.log({"train/step": step, "samples": self._samples}, step=step, commit=False)
 
         self._submit(log)
 
@@ -290,6 +314,12 @@ def plain(config: Any) -> Any:
     if isinstance(config, list | tuple):
         return [plain(value) for value in config]
     return config if config is None or isinstance(config, str | int | float) else str(config)
+
+
+def _unset_empty_variables() -> None:
+    """Removes the settings of wandb that are empty, as of a job script without a value for them: wandb refuses them."""
+    for name in [name for name, value in os.environ.items() if name.startswith("WANDB_") and not value.strip()]:
+        del os.environ[name]
 
 
 def _tear_down(exit_code: int) -> None:

@@ -8,10 +8,10 @@ from time import perf_counter
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from offload.runtime.bandwidth import Bandwidth
-from offload.runtime.byte_sizes import GIB
-from offload.runtime.host_cores import usable_cores
+from offload import GIB, usable_cores
+from offload.planning import Bandwidth
 from training.components import Components, acquired
+from training.config.schema import Precision
 from training.errors import UserError
 from training.planning.probe import device_name, kept, kept_path
 from training.profiling.hardware import describe_device, measured_bandwidth, peak_flops, vram_bytes
@@ -60,7 +60,9 @@ class Machine:
 
 def is_complete(config: DictConfig) -> bool:
     """Tells whether `config.hardware` gives all that a plan needs, as presets do, so that nothing is measured."""
-    return REQUIRED_KEYS | {f"{config.precision}_tflops"} <= _given(config).keys()
+    # With precision=auto, presets have both.
+    precisions = ("bf16", "fp32") if config.precision == Precision.auto else (config.precision,)
+    return REQUIRED_KEYS | {f"{precision}_tflops" for precision in precisions} <= _given(config).keys()
 
 
 def machine_of(components: Components) -> Machine:

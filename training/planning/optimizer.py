@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload.optimizer.adamw import STATE_DTYPES, HostAdamW
-from offload.planning.cost_model import UpdateTimes
-from offload.runtime.byte_sizes import parse_bytes
+from offload import HostAdamW, parse_bytes
+from offload.planning import STATE_DTYPES, UpdateTimes
 from training.components import STATES_OF_SPARE, Components
 from training.planning.machine import Machine
 
@@ -37,7 +36,7 @@ class PlannedUpdate:
 
     @classmethod
     def of(cls, components: Components, spare_bytes: float) -> PlannedUpdate:
-        """Plans the update. `spare_bytes` of the device are left for states if optimizer.device_share=auto."""
+        """Plans the update. `spare_bytes` of vram_budget are left for states if optimizer.device_share=auto."""
         config, plan, dtype = components.config, components.footprint, components.state_dtype
         # On the device each parameter has a master.
         states = 4 + 2 * STATE_DTYPES[dtype].itemsize

@@ -9,33 +9,46 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from models.loss import Head, tokens_per_chunk
-from offload.planning.cost_model import forecast, hidden_share
-from offload.planning.dry_run import DryRun, Phase, dry_run
-from offload.planning.simulated_streams import SimulatedStreams
-from offload.runtime.byte_sizes import GIB, parse_bytes
-from training.components import Components, left_as_found
+from offload import GIB, parse_bytes
+from offload.planning import (
+    DryRun,
+    Phase,
+    SimulatedStreams,
+    UpdateTimes,
+    dry_run,
+    floor_ms,
+    forecast,
+    hidden_share,
+    update_work,
+)
+from training.components import Components
 from training.errors import UserError, first_line
 from training.metrics.files import write_summary
-from training.metrics.progress import print_plan
+from training.metrics.progress import phase, print_plan
+from training.model_weights import ModelWeights
+from training.planning.budget import resident_key, resident_units, with_resident
+from training.planning.chosen import chosen_values
+from training.planning.fit import misfit
 from training.planning.machine import Machine, is_complete, machine_of
 from training.planning.optimizer import PlannedUpdate
 from training.planning.report import RunPlan
-from training.profiling.hardware import resolve_device, rss_gib
+from training.profiling.hardware import datasheet_flops, resolve_device, rss_gib
 from training.profiling.timeline import Interval, Timeline, draw_chart
 from training.runs.files import PLAN_PICTURE
 from training.runs.invocation import Invocation
+from training.visible_text import visible
 
 # Microbatches that the dry run computes one by one; the bytes of more follow from these.
-MOST_DRY = 4
+MOST_DRY = 2
 
 NO_GPU = "no GPU here: the CPU is planned for; hardware=h200, a100 or rtx4090 plans for one"
 
@@ -47,58 +60,113 @@ logger = logging.getLogger(__name__)
 def plan_only(config: DictConfig, invocation: Invocation) -> dict:
     """Does all of `plan=true`: prints the plan, writes plan.json and a summary, and returns the summary.
 
-    The summary's status is "planned", and its reason names the part that does not fit. Raises UserError as a run would.
+    The summary's status is "planned"; its reason names what does not fit, and is None if everything does. Raises
+    UserError as a run would.
     """
+    if config.model.weights is not None:
+        # A plan does without them, and asks nobody.
+        ModelWeights.find(config.model.weights, ask=False)
     device = resolve_device("auto" if is_complete(config) else config.device)
-    components = Components.of(config, invocation, device)
-    machine = machine_of(components)
-    plan = plan_run(components, machine, has_gpu=machine.vram_gib is not None)
+    on_gpu = config.hardware.vram_gib is not None or device.type == "cuda"
+    components = Components.of(config, invocation, device, on_gpu=on_gpu)
+    with phase("measuring the machine"):
+        machine = machine_of(components)
+    with phase("planning"):
+        _, plan = plan_filled(components, machine, has_gpu=machine.vram_gib is not None)
     if not plan.has_gpu:
         plan = replace(plan, notes=(*plan.notes, NO_GPU))
     print_plan(plan.rows(), title=f"Plan: {invocation.title}")
     plan.write(invocation.run_dir)
     if plan.timeline:
         title = f"planned: {invocation.choices['offload']}, {invocation.choices['model']} on {machine.name}"
-        draw_timeline(plan, config.microbatches, invocation.run_dir / PLAN_PICTURE, title)
-    summary = {"status": "planned", "reason": plan.misfit(), **plan.summary()}
+        picture = invocation.run_dir / PLAN_PICTURE
+        draw_timeline(plan, config.microbatches, picture, title)
+        print(f"picture {visible(picture)}")
+    summary = {"status": "planned", "reason": misfit(components, plan, plan.limits()), **plan.summary()}
     write_summary(invocation.run_dir, summary)
     return summary
 
 
-def draw_timeline(plan: RunPlan, microbatches: int, path: Path, title: str) -> None:
-    """Draws forward and backward of the dry run; the title has the length of the whole step, which is longer.
+def plan_filled(components: Components, machine: Machine, has_gpu: bool) -> tuple[Components, RunPlan]:
+    """Plans the run; where offload.resident=auto, as many units stay on the device as pay within a vram_budget.
 
-    Of more than `MOST_DRY` microbatches only the first are drawn.
+    Writes their number into the configuration, 0 without a budget. Returns the components with that mode.
+    """
+    config, key = components.config, resident_key(components.config)
+    if key is None:
+        plan = plan_run(components, machine, has_gpu)
+        return components, replace(plan, chosen=chosen_values(components, None))
+    # In `components` no unit stays.
+    streamed = PlannedStep.of(components, machine, has_gpu)
+    units = 0
+    if has_gpu and config.vram_budget is not None:
+        budget_bytes = _budget("vram_budget", config.vram_budget, machine.vram_gib)
+        units = resident_units(components, machine, streamed.run, budget_bytes)
+    while units:
+        filled = with_resident(components, key, units)
+        plan = plan_run(filled, machine, has_gpu)
+        if plan.fits["vram_budget"]:
+            break
+        # The search takes activations to be the same whatever stays.
+        units = units * 9 // 10
+    else:
+        filled, plan = components, _plan_of(streamed, components, machine, has_gpu)
+    OmegaConf.update(config, key, units)
+    filled = replace(filled, config=config)
+    return filled, replace(plan, chosen=chosen_values(filled, key))
+
+
+def draw_timeline(plan: RunPlan, microbatches: int, path: Path, title: str) -> None:
+    """Draws forward and backward of the dry run and the optimizer's update.
+
+    Of more than `MOST_DRY` microbatches only the first are drawn; the title then has the length of the whole step too.
     """
     intervals = (Interval(work.lane, work.start_ms * 1e3, work.end_ms * 1e3) for work in plan.timeline)
     ordered = tuple(sorted(intervals, key=lambda interval: interval.start_us))
-    some = f" of some of {microbatches} microbatches" if microbatches > MOST_DRY else ""
-    part = f"step of {plan.forecast.step_ms:,.1f} ms, of it forward and backward{some}"
-    draw_chart(Timeline(ordered, overlaps=True), path, f"{title}; {part}")
+    timeline, step_ms = Timeline(ordered, overlaps=True), plan.forecast.step_ms
+    drawn = f"the first {MOST_DRY} of {microbatches} microbatches" if microbatches > MOST_DRY else "without waits"
+    whole = timeline.end_us / 1e3 > 0.99 * step_ms
+    draw_chart(timeline, path, f"{title}; step" if whole else f"{title}; step of {step_ms:,.1f} ms, {drawn}")
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step that ran on the meta device, with the streams that timed it.
+
+    If the model cannot run without values, `run` has the bounds of the mode's footprint, and `notes` say so.
+    """
+
+    run: DryRun
+    timed: SimulatedStreams | None
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, components: Components, machine: Machine, has_gpu: bool) -> PlannedStep:
+        flops_per_s = machine.flops_per_s(components.dtype)
+        timed = SimulatedStreams(torch.device("meta"), machine.bandwidth, flops_per_s) if has_gpu else None
+        try:
+            return cls(dry_step(components, has_gpu, timed), timed)
+        except UserError:
+            raise
+        except Exception as error:  # a model may fail in any way on tensors without values, and yet run on real ones
+            logger.debug("no dry run", exc_info=error)
+            note = f"activations are not in the plan: this model needs values to run ({first_line(error)})"
+            # The timeline ends where the dry run failed, so it is of no use.
+            return cls(_without_dry_run(components), None, (note,))
 
 
 def plan_run(components: Components, machine: Machine, has_gpu: bool) -> RunPlan:
-    """Plans the run that `components` make up, on `machine`; leaves the components as they were.
+    """Plans the run that `components` make up, on `machine`; leaves the components as they were."""
+    return _plan_of(PlannedStep.of(components, machine, has_gpu), components, machine, has_gpu)
 
-    If the model cannot run without values, activations are not in the plan, and a note says why.
-    """
+
+def _plan_of(planned: PlannedStep, components: Components, machine: Machine, has_gpu: bool) -> RunPlan:
     footprint, flops_per_s = components.footprint, machine.flops_per_s(components.dtype)
-    notes = []
-    step = None
-    timed = SimulatedStreams(torch.device("meta"), machine.bandwidth, flops_per_s) if has_gpu else None
-    try:
-        step = dry_step(components, has_gpu, timed)
-    except UserError:
-        raise
-    except Exception as error:  # a model may fail in any way on tensors without values, and yet run on real ones
-        logger.debug("no dry run", exc_info=error)
-        notes.append(f"activations are not in the plan: this model needs values to run ({first_line(error)})")
-    if step is None:
-        # The timeline ends where the dry run failed, so it is of no use.
-        step, timed = _without_dry_run(components), None
+    step, timed, notes, kept_bytes = planned.run, planned.timed, list(planned.notes), 0
     if footprint.activation_budget_bytes is None:
         share = hidden_share(step.phases, machine.bandwidth, flops_per_s)
-        step = step.swapping(share)
+        everything, step = step, step.swapping(share)
+        kept_bytes = step.peak_bytes - everything.peak_bytes
         notes.append(f"offload.budget=auto: {share:.0%} of the activations taken to be hidden behind compute")
         # The timeline is that of the dry run, which swaps everything.
         timed = None
@@ -106,7 +174,7 @@ def plan_run(components: Components, machine: Machine, has_gpu: bool) -> RunPlan
     waits = plan.forecast.bound == "host optimizer" and not components.updates_overlap
     if has_gpu and footprint.units and waits:
         notes.append(WAITS_FOR_UPDATES)
-    return replace(plan, notes=tuple(notes))
+    return replace(plan, kept_bytes=kept_bytes, notes=tuple(notes))
 
 
 def dry_step(components: Components, has_gpu: bool, timed: SimulatedStreams | None = None) -> DryRun:
@@ -137,16 +205,15 @@ def _dry_run(
     def loss_of(tokens: Tensor) -> Tensor:
         return model(tokens[:, :-1], tokens[:, 1:]) * (len(tokens) / config.batch_size)
 
-    with left_as_found(model):
-        return dry_run(
-            components.mode,
-            model,
-            [partial(loss_of, tokens) for tokens in parts],
-            recomputed=components.recomputed_blocks,
-            norms=True,
-            timed=timed,
-            on_gpu=has_gpu,
-        )
+    return dry_run(
+        components.mode,
+        model,
+        [partial(loss_of, tokens) for tokens in parts],
+        recomputed=components.recomputed_blocks,
+        norms=True,
+        timed=timed,
+        on_gpu=has_gpu,
+    )
 
 
 def _without_dry_run(components: Components) -> DryRun:
@@ -176,7 +243,9 @@ def _assembled(
         "gradients": step.peak_gradient_bytes,
         "activations": step.activation_bytes,
     }
-    update = PlannedUpdate.of(components, spare_bytes=(vram_budget or 0) - sum(device.values()))
+    # Without a budget that was asked for, a mode keeps nothing on the device that it would move.
+    fillable = vram_budget if config.vram_budget is not None and has_gpu else 0
+    update = PlannedUpdate.of(components, spare_bytes=fillable - sum(device.values()))
     device["optimizer"] = update.device_bytes
     if not components.updates_begin_early:
         # Early updates free these gradients while backward still frees activations, so they add nothing to the peak.
@@ -193,7 +262,8 @@ def _assembled(
     # Weights that were updated on the device are copied to the host.
     last = step.phases[-1]
     phases = (*step.phases[:-1], replace(last, d2h_bytes=last.d2h_bytes + update.placed_gradient_bytes))
-    dry_run_ms = timed.step_ms if timed and config.microbatches <= MOST_DRY else None
+    times, simulated_ms = update.time(components, machine, has_gpu), _simulated_ms(components, machine, phases, timed)
+    expected = forecast(phases, machine.bandwidth, machine.flops_per_s(components.dtype), times, simulated_ms)
     return RunPlan(
         device_bytes=device,
         host_bytes=host,
@@ -205,21 +275,40 @@ def _assembled(
             "activations in": step.total("activation_h2d_bytes"),
             "activations out": step.total("activation_d2h_bytes"),
         },
-        forecast=forecast(
-            phases,
-            machine.bandwidth,
-            machine.flops_per_s(components.dtype),
-            update.time(components, machine, has_gpu),
-            dry_run_ms,
-        ),
+        forecast=expected,
+        floor_ms=_floor_ms(machine, components.dtype, phases) if has_gpu else None,
         budgets={
             "vram_budget": vram_budget,
             "host_budget": _budget("host_budget", config.host_budget, machine.host_gib),
         },
         machine=machine,
         has_gpu=has_gpu,
-        timeline=tuple(timed.work) if timed else (),
+        timeline=(*timed.work, *update_work(times, expected.phases_ms, timed.step_ms)) if timed else (),
     )
+
+
+def _floor_ms(machine: Machine, dtype: torch.dtype, phases: Sequence[Phase]) -> float | None:
+    bytes_in, bytes_out, flops = (
+        sum(getattr(phase, name) for phase in phases) for name in ("h2d_bytes", "d2h_bytes", "flops")
+    )
+    return floor_ms(machine.bandwidth, bytes_in, bytes_out, flops, datasheet_flops(machine.name, dtype))
+
+
+def _simulated_ms(
+    components: Components, machine: Machine, phases: Sequence[Phase], timed: SimulatedStreams | None
+) -> float | None:
+    """Returns the time of forward and backward in the dry run, or None if it was not timed.
+
+    Of more microbatches than it ran, those that it ran tell by how much a step is longer than its phases.
+    """
+    if timed is None or components.config.microbatches <= MOST_DRY:
+        return timed and timed.step_ms
+    if components.footprint.layer_major:
+        return None
+    every = forecast(phases, machine.bandwidth, machine.flops_per_s(components.dtype), UpdateTimes()).phases_ms
+    # Each microbatch has two phases. Of those after the first, the dry run has one of each size.
+    dry = every[:4] if components.config.batch_size % components.config.microbatches in (0, 1) else ()
+    return timed.step_ms / sum(dry) * sum(every) if dry else None
 
 
 def logits_bytes(components: Components) -> int:

@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 
 from models.llama import Block, rotary_tables
-from offload.optimizer.kernels import SAMPLE, fastest_update, measure
-from offload.planning.memory_tracker import MemoryTracker
-from offload.planning.meta_kernels import fused_kernels
-from offload.runtime.bandwidth import measure_bandwidth
-from offload.runtime.byte_sizes import GIB
-from offload.runtime.host_cores import usable_cores
+from offload import GIB, usable_cores
+from offload.planning import MemoryTracker, fused_kernels, measure_bandwidth, measure_update_rate
 from training.components import acquired
+from training.metrics.files import LARGEST, is_number
 from training.profiling.hardware import describe_device
+from training.runs.bounded_files import UnreadableError, read_json
 from training.runs.files import partial_path
 
 # Updates share the host's memory with the copies of a step, which costs a tenth of their speed.
@@ -44,10 +42,11 @@ def kept(device: torch.device) -> dict[str, str | float] | None:
     A damaged file, or one with other content, counts as none.
     """
     try:
-        values = json.loads(kept_path(device).read_text())
-        return values if isinstance(values, dict) and values.get("name") else None
-    except (OSError, ValueError):
+        values = read_json(kept_path(device))
+    except UnreadableError:
         return None
+    numbers = all(is_number(value) and 0 < value <= LARGEST for key, value in values.items() if key != "name")
+    return values if numbers and isinstance(values.get("name"), str) and values["name"] else None
 
 
 def keep(device: torch.device, values: dict[str, str | float]) -> Path:
@@ -70,7 +69,6 @@ def probe(device: torch.device) -> dict[str, str | float]:
         bus = measure_bandwidth(streams, nbytes=(256 if gpu else 32) * 2**20)
     facts = describe_device(device)
     cores = usable_cores()
-    (update_s,) = measure([fastest_update(max(cores - 1, 1))]).values()
     values = {
         "name": device_name(device),
         "host_gib": facts["host_memory_gib"],
@@ -80,7 +78,7 @@ def probe(device: torch.device) -> dict[str, str | float]:
         "both_gb_s": bus.both,
         "bf16_tflops": block_flops_per_s(device, torch.bfloat16) / 1e12,
         "fp32_tflops": block_flops_per_s(device, torch.float32) / 1e12,
-        "update_gparams_s": SAMPLE / update_s / 1e9 * BESIDE_COPIES,
+        "update_gparams_s": measure_update_rate(max(cores - 1, 1)) / 1e9 * BESIDE_COPIES,
     }
     if gpu:
         values |= {"vram_gib": facts["gpu_memory_gib"], "device_gb_s": _device_gb_s(device)}

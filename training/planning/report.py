@@ -4,25 +4,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from offload.planning.cost_model import Forecast
-from offload.planning.simulated_streams import Work
-from offload.runtime.byte_sizes import GIB, format_bytes
+from offload import GIB, format_bytes
+from offload.planning import Forecast, Work
 from training.metrics.names import PLANNED
 from training.planning.machine import Machine
 from training.runs.files import PLAN_FILE
+from training.runs.provenance import provenance
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Bytes that a run may take, and in words whose they are."""
+
+    nbytes: int
+    origin: str
+
+    def __str__(self) -> str:
+        return f"{format_bytes(self.nbytes)} ({self.origin})"
 
 
 @dataclass(frozen=True)
 class RunPlan:
     """A planned run: peak bytes by part, bytes copied in a step, the time of a step, and the budgets to fit in.
 
-    `logits_bytes` are part of the activations on the device. `timeline` is the GPU's work in forward and backward, as
-    far as the dry run went. Without a GPU the bytes of the device are on the host. A budget is what was asked for or
-    what the machine has, whichever is less, and None if neither is known.
+    `logits_bytes` are part of the activations on the device, and so are `kept_bytes`, which offload.budget=auto is
+    taken to keep there; a run keeps fewer where the GPU has no room. `timeline` is the work of forward and
+    backward, as far as the dry run went, and of the update. `chosen` explains values that were not given. Without a GPU
+    the bytes of the device are on the host. A budget is what was asked for or what the machine has, whichever is less,
+    and None if neither is known. `floor_ms` is that of `cost_model.floor_ms`; None on the CPU, whose figures are no
+    bound.
     """
 
     device_bytes: Mapping[str, int]
@@ -31,11 +45,14 @@ class RunPlan:
     pinned_bytes: int
     step_bytes: Mapping[str, float]
     forecast: Forecast
+    floor_ms: float | None
     budgets: Mapping[str, int | None]
     machine: Machine
     has_gpu: bool
+    kept_bytes: int = 0
     timeline: tuple[Work, ...] = ()
     notes: tuple[str, ...] = ()
+    chosen: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def totals(self) -> dict[str, int]:
@@ -47,18 +64,11 @@ class RunPlan:
         """True or False for each budget; None for a budget that is not known."""
         return {key: None if limit is None else self.totals[key] <= limit for key, limit in self.budgets.items()}
 
-    def misfit(self) -> str | None:
-        """Returns one line if a budget is exceeded: the key, both sizes and what to change."""
-        advice = {
-            "vram_budget": "stream more (offload), recompute=block, smaller batch_size or more microbatches",
-            "host_budget": "a smaller model, precision=bf16, optimizer.state_dtype=bf16 or more on the device",
+    def limits(self) -> dict[str, Limit]:
+        """Returns the budgets that are known, each with its origin: its key, or the name of the machine."""
+        return {
+            key: Limit(nbytes, self._origin(key, nbytes)) for key, nbytes in self.budgets.items() if nbytes is not None
         }
-        lines = [
-            f"{key}: {format_bytes(self.totals[key])} needed, {self._limit(key)} available: {advice[key]}"
-            for key, fits in self.fits.items()
-            if fits is False
-        ]
-        return "; ".join(lines) or None
 
     def metrics(self) -> dict[str, float]:
         """Returns the planned values of the metrics that a run measures."""
@@ -78,7 +88,7 @@ class RunPlan:
     def summary(self) -> dict[str, float]:
         """Returns `metrics` under the names that they have in a run's summary, and the floor of a step."""
         planned = {f"{PLANNED}{key}": value for key, value in self.metrics().items()}
-        return {"perf/floor_ms": max(self.forecast.floors.values()), **planned}
+        return planned if self.floor_ms is None else {"perf/floor_ms": self.floor_ms, **planned}
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the whole plan, for plan.json: sizes in bytes, times in ms."""
@@ -90,12 +100,14 @@ class RunPlan:
             "logits_bytes": self.logits_bytes,
             "page_locked_bytes": self.pinned_bytes,
             "step_bytes": dict(self.step_bytes),
-            "floors_ms": self.forecast.floors,
+            "floor_ms": self.floor_ms,
+            "alone_ms": self.forecast.alone_ms,
             "phases_ms": list(self.forecast.phases_ms),
             "step_ms": self.forecast.step_ms,
             "bound": self.forecast.bound,
             "hardware": asdict(self.machine),
             "notes": list(self.notes),
+            "chosen": dict(self.chosen),
         }
 
     def rows(self) -> dict[str, str]:
@@ -104,32 +116,33 @@ class RunPlan:
         device = "device" if self.has_gpu else "device (here the host)"
         return {
             "hardware": f"{self.machine.name} ({self.machine.source})",
+            **self.chosen,
             **{f"{device}: {name}": format_bytes(part) for name, part in self.device_bytes.items() if part},
             f"{device}: at its peak": self._against("vram_budget"),
             **{f"host: {name}": format_bytes(part) for name, part in self.host_bytes.items() if part},
             "host: in all": self._against("host_budget"),
-            "copied in a step": _copies(step["in"], step["activations in"]),
-            "copied out a step": _copies(step["out"], step["activations out"]),
-            **{f"{name} alone": f"{ms:,.1f} ms" for name, ms in self.forecast.floors.items() if ms},
+            **{
+                f"copied {way} a step": _copies(step[way], step[f"activations {way}"])
+                for way in ("in", "out")
+                if step[way]
+            },
+            **{f"{name} alone": f"{ms:,.1f} ms" for name, ms in self.forecast.alone_ms.items() if ms},
+            **({} if self.floor_ms is None else {"shortest possible step": f"{self.floor_ms:,.1f} ms"}),
             "predicted step": f"{self.forecast.step_ms:,.1f} ms, bound by {self.forecast.bound}",
             **{f"note {number}": note for number, note in enumerate(self.notes, start=1)},
         }
 
     def _against(self, budget: str) -> str:
-        total = format_bytes(self.totals[budget])
-        if self.budgets[budget] is None:
-            return total
-        return f"{total} of {self._limit(budget)}: {'fits' if self.fits[budget] else 'DOES NOT FIT'}"
+        total, limit = format_bytes(self.totals[budget]), self.limits().get(budget)
+        return total if limit is None else f"{total} of {limit}: {'fits' if self.fits[budget] else 'DOES NOT FIT'}"
 
-    def _limit(self, budget: str) -> str:
-        """Formats a budget with its origin: its key, or the name of the machine."""
-        all_gib = {"vram_budget": self.machine.vram_gib, "host_budget": self.machine.host_gib}[budget]
-        is_all = all_gib is not None and self.budgets[budget] == int(all_gib * GIB)
-        return f"{format_bytes(self.budgets[budget])} ({self.machine.name if is_all else budget})"
+    def _origin(self, key: str, nbytes: int) -> str:
+        all_gib = {"vram_budget": self.machine.vram_gib, "host_budget": self.machine.host_gib}[key]
+        return self.machine.name if all_gib is not None and nbytes == int(all_gib * GIB) else key
 
     def write(self, run_dir: Path) -> None:
-        """Writes plan.json into the run's directory."""
-        (run_dir / PLAN_FILE).write_text(json.dumps(self.as_dict(), indent=2) + "\n")
+        """Writes plan.json into the run's directory, with the versions and the date of `provenance`."""
+        (run_dir / PLAN_FILE).write_text(json.dumps(self.as_dict() | provenance(), indent=2) + "\n")
 
 
 def _copies(total: float, activations: float) -> str:

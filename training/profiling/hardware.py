@@ -14,12 +14,11 @@ from pathlib import Path
 import psutil
 import torch
 
-from offload.runtime.bandwidth import Bandwidth, measure_bandwidth
-from offload.runtime.byte_sizes import GIB
-from offload.runtime.host_cores import usable_cores
-from offload.runtime.registry import Streams
+from offload import GIB, Streams, usable_cores
+from offload.planning import Bandwidth, measure_bandwidth
 from training.errors import UserError
 from training.runs.files import HARDWARE_FILE
+from training.runs.provenance import provenance
 
 _bandwidths: dict[torch.device, Bandwidth] = {}
 
@@ -121,7 +120,9 @@ def measured_bandwidth(streams: Streams) -> Bandwidth:
 
 
 def record_hardware(streams: Streams, run_dir: Path) -> dict[str, str | int | float]:
-    """Writes the facts of `describe_device` and the bandwidth of a GPU's bus to hardware.json, and returns them.
+    """Writes the facts of `describe_device`, the bandwidth of a GPU's bus and `provenance` to hardware.json.
+
+    Returns all but the provenance.
 
     The bandwidth is h2d_gb_s, d2h_gb_s and both_gb_s: GB/s of page-locked copies to the device alone, to the host
     alone, and each way while both run.
@@ -130,23 +131,24 @@ def record_hardware(streams: Streams, run_dir: Path) -> dict[str, str | int | fl
     if streams.asynchronous:
         speed = measured_bandwidth(streams)
         facts |= {"h2d_gb_s": speed.h2d, "d2h_gb_s": speed.d2h, "both_gb_s": speed.both}
-    (run_dir / HARDWARE_FILE).write_text(json.dumps(facts, indent=2) + "\n")
+    (run_dir / HARDWARE_FILE).write_text(json.dumps(facts | provenance(), indent=2) + "\n")
     return facts
 
 
 @functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the peak rate of dense matrix products in FLOP/s, the denominator of MFU.
+    """Returns the peak rate of dense matrix products in FLOP/s, from which a plan estimates the rate of blocks.
 
-    For a GPU in the table this is the datasheet's rate (float32: without TF32). Otherwise it is the best rate that
-    matrix products reach in 0.12 s, with torch's current number of threads: such an MFU compares runs on one machine,
-    not machines.
+    Where `known_peak_flops` is None it is the best rate that matrix products reach in 0.12 s, with torch's current
+    number of threads.
     """
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float32):
-        name = torch.cuda.get_device_name(device)
-        if (peak := _datasheet_flops(name, dtype)) is not None:
-            return peak
-    return _measured_flops(device, dtype)
+    known = known_peak_flops(device, dtype)
+    return _measured_flops(device, dtype) if known is None else known
+
+
+def known_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Returns the datasheet's peak rate in FLOP/s, the denominator of MFU; None on the CPU and for other GPUs."""
+    return datasheet_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
 
 
 def rss_gib() -> float:
@@ -217,7 +219,10 @@ def _parse_nvidia_smi(output: str) -> dict[str, str | int]:
     return facts
 
 
-def _datasheet_flops(gpu_name: str, dtype: torch.dtype) -> float | None:
+def datasheet_flops(gpu_name: str, dtype: torch.dtype) -> float | None:
+    """Returns the peak rate in FLOP/s that the datasheet of a GPU states (float32: without TF32); None: not known."""
+    if dtype not in (torch.bfloat16, torch.float32):
+        return None
     words = set(re.split(r"[ -]", gpu_name))
     if words & _PARTIAL_CARD_WORDS:
         return None

@@ -21,6 +21,7 @@ LANES = {
     "copy out": "#E69F00",
     "kernels beside": "#56B4E9",
     "host update": "#CC79A7",
+    "device update": "#F0E442",
     STALL: "#D55E00",
 }
 # These lanes are drawn even if they are empty, the others only if they contain work.
@@ -76,7 +77,8 @@ class Timeline:
 
     def stalls(self) -> Periods:
         """Returns the gaps in the compute lane, from the first to the last work of any lane."""
-        gaps = subtract([(self.start_us, self.end_us)], self.busy("compute", MIN_STALL_US))
+        computing = merge([*self.busy("compute"), *self.busy("device update")], MIN_STALL_US)
+        gaps = subtract([(self.start_us, self.end_us)], computing)
         return [(start, end) for start, end in gaps if end - start > MIN_STALL_US]
 
     def periods(self, lane: str) -> Periods:

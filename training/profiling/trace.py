@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 
-from offload.runtime.registry import Streams
+from offload import Streams
 from training.errors import first_line
 from training.profiling.timeline import draw_chart, read_timeline
 from training.runs.files import TRACE_FOLDER

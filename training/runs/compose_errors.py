@@ -1,6 +1,8 @@
 """Configurations that cannot be composed: one line with the refused value and the allowed ones."""
 
+import errno
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -11,7 +13,9 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from yaml import YAMLError
 
 from training.config.unknown_keys import unknown_key
+from training.errors import UserError
 from training.runs.failures import FAILED, print_failure
+from training.visible_text import visible
 
 
 def run(main: Callable[[], None]) -> None:
@@ -26,10 +30,26 @@ def run(main: Callable[[], None]) -> None:
     except (Exception, KeyboardInterrupt) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        if is_refusal(error):
-            print(f"error: {explain_refusal(error)}", file=sys.stderr)
+        if refused := _refused_directory(error):
+            error = refused
+        elif is_refusal(error):
+            print(f"error: {visible(explain_refusal(error))}", file=sys.stderr)
             sys.exit(FAILED)
         sys.exit(print_failure(error))
+
+
+def _refused_directory(error: BaseException) -> UserError | None:
+    """Returns the error for the user if the directory of the run or the sweep, or a file in it, cannot be made."""
+    cause: BaseException | None = error
+    # The logging library hides the error of its file behind a ValueError.
+    while cause is not None and not (isinstance(cause, OSError) and cause.filename is not None):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None or not isinstance(error, OSError | ValueError) or cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    return UserError(
+        f"{cause.filename}: cannot be written ({cause.strerror}): choose a directory that can be, hydra.run.dir=PATH,"
+        " for a sweep hydra.sweep.dir=PATH"
+    )
 
 
 def is_refusal(error: BaseException) -> bool:
@@ -53,6 +73,9 @@ def explain_refusal(error: Exception) -> str:
     if isinstance(error, OverrideParseException):
         advice = "put a VALUE with blanks or brackets between two pairs of quotes: KEY=\"'VALUE'\""
         return f"{error.override}: is not KEY=VALUE; {advice}"
+    if twice := re.match(r"Multiple values for ([^ ]+)\. .*: (.+)'$", str(error)):
+        group, option = twice.groups()
+        return f"{group}={option}: the group has an option already: write {group}={option} once, without +"
     cause = _cause(error)
     if cause is None or cause.full_key is None:
         return " ".join(str(error).split())

@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from training.checkpoints.layout import checkpoints_in
 from training.errors import UserError
 from training.metrics.files import read_summary
+from training.runs.bounded_files import UnreadableError, read_lines
 from training.runs.files import (
     CHECKPOINTS_FOLDER,
     CHOICES_FILE,
@@ -22,7 +23,7 @@ from training.runs.files import (
     LOCK_FILE,
     METRICS_FILE,
     SUMMARY_FILE,
-    refuse_links,
+    refuse_strange_files,
 )
 from training.runs.invocation import Invocation
 
@@ -93,12 +94,11 @@ def refuse_records(run_dir: Path) -> None:
 
 
 def _has_records(run_dir: Path) -> bool:
-    path = run_dir / METRICS_FILE
-    if not path.is_file():
-        return False
-    with open(path, "rb") as file:
+    try:
         # A line that a killed run did not finish is not a record.
-        return file.readline().endswith(b"\n")
+        return next(read_lines(run_dir / METRICS_FILE), b"").endswith(b"\n")
+    except UnreadableError:
+        return False
 
 
 @contextmanager
@@ -106,9 +106,10 @@ def locked(run_dir: Path) -> Iterator[None]:
     """Locks the directory for this process; the system releases the lock however the process ends.
 
     The lock file stays: if it were removed, two waiting processes could each lock a different file of that name.
-    Raises UserError if another process has the lock, or if a file that a run writes there is a link.
+    Raises UserError if another process has the lock, or if a file that a run writes there is a link or
+    a pipe.
     """
-    refuse_links(run_dir)
+    refuse_strange_files(run_dir)
     path = run_dir / LOCK_FILE
     # O_NOFOLLOW: a link made since the check would let the run truncate another file.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)

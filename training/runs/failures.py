@@ -18,20 +18,27 @@ from hydra.errors import InstantiationException
 
 from training.errors import UserError
 from training.metrics.files import write_summary
+from training.runs.console import note_failures
 from training.runs.directory import RunDirectory
 from training.runs.files import SUMMARY_FILE
-from training.runs.signals import once_per_request
+from training.runs.signals import heeded, once_per_request
+from training.visible_text import visible, visible_lines
 
 FAILED = 1
 INTERRUPTED = 130
 """exit statuses"""
+
+# Without a configuration there is no better advice; `training.planning.oom_advice` has it.
+SHOWN_BY_PLAN = (
+    "end other programs that use it, or run the same command with plan=true, which shows what takes how much"
+)
 
 
 class Failure(NamedTuple):
     """The reason why a run ended early."""
 
     status: str
-    """failed, out_of_memory or interrupted"""
+    """failed, refused (it does not fit), out_of_memory or interrupted"""
     reason: str
     """one line"""
     fixable: bool
@@ -43,24 +50,32 @@ def failures_recorded(run_dir: Path) -> Iterator[RunDirectory]:
     """Around a run: ends the process after a failure, with a message, a non-zero status and a summary.json.
 
     The log file gets the traceback too. Neither file is written while the directory holds results of an earlier run and
-    the run has not taken it. SIGTERM, which schedulers send, ends a run as Ctrl-C does.
+    the run has not taken it. SIGTERM, which schedulers send, ends a run as Ctrl-C does, and so does SIGHUP, which a
+    terminal sends when it closes. A console that was lost is noted in the log file.
     """
-    signal.signal(signal.SIGTERM, once_per_request(signal.default_int_handler))
+    asked_to_end = (signal.SIGTERM, signal.SIGHUP) if signal.SIGHUP in heeded() else (signal.SIGTERM,)
+    handler = once_per_request(signal.default_int_handler)
+    for number in asked_to_end:
+        signal.signal(number, handler)
     # A log line that a full disk refuses does not deserve a traceback of its own.
     logging.raiseExceptions = False
     directory = RunDirectory(run_dir)
     try:
         yield directory
     except (Exception, KeyboardInterrupt) as error:
-        # Another signal would interrupt the writing below. SIGTERM stays ignored to the end of the process, because
-        # schedulers repeat it and it would change the exit status.
+        # Another signal would interrupt the writing below. These stay ignored to the end of the process, because
+        # schedulers repeat SIGTERM and it would change the exit status.
         interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in asked_to_end:
+            signal.signal(number, signal.SIG_IGN)
         exit_status = print_failure(error)
         if directory.taken:
             _record(error, run_dir)
         signal.signal(signal.SIGINT, interrupt)
         sys.exit(exit_status)
+    finally:
+        if directory.taken:
+            note_failures()
 
 
 def _record(error: BaseException, run_dir: Path) -> None:
@@ -71,7 +86,7 @@ def _record(error: BaseException, run_dir: Path) -> None:
     try:
         write_summary(run_dir, {"status": failure.status, "reason": failure.reason})
     except UserError as refused:
-        print(f"warning: no {SUMMARY_FILE}: {refused}", file=sys.stderr)
+        print(f"warning: no {SUMMARY_FILE}: {visible(refused)}", file=sys.stderr)
 
 
 @contextmanager
@@ -91,8 +106,8 @@ def print_failure(error: BaseException) -> int:
     failure = explain(error)
     sys.stdout.flush()
     if not failure.fixable or os.environ.get("HYDRA_FULL_ERROR") == "1":
-        traceback.print_exception(error)
-    print(f"error: {failure.reason}", file=sys.stderr)
+        print(visible_lines("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+    print(f"error: {visible(failure.reason)}", file=sys.stderr)
     return INTERRUPTED if failure.status == "interrupted" else FAILED
 
 
@@ -107,17 +122,15 @@ def explain(error: BaseException) -> Failure:
     if isinstance(error, KeyboardInterrupt):
         return Failure("interrupted", "interrupted", True)
     if is_device_memory(error):
+        return Failure("out_of_memory", f"the GPU is out of memory{requested(error)}: {SHOWN_BY_PLAN}", True)
+    if is_host_memory(error):
+        return Failure("out_of_memory", f"the host is out of memory: {SHOWN_BY_PLAN}", True)
+    if isinstance(error, RuntimeError) and "can't start new thread" in text:
         reason = (
-            f"the GPU is out of memory{requested(error)}: take a smaller batch_size, more microbatches,"
-            " recompute=block or another offload mode"
+            "the system starts no more threads for this user or container: raise `ulimit -u` or the container's limit"
+            " of processes, or end other programs"
         )
-        return Failure("out_of_memory", reason, True)
-    if isinstance(error, MemoryError) or number == errno.ENOMEM or "DefaultCPUAllocator: can't allocate" in text:
-        reason = (
-            "the host is out of memory: take a smaller model, a smaller batch_size, precision=bf16, or an offload"
-            " mode that leaves more on the GPU"
-        )
-        return Failure("out_of_memory", reason, True)
+        return Failure("failed", reason, True)
     if number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in text:
         where = f" ({error.filename})" if number and error.filename else ""
         reason = f"the disk is full{where}: free some space, or choose another place with hydra.run.dir=PATH"
@@ -135,6 +148,12 @@ def is_device_memory(error: BaseException) -> bool:
         return False
     known = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in known)
+
+
+def is_host_memory(error: BaseException) -> bool:
+    """Tells whether the host had too little memory."""
+    refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or refused or "DefaultCPUAllocator: can't allocate" in str(error)
 
 
 def requested(error: BaseException) -> str:

@@ -16,6 +16,7 @@ PLAN_FILE = "plan.json"
 PLAN_PICTURE = "plan_timeline.png"
 HARDWARE_FILE = "hardware.json"
 METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 SUMMARY_FILE = "summary.json"
 CHECKPOINTS_FOLDER = "checkpoints"
 DATASETS_FOLDER = "datasets"
@@ -51,13 +52,19 @@ RUN_FILES = (
     PLAN_PICTURE,
     HARDWARE_FILE,
     METRICS_FILE,
+    SAMPLES_FILE,
     SUMMARY_FILE,
     SUMMARY_FILE + PARTIAL_SUFFIX,
 )
 
 
-def refuse_links(run_dir: Path) -> None:
-    """Raises UserError if one of `RUN_FILES` is a symbolic link: the run would overwrite the file it points to."""
-    for path in (run_dir / name for name in RUN_FILES):
+def refuse_strange_files(run_dir: Path) -> None:
+    """Raises UserError if something other than a file has the name of a file that a run writes.
+
+    A run would overwrite what a link leads to, and wait for ever for somebody to read from a pipe.
+    """
+    for path in (*(run_dir / name for name in RUN_FILES), *sorted((run_dir / TRACE_FOLDER).glob("*step-*"))):
         if path.is_symlink():
             raise UserError(f"{path} is a link to another file, which the run would overwrite: remove the link")
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is not a file, and the run writes a file of that name: remove it")

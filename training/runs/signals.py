@@ -11,37 +11,43 @@ from types import FrameType
 
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Schedulers and `timeout` signal a process and its group, so one request arrives more than once.
 SAME_REQUEST_S = 2.0
+# Less training than this is as quickly repeated as saved.
+WORTH_SAVING_S = 60.0
 
 Handler = Callable[[int, FrameType | None], None]
 
 
 class StopRequest:
-    """While open, remembers Ctrl-C and SIGTERM; a second one ends the run at once, as KeyboardInterrupt.
+    """While open, remembers Ctrl-C, SIGTERM and SIGHUP; a second one ends the run at once, as KeyboardInterrupt.
 
-    Signals within SAME_REQUEST_S of the last one that counted belong to the same request.
+    Signals within SAME_REQUEST_S of the last one that counted belong to the same request. A signal that is ignored, as
+    SIGHUP under nohup, stays ignored.
 
     Args:
-        enabled: False changes nothing: the first signal ends the run, as it does outside.
+        after_s: seconds from the opening in which a first signal ends the run at once, as it does outside; infinity
+            changes nothing at all.
     """
 
-    def __init__(self, enabled: bool):
+    def __init__(self, after_s: float):
         self.signal: str | None = None
         """The name of the signal that arrived."""
-        self._enabled = enabled
+        self._after_s = after_s
+        self._opened_s = math.inf
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopRequest:
-        if self._enabled:
+        if self._after_s < math.inf:
+            self._opened_s = time.monotonic()
             handler = once_per_request(self._note)
-            self._before = {number: signal.signal(number, handler) for number in SIGNALS}
+            self._before = {number: signal.signal(number, handler) for number in heeded()}
         return self
 
     def settle(self) -> None:
         """Ignores signals until the process ends: the run is complete or saved, and must not end as a failure."""
-        if self._enabled:
+        if self._saves():
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             self._before.clear()
@@ -51,10 +57,18 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
+        if self.signal is not None or not self._saves():
             signal.default_int_handler(number, frame)
         self.signal = signal.Signals(number).name
         logger.warning("%s: the run ends when this step is done and saved; once more ends it at once", self.signal)
+
+    def _saves(self) -> bool:
+        return time.monotonic() - self._opened_s >= self._after_s
+
+
+def heeded() -> list[signal.Signals]:
+    """Returns those of SIGNALS that the process does not ignore: nohup ignores SIGHUP, a shell's `&` may Ctrl-C."""
+    return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def once_per_request(handler: Handler) -> Handler:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from offload.activations import checkpointing
 from offload.activations.checkpointing import recompute
+from offload.runtime.torch_internals import innermost_saved_tensor_hooks
 
 
 class Block(nn.Module):
@@ -158,3 +161,51 @@ def test_running_statistics_are_counted_once(norm: Callable[[], nn.Module]) -> N
         assert torch.equal(one, other)
     for one, other in zip(plain.parameters(), recomputing.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
+
+
+def leaky_checkpoint(function: Callable, *arguments: object, **options: object) -> object:
+    """Opens hooks as the checkpoint of torch 2.11 does, which closes them when the traceback of an error goes."""
+
+    def opened() -> Iterator[None]:
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            yield
+
+    generator = opened()
+    next(generator)
+    result = function(*arguments)
+    next(generator, None)
+    return result
+
+
+@pytest.mark.parametrize("checkpoint", [leaky_checkpoint, checkpointing.checkpoint], ids=["2.11", "this torch"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_in_forward_leaves_no_hooks_open(
+    models: tuple[Stack, Stack], monkeypatch: pytest.MonkeyPatch, checkpoint: Callable, error: type[BaseException]
+) -> None:
+    def fail(*_: object) -> None:
+        raise error("here")
+
+    monkeypatch.setattr(checkpointing, "checkpoint", checkpoint)
+    _, model = models
+    handle = model.blocks[1].down.register_forward_hook(fail)
+    with pytest.raises(error, match="here") as caught:
+        model(torch.randn(5, 8))
+    # The traceback is kept, as a notebook keeps it.
+    assert caught.traceback[-1].name == "fail"
+    assert innermost_saved_tensor_hooks(True) is None
+    handle.remove()
+    monkeypatch.undo()
+    x = torch.randn(5, 8)
+    assert all(map(torch.equal, *(loss_and_gradients(model, x) for model in models)))
+
+
+def test_an_error_in_the_recompute_reaches_the_caller(models: tuple[Stack, Stack]) -> None:
+    _, model = models
+    loss = model(torch.randn(5, 8))
+
+    def fail(*_: object) -> None:
+        raise ValueError("in the recompute")
+
+    model.blocks[1].down.register_forward_hook(fail)
+    with pytest.raises(ValueError, match="in the recompute"):
+        loss.backward()

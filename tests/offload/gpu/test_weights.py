@@ -184,3 +184,19 @@ def test_no_device_memory_is_left_behind():
     for _ in range(3):
         train(Stack(width=64), BounceLinear(slots=2), inputs, device="cuda")
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.usefixtures("delayed", "poisoned")
+@pytest.mark.parametrize("mode", [BounceLinear, LayerStream])
+def test_a_loss_that_uses_weights_on_the_host_adds_its_gradient_to_the_one_that_landed(mode: type):
+    def decay(model: nn.Module) -> torch.Tensor:
+        return sum(p.square().sum() for p in model.blocks.parameters())
+
+    streamed, resident = with_copy(Stack(width=64))
+    found = []
+    for model, how in ((streamed, mode(slots=2)), (resident, Resident())):
+        with attached(how, model, "cuda"), how.step():
+            (model(inputs(0, 0)).square().mean() + decay(model).to("cuda")).backward()
+        found.append([p.grad.cpu() for p in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

@@ -85,9 +85,9 @@ def attached(mode, model: nn.Module, device: str = "cpu") -> Iterator[None]:
         registry.release(streams)
 
 
-def stack_inputs(step: int, microbatch: int, device: str = "cpu") -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + microbatch)
-    return torch.randn(5, 8, generator=generator).to(device)
+def stack_inputs(step: int, microbatch: int, device: str | None = None) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(1000 * step + microbatch)
+    return torch.randn(5, 8, generator=generator, device="cpu").to(device or torch.get_default_device())
 
 
 def train(

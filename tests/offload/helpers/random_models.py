@@ -134,11 +134,6 @@ class Spec:
     sequence: int
 
     @property
-    def shares(self) -> bool:
-        """True if a forward uses a parameter more than once."""
-        return self.tied is not None or self.tied_head or len(self.order) > len(set(self.order))
-
-    @property
     def has_statistics(self) -> bool:
         """True if forward updates buffers."""
         return any("convolution" in kind for kind in self.kinds)

@@ -93,7 +93,7 @@ def train(
     mode,
     early: bool = False,
     *,
-    steps: int = 20,
+    steps: int = 8,
     microbatches: int = 1,
     clip_norm: float | None = None,
     overlaps: bool = True,
@@ -164,7 +164,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     def offered_and_done(self, unit, *options, **more):
         offer(self, unit, *options, **more)
         while self.is_pending(unit):
-            time.sleep(0)
+            time.sleep(0.0005)
 
     monkeypatch.setattr(UpdateWorker, "offer", offered_and_done)
 

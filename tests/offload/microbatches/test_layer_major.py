@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from offload.microbatches.layer_major import LayerMajor, one_after_another
+from offload.runtime.torch_internals import innermost_saved_tensor_hooks
 
 
 class Notes(torch.autograd.Function):
@@ -114,3 +116,24 @@ def test_an_error_in_a_microbatch_reaches_the_caller_and_the_next_step_works(lay
     assert weight.grad is None
     layer_major.accumulate([lambda: loss(False)] * 2)
     assert weight.grad.item() == 2
+
+
+def test_hooks_that_an_aborted_microbatch_leaves_open_are_gone_in_the_next_step(layer_major):
+    """torch's module hooks do not close what they have opened where a microbatch is aborted."""
+    weight, fails, seen = torch.ones(1, requires_grad=True), True, []
+
+    def loss(index):
+        seen.append(innermost_saved_tensor_hooks(True))
+        if fails:
+            saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor).__enter__()
+        layer_major.enter(0)
+        if fails:
+            raise KeyError("here")
+        return weight.sum()
+
+    with pytest.raises(KeyError, match="here"):
+        layer_major.accumulate([lambda: loss(0), lambda: loss(1)])
+    fails = False
+    layer_major.accumulate([lambda: loss(0), lambda: loss(1)])
+    assert seen == [None] * 4
+    assert innermost_saved_tensor_hooks(True) is None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from offload.microbatches.lockstep import Lockstep, Threads
+from offload.runtime.running_microbatch import running_microbatch
 
 
 @pytest.fixture
@@ -109,3 +112,32 @@ def test_an_error_ends_all_functions_in_order_and_reaches_the_caller(streams, th
     assert sorted(closed) == [False, False, True]
     threads.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("lockstep")]
+
+
+def test_each_turn_runs_in_a_context_of_its_own_and_knows_its_number(streams, threads):
+    events = []
+
+    @contextmanager
+    def around(index: int) -> Iterator[None]:
+        events.append(f"open {index}")
+        yield
+        events.append(f"close {index}")
+
+    def travel() -> None:
+        events.append(running_microbatch())
+        assert lockstep.pause(0)
+        assert not lockstep.pause(0)
+        events.append(running_microbatch())
+
+    lockstep = Lockstep([travel, travel], streams, threads, around)
+    lockstep.run()
+    turns = [[f"open {index}", index, f"close {index}"] for index in (0, 1, 0, 1)]
+    assert events == [event for turn in turns for event in turn]
+    assert not lockstep.pause(1)
+
+
+def test_functions_have_the_callers_default_device(streams, threads):
+    with torch.device("meta"):
+        found = Lockstep([lambda: torch.empty(1).device.type] * 2, streams, threads).run()
+    assert found == ["meta", "meta"]
+    assert Lockstep([lambda: torch.empty(1).device.type], streams, threads).run() == ["cpu"]

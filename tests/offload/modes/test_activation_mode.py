@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
+import torch
 from torch import nn
 
 from offload.modes.activation_mode import ActivationMode
@@ -50,11 +51,55 @@ class Watching(ActivationMode):
 def test_contexts_are_open_around_calls_in_steps_with_gradients_only():
     mode, model = Watching(Resident()), Stack()
     with attached(mode, model):
-        model(stack_inputs(0, 0))
+        with torch.no_grad():
+            model(stack_inputs(0, 0))
         assert mode.seen == []
         with mode.step():
             model(stack_inputs(0, 0)).sum().backward()
         assert mode.seen == ["begin", "open", "close", "end"]
+
+
+@pytest.mark.parametrize("mode", [TensorSwap, SaveOnCpu])
+@pytest.mark.parametrize("weights", [Resident, LayerStream])
+@pytest.mark.parametrize("trains", ["parameters", "inputs"])
+def test_a_forward_with_gradients_outside_of_a_step_is_refused(mode: type, weights: type, trains: str):
+    """It would move nothing, and nobody would know."""
+    made, model, inputs = mode(weights()), Stack(), stack_inputs(0, 0)
+    with attached(made, model):
+        model.requires_grad_(trains == "parameters")
+        inputs.requires_grad_(trains == "inputs")
+        with pytest.raises(
+            RuntimeError, match=r"^forward with gradients outside a step: wrap .* `with mode\.step\(\):`"
+        ):
+            model(inputs)
+        with made.step():
+            model(inputs).sum().backward()
+        model.requires_grad_(False)
+        assert not model(inputs.detach()).requires_grad
+
+
+def test_backward_may_come_after_the_step():
+    model, mode = Stack(recompute="non-reentrant"), TensorSwap(Resident(), min_bytes=1, layers=["blocks.*.up"])
+    with attached(mode, model):
+        with mode.step():
+            loss = model(stack_inputs(0, 0)).sum()
+        loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("mode", [TensorSwap, SaveOnCpu])
+def test_after_an_attach_that_failed_the_model_is_as_it_was_found(mode: type, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    model, made = Stack(), mode(LayerStream())
+    monkeypatch.setattr(mode, "prepare", fail)
+    before = [set(vars(module)) for module in model.modules()]
+    with pytest.raises(ZeroDivisionError), attached(made, model):
+        pass
+    assert [set(vars(module)) for module in model.modules()] == before
+    monkeypatch.undo()
+    same_as_resident(model, made)
 
 
 def test_everything_about_weights_is_left_to_their_mode():

@@ -171,6 +171,43 @@ def test_shared_and_tied_weights_have_one_home():
         assert model.head.weight is model.embed.weight
 
 
+class Mixture(nn.Module):
+    """Experts in one tensor each, and a layer that is no nn.Linear: as transformers' Mixtral and GPT-2 have them."""
+
+    class Transposed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 3) / 3)
+
+        def forward(self, hidden):
+            return hidden @ self.weight
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.act = nn.Parameter(torch.randn(3, 8, 8) / 3), nn.GELU()
+
+        def forward(self, hidden, shares):
+            return (self.act(torch.einsum("bi,eij->bej", hidden, self.up)) * shares[..., None]).sum(1)
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.router, self.experts = nn.Embedding(5, 8), self.Transposed(), self.Experts()
+        self.mixes = nn.ParameterList([torch.eye(8)])
+
+    def forward(self, hidden):
+        hidden = hidden + self.table.weight[0]
+        return self.experts(hidden, self.router(hidden).softmax(-1)) @ self.mixes[0]
+
+
+def test_layers_of_other_packages_stream_too():
+    same_as_resident(Mixture())
+    footprint = BounceLinear(slots=2).footprint(Mixture())
+    # The experts; the router, whose 96 bytes take 256. The table and the list, which their parent reads, stay.
+    assert footprint.host_weight_bytes == 4 * 3 * 8 * 8 + 256
+    assert footprint.resident_bytes == 4 * (5 * 8 + 8 * 8)
+
+
 class Convolutional(nn.Module):
     def __init__(self):
         super().__init__()

@@ -12,7 +12,7 @@ from offload.modes.none import Resident
 from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
 from offload.runtime.errors import KnobError
-from tests.offload.helpers.models import Stack, attached, same_as_resident, stack_inputs
+from tests.offload.helpers.models import Stack, attached, same_as_resident, stack_inputs, with_copy
 
 WEIGHTS = {
     "resident": Resident,
@@ -65,3 +65,16 @@ def test_pin_is_auto_or_off():
     SaveOnCpu(Resident(), pin="off")
     with pytest.raises(KnobError, match="pin=on: must be auto or off"):
         SaveOnCpu(Resident(), pin="on")
+
+
+def test_another_default_device_does_not_take_the_saved_tensors():
+    """torch's own hooks would make the copies there, here without values."""
+    ours, theirs = with_copy(Stack())
+    inputs = stack_inputs(0, 0)
+    for model, mode in ((ours, SaveOnCpu(Resident())), (theirs, Resident())):
+        with attached(mode, model), mode.step():
+            with torch.device("meta"):
+                loss = model(inputs).square().mean()
+            loss.backward()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)

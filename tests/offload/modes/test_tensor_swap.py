@@ -47,9 +47,7 @@ def little_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
-@pytest.mark.parametrize(
-    "layers", [None, ["blocks.*"], ["*.up", "*.norm"], ["*"]], ids=["model", "blocks", "parts", "all"]
-)
+@pytest.mark.parametrize("layers", [None, ["*.up", "*.norm"], ["*"]], ids=["model", "parts", "all"])
 def test_equals_resident(weights: str, checkpointing: str | None, layers: list | None):
     mode = swapping(WEIGHTS[weights](), layers=layers)
     same_as_resident(Stack(recompute=checkpointing, dropout=0.3), mode)

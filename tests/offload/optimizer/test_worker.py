@@ -281,8 +281,8 @@ def test_a_process_may_end_in_an_update():
     script = """
 from tests.offload.helpers.models import Stack
 from tests.offload.helpers.updates import host_adamw, made, one_step
-from offload.runtime import registry
 from offload.modes.layer_stream import LayerStream
+from offload.runtime import registry
 
 model, mode = made(Stack), LayerStream()
 mode.attach(model, registry.acquire("cpu"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offload.planning.cost_model import UpdateTimes, forecast, hidden_share
+from offload.planning.cost_model import UpdateTimes, floor_ms, forecast, hidden_share
 from offload.planning.dry_run import Phase
 from offload.runtime.bandwidth import Bandwidth
 
@@ -26,6 +26,15 @@ def test_two_ways_at_once_are_slower():
     assert BUS.two_way_ms(10 * GB, 0) == pytest.approx(200)
     assert BUS.two_way_ms(0, 10 * GB) == pytest.approx(250)
     assert BUS.two_way_ms(10 * GB, 8 * GB) == pytest.approx(8e3 / 30 + 2e3 / 50)
+
+
+def test_the_floor_is_the_slowest_part():
+    assert floor_ms(BUS, 10 * GB, 2 * GB, flops=1e11, peak_flops_per_s=1e12) == pytest.approx(200)
+    assert floor_ms(BUS, 10 * GB, 9 * GB, flops=1e11, peak_flops_per_s=1e12) == pytest.approx(225)
+    assert floor_ms(BUS, 10 * GB, 2 * GB, flops=3e11, peak_flops_per_s=1e12) == pytest.approx(300)
+    # A rate that is not known bounds nothing.
+    assert floor_ms(BUS, 10 * GB, 2 * GB, flops=3e11) == pytest.approx(200)
+    assert floor_ms(BUS, 0, 0, flops=3e11) is None
 
 
 def test_each_phase_is_the_longer_of_compute_and_copies():

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from offload.activations.checkpointing import recompute
 from offload.modes.bounce_linear import BounceLinear
@@ -15,7 +16,7 @@ from offload.modes.none import Resident
 from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
-from offload.planning.dry_run import MOVED, dry_run
+from offload.planning.dry_run import MOVED, dry_run, left_as_found
 from offload.runtime.blocks import find_blocks
 from tests.offload.helpers.models import Shared, Stack, attached, stack_inputs, tokens
 from tests.offload.helpers.modes import mode_classes, small
@@ -132,3 +133,13 @@ def test_random_numbers_stay_as_they_were():
     before = torch.get_rng_state()
     dry(Resident(), model, [stack_inputs(0, 0)])
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_recurrent_layers_find_their_weights_again():
+    """They keep a list of their own beside their parameters."""
+    model = nn.LSTM(4, 4, device="meta")
+    before = list(model._flat_weights)
+    with left_as_found(model):
+        model._parameters["weight_ih_l0"] = nn.Parameter(torch.empty(16, 4, device="meta"))
+        model._flat_weights = [model.weight_ih_l0, *before[1:]]
+    assert all(now is then for now, then in zip(model._flat_weights, before, strict=True))

@@ -1,4 +1,4 @@
-"""The blocks of a model: at the path that was given, at a usual path, or in the largest list."""
+"""The blocks of a model: those of the list at the path that was given, or of all its lists."""
 
 from __future__ import annotations
 
@@ -35,17 +35,53 @@ def test_the_model_itself_may_be_the_list():
     assert names(nn.Sequential(*layers(2)), "") == ["0", "1"]
 
 
-def test_a_usual_path_goes_before_a_larger_list():
-    model = Model(experts=nn.ModuleList(layers(9)), layers=nn.ModuleList(layers(1)), blocks=nn.ModuleList(layers(2)))
-    assert names(model) == ["layers.0"]
-
-
-def test_the_largest_list_by_parameters_goes_before_others_and_any_sequential():
+def test_all_lists_together_are_the_blocks():
+    """Encoder and decoder, the towers of a model of text and images, two kinds of blocks."""
+    tower = Model(layers=nn.ModuleList(layers(2)))
     model = Model(
-        many=nn.ModuleList(layers(5, width=2)), wide=nn.ModuleList(layers(2, width=8)), rest=nn.Sequential(*layers(9))
+        text=tower, vision=Model(encoder=Model(blocks=nn.ModuleList(layers(1)))), single=nn.ModuleList(layers(2))
     )
-    assert names(model) == ["wide.0", "wide.1"]
-    assert names(Model(first=nn.Sequential(*layers(1)), second=nn.Sequential(*layers(2)))) == ["second.0", "second.1"]
+    assert names(model) == ["text.layers.0", "text.layers.1", "vision.encoder.blocks.0", "single.0", "single.1"]
+
+
+def test_lists_inside_blocks_are_not_blocks():
+    """Such as the experts of a layer."""
+    model = Model(layers=nn.ModuleList(Model(experts=nn.ModuleList(layers(4))) for _ in range(9)))
+    assert names(model) == [f"layers.{index}" for index in range(9)]
+
+
+def test_large_stages_are_taken_apart():
+    """In a U-Net one stage may be half of the model, and a block should be a small part of it."""
+    stages = [Model(resnets=nn.ModuleList(layers(1))), Model(resnets=nn.ModuleList(layers(9)), norm=nn.LayerNorm(4))]
+    assert names(Model(stages=nn.ModuleList(stages))) == ["stages.0", *(f"stages.1.resnets.{k}" for k in range(9))]
+
+
+def test_a_large_block_with_most_of_its_weights_outside_of_lists_is_one_block():
+    block = Model(heads=nn.ModuleList(layers(2)), wide=nn.Linear(8, 8))
+    assert names(Model(blocks=nn.ModuleList([block]))) == ["blocks.0"]
+
+
+def test_nobody_calls_a_list_in_a_list():
+    rows = nn.ModuleList(nn.ModuleList(layers(1, width=2)) for _ in range(3))
+    assert names(Model(rows=rows)) == ["rows.0.0", "rows.1.0", "rows.2.0"]
+
+
+def test_small_lists_and_parametrisations_are_not_blocks():
+    head = nn.utils.parametrizations.weight_norm(nn.Linear(40, 40))
+    model = Model(layers=nn.ModuleList(layers(3, width=40)), upsamplers=nn.ModuleList(layers(1)), head=head)
+    assert names(model) == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_a_module_of_two_lists_is_in_one_block():
+    shared = nn.Linear(4, 4)
+    model = Model(first=nn.ModuleList([shared, *layers(1)]), second=nn.ModuleList([Model(inner=shared), *layers(1)]))
+    assert names(model) == ["first.0", "first.1", "second.1"]
+
+
+def test_without_a_module_list_the_largest_sequential_has_the_blocks():
+    model = Model(first=nn.Sequential(*layers(1)), second=nn.Sequential(*layers(2)))
+    assert names(model) == ["second.0", "second.1"]
+    assert names(Model(blocks=nn.ModuleList(layers(1, width=2)), rest=nn.Sequential(*layers(9)))) == ["blocks.0"]
 
 
 @pytest.mark.parametrize(

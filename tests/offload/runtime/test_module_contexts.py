@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload.runtime.module_contexts import ModuleContexts, WrappedForward
+from offload.runtime.module_contexts import ModuleContexts, OwnHook, WrappedForward, before_each_call
 
 INPUTS = torch.ones(2, 4)
 
@@ -201,9 +202,91 @@ def test_threads_have_contexts_of_their_own(log: Log):
     assert log.events == ["open module", "close module"]
 
 
-def test_copies_of_a_module_open_no_contexts(log: Log):
+COPIES = pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))],
+    ids=["copy", "deep", "file"],
+)
+
+
+def keep(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden
+
+
+def called(*_: object) -> None:
+    """A hook of the user's own."""
+
+
+@COPIES
+def test_a_copy_of_a_module_is_a_plain_module(log: Log, copied):
     module = nn.Linear(4, 4)
-    ModuleContexts([(module, log.opener("module"))])
-    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        other(INPUTS)
+    names = set(vars(module))
+    number = module.register_forward_pre_hook(called).id
+    found = [OwnHook(module, module.register_state_dict_pre_hook, lambda *_: log.events.append("saved"))]
+    found.append(ModuleContexts([(module, log.opener("module"))]))
+    found += [WrappedForward(module, lambda: log.named("window")) for _ in range(2)]
+    other = copied(module)
+    assert set(vars(other)) == names
+    hooks = {name: list(value) for name, value in vars(other).items() if "hooks" in name and value}
+    assert hooks == {"_forward_pre_hooks": [number]}
+    other(INPUTS)
     assert log.events == []
+    module(INPUTS)
+    assert len(log.events) == 6
+    for added in reversed(found):
+        added.remove()
+    assert set(vars(module)) == names
+
+
+@COPIES
+def test_a_copy_of_a_module_has_the_forward_of_the_modules_own(log: Log, copied):
+    module = nn.Linear(4, 4)
+    module.forward = keep
+    WrappedForward(module, lambda: log.named("window"))
+    assert vars(copied(module))["forward"] is keep
+
+
+def test_a_class_that_copies_itself_gets_no_contexts_either(log: Log):
+    module = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    ModuleContexts([(module, log.opener("module"))])
+    WrappedForward(module, lambda: log.named("window"))
+    other = copy.deepcopy(copy.deepcopy(module))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    assert other(INPUTS).abs().sum() > 0
+    assert log.events == []
+
+
+def test_the_arguments_of_a_wrapped_forward_can_be_asked_for(log: Log):
+    module = nn.Linear(4, 4)
+    expected = inspect.signature(module.forward)
+    WrappedForward(module, lambda: log.named("window"))
+    assert inspect.signature(module.forward) == expected
+
+
+def test_a_function_is_called_before_each_call_and_before_other_hooks_until_it_is_removed(log: Log):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].register_forward_pre_hook(lambda *_: log.events.append("other hook"))
+    remove = before_each_call([model, model[1]], lambda: log.events.append("called"))
+    model(INPUTS)
+    assert log.events == ["called", "called", "other hook"]
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model[0]))):
+        twin(INPUTS)
+    assert log.events.count("called") == 2
+    remove()
+    remove()
+    model(INPUTS)
+    assert log.events.count("called") == 2
+
+
+def test_a_function_may_remove_itself_while_it_is_called():
+    model, calls = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), []
+
+    def once() -> None:
+        calls.append(1)
+        remove()
+
+    remove = before_each_call(model.modules(), once)
+    model(INPUTS)
+    assert calls == [1]

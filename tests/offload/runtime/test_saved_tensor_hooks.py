@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from offload.runtime.saved_tensor_hooks import Hooks, Kept, Passed, active_hooks, beneath_claims, check_version, claimed
+from offload.runtime.saved_tensor_hooks import (
+    Hooks,
+    Kept,
+    PackHook,
+    Passed,
+    active_hooks,
+    beneath_claims,
+    check_version,
+    claimed,
+)
 
 
 def pair(name: str, outer: Hooks | None = None, claims=None) -> Hooks:
@@ -78,3 +87,14 @@ def test_a_tensor_is_claimed_by_any_of_the_claiming_hooks():
     assert not claimed(None, first)
     # Hooks that do not claim hide the ones outside of them.
     assert not claimed(pair("hiding", inner), first)
+
+
+def test_a_pack_hook_has_the_attributes_that_it_is_given():
+    plain = PackHook(lambda tensor: ("packed", tensor), "me")
+    assert plain(1) == ("packed", 1)
+    assert plain.owner == "me"
+    assert not hasattr(plain, "claims")
+    claiming = PackHook(plain, "other", pair("outer"), lambda tensor: tensor == 2)
+    hooks = claiming, None
+    assert beneath_claims(hooks) == claiming.outer
+    assert (claimed(hooks, 1), claimed(hooks, 2)) == (False, True)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import warnings
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from offload.runtime import torch_internals as internals
 
@@ -177,12 +181,12 @@ def test_a_recurrent_layer_computes_with_the_parameters_that_it_was_given(kind: 
     assert all(stand_in.grad is not None for stand_in in stand_ins.values())
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.BatchNorm2d, nn.InstanceNorm1d, nn.SyncBatchNorm])
-def test_normalisations_with_running_statistics_have_one_class(norm: type[nn.Module]):
-    module = norm(4)
-    assert isinstance(module, internals.NormWithStatistics)
-    assert hasattr(module, "track_running_stats")
-    assert not isinstance(nn.LayerNorm(4), internals.NormWithStatistics)
+def test_tensors_of_function_transforms_are_known():
+    seen = []
+    torch.func.vmap(lambda x: seen.append(internals.is_function_transform_tensor(x)) or x)(torch.ones(2))
+    torch.func.grad(lambda x: seen.append(internals.is_function_transform_tensor(x)) or x)(torch.ones(()))
+    assert seen == [True, True]
+    assert not internals.is_function_transform_tensor(torch.ones(2))
 
 
 def test_the_fused_adamw_kernel_makes_the_step_of_torch_s_optimizer():
@@ -254,3 +258,129 @@ def test_a_function_is_called_when_backward_is_over():
     product.register_hook(hook)
     product.backward()
     assert [gradient.item() for gradient in seen] == [2.0]
+
+
+def test_the_node_in_progress_is_that_of_the_running_hook():
+    leaf, seen = torch.ones(1, requires_grad=True), []
+    product = leaf * 2
+    product.register_hook(lambda _: seen.append(internals.node_in_progress()))
+    leaf.register_hook(lambda _: seen.append(internals.node_in_progress()))
+    assert internals.node_in_progress() is None
+    product.backward()
+    assert seen[0] is product.grad_fn
+    assert seen[1].variable is leaf
+
+
+def test_hooks_around_forward_are_found():
+    assert not internals.has_hooks_around_forward(nn.Linear(1, 1))
+    for register in ("register_forward_pre_hook", "register_forward_hook"):
+        layer = nn.Linear(1, 1)
+        getattr(layer, register)(lambda *_: None)
+        assert internals.has_hooks_around_forward(layer)
+
+
+def test_without_cuda_there_is_no_error_to_clear():
+    if torch.version.cuda is not None:
+        pytest.skip("needs a torch without CUDA")
+    internals.clear_cuda_error()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_pending_error_of_cuda_is_cleared():
+    block = torch.zeros(4096, dtype=torch.uint8)
+    torch.zeros(1, device="cuda")
+
+    def fail() -> None:
+        # Nothing is registered there.
+        assert int(torch.cuda.cudart().cudaHostUnregister(block.data_ptr())) != 0
+
+    fail()
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        torch.ones(1, device="cuda").add_(1)
+    fail()
+    internals.clear_cuda_error()
+    assert torch.ones(1, device="cuda").add_(1).item() == 2
+    torch.cuda.synchronize()
+
+
+def test_what_is_left_out_of_graphs_runs_as_it_is():
+    graphs, compiling = [], []
+
+    def noted(graph: torch.fx.GraphModule, inputs: list) -> object:
+        graphs.append(sum(node.op.startswith("call") for node in graph.graph.nodes))
+        return graph.forward
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x.cos()
+
+    @internals.left_out_of_graphs
+    def left_out(x: torch.Tensor) -> torch.Tensor:
+        compiling.append(torch.compiler.is_compiling())
+        return inner(x).sin()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = torch.compile(lambda x: left_out(x.exp()).exp(), backend=noted)(torch.ones(2))
+    assert torch.equal(result, torch.ones(2).exp().cos().sin().exp())
+    # Each exponential is a graph; what is between them is in none.
+    assert graphs == [1, 1]
+    assert compiling == [False]
+
+
+def selective(inside: Callable[[], None], *saved: object) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function in a selective checkpoint that keeps the results of the operations `saved`, and calls `inside`."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        inside()
+        return x.cos().exp()
+
+    contexts = partial(create_selective_checkpoint_contexts, list(saved))
+    return lambda x: checkpoint(run, x, use_reentrant=False, context_fn=contexts)
+
+
+def test_selective_checkpoints_do_not_see_what_is_hidden_from_them():
+    numbers = iter(range(10))
+
+    def other_work() -> None:
+        assert internals.is_in_selective_checkpoint()
+        with Seeing() as seeing, internals.unseen_by_selective_checkpoints():
+            assert not internals.is_in_selective_checkpoint()
+            # Not the same in forward and in the recompute.
+            for _ in range(next(numbers)):
+                torch.ones(2).neg_().tan()
+        assert internals.is_in_selective_checkpoint()
+        assert len(seeing.names) == 3 * (next(numbers) - 1)
+
+    class Seeing(internals.TorchDispatchMode):
+        """Another mode goes on seeing it."""
+
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.names.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True)
+    selective(other_work, torch.ops.aten.sin.default, torch.ops.aten.neg_.default)(x).sum().backward()
+    assert not internals.is_in_selective_checkpoint()
+    expected = torch.ones(2, requires_grad=True)
+    expected.sin().cos().exp().sum().backward()
+    assert torch.equal(x.grad, expected.grad)
+    assert next(numbers) == 4
+
+
+def test_what_a_selective_checkpoint_keeps_is_listed():
+    found = []
+
+    def look() -> None:
+        found.append([(name, value.tolist()) for name, value in internals.selectively_saved()])
+
+    x = torch.zeros(2, requires_grad=True)
+    selective(look, torch.ops.aten.sin.default)(x).sum().backward()
+    # In forward; in the recompute it has been taken out by then.
+    assert found[0] == [("aten.sin.default", [0.0, 0.0])]
+    assert list(internals.selectively_saved()) == []

@@ -13,6 +13,8 @@ from offload.modes.layer_stream import LayerStream
 from tests.offload.helpers.models import attached
 from tests.offload.helpers.user_code import EVERY_MODE, evaluate, same_as_resident, train_step
 
+pytestmark = pytest.mark.usefixtures("device")
+
 
 class PositionTable(nn.Module):
     """Returns a view of its parameter or of its buffer, or either as it is."""

@@ -13,6 +13,8 @@ from offload.modes.layer_stream import LayerStream
 from tests.offload.helpers.models import stack_inputs
 from tests.offload.helpers.user_code import EVERY_MODE, evaluate, same_as_resident, train_step
 
+pytestmark = pytest.mark.usefixtures("device")
+
 
 @EVERY_MODE
 @pytest.mark.parametrize("backup_is_a_copy", [False, True])

@@ -11,7 +11,9 @@ from torch import nn
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from tests.offload.helpers.models import Stack, stack_inputs
-from tests.offload.helpers.user_code import EVERY_MODE, evaluate, same_as_resident, train_step
+from tests.offload.helpers.user_code import EVERY_MODE, descend, evaluate, same_as_resident, train_step
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 @EVERY_MODE
@@ -19,6 +21,8 @@ def test_a_closure_that_runs_several_times_in_one_step(make: Callable):
     """LBFGS with the step around it."""
 
     def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        if len({parameter.device for parameter in model.parameters()}) > 1:
+            pytest.skip("torch's LBFGS takes parameters of one device only")
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, line_search_fn="strong_wolfe")
         seen = []
 
@@ -114,3 +118,25 @@ def test_a_parameter_that_was_frozen_when_attached_trains_later(make: Callable):
         return [*seen, train_step(model, mode, 1), train_step(model, mode, 2)]
 
     same_as_resident(make, scenario, build)
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_loss_that_uses_weights_directly(make: Callable, microbatches: int):
+    """Weight decay as part of the loss: its gradient is computed where the weight is, outside of forward."""
+
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        seen = []
+        for step in range(3):
+            with mode.step():
+                for microbatch in range(microbatches):
+                    loss = model(stack_inputs(step, microbatch)).square().mean()
+                    decay = [p.square().sum() for p in model.parameters()]
+                    for part in (*decay, model.blocks[1].up.weight.abs().sum()):
+                        loss = loss + 0.01 * part.to(loss.device)
+                    loss.backward()
+            seen += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+            descend(model)
+        return seen
+
+    same_as_resident(make, scenario)

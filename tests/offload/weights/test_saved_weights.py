@@ -32,7 +32,7 @@ def test_a_slots_memory_is_not_passed_to_the_hooks_outside():
 def test_hooks_that_are_nested_in_themselves_do_nothing():
     model, mode = Stack(), LayerStream(slots=1)
     with attached(mode, model):
-        saved = mode._streamer._saved
+        saved = mode._streamer._windows._saved
         with saved.hooks():
             hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
             with saved.hooks():
@@ -69,12 +69,15 @@ def test_weights_changed_between_forward_and_backward_are_refused():
 def test_weights_may_change_when_backward_does_not_need_them(place: str):
     with torch.device(place):
         model, mode = Stack(), LayerStream(slots=1)
-    with attached(mode, model), mode.step():
-        loss = model(stack_inputs(0, 0)).sum()
-        with torch.no_grad():
-            # Backward of a layer does not need its bias, although it lies beside its weight.
-            model.blocks[1].up.bias.add_(1)
-        loss.backward()
+    with attached(mode, model):
+        for parameter in model.parameters():
+            nn.init.uniform_(parameter)
+        with mode.step():
+            loss = model(stack_inputs(0, 0)).sum()
+            with torch.no_grad():
+                # Backward of a layer does not need its bias, although it lies beside its weight.
+                model.blocks[1].up.bias.add_(1)
+            loss.backward()
 
 
 def test_an_in_place_edit_of_a_saved_activation_raises_as_autograd_does():

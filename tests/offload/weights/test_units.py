@@ -8,6 +8,7 @@ from torch import nn
 
 from offload.runtime.host_memory import HostArena
 from offload.weights.partition import CutPoint, cut
+from offload.weights.unfilled import unfilled
 from offload.weights.units import DevicePlacement, ModuleAttribute, OffloadUnit
 
 
@@ -17,9 +18,10 @@ def test_home_keeps_values_dtypes_and_identity():
     parameters = list(model.parameters())
     unit = cut(model, [CutPoint("all", model)]).units[0]
     unit.bring_home(HostArena(torch.device("cpu")))
-    for parameter, value in zip(model.parameters(), values, strict=True):
+    for tensor, parameter, value in zip(unit.tensors, model.parameters(), values, strict=True):
         assert torch.equal(parameter, value)
-        assert parameter.untyped_storage().data_ptr() == unit.weights.bytes.data_ptr()
+        assert parameter.untyped_storage().data_ptr() == unit.home_address(tensor)
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
     assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
     assert [tensor.gradient.dtype for tensor in unit.tensors] == [p.dtype for p in parameters]
 
@@ -30,7 +32,7 @@ def at_home(model: nn.Module) -> OffloadUnit:
     return unit
 
 
-def test_meta_tensors_become_zeros_at_home_and_keep_what_they_were():
+def test_meta_tensors_become_memory_at_home_and_keep_what_they_were():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
         model[0].bias.requires_grad_(False)
@@ -39,7 +41,7 @@ def test_meta_tensors_become_zeros_at_home_and_keep_what_they_were():
     assert [p.requires_grad for p in model.parameters()] == [True, False, True, True]
     assert isinstance(model[0].weight, nn.Parameter)
     assert not isinstance(model[1].running_mean, nn.Parameter)
-    assert all((tensor == 0).all() for tensor in model.state_dict().values())
+    assert unfilled(model) == list(model.state_dict())
 
 
 def test_tensors_are_found_by_their_bytes():
@@ -75,7 +77,12 @@ def test_a_unit_gathers_what_its_user_has_changed():
 
 
 @pytest.mark.parametrize(
-    "change", [lambda model: model.double(), lambda model: setattr(model, "bias", nn.Parameter(torch.ones(4)))]
+    "change",
+    [
+        lambda model: model.double(),
+        lambda model: model.to("meta"),
+        lambda model: setattr(model, "bias", nn.Parameter(torch.ones(4))),
+    ],
 )
 def test_what_cannot_be_streamed_is_refused_in_one_line(change):
     model = nn.Linear(3, 5)
@@ -118,6 +125,8 @@ def test_resident_tensors_are_memory_on_the_device_and_keep_what_was_written_the
     resident += [(module.running_mean, [ModuleAttribute(module, "running_mean", True)]) for module in (real, meta)]
     placement = DevicePlacement(resident, torch.device("cpu"))
     assert not meta.weight.is_meta
+    assert unfilled(meta) == ["weight", "running_mean"]
+    assert not unfilled(real)
     with torch.no_grad():
         meta.weight.fill_(2.0)
     # A module may replace its buffer.
@@ -127,3 +136,57 @@ def test_resident_tensors_are_memory_on_the_device_and_keep_what_was_written_the
     assert weight.grad.tolist() == [1.0] * 3
     assert isinstance(meta.weight, nn.Parameter)
     assert (meta.weight.tolist(), meta.running_mean.tolist()) == ([2.0] * 3, [5.0] * 3)
+
+
+def test_meta_tensors_are_put_back_in_their_modules():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+        model[1].weight = nn.Parameter(torch.ones(5, device="cpu"))
+    before = dict(model.named_parameters()) | dict(model.named_buffers())
+    at_home(model).put_back()
+    after = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert before.keys() == after.keys()
+    assert all(after[name] is tensor for name, tensor in before.items())
+    assert model[1].weight.tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_resident_tensors_are_put_back_as_they_were_found(fails: bool, monkeypatch: pytest.MonkeyPatch):
+    model = nn.BatchNorm1d(3, device="meta")
+    found = [model.weight, model.bias]
+    resident = [(getattr(model, name), [ModuleAttribute(model, name, False)]) for name in ("weight", "bias")]
+    if fails:
+        made = []
+
+        def empty_like(tensor: torch.Tensor, **options: object) -> torch.Tensor:
+            made.append(tensor)
+            if len(made) > 1:
+                raise MemoryError
+            return torch.zeros(tensor.shape)
+
+        monkeypatch.setattr(torch, "empty_like", empty_like)
+        with pytest.raises(MemoryError):
+            DevicePlacement(resident, torch.device("cpu"))
+    else:
+        DevicePlacement(resident, torch.device("cpu")).put_back()
+    assert all(one is other for one, other in zip(model.parameters(), found, strict=True))
+
+
+def test_a_buffer_that_is_gone_is_not_restored():
+    model = nn.BatchNorm1d(3)
+    resident = [(model.running_mean, [ModuleAttribute(model, "running_mean", True)])]
+    placement = DevicePlacement(resident, torch.device("cpu"))
+    model.running_mean = None
+    placement.restore()
+    assert model.running_mean is None
+
+
+def test_what_the_user_changes_at_home_shows_buffers_too():
+    model = nn.BatchNorm1d(3)
+    unit = at_home(model)
+    seen = [unit.weights_now()]
+    for change in (model.weight.detach().add_, model.running_mean.add_):
+        change(1)
+        seen.append(unit.weights_now())
+    assert seen[0] != seen[1] != seen[2]
+    assert unit.weights_now() == seen[2]

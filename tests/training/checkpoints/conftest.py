@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.training.helpers import results
 from tests.training.helpers.in_process import TINY_RUN, run_here
 
 TINY = (*TINY_RUN, "dataset.max_tokens=20000", "checkpoint.every=3")
@@ -52,25 +51,12 @@ def at() -> Callable[[Path, int], Path]:
 
 @pytest.fixture(scope="session")
 def content() -> Callable[[Path], dict[str, str]]:
-    """Returns the hashes of a checkpoint's files except the configuration: equal hashes, equal state bit for bit."""
-
-    def content(checkpoint: Path) -> dict[str, str]:
-        files = json.loads((checkpoint / "manifest.json").read_text())["files"]
-        return {name: record["sha256"] for name, record in files.items() if name != "config.yaml"}
-
-    return content
+    return results.content
 
 
 @pytest.fixture(scope="session")
 def curve() -> Callable[[Path], list[dict]]:
-    """Returns the records of a run without measured values."""
-    measured = re.compile(r"(perf|memory|transfer|optimizer|checkpoint)/")
-
-    def curve(run_dir: Path) -> list[dict]:
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-        return [{k: v for k, v in json.loads(line).items() if not measured.match(k)} for line in lines]
-
-    return curve
+    return results.curve
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from training.metrics.files import read_metrics
 
-STEPS = 200
-# The moments alone take 0.6 MiB, and the last three quarters of the steps save 30 times.
+STEPS = 120
+# The moments alone take 0.6 MiB, and the last three quarters of the steps save 18 times.
 GROWTH_MIB = 4
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from tests.training.helpers.time_limit import time_limit
 from training.checkpoints.layout import MANIFEST_FILE
 from training.checkpoints.manifest import DamagedError, FileRecord, manifest_text, read_json, read_manifest, verify
 
@@ -62,10 +64,30 @@ def test_a_name_that_leads_elsewhere_is_refused(folder: Path, name: str):
         read_manifest(folder)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "3", "{", "[" * 10**5])
-def test_what_is_not_a_json_object_is_refused(tmp_path: Path, content: str):
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "it is not JSON"),
+        ("[]", "it is not a JSON object"),
+        ("3", "it is not a JSON object"),
+        ("{", "it is not JSON"),
+        ("[" * 10**5, "it is nested more"),
+    ],
+)
+def test_what_is_not_a_json_object_is_refused(tmp_path: Path, content: str, reason: str):
     (tmp_path / "x.json").write_text(content)
-    with pytest.raises(DamagedError, match=r"x\.json is not a JSON"):
+    with pytest.raises(DamagedError, match=rf"x\.json: {reason}"):
         read_json(tmp_path / "x.json")
     with pytest.raises(DamagedError, match=r"y\.json is missing"):
         read_json(tmp_path / "y.json")
+
+
+def test_a_pipe_is_not_waited_for(folder: Path):
+    files = read_manifest(folder)
+    for name in ("a.bin", MANIFEST_FILE):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+    with time_limit(20), pytest.raises(DamagedError, match=r"a\.bin: it is a pipe, not a file"):
+        verify(folder, files)
+    with time_limit(20), pytest.raises(DamagedError, match=r"manifest\.json: it is a pipe, not a file"):
+        read_manifest(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,18 @@ def test_going_back_sets_later_ones_aside_as_often_as_one_goes(finished: Path, r
         assert found == ["step-00000003", "step-00000006", *asides[:count]]
         assert curve(finished) == records
     assert all(content(finished / "checkpoints" / name) == end for name in ["step-00000006", *asides])
+
+
+@pytest.mark.parametrize("resume", ["auto", "RUN"])
+def test_what_a_kill_left_behind_is_removed_without_another_save(finished: Path, run_here, at, content, resume: str):
+    """A process that was killed after a checkpoint had its name, and before the old ones were removed."""
+    end = content(at(finished, 6))
+    for step in (1, 2):
+        shutil.copytree(at(finished, 3), at(finished, step))
+    (finished / "checkpoints" / "step-00000001.partial").mkdir()
+    run_here(finished, f"resume={resume.replace('RUN', str(finished))}")
+    assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
+    assert content(at(finished, 6)) == end
 
 
 @pytest.mark.parametrize("resume", ["auto", "RUN", "RUN/checkpoints/step-00000003", "DISK/step-00000003"])

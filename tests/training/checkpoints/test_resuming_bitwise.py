@@ -65,7 +65,7 @@ def test_a_killed_run_resumes_in_its_directory_without_a_lost_or_repeated_step(
     assert curve(killed) == curve(finished)
     assert content(at(killed, 6)) == content(at(finished, 6))
     assert (summary["status"], summary["steps"]) == ("ok", 6)
-    assert summary["train/first_loss"] == curve(finished)[0]["train/loss"]
+    assert summary["train/first_loss"] == curve(finished)[0]["train/first_loss"]
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_anew(finished: Path, killed_after, run_here, curve):

@@ -156,14 +156,13 @@ def test_a_full_disk_at_any_moment_costs_one_checkpoint(
     tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     checkpoints.save(RunState(1))
-    monkeypatch.setattr(saving.Checkpoints, "_remove_old", lambda self, step: None)
     for at in range(1, 1000):
         caplog.clear()
         with monkeypatch.context() as patch:
             Trap(patch, at, full)
             if checkpoints.save(RunState(2)) is not None:
                 break
-        (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+        *_, warning = [record for record in caplog.records if record.levelno == logging.WARNING]
         assert re.search(r"step-00000002 could not be saved \(No space left.*the run continues", warning.getMessage())
         if whole(tmp_path) == [1]:
             assert names(tmp_path) == ["step-00000001"]
@@ -184,6 +183,37 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, checkpoints: Checkpoints, m
     with pytest.raises(KeyboardInterrupt):
         checkpoints.save(RunState(2))
     assert names(tmp_path) == []
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path, checkpoints: Checkpoints):
+    for step in (1, 2, 3, 4):
+        folder = tmp_path / "checkpoints" / f"step-{step:08d}"
+        checkpoints.save(RunState(step))
+        shutil.copytree(folder, tmp_path / folder.name)
+    for step in (1, 2):
+        (tmp_path / f"step-{step:08d}").rename(tmp_path / "checkpoints" / f"step-{step:08d}")
+    for name in ("step-00000001.partial", "step-00000009.partial", "step-00000004.aside", "mine"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    checkpoints.remove_leftovers(3)
+    assert names(tmp_path) == ["mine", "step-00000002", "step-00000003", "step-00000004", "step-00000004.aside"]
+    assert whole(tmp_path) == [4, 3, 2]
+    checkpoints.remove_leftovers(4)
+    assert whole(tmp_path) == [4, 3]
+
+
+def test_room_is_made_before_a_checkpoint_is_written(
+    tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+):
+    for step in (1, 2, 3):
+        checkpoints.save(RunState(step))
+    shutil.copytree(tmp_path / "checkpoints" / "step-00000002", tmp_path / "checkpoints" / "step-00000001")
+    found = []
+    write = saving.write_folder
+    monkeypatch.setattr(
+        saving, "write_folder", lambda *arguments: (found.extend(names(tmp_path)), write(*arguments))[1]
+    )
+    checkpoints.save(RunState(4))
+    assert found == ["step-00000002", "step-00000003"]
 
 
 def test_what_cannot_be_removed_is_a_warning(
@@ -236,13 +266,14 @@ def test_what_has_a_checkpoint_s_name_is_left_and_named(
     tmp_path: Path, checkpoints: Checkpoints, make: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ):
     checkpoints.save(RunState(1))
+    checkpoints.save(RunState(2))
     make(tmp_path / "checkpoints" / "step-00000009")
     assert checkpoints.save(RunState(9)) is None
     assert "step-00000009 could not be saved (something of this name is there: move it away): the run" in caplog.text
     with pytest.raises(UserError) as refusal:
         checkpoints.save(RunState(9), required=True)
     assert "there: move it away): fix that, or choose" in str(refusal.value)
-    assert names(tmp_path) == ["step-00000001", "step-00000009"]
+    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000009"]
     assert checkpoints.save(RunState(10)) is not None
 
 

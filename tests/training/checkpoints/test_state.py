@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_state_is_read_back(tmp_path: Path):
-    state = RunState(7, 2, "ab", "cd", "run-1")
+    state = RunState(7, 2, "ab", "cd", "run-1", "ef")
     (tmp_path / STATE_FILE).write_bytes(state.to_json())
     assert read_state(tmp_path) == state
 
@@ -30,6 +30,7 @@ def test_a_state_is_read_back(tmp_path: Path):
         ({"batch_sha256": None}, "batch_sha256"),
         ({"tokens_sha256": 3}, "tokens_sha256"),
         ({"tracking_id": "../x"}, "tracking_id"),
+        ({"eval_sha256": 3}, "eval_sha256"),
     ],
 )
 def test_what_no_run_writes_is_refused(tmp_path: Path, changed: dict, named: str):

@@ -65,6 +65,13 @@ def test_a_run_may_save_itself_on_signals_alone(tmp_path: Path, run_here, signal
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
 
 
+def test_a_run_without_checkpoints_saves_itself_after_a_minute(tmp_path: Path, run_here, signalled, monkeypatch):
+    monkeypatch.setattr("training.checkpoints.saving.WORTH_SAVING_S", 1e-6)
+    signalled(at=2)
+    assert run_here(tmp_path, "checkpoint.every=null")["status"] == "stopped"
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+
+
 def test_a_stop_that_cannot_be_saved_is_an_error(tmp_path: Path, run_here, signalled, monkeypatch: pytest.MonkeyPatch):
     def full(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

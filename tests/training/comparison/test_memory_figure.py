@@ -96,9 +96,10 @@ def test_the_same_rows_give_the_same_figure(write_run):
 
 def test_a_plan_that_does_not_fit_is_beside_the_front(write_run):
     for offload, step_ms, gib, fits in (("none", 100.0, 100.0, False), ("layer_stream", 200.0, 20.0, True)):
-        plan = {"fits": {"vram_budget": fits}}
+        plan = {"fits": {"vram_budget": fits}, "budget_bytes": {"vram_budget": 24 * 2**30}}
         write_run(offload, status="planned", losses=None, plan=plan, step_ms=step_ms, memory__vram_peak_gib=gib)
     (axes,) = memory_figure(write_run.rows()).axes
     assert axes.lines[0].get_xydata().tolist() == [[20.0, 200.0]]
-    assert [text.get_text() for text in axes.texts] == ["none: does not fit", "layer_stream"]
+    assert [24.0, 24.0] in [list(line.get_xdata()) for line in axes.lines]
+    assert [text.get_text() for text in axes.texts] == ["none: does not fit the\ndevice", "layer_stream"]
     assert axes.get_title().startswith("Planned step time")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import base64
+import html
 import math
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import yaml
 
 from training.comparison.page import render_figures
 from training.comparison.report import compare
@@ -18,7 +22,7 @@ from training.runs.files import FIGURE_FILES
 class Page(HTMLParser):
     """The tags of a page with their attributes, and its text; asserts that tags are closed in order."""
 
-    VOID = ("meta", "img")
+    VOID = ("meta", "img", "source", "br")
 
     def __init__(self, text: str):
         super().__init__()
@@ -110,6 +114,45 @@ def test_the_page_refers_to_nothing_outside(write_run):
     style = re.search(r"<style>(.*?)</style>", (write_run.folder / "compare.html").read_text(), re.DOTALL)[1]
     assert not re.search(r"@import|url\(|//", style)
     assert "prefers-color-scheme: dark" in style
+
+
+def test_the_page_says_where_and_how_the_runs_ran(write_run):
+    facts = {"torch": "2.11.0", "commit": "0123456789", "date": "2026-11-22T10:00:00+00:00"}
+    write_run("none", hardware={"device": "cuda:0", "gpu_name": "H200", **facts})
+    planned_for = {"hardware": {"name": "rtx4090"}, **facts}
+    folder = write_run("layer_stream", status="planned", losses=None, plan=planned_for)
+    recorded = {"choices": {"offload": "layer_stream"}, "overrides": ["offload=layer_stream", "dataset.name=a b"]}
+    (folder / "choices.yaml").write_text(yaml.safe_dump(recorded))
+    compare([write_run.folder], write_run.folder)
+    text = read(write_run.folder).text
+    assert "H200, rtx4090 · torch 2.11.0 · commit 0123456789 · 2026-11-22" in text
+    assert "python train.py offload=layer_stream 'dataset.name=a b'" in text
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
+def test_nothing_is_wider_than_the_window(write_run):
+    """In frames as wide as a desktop's window and a phone's: the table with every column, and long paths."""
+    metrics = dict.fromkeys(("memory__vram_peak_gib", "memory__host_pinned_gib", "memory__rss_gib"), 123.45)
+    metrics |= dict.fromkeys(("transfer__h2d_gib", "transfer__d2h_gib", "transfer__stall_ms"), 123.4)
+    metrics |= {"perf__tokens_per_s": 12345.0, "optimizer__wait_ms": 1234.5, "eval__final_loss": 12.3456}
+    for seed in (0, 1):
+        for offload in ("none", "layer_stream"):
+            write_run(offload, seed=seed, step_ms=1234.5 + seed, perf__floor_ms=12.0, perf__mfu=0.4, **metrics)
+    write_run("tensor_swap", status="failed", reason="x" * 300, losses=None)
+    compare([write_run.folder], write_run.folder)
+    widest = "Math.max(...[...f.document.querySelectorAll('html, .wide')].map(e => e.scrollWidth))"
+    script = f"document.title = Array.from(frames).map(f => {widest}).join(' ')"
+    style = "height: 900px; border: 0; width:"
+    page = html.escape((write_run.folder / "compare.html").read_text())
+    # Inside the outer page and not beside it: of another file a script may read nothing.
+    frames = "".join(f'<iframe srcdoc="{page}" style="{style} {width}px"></iframe>' for width in (1440, 390))
+    outer = write_run.folder / "frames.html"
+    outer.write_text(f'<title></title><body onload="{script}">{frames}</body>')
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    result = subprocess.run([*command, outer.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    wide, narrow = map(int, re.search(r"<title>(\d+) (\d+)</title>", result.stdout).groups())
+    assert wide <= 1440
+    assert narrow <= 390
 
 
 def test_the_page_has_the_table_the_reasons_and_the_figures(write_run):

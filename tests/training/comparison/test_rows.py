@@ -6,11 +6,7 @@ import math
 
 import pytest
 
-from offload.planning.cost_model import UpdateTimes, forecast
-from offload.planning.dry_run import Phase
-from offload.runtime.bandwidth import Bandwidth
 from training.comparison.rows import Row, Statistic, curve_difference, pareto_front
-from training.comparison.runs import HOST_OPTIMIZER
 
 NAN = float("nan")
 H200 = {"gpu_name": "NVIDIA H200", "h2d_gb_s": 50.0, "d2h_gb_s": 25.0}
@@ -68,28 +64,11 @@ def test_failed_seeds_are_counted_but_not_averaged(write_run):
     assert (row.mean("perf/step_ms"), row.status, row.reasons) == (100.0, "1 ok, 1 failed", ["the disk is full"])
 
 
-@pytest.mark.parametrize(
-    ("in_gib", "out_gib", "floor_ms"),
-    [(0.0, 0.0, 100.0), (50.0, 0.0, 2**30 / 1e6), (0.0, 50.0, 2**31 / 1e6), (1.0, 1.0, 100.0)],
-)
-def test_the_floor_is_the_resident_step_or_the_slowest_way(write_run, in_gib, out_gib, floor_ms):
+def test_the_floor_is_the_one_that_the_run_states(write_run):
     write_run("none", step_ms=100.0, hardware=H200)
-    write_run("layer_stream", step_ms=5e3, hardware=H200, transfer__h2d_gib=in_gib, transfer__d2h_gib=out_gib)
-    assert rows(write_run)["layer_stream"].floor_ratio == pytest.approx(5e3 / floor_ms)
-
-
-def test_bytes_without_a_measured_bandwidth_of_a_gpu_are_not_in_the_floor(write_run):
-    write_run("none", step_ms=100.0)
-    write_run("layer_stream", step_ms=300.0, transfer__h2d_gib=1e6, hardware={"h2d_gb_s": 10.0})
-    assert rows(write_run)["layer_stream"].floor_ratio == 3.0
-
-
-@pytest.mark.parametrize(("update_ms", "floor_ms"), [(50.0, 100.0), (250.0, 250.0)])
-def test_the_floor_is_no_shorter_than_the_planned_update_on_the_host(write_run, update_ms: float, floor_ms: float):
-    write_run("none", step_ms=100.0)
-    plan = {"floors_ms": {"compute": 900.0, HOST_OPTIMIZER: update_ms}}
-    write_run("layer_stream", optimizer="host_adamw", step_ms=500.0, plan=plan, perf__floor_ms=900.0)
-    assert rows(write_run)["layer_stream optimizer=host_adamw"].floor_ratio == 500.0 / floor_ms
+    write_run("layer_stream", step_ms=300.0, perf__floor_ms=200.0, transfer__h2d_gib=1e6, hardware=H200)
+    found = rows(write_run)
+    assert (found["none"].floor_ratio, found["layer_stream"].floor_ratio) == (None, 1.5)
 
 
 def test_the_floor_of_a_plan_is_the_planned_one(write_run):
@@ -97,17 +76,6 @@ def test_the_floor_of_a_plan_is_the_planned_one(write_run):
     write_run("layer_stream", status="planned", losses=None, step_ms=7500.0, perf__floor_ms=6000.0)
     found = rows(write_run)
     assert [(row.ratio, row.floor_ratio) for row in found.values()] == [(1.0, 1.5), (6.25, 1.25)]
-
-
-def test_a_plan_names_the_update_on_the_host_as_the_comparison_reads_it():
-    phase = Phase(True, flops=1.0, h2d_bytes=0, d2h_bytes=0, activation_h2d_bytes=0, activation_d2h_bytes=0)
-    assert HOST_OPTIMIZER in forecast([phase], Bandwidth(1.0, 1.0, 1.0), 1.0, UpdateTimes()).floors
-
-
-def test_without_a_resident_run_the_floor_is_the_planned_one(write_run):
-    write_run("layer_stream", step_ms=300.0, perf__floor_ms=200.0)
-    row = rows(write_run)["layer_stream"]
-    assert (row.ratio, row.floor_ratio) == (None, 1.5)
 
 
 def test_curves_are_compared_seed_by_seed(write_run):
@@ -142,6 +110,13 @@ def test_curves_of_other_seeds_are_not_comparable(write_run):
 def test_the_difference_of_curves(losses: dict, reference: dict, expected: float | None):
     records = [[{"train/step": s, "train/loss": v} for s, v in curve.items()] for curve in (losses, reference)]
     assert curve_difference(*records) == expected
+
+
+def test_the_losses_of_evaluations_are_compared_too():
+    records = [{"train/step": 1, "train/loss": 4.0}, {"train/step": 2, "eval/loss": 2.0}]
+    assert curve_difference(records, records[:1]) == 0.0
+    assert curve_difference(records, [records[0], {"train/step": 2, "eval/loss": 4.0}]) == 0.5
+    assert curve_difference([{"train/step": 1, "eval/loss": 4.0}], records) is None
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ def test_runs_are_found_at_any_depth_once_and_in_the_order_of_their_numbers(writ
     (write_run.folder / "0" / "wandb" / "files" / "config.yaml").write_text("a: 1\n")
     (tmp_path / "empty").mkdir()
     runs = find_runs([tmp_path, write_run.folder / "3"])
-    assert [run.config["seed"] for run in runs] == list(range(12))
+    assert [run.config["seed"] for run in runs] == list(map(str, range(12)))
 
 
 def test_a_folder_of_configuration_files_is_no_run(tmp_path: Path):
@@ -107,11 +108,11 @@ def test_a_folder_in_place_of_a_file_makes_its_run_a_failed_one(write_run, file:
 
 
 def test_a_directory_that_cannot_be_read_is_named(write_run, monkeypatch: pytest.MonkeyPatch):
-    def refuse(self: Path):
-        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+    def refuse(path: Path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     write_run()
-    monkeypatch.setattr(Path, "iterdir", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(UserError, match=r"runs: it cannot be read \(Permission denied\)"):
         find_runs([write_run.folder])
 

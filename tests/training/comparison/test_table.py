@@ -96,7 +96,7 @@ def test_markdown_shows_text_as_it_is(rows: list[Row], text: str, expected: str)
     assert to_markdown(rows, text, "").splitlines()[0] == f"**{expected}**"
 
 
-@pytest.mark.parametrize("start", ["=cmd()", "+1+2", "-x", "@sum"])
+@pytest.mark.parametrize("start", ["=cmd()", "+1+2", "-x", "@sum", "\uff1dcmd()", "\uff0b1", "\uff0dx", "\uff20sum"])
 def test_text_that_a_spreadsheet_would_run_is_text_in_csv(rows: list[Row], start: str):
     rows[0].name = start
     line, *_ = csv.DictReader(io.StringIO(to_csv(rows)))
@@ -107,3 +107,20 @@ def test_numbers_in_csv_stay_numbers(write_run):
     write_run(seed=-1, losses=(4.0, -2.5))
     (line,) = csv.DictReader(io.StringIO(to_csv(write_run.rows())))
     assert (line["seeds"], line["final_loss"]) == ("-1", "-2.5")
+
+
+def test_no_text_ends_a_row_of_csv(rows: list[Row]):
+    rows[0].name = "a\r=cmd()\n=cmd()\t=cmd()"
+    table = list(csv.reader(io.StringIO(to_csv(rows), newline="")))
+    assert [len(line) for line in table] == [len(table[0])] * (len(rows) + 1)
+    assert table[1][0] == r"a\r=cmd()\n=cmd()\t=cmd()"
+
+
+def test_characters_that_act_are_escapes_on_the_terminal_and_in_markdown(rows: list[Row]):
+    rows[0].name = "\x1b[2J\u202ea\ud800"
+    stream = io.StringIO()
+    print_tables(rows, "\x1b]0;title\x07", stream=stream, width=240)
+    for text in (stream.getvalue(), to_markdown(rows, "\x1b]0;title\x07", "\u2066x")):
+        assert not set(text) & set("\x1b\x07\u202e\u2066\ud800")
+        assert "u202ea" in text
+        assert "title" in text

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from omegaconf import DictConfig
 
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
-from tests import ROOT
 from tests.offload.helpers.models import Stack
+from tests.training.helpers.in_process import conf_initialised
 from training import sweep
 from training.config import schema
 from training.config.construct import check_optimizer, keys_under, make_mode
@@ -21,7 +21,7 @@ sweep.register_launcher()
 
 
 def composed(*overrides: str) -> DictConfig:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with conf_initialised():
         return compose("config", list(overrides))
 
 

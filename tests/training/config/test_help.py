@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 
 from offload.runtime.knobs import explanations
-from tests import ROOT
+from tests.training.helpers.in_process import conf_initialised
 from training import sweep
 from training.config import help, schema
 from training.config.modes import ModeOption, mode_options
@@ -16,7 +16,7 @@ sweep.register_launcher()
 
 
 def knobs(group: str, *overrides: str) -> str:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with conf_initialised():
         return help.knobs(group, compose("config", list(overrides)))
 
 

@@ -5,14 +5,15 @@ import inspect
 from dataclasses import fields
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.errors import CompactHydraException
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from tests import ROOT
+from tests.training.helpers.in_process import conf_initialised
 from training import sweep
 from training.config import schema
+from training.config.construct import make_mode
 from training.config.validation import check
 from training.errors import UserError
 from training.runs.compose_errors import explain_refusal
@@ -32,7 +33,7 @@ sweep.register_launcher()
 
 
 def composed(*overrides):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with conf_initialised():
         return compose("config", list(overrides))
 
 
@@ -81,10 +82,10 @@ def test_an_experiment_chooses_options_and_sets_their_keys():
     assert config.optimizer.weight_decay == composed().optimizer.weight_decay
 
 
-def test_the_default_run_is_small_and_fp32():
+def test_the_default_run_is_small():
     config = composed()
     assert config.model.hidden_size == 128
-    assert config.precision is schema.Precision.fp32
+    assert config.precision is schema.Precision.auto
     assert OmegaConf.get_type(config.offload) is schema.SCHEMAS["offload"]["none"]
 
 
@@ -110,7 +111,7 @@ def test_schemas_are_not_offered_as_options():
         ("precision=fp16", ["precision", "'fp16'", "bf16, fp32"]),
         ("tracking.mode=on", ["tracking.mode", "'on'", "auto, online, offline, disabled"]),
         ("steps=many", ["steps", "'many'", "Integer"]),
-        ("steps=null", ["steps=null", "must have a value"]),
+        ("batch_size=null", ["batch_size=null", "must have a value"]),
         ("seed=1.5", ["seed", "'1.5'", "Integer"]),
         ("clip_norm=[1]", ["clip_norm"]),
         ("optimizer.lr=fast", ["optimizer.lr", "'fast'", "Float"]),
@@ -162,10 +163,13 @@ def test_a_sound_overlay_is_accepted(overlay):
         (["steps=0"], "steps=0: must be at least 1"),
         (["seed=-1"], "seed=-1: must be at least 0"),
         (["batch_size=0"], "batch_size=0: must be at least 1"),
-        (["microbatches=0"], "microbatches=0: must be at least 1"),
+        (["microbatches=0"], "microbatches=0: must be between 1 and batch_size=8"),
         (["batch_size=4", "microbatches=5"], "microbatches=5: must be between 1 and batch_size=4"),
         (["seq_len=0"], "seq_len=0: must be at least 1"),
         (["log_every=0"], "log_every=0: must be at least 1"),
+        (["steps=null"], "steps=null: give steps=N, or epochs=N"),
+        (["steps=3", "epochs=2"], "steps=3 epochs=2: give one of them, and the other as null"),
+        (["epochs=0"], "epochs=0"),
         (["warmup_steps=-1"], "warmup_steps=-1: must be at least 0"),
         (["clip_norm=0"], "clip_norm=0.0: must be above 0"),
         (["clip_norm=nan"], "clip_norm=nan: must be above 0"),
@@ -231,7 +235,7 @@ def test_device_names(device):
 @pytest.mark.parametrize("option", [option for group, option in OPTIONS if group == "offload"])
 def test_an_offload_option_makes_its_mode(option):
     config = composed(f"offload={option}").offload
-    mode = instantiate(config)
+    mode = make_mode(config)
     assert f"{type(mode).__module__}.{type(mode).__name__}" == config._target_
 
 

@@ -1,8 +1,7 @@
 """Activation swapping over a mode for the weights: the keys of both, in the configuration and on the command line."""
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
+from hydra import compose
 from omegaconf import DictConfig
 
 from offload.modes.bounce_linear import BounceLinear
@@ -11,8 +10,10 @@ from offload.modes.none import Resident
 from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.tensor_swap import TensorSwap
 from tests import ROOT
+from tests.training.helpers.in_process import conf_initialised
 from training import sweep
 from training.config import schema
+from training.config.construct import make_mode
 from training.config.validation import check
 from training.errors import UserError
 
@@ -23,7 +24,7 @@ sweep.register_launcher()
 
 
 def composed(*overrides: str) -> DictConfig:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with conf_initialised():
         return compose("config", list(overrides))
 
 
@@ -42,7 +43,7 @@ def composed(*overrides: str) -> DictConfig:
 def test_any_mode_for_the_weights(overrides: list[str], mode: type, weights: type):
     config = composed(*overrides)
     check(config)
-    built = instantiate(config.offload)
+    built = make_mode(config.offload)
     assert type(built) is mode
     assert type(built.weights) is weights
 

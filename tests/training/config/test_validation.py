@@ -8,18 +8,18 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-from tests.training.helpers.in_process import CONF, command_here
+from tests.training.helpers.in_process import command_here, conf_initialised
 from training.config.validation import check
 from training.errors import UserError
 from training.runs.compose_errors import explain_refusal, is_refusal
 
 PROFILE = settings(
-    derandomize=True, max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    derandomize=True, max_examples=15, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
 BASES = (
     (),
@@ -59,7 +59,7 @@ def keys(base: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def composed(overrides) -> DictConfig:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with conf_initialised():
         return compose("config", list(overrides))
 
 

@@ -130,3 +130,12 @@ def test_batches_are_the_same_in_another_process_and_nothing_is_left_behind(
     assert printed.strip() == str(expected)
     assert [path for path in folder.rglob("*") if not path.is_dir()] == []
     assert sorted(path.name for path in folder.rglob("*")) == ["here", "home", "run", "tmp"]
+
+
+def test_synthetic_evaluation_has_tokens_of_its_own() -> None:
+    dataset = SyntheticTokens(vocab_size=1000, **SIZES)
+    evaluated = dataset.eval_batches(3)
+    assert [batch.shape for batch in evaluated] == [(2, 9)] * 3
+    batches = [*evaluated, *(dataset.batch(index) for index in range(3))]
+    assert len({batch.numpy().tobytes() for batch in batches}) == 6
+    assert torch.equal(torch.stack(dataset.eval_batches(3)), torch.stack(evaluated))

@@ -75,6 +75,31 @@ def test_max_tokens_cuts_the_epoch(repository: str) -> None:
     assert len({documents[0] for documents in epochs}) > 1
 
 
+def test_held_out_documents_are_in_no_epoch_whatever_its_order(repository: str) -> None:
+    options = {**SIZES, "eval_share": 0.3, "shuffle_buffer": 10}
+    evaluated = HubText(repository, **options).eval_batches(100)
+    dataset = HubText(repository, **(options | {"seed": 5}))
+    assert all(map(torch.equal, evaluated, dataset.eval_batches(100)))
+    rows = torch.cat(evaluated)
+    held_out = documents_of([int(rows[0, 0]), *rows[:, 1:].flatten().tolist()])[:-1]
+    assert 5 < len(held_out) < 20
+    kept = 40 - len(held_out) - 1
+    for seed in (0, 5):
+        documents = documents_of(tokens_of(HubText(repository, **(options | {"seed": seed})), 90))
+        assert not set(documents[:-1]) & set(held_out)
+        assert len(set(documents[:-1])) in (kept, kept + 1)
+    assert [len(batch) for batch in dataset.eval_batches(2)] == [2, 2]
+
+
+def test_a_split_of_its_own_is_evaluated_on_and_all_else_is_trained_on(repository: str) -> None:
+    Path(repository, "data", "validation-0.jsonl").write_text('{"n": 1, "text": "other text for evaluation"}\n' * 2)
+    dataset = HubText(repository, **SIZES, eval_split="validation", eval_share=0.5)
+    assert bytes(torch.cat(dataset.eval_batches(1))[:, 1:].flatten().tolist()) == b"ther text for ev"
+    assert torch.equal(dataset.batch(3), HubText(repository, **SIZES).batch(3))
+    with pytest.raises(UserError, match=r"dataset\.eval_split=dev: Bad split: dev"):
+        HubText(repository, **SIZES, eval_split="dev").eval_batches(1)
+
+
 def test_an_unknown_split_configuration_or_column_is_refused(repository: str) -> None:
     cases = {
         r"dataset\.name=.* dataset\.split=trian: Bad split: trian": {"split": "trian"},
@@ -119,7 +144,7 @@ def test_no_network_is_one_error_within_seconds(monkeypatch: pytest.MonkeyPatch)
         assert time.monotonic() - started < 5
         # Connections are accepted but get no answer, as behind a firewall.
         silent.listen(8)
-        monkeypatch.setattr("training.data.hub.HUB_TIMEOUT_S", 0.5)
+        monkeypatch.setattr("training.hub_client.TIMEOUT_S", 0.5)
         started = time.monotonic()
         with pytest.raises(UserError, match=r"the Hugging Face Hub did not answer \(timed out\)"):
             HubText("owner/name", **SIZES)

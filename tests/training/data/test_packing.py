@@ -102,3 +102,31 @@ def test_tokens_use_as_few_bytes_as_the_vocabulary_allows(vocab_size: int, dtype
     tokens = concatenate([np.array(ids, dtype=np.uint32), np.array([], dtype=np.uint32)], vocab_size)
     assert tokens.dtype == dtype
     assert tokens.tolist() == ids
+
+
+def held_out(num_tokens: int, eval_share: float) -> PackedTokens:
+    tokens = np.arange(num_tokens, dtype=np.uint16)
+    sizes = {"vocab_size": num_tokens, "seed": 0, "seq_len": SEQ_LEN, "batch_size": 3}
+    return PackedTokens(tokens, **sizes, eval_share=eval_share)
+
+
+def test_no_held_out_token_is_trained_on_and_each_is_evaluated_on() -> None:
+    dataset = held_out(100, 0.25)
+    labels = torch.cat([dataset.batch(index) for index in range(12)])
+    assert labels.max() < 75
+    evaluated = dataset.eval_batches(9)
+    assert [len(batch) for batch in evaluated] == [3, 3]
+    assert sorted(torch.cat(evaluated)[:, 1:].flatten().tolist()) == list(range(76, 100))
+    assert dataset.tokens_sha256 == held_out(100, 0.0).tokens_sha256
+
+
+def test_fewer_batches_are_spread_over_the_held_out_text() -> None:
+    dataset = held_out(4000, 0.5)
+    (batch,) = dataset.eval_batches(1)
+    assert batch[:, 0].tolist() == [2000, 2000 + 166 * SEQ_LEN, 2000 + 332 * SEQ_LEN]
+    assert torch.equal(dataset.eval_batches(1)[0], batch)
+
+
+def test_a_share_below_a_block_holds_nothing_out() -> None:
+    dataset = held_out(4 * SEQ_LEN + 1, 0.25)
+    assert (dataset.num_blocks, dataset.eval_batches(1)) == (4, [])

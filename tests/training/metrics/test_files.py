@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.training.helpers.time_limit import time_limit
 from training.errors import UserError
-from training.metrics.files import MetricsWriter, read_metrics, read_summary, write_summary
+from training.metrics import files
+from training.metrics.files import MetricsWriter, read_metrics, read_summary, stream_metrics, write_summary
+from training.runs.bounded_files import LONGEST_LINE
 
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 
@@ -102,16 +105,51 @@ def test_missing_files_are_named(tmp_path):
 def test_a_full_disk_is_one_clear_line(tmp_path):
     writer = MetricsWriter(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
-    for name in ("metrics.jsonl", "summary.json.partial"):
-        (tmp_path / name).symlink_to("/dev/full")
-    for write in (lambda: writer.write({"train/step": 1}), lambda: write_summary(tmp_path, {"status": "ok"})):
-        with pytest.raises(UserError) as error:
-            write()
-        assert str(tmp_path) in str(error.value)
-        assert "full" in str(error.value)
-        assert "\n" not in str(error.value)
-    assert not (tmp_path / "summary.json").exists()
-    assert not (tmp_path / "summary.json.partial").is_symlink()
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(UserError) as error:
+        writer.write({"train/step": 1})
+    assert str(tmp_path) in str(error.value)
+    assert "full" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("read", [read_metrics, read_summary, MetricsWriter], ids=lambda read: read.__name__)
+def test_a_pipe_is_not_waited_for(tmp_path, read):
+    for name in ("metrics.jsonl", "summary.json"):
+        os.mkfifo(tmp_path / name)
+    with time_limit(20), pytest.raises(UserError, match=r"(metrics\.jsonl|summary\.json): it is a pipe, not a file"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("leftover", [os.mkfifo, lambda path: path.symlink_to("victim")], ids=["pipe", "link"])
+def test_a_summary_does_not_go_into_what_is_left_of_an_earlier_one(tmp_path, monkeypatch, leftover):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "victim").write_text("mine")
+    leftover(tmp_path / "summary.json.partial")
+    with time_limit(20):
+        write_summary(tmp_path, {"status": "ok"})
+    assert read_summary(tmp_path) == {"status": "ok"}
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+def test_a_line_longer_than_any_record_is_damage(tmp_path):
+    long = '{"note": "' + "x" * LONGEST_LINE + '"}'
+    (tmp_path / "metrics.jsonl").write_bytes(lines_of(1, long, 2))
+    with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 is not a record"):
+        read_metrics(tmp_path)
+    with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 is not a record; the file is damaged"):
+        MetricsWriter(tmp_path, after_step=3)
+    (tmp_path / "metrics.jsonl").write_bytes(lines_of(1, long, 6))
+    MetricsWriter(tmp_path, after_step=3)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == lines_of(1)
+
+
+def test_more_records_than_fit_in_memory_are_refused_at_once_and_read_one_by_one(tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").write_bytes(lines_of(1, 2, 3))
+    monkeypatch.setattr(files, "LARGEST_BYTES", 20)
+    with pytest.raises(UserError, match=r"metrics\.jsonl: it has 54 bytes; more than 20 are not read"):
+        read_metrics(tmp_path)
+    assert [record["train/step"] for record in stream_metrics(tmp_path)] == [1, 2, 3]
 
 
 def test_a_line_that_fits_in_part_is_taken_back(tmp_path, monkeypatch):
@@ -163,3 +201,12 @@ def test_summary_is_replaced_whole(tmp_path, monkeypatch):
         write_summary(tmp_path, {"status": "failed"})
     assert read_summary(tmp_path)["status"] == "ok"
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_the_evaluation_before_the_first_step_is_made_again(tmp_path):
+    MetricsWriter(tmp_path).write({"train/step": 0, "eval/loss": math.inf})
+    assert read_metrics(tmp_path) == [{"train/step": 0, "eval/loss": math.inf}]
+    MetricsWriter(tmp_path, after_step=2)
+    assert len(read_metrics(tmp_path)) == 1
+    MetricsWriter(tmp_path, after_step=-1)
+    assert read_metrics(tmp_path) == []

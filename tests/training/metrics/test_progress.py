@@ -10,7 +10,7 @@ import termios
 import pytest
 
 from training.metrics.names import METRIC_KEYS
-from training.metrics.progress import Progress, format_value, print_plan, print_summary
+from training.metrics.progress import Progress, format_value, phase, print_plan, print_summary
 
 RECORD = {
     "train/loss": 5.25,
@@ -83,6 +83,35 @@ def test_on_a_terminal_a_bar_within_80_columns():
     assert max(len(line) for line in drawn) <= 80
 
 
+def test_the_bar_moves_at_steps_that_are_not_logged(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    stream, plain = Terminal(), io.StringIO()
+    bars = [Progress(10, stream=stream), Progress(10, stream=plain)]
+    for bar in bars:
+        bar.update(1)
+    now[0] += 2
+    for bar in bars:
+        bar.update(2, RECORD)
+    now[0] += 2
+    for bar in bars:
+        bar.update(3)
+        bar.close()
+    last = stream.getvalue().strip().splitlines()[-1].rsplit("\r", 1)[-1]
+    assert re.search(r"3/10 \|.*\| ETA 00:\d\d, loss 5.2500", last), last
+    assert plain.getvalue().count("\n") == 1
+
+
+def test_a_phase_is_shown_on_a_terminal_until_it_ends():
+    stream, plain = Terminal(), io.StringIO()
+    for output in (stream, plain):
+        with phase("planning", stream=output):
+            shown = output.getvalue()
+    assert "planning ..." in stream.getvalue()
+    assert not stream.getvalue().rsplit("\r", 1)[-1].strip()
+    assert shown == plain.getvalue() == ""
+
+
 def test_a_resumed_bar_starts_where_the_run_was():
     stream = Terminal()
     progress = Progress(100, initial_step=60, stream=stream)
@@ -141,6 +170,15 @@ def test_report_has_every_figure_with_its_unit_and_where_to_look(tmp_path):
     assert "run ok\n" in text
 
 
+def test_report_leaves_out_metrics_of_zero(tmp_path):
+    stream = io.StringIO()
+    summary = {"steps": 0, "memory/vram_peak_gib": 0.0, "transfer/h2d_gib": 0.0, "planned/transfer/h2d_gib": 1.0}
+    print_summary(summary, tmp_path, stream=stream)
+    assert "steps" in stream.getvalue()
+    assert "h2d_gib" in stream.getvalue()
+    assert "vram" not in stream.getvalue()
+
+
 def test_report_of_a_failed_run_says_why(tmp_path):
     stream = io.StringIO()
     reason = "out of memory on cuda:0 [7.9 of 8.0 GiB]"
@@ -165,3 +203,19 @@ def test_report_of_a_failed_run_says_why(tmp_path):
 )
 def test_format_value(value, text):
     assert format_value(value) == text
+
+
+def test_names_are_shown_as_they_are(tmp_path):
+    name = "[/x] [red]a :boom: \x1b[2J\u202e"
+    shown = r"[/x] [red]a :boom: \x1b[2J\u202e"
+    stream = io.StringIO()
+    print_plan({name: name}, title=name, stream=stream)
+    print_summary({"status": "stopped", "reason": name}, tmp_path / "[b]", stream=stream)
+    assert stream.getvalue().count(shown) == 4
+    assert f"files   {tmp_path}/[b]" in stream.getvalue()
+
+
+def test_a_note_is_one_line_whatever_is_in_it():
+    stream = io.StringIO()
+    Progress(9, stream=stream).note("sample: a\nb\x1b[31m\tc")
+    assert stream.getvalue() == "sample: a\\nb\\x1b[31m\\tc\n"

@@ -42,3 +42,19 @@ def test_a_summary_keeps_no_record():
     del kept
     assert gone() is None
     assert summary.values()["perf/step_ms"] == 7.0
+
+
+def test_the_first_loss_is_that_of_the_first_step_and_evaluations_are_no_logged_steps():
+    records = [
+        {"train/step": 0, "eval/loss": 8.0, "eval/ms": 5.0},
+        record(4, train__first_loss=9.5, perf__step_ms=7.0),
+        {"train/step": 7, "eval/loss": 3.0, "eval/ms": 7.0},
+    ]
+    assert summarise(records, warmup_steps=5, total_steps=7) == {
+        "steps": 7,
+        "eval/final_loss": 3.0,
+        "train/first_loss": 9.5,
+        "train/final_loss": 6.0,
+        "perf/step_ms": 7.0,
+        "eval/ms": 6.0,
+    }

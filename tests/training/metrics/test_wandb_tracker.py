@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from enum import Enum
 from pathlib import Path
@@ -74,7 +75,7 @@ def service():
 
 def full_record(step):
     values = {key: 1.5 * step + place / 7 for place, key in enumerate(METRIC_KEYS)}
-    return values | {"train/step": step, "train/skipped_steps": step // 10}
+    return values | {"train/step": step, "train/tokens": 8 * step, "train/skipped_steps": step // 10}
 
 
 def test_an_offline_run_reads_back_equal_to_metrics_jsonl(run_dir, tmp_path, caplog, capfd):
@@ -107,6 +108,19 @@ def test_an_offline_run_reads_back_equal_to_metrics_jsonl(run_dir, tmp_path, cap
     assert warnings(caplog) == []
     assert capfd.readouterr() == ("", "")  # nothing from wandb itself
     assert list((tmp_path / "home").iterdir()) == []  # nothing written outside the run's directory
+
+
+def test_an_empty_variable_counts_as_one_that_is_not_set(run_dir, monkeypatch, caplog):
+    for name in ("WANDB_MODE", "WANDB_BASE_URL", "WANDB_RUN_ID", "WANDB_CONSOLE", "WANDB_TAGS", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, "")
+    tracker = Tracker("auto", run_dir=run_dir, config={})
+    tracker.log({"train/step": 1, "train/loss": 3.0}, 1)
+    tracker.finish({"status": "ok"})
+    (wandb_run,) = wandb_runs(run_dir)
+    assert summary_of(wandb_run)["state"] == "finished"
+    (line,) = tracking_lines(caplog, logging.INFO)
+    assert "no API key" in line
+    assert warnings(caplog) == []
 
 
 def test_the_closing_summary_replaces_last_values_and_a_failure_is_marked(run_dir):
@@ -209,6 +223,19 @@ def test_records_that_no_one_takes_do_not_pile_up(run_dir, monkeypatch, caplog):
     tracker.finish({})
     (warning,) = warnings(caplog)
     assert "does not answer" in warning
+
+
+def test_a_thread_that_cannot_start_is_one_warning(run_dir, monkeypatch, caplog):
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    tracker = Tracker("offline", run_dir=run_dir, config={})
+    tracker.log({"train/loss": 1.0}, step=1)
+    tracker.finish({})
+    (warning,) = warnings(caplog)
+    assert warning.startswith("tracking stopped: RuntimeError: can't start new thread; the run is unharmed, ")
+    assert tracker.id is None
 
 
 def test_a_start_that_hangs_is_left_behind(run_dir, monkeypatch, caplog):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.training.helpers.in_process import components_of
 from training.planning.machine import machine_of
-from training.planning.plan import plan_run
+from training.planning.plan import plan_filled
 from training.planning.report import RunPlan
 
 
@@ -18,6 +18,6 @@ def planned() -> Callable[..., RunPlan]:
 
     def planned(*overrides: str, has_gpu: bool = True) -> RunPlan:
         components = components_of("hardware=h200", "seq_len=64", *overrides)
-        return plan_run(components, machine_of(components), has_gpu)
+        return plan_filled(components, machine_of(components), has_gpu)[1]
 
     return planned

@@ -34,7 +34,6 @@ STEPS = [
     ("layer_stream:resident=60%", 2, False, 301.1, 27.4, 9.31, 5.26),
     ("none", 8, True, 1480, 27.0, 0, 0),
     ("bounce_linear", 8, True, 1502.2, 7.5, 29.04, 12.95),
-    ("layer_stream", 8, True, 1501.6, 8.7, 24.69, 12.95),
     ("shard_offload", 8, True, 1498.1, 5.3, 25.1 + 3.9, 12.95 + 4.2),
     ("tensor_swap", 2, False, 720.1, 24.7, 19.6, 20.2),
     # Its copies were not counted then. Its time over none, at 50 GB/s, makes them 75 GB.

@@ -37,8 +37,7 @@ def moved(folder: Path, mode: str, *overrides: str) -> dict[str, float]:
     return measured
 
 
-@pytest.mark.parametrize("recompute", ["none", "block"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "recompute"), [("fp32", "block"), ("bf16", "none")])
 @pytest.mark.parametrize("mode", MODES)
 def test_planned_bytes_are_measured(tmp_path: Path, mode: str, precision: str, recompute: str):
     measured = moved(tmp_path, mode, f"precision={precision}", f"recompute={recompute}", "microbatches=2")

@@ -103,7 +103,8 @@ def test_wandb_records_configuration_and_machine(run_dir: Path):
     (wandb_run,) = wandb_runs(run_dir)
     recorded = summary_of(wandb_run)
     hardware = json.loads((run_dir / "hardware.json").read_text())
-    assert recorded["config"]["machine"] == hardware
+    # Not these two, so that a resumed run does not change its configuration in wandb.
+    assert recorded["config"]["machine"] == {k: v for k, v in hardware.items() if k not in ("commit", "date")}
     assert hardware["device"] == "cpu"
     assert recorded["config"]["choices"]["offload"] == "layer_stream"
     assert recorded["config"]["offload"]["slots"] == 3
@@ -111,24 +112,30 @@ def test_wandb_records_configuration_and_machine(run_dir: Path):
     assert records_of(wandb_run, "run")[0]["job_type"] == "train"
     summary = {key: value for key, value in read_summary(run_dir).items() if value is not None}
     assert {key: recorded["summary"][key] for key in summary} == summary
-    assert summary["perf/floor_ratio"] == summary["perf/step_ms"] / summary["perf/floor_ms"]
 
 
 @pytest.mark.parametrize(
-    ("hidden", "override", "reason"),
-    [(2**20, "offload=layer_stream", "take a smaller model"), (32, "optimizer.lr=1e30", "on_nonfinite=stop")],
+    ("hidden", "override", "status", "reason"),
+    [
+        (2**20, "force=true", "out_of_memory", "the host is out of memory"),
+        (32, "optimizer.lr=1e30", "failed", "on_nonfinite=stop"),
+    ],
     ids=["before the first step", "in a step"],
 )
-def test_a_failed_run_is_marked_in_wandb(tmp_path: Path, monkeypatch, hidden: int, override: str, reason: str):
+def test_a_failed_run_is_marked_in_wandb(
+    tmp_path: Path, monkeypatch, hidden: int, override: str, status: str, reason: str
+):
     for key in [key for key in os.environ if key.startswith("WANDB_")]:
         monkeypatch.delenv(key)
-    result = command_here(*SMALL, f"model.hidden_size={hidden}", override, "steps=9", f"hydra.run.dir={tmp_path}")
+    result = command_here(
+        *SMALL, f"model.hidden_size={hidden}", "offload=layer_stream", override, "steps=9", f"hydra.run.dir={tmp_path}"
+    )
     assert result.returncode == 1
     (wandb_run,) = wandb_runs(tmp_path)
     recorded = summary_of(wandb_run)
     summary = read_summary(tmp_path)
     assert {key: recorded["summary"][key] for key in summary} == summary
-    assert summary["status"] == "failed"
+    assert summary["status"] == status
     assert reason in summary["reason"]
     assert recorded["exit_code"] == 1
 

@@ -69,7 +69,7 @@ def test_a_refused_command_leaves_a_finished_run_as_it_was(finished: Path, overr
     assert message in train(finished, "checkpoint.every=3", *overrides, status=1)
     assert content(finished) == before
     run = read_run(finished)
-    assert (run.status, run.config["seed"], run.choices["offload"]) == ("ok", 0, "none")
+    assert (run.status, run.config["seed"], run.choices["offload"]) == ("ok", "0", "none")
 
 
 def test_a_refused_command_leaves_a_killed_run_as_it_was(finished: Path):
@@ -91,7 +91,7 @@ def test_a_run_that_is_refused_in_a_directory_of_its_own_says_why_there(tmp_path
     train(tmp_path, "steps=-1", "offload=layer_stream", status=1)
     run = read_run(tmp_path)
     assert (run.status, run.reason) == ("failed", "steps=-1: must be at least 1")
-    assert (run.config["steps"], run.choices["offload"]) == (-1, "layer_stream")
+    assert (run.config["steps"], run.choices["offload"]) == ("-1", "layer_stream")
     assert run.config["dataset"]["vocab_size"] == run.config["model"]["vocab_size"]
     # Nothing is lost when the next one takes its place.
     line = train(tmp_path, "seed='${nowhere}'", status=1)

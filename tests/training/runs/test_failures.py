@@ -29,17 +29,18 @@ def os_error(number, name=None):
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"),
             "out_of_memory",
-            "the GPU is out of memory (2.50 GiB more needed): take a smaller batch_size, more microbatches,",
+            "the GPU is out of memory (2.50 GiB more needed): end other programs that use it, or run the same command",
         ),
-        (RuntimeError("CUDA error: out of memory\nCompile with"), "out_of_memory", "the GPU is out of memory: take"),
+        (RuntimeError("CUDA error: out of memory\nCompile with"), "out_of_memory", "the GPU is out of memory: end"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when"), "out_of_memory", "the GPU is out of memory: "),
-        (MemoryError(), "out_of_memory", "the host is out of memory: take"),
-        (os_error(errno.ENOMEM), "out_of_memory", "the host is out of memory: take"),
+        (MemoryError(), "out_of_memory", "the host is out of memory: end"),
+        (os_error(errno.ENOMEM), "out_of_memory", "the host is out of memory: end"),
         (os_error(errno.ENOSPC, "/a/b"), "failed", "the disk is full (/a/b): free some space"),
         (os_error(errno.EDQUOT), "failed", "the disk is full: free some space"),
         (RuntimeError("write: No space left on device (28)"), "failed", "the disk is full: free some space"),
         (FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "x.txt"), "failed", "x.txt: No such file"),
         (os_error(errno.EACCES, "x.txt"), "failed", "x.txt: Permission denied"),
+        (RuntimeError("can't start new thread"), "failed", "the system starts no more threads for this user or"),
     ],
 )
 def test_what_the_user_can_mend_is_one_line(error, status, reason):
@@ -103,6 +104,16 @@ def test_a_mistake_ends_the_process_with_one_line(tmp_path):
     assert summary == {"status": "failed", "reason": "device=cuda: no GPU"}
 
 
+def test_what_an_error_quotes_cannot_act_on_the_terminal(tmp_path):
+    quoted = "'a' + chr(27) + '[2J' + chr(13) + chr(0x202e) + chr(0xdcff)"
+    process, summary = run(tmp_path, f"raise UserError({quoted})")
+    assert process.stderr == "error: a\\x1b[2J \\u202e\\xff\n"
+    assert summary["status"] == "failed"
+    process, _ = run(tmp_path, f"raise ValueError({quoted})")
+    assert process.stderr.startswith("Traceback")
+    assert not set(process.stderr) & set("\x1b\r\u202e")
+
+
 def test_hydra_full_error_adds_the_traceback(tmp_path):
     process, _ = run(tmp_path, "raise UserError('device=cuda: no GPU')", HYDRA_FULL_ERROR="1")
     assert process.stderr.startswith("Traceback")
@@ -117,7 +128,7 @@ def test_a_broken_program_keeps_its_traceback(tmp_path):
     assert summary == {"status": "failed", "reason": "ValueError: bad shape"}
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_an_interrupted_run_says_so(tmp_path, name):
     process, summary = run(tmp_path, f"os.kill(os.getpid(), signal.{name}); time.sleep(60)")
     assert process.returncode == 130

@@ -10,6 +10,7 @@ import pytest
 
 from tests import ROOT
 from tests.training.helpers.in_process import TINY_RUN, command_here
+from tests.training.helpers.time_limit import time_limit
 from training.errors import UserError
 from training.runs import files
 from training.runs.directory import locked
@@ -31,6 +32,23 @@ def test_a_link_is_refused(tmp_path: Path, name: str):
     (tmp_path / name).symlink_to("nowhere")
     with pytest.raises(UserError, match=f"{name} is a link to another file"), locked(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("name", [*RUN_FILES, "trace/step-3.png", "trace/partial-step-3.json.gz"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+def test_what_is_not_a_file_is_refused(tmp_path: Path, name: str, make):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    make(tmp_path / name)
+    with time_limit(20), pytest.raises(UserError, match=f"{name} is not a file, and the run writes"), locked(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("name", [".lock", "train.log", "metrics.jsonl", "summary.json.partial"])
+def test_a_pipe_in_the_directory_of_a_run_is_one_line(tmp_path: Path, name: str):
+    os.mkfifo(tmp_path / name)
+    with time_limit(60):
+        assert train(tmp_path, status=1).startswith(f"error: {tmp_path / name} is not a file, and the run writes")
+    assert os.listdir(tmp_path) == [name]
 
 
 def test_what_a_link_leads_to_is_left_alone(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 
@@ -9,12 +10,12 @@ import pytest
 
 from tests.training.helpers.in_process import signals_as_before
 from training.runs import signals
-from training.runs.signals import SAME_REQUEST_S, SIGNALS, StopRequest
+from training.runs.signals import SAME_REQUEST_S, SIGNALS, WORTH_SAVING_S, StopRequest
 
 
 def test_once_the_run_is_saved_signals_come_too_late():
     with signals_as_before():
-        with StopRequest(enabled=True) as stop:
+        with StopRequest(after_s=0.0) as stop:
             stop.settle()
         for number in SIGNALS:
             os.kill(os.getpid(), number)
@@ -24,7 +25,7 @@ def test_the_second_request_ends_at_once(monkeypatch: pytest.MonkeyPatch):
     before = signal.getsignal(signal.SIGTERM)
     now = 100.0
     monkeypatch.setattr(signals.time, "monotonic", lambda: now)
-    with StopRequest(enabled=True) as stop:
+    with StopRequest(after_s=0.0) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.signal == "SIGTERM"
         now += 0.9 * SAME_REQUEST_S
@@ -35,7 +36,29 @@ def test_the_second_request_ends_at_once(monkeypatch: pytest.MonkeyPatch):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_signal_that_is_ignored_stays_ignored():
+    with signals_as_before():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with StopRequest(after_s=0.0) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.signal is None
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.signal == "SIGTERM"
+
+
 def test_where_nothing_is_saved_signals_are_left_alone():
     before = signal.getsignal(signal.SIGINT)
-    with StopRequest(enabled=False):
+    with StopRequest(after_s=math.inf):
         assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_what_would_cost_little_to_repeat_ends_at_once(monkeypatch: pytest.MonkeyPatch):
+    now = 100.0
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now)
+    with StopRequest(after_s=WORTH_SAVING_S) as stop:
+        now += WORTH_SAVING_S - 5
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        now += 10
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.signal == "SIGINT"

@@ -1,0 +1,29 @@
+"""The number of the microbatch that runs in this thread, where several run side by side."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class _Running(threading.local):
+    number: int | None = None
+
+
+_running = _Running()
+
+
+def running_microbatch() -> int | None:
+    """Returns the number of the microbatch whose forward runs in this thread; None where there are no others."""
+    return _running.number
+
+
+@contextmanager
+def running(number: int) -> Iterator[None]:
+    """Says that what this thread runs inside the block is the forward of microbatch `number`."""
+    before, _running.number = _running.number, number
+    try:
+        yield
+    finally:
+        _running.number = before

@@ -1,0 +1,272 @@
+"""Opens windows on units: has them on the device, installed in their modules, while a forward needs them.
+
+[Note: who opens a window]
+
+- The forward of a module opens the windows of the tensors that it may read, and closes them when it ends.
+- Code may also read a weight of a module that it does not call (see `held_tensors`). Then a window opens where the
+  reader is: it stays open until the innermost forward that is running ends. So every module around units has a scope,
+  which is its running forward. Hooks of the model itself, and of modules that have hooks when the mode attaches, run in
+  a scope of that module's call.
+- Where such a window would take a slot that the windows inside may need, the reader gets a copy, which counts as a use
+  of the stand-in. So does code that runs in backward, outside of any forward.
+- Code that runs outside of forward and backward gets what the module holds: the host's tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from offload.runtime.block_buffers import arrived, leaving
+from offload.runtime.device_slots import DeviceSlots
+from offload.runtime.device_work import Home
+from offload.runtime.errors import OUTSIDE_STEP
+from offload.runtime.module_contexts import ModuleContexts, Opener, WrappedForward
+from offload.runtime.registry import Streams
+from offload.runtime.torch_internals import (
+    has_hooks_around_forward,
+    is_in_backward,
+    left_out_of_graphs,
+    node_in_progress,
+    unseen_by_selective_checkpoints,
+)
+from offload.weights.held_tensors import end_watch, watch_reads
+from offload.weights.partition import CutModel, open_at_once
+from offload.weights.prefetcher import Prefetcher
+from offload.weights.saved_weights import SavedWeights
+from offload.weights.stand_ins import (
+    GradientSink,
+    copy_of_stand_in,
+    copy_what_leaves,
+    data_was_taken,
+    drop_stand_ins,
+    install_stand_ins,
+    remove_stand_ins,
+)
+from offload.weights.units import OffloadUnit, UnitTensor
+
+Read = Sequence[tuple[OffloadUnit, UnitTensor]]
+
+
+@dataclass(eq=False)
+class _Scope:
+    """The forward of `module`, which is running: the units whose windows it opened, and the copies that it got.
+
+    `before` has the values that copies of buffers had.
+    """
+
+    module: nn.Module
+    units: list[OffloadUnit] = field(default_factory=list)
+    copies: dict[UnitTensor, torch.Tensor] = field(default_factory=dict)
+    before: dict[UnitTensor, torch.Tensor] = field(default_factory=dict)
+
+    def check_copies(self) -> None:
+        """Raises RuntimeError where the forward has changed a copy."""
+        for tensor, copy in self.copies.items():
+            # Kernels that update running statistics raise no version counter, and neither do writes through `.data`.
+            if tensor in self.before:
+                changed = not torch.equal(copy, self.before[tensor])
+            else:
+                changed = copy._version > 0 or data_was_taken(copy)
+            if changed:
+                raise RuntimeError(
+                    f"{tensor.name} was changed in a forward while all device slots are in use, and the change would be"
+                    " lost: give the mode more slots"
+                )
+
+
+class Windows:
+    """The windows of one attached model. `note_use` is called for every weight that a forward may read."""
+
+    def __init__(
+        self,
+        cut: CutModel,
+        slots: DeviceSlots,
+        prefetcher: Prefetcher,
+        saved: SavedWeights,
+        streams: Streams,
+        *,
+        sink: GradientSink,
+        note_use: Callable[[OffloadUnit, UnitTensor], None],
+    ):
+        self._units = cut.units
+        self._slots = slots
+        self._prefetcher = prefetcher
+        self._saved = saved
+        self._streams = streams
+        self._sink = sink
+        self._note_use = note_use
+        self._in_step = False
+        self._local = threading.local()
+        read = {window.module: window.read for window in cut.windows} | dict.fromkeys(cut.around, ())
+        hooked = [module for module in read if module is cut.model or has_hooks_around_forward(module)]
+        with ExitStack() as undo:
+            self._calls = ModuleContexts([(module, self._opener(module)) for module in hooked], outermost=True)
+            undo.callback(self._calls.remove)
+            self._forwards: list[WrappedForward] = []
+            for module, tensors in read.items():
+                # That of a scripted module is not an attribute of its class.
+                if getattr(type(module), "forward", None) is not nn.Module.forward:
+                    around = functools.partial(self._forward, module, tensors)
+                    self._forwards.append(WrappedForward(module, around))
+                    undo.callback(self._forwards[-1].remove)
+            self._watched = watch_reads(cut.units, self._read)
+            undo.pop_all()
+        self._inside = functools.cache(functools.partial(_units_inside, cut))
+
+    def begin_step(self) -> None:
+        """Begins a step, in which windows keep gradients and units keep their slots."""
+        self._in_step = True
+
+    def end_step(self) -> None:
+        """Ends the step: stand-ins are dropped, and scopes that an interrupt has left open are closed."""
+        self._in_step = False
+        self._calls.close_open()
+        for unit in self._units:
+            drop_stand_ins(unit)
+
+    def remove(self) -> None:
+        """Gives modules their own forwards and plain dictionaries again."""
+        self._calls.remove()
+        for forward in self._forwards:
+            forward.remove()
+        # These refer back to this object: without them the device memory goes with its last reference.
+        self._forwards.clear()
+        end_watch(self._watched)
+
+    def _opener(self, module: nn.Module) -> Opener:
+        return lambda arguments, keywords: self._scope(module)
+
+    @contextmanager
+    def _forward(self, module: nn.Module, read: Read) -> Iterator[Callable[[object], object]]:
+        """Surrounds the forward of a module that may read these tensors. Gives the function that checks its result."""
+        with self._scope(module) as scope:
+            for unit in dict.fromkeys(unit for unit, _ in read):
+                self._open(unit, scope)
+            for unit, tensor in read:
+                self._note_use(unit, tensor)
+            with self._saved.hooks():
+                yield functools.partial(self._finish, scope)
+            self._saved.check_selective_checkpoints()
+
+    @contextmanager
+    def _scope(self, module: nn.Module) -> Iterator[_Scope]:
+        """A scope for what runs inside the block; the windows that are opened in it close at its end."""
+        scopes, scope = self._scopes(), _Scope(module)
+        with ExitStack() as stack:
+            if not scopes:
+                stack.enter_context(self._streams.device_work(self._homes))
+            scopes.append(scope)
+            try:
+                yield scope
+            finally:
+                scopes.remove(scope)
+                with unseen_by_selective_checkpoints():
+                    self._close(scope)
+        with unseen_by_selective_checkpoints():
+            scope.check_copies()
+
+    def _scopes(self) -> list[_Scope]:
+        # Those of a thread: microbatches that run side by side have each their own.
+        if not hasattr(self._local, "scopes"):
+            self._local.scopes = []
+        return self._local.scopes
+
+    def _homes(self) -> list[Home]:
+        homes: list[Home] = []
+        for unit in self._units:
+            homes.append((unit.weights.bytes, unit.name))
+            homes += [(tensor.host.data, tensor.name) for tensor in unit.strays()]
+        return homes
+
+    def _open(self, unit: OffloadUnit, scope: _Scope) -> None:
+        if torch.is_grad_enabled() and not self._in_step and unit.trained:
+            raise RuntimeError(OUTSIDE_STEP)
+        self._saved.check_selective_checkpoints()
+        with unseen_by_selective_checkpoints():
+            slot = self._prefetcher.fetch(unit, in_window=True)
+            scope.units.append(unit)
+            if unit.open_windows == 1:
+                install_stand_ins(unit, slot, self._sink)
+                arrived(unit.buffer_places)
+
+    def _close(self, scope: _Scope) -> None:
+        for unit in scope.units:
+            if not self._prefetcher.close_window(unit):
+                continue
+            leaving(unit.buffer_places)
+            changed = remove_stand_ins(unit, self._prefetcher.slot_of(unit))
+            if changed:
+                self._prefetcher.write_home(unit, changed)
+            if not self._in_step:
+                # Between steps the weights at home may change at any time: no copy of them is kept.
+                self._prefetcher.evict_between_steps(unit)
+                drop_stand_ins(unit)
+
+    def _finish(self, scope: _Scope, result: object) -> object:
+        """Replaces tensors of slots that leave the last window on their units."""
+        with unseen_by_selective_checkpoints():
+            return copy_what_leaves(
+                result, self._slots, closing=lambda unit: unit.open_windows == 1 and unit in scope.units
+            )
+
+    @left_out_of_graphs
+    def _read(self, unit: OffloadUnit, tensor: UnitTensor) -> torch.Tensor | None:
+        """Answers the read of a tensor; see `OnRead`."""
+        self._saved.check_selective_checkpoints()
+        scopes = self._scopes()
+        if not scopes:
+            if not self._is_device_work_of_backward():
+                return None
+            with unseen_by_selective_checkpoints():
+                return self._copy(unit, tensor)
+        innermost = scopes[-1]
+        if not any(unit in scope.units for scope in reversed(scopes)):
+            if not self._has_room(unit, innermost):
+                with unseen_by_selective_checkpoints():
+                    return self._copy_for(innermost, unit, tensor)
+            self._open(unit, innermost)
+        self._note_use(unit, tensor)
+        return None
+
+    def _has_room(self, unit: OffloadUnit, scope: _Scope) -> bool:
+        """Tells whether a window on `unit` leaves slots for the windows inside the scope's module."""
+        inside, at_once = self._inside(scope.module)
+        in_use = {unit}.union(other for other in self._units if other.open_windows)
+        return len(in_use) + (0 if inside <= in_use else at_once) <= len(self._slots.all)
+
+    def _copy_for(self, scope: _Scope, unit: OffloadUnit, tensor: UnitTensor) -> torch.Tensor:
+        if tensor not in scope.copies:
+            scope.copies[tensor] = self._copy(unit, tensor)
+            if tensor.is_buffer:
+                scope.before[tensor] = scope.copies[tensor].clone()
+        return scope.copies[tensor]
+
+    def _copy(self, unit: OffloadUnit, tensor: UnitTensor) -> torch.Tensor:
+        self._note_use(unit, tensor)
+        slot = self._prefetcher.fetch(unit, in_window=True)
+        try:
+            return copy_of_stand_in(unit, tensor, slot, self._sink)
+        finally:
+            if self._prefetcher.close_window(unit) and not self._in_step:
+                self._prefetcher.evict_between_steps(unit)
+
+    def _is_device_work_of_backward(self) -> bool:
+        if not (self._in_step and is_in_backward()):
+            return False
+        # Hooks of a parameter get its gradient in host memory, and run in the node that accumulates it there.
+        variable = getattr(node_in_progress(), "variable", None)
+        return not any(variable is tensor.host for unit in self._units for tensor in unit.tensors)
+
+
+def _units_inside(cut: CutModel, module: nn.Module) -> tuple[frozenset[OffloadUnit], int]:
+    """Returns the units with windows inside a module, its own among them, and how many are open at once."""
+    inside = set(module.modules())
+    units = frozenset(unit for window in cut.windows if window.module in inside for unit in window.units)
+    return units, len(open_at_once(module, cut.windows))

@@ -1,0 +1,40 @@
+"""The modules of torch's own database of them, each under every mode, equal to the resident module on a GPU.
+
+Both run with kernels that repeat bit for bit. Where torch has none for a module, the test is skipped with its reason.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.testing._internal.common_modules import ModuleInfo
+
+from tests.offload.helpers.late import ON_A_GPU
+from tests.offload.helpers.torch_modules import MODULES, check
+
+# Read when cuBLAS starts: without it its kernels do not repeat.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+pytestmark = ON_A_GPU
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("info", MODULES, ids=lambda info: info.name)
+def test_a_module_trains_as_it_does_resident(info: ModuleInfo):
+    try:
+        check(info, "cuda")
+    except RuntimeError as error:
+        # The resident module runs first, so the refusal is torch's own.
+        if "deterministic" not in str(error):
+            raise
+        pytest.skip(str(error).partition(". ")[0])

@@ -1,0 +1,34 @@
+"""Architectures that people train, tiny: each under every mode equals the resident model bit for bit."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from offload.runtime.blocks import find_blocks
+from tests.offload.helpers.architecture_cases import ARCHITECTURES, MODES, built, check
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("these tests need no network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_trains_as_it_does_resident(name: str, mode: str):
+    """The stream checker also sees operations that read weights in host memory, which a GPU would refuse."""
+    check(name, mode)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_blocks_that_are_found_are_most_of_the_model(name: str):
+    """Of a tiny model: the embeddings are a small part of a real one."""
+    model = built(name)
+    sizes = {p: p.nbytes for p in model.parameters()}
+    within = {p for _, block in find_blocks(model) for p in block.parameters()}
+    assert sum(sizes[p] for p in within) > 0.55 * sum(sizes.values())

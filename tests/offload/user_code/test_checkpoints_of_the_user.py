@@ -1,0 +1,238 @@
+"""Recomputes: selective checkpoints inside an attached model, and arguments that a block adds to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from offload.activations.checkpointing import recompute
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from offload.modes.none import Resident
+from offload.modes.shard_offload import ShardOffload
+from tests.offload.helpers.models import Block, Stack, stack_inputs
+from tests.offload.helpers.user_code import EVERY_MODE_OR_NONE, NoMode, evaluate, same_as_resident, train_step, under
+
+# Refusals are tried on the CPU alone: torch 2.11 leaves the contexts of a checkpoint open when its function raises.
+ON_EVERY_DEVICE = pytest.mark.usefixtures("device")
+
+aten = torch.ops.aten
+
+
+def saving(*operations: object) -> Callable:
+    """Contexts of a checkpoint that keeps the results of `operations`; of all where none is named."""
+
+    def policy(context: object, operation: object, *arguments: object, **keywords: object) -> CheckpointPolicy:
+        chosen = not operations or operation in operations
+        return CheckpointPolicy.MUST_SAVE if chosen else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return partial(create_selective_checkpoint_contexts, policy)
+
+
+class Selective(Stack):
+    """Blocks in selective checkpoints; `inside`: the checkpoint is within the block's forward."""
+
+    def __init__(self, contexts: Callable, inside: bool):
+        super().__init__()
+        self.contexts, self.inside = contexts, inside
+        if inside:
+            for index in range(len(self.blocks)):
+                self.blocks[index] = SelectiveInside(16, contexts)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.stem(inputs)
+        for block in self.blocks:
+            if self.inside:
+                hidden = block(hidden)
+            else:
+                hidden = checkpoint(block, hidden, use_reentrant=False, context_fn=self.contexts)
+        return self.head(hidden)
+
+
+class SelectiveInside(Block):
+    def __init__(self, width: int, contexts: Callable):
+        super().__init__(width)
+        self.contexts = contexts
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        run = super().forward
+        return checkpoint(run, hidden, use_reentrant=False, context_fn=self.contexts)
+
+
+# The second has operations that the engine's copies are made of.
+PRODUCTS = saving(aten.mm.default, aten.addmm.default)
+COPIES = saving(aten.copy_.default, aten.fill_.Scalar, aten.clone.default, aten.as_strided.default)
+
+
+@EVERY_MODE_OR_NONE
+@pytest.mark.parametrize("contexts", [PRODUCTS, COPIES], ids=["products", "copies"])
+@pytest.mark.parametrize("inside", [False, True])
+@ON_EVERY_DEVICE
+def test_selective_checkpoints(make: Callable, contexts: Callable, inside: bool):
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        seen = [train_step(model, mode), train_step(model, mode, 1), evaluate(model)]
+        with mode.step():
+            for microbatch in range(2):
+                model(stack_inputs(2, microbatch)).square().mean().backward()
+        return [*seen, *(p.grad.clone() for p in model.parameters())]
+
+    same_as_resident(make, scenario, lambda: Selective(contexts, inside))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: BounceLinear(outside="stream", slots=8), LayerStream, lambda: ShardOffload(shards=2)]
+)
+@pytest.mark.parametrize("contexts", [saving(), saving(aten.t.default)], ids=["all", "transposes"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_selective_checkpoint_that_keeps_a_weight_is_refused(make: Callable, contexts: Callable, inside: bool):
+    """It would use the memory of the weight when other weights are there."""
+    model, mode = Selective(contexts, inside), make()
+    message = r"^a selective checkpoint saves the result of aten\.t\.default, which is a view of blocks\.0\.up\.weight"
+    with under(mode, model):
+        with pytest.raises(RuntimeError, match=message) as refused:
+            train_step(model, mode)
+        assert "\n" not in str(refused.value)
+        with torch.no_grad():
+            model(stack_inputs(0, 0))
+
+
+class Functional(nn.Module):
+    """Reads its weight in a selective checkpoint, inside its own forward."""
+
+    def __init__(self, contexts: Callable):
+        super().__init__()
+        self.weight, self.contexts = nn.Parameter(torch.randn(8, 8) / 3), contexts
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        def run(hidden: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(F.linear(hidden, self.weight))
+
+        return checkpoint(run, hidden, use_reentrant=False, context_fn=self.contexts)
+
+
+@EVERY_MODE_OR_NONE
+@ON_EVERY_DEVICE
+def test_a_selective_checkpoint_of_a_function_that_reads_a_weight(make: Callable):
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        return [train_step(model, mode), train_step(model, mode, 1), evaluate(model)]
+
+    same_as_resident(make, scenario, lambda: nn.Sequential(*(Functional(PRODUCTS) for _ in range(5))))
+
+
+@pytest.mark.parametrize("make", [BounceLinear, LayerStream, lambda: ShardOffload(shards=2)])
+def test_a_function_in_a_selective_checkpoint_that_keeps_a_weight_is_refused(make: Callable):
+    model, mode = nn.Sequential(*(Functional(saving(aten.t.default)) for _ in range(5))), make()
+    message = r"^a selective checkpoint saves the result of aten\.t\.default, which is a view of (\d\.|a )weight"
+    with under(mode, model), pytest.raises(RuntimeError, match=message):
+        train_step(model, mode)
+
+
+class Layer:
+    keys: torch.Tensor | None = None
+
+
+class KeyCache:
+    """Keys by layer, as transformers keep them: a forward appends to them."""
+
+    def __init__(self):
+        self.layers = [Layer() for _ in range(4)]
+
+    def update(self, keys: torch.Tensor, index: int) -> torch.Tensor:
+        before = self.layers[index].keys
+        self.layers[index].keys = keys if before is None else torch.cat([before, keys])
+        return self.layers[index].keys
+
+
+class StaticCache(KeyCache):
+    """Writes to memory of its own."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.keys = torch.zeros(5, 16)
+
+    def update(self, keys: torch.Tensor, index: int) -> torch.Tensor:
+        self.layers[index].keys.copy_(keys.detach())
+        return self.layers[index].keys + keys
+
+
+class Attending(Block):
+    def __init__(self, width: int, index: int):
+        super().__init__(width)
+        self.index = index
+
+    def forward(self, hidden: torch.Tensor, cache: KeyCache, seen: list, *, by_name: dict) -> torch.Tensor:
+        hidden = super().forward(hidden)
+        keys = cache.update(torch.tanh(hidden), self.index)
+        seen.append(keys.mean())
+        by_name[self.index] = len(by_name)
+        return hidden + keys.mean(0) * len(seen)
+
+
+class WithCache(Stack):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Attending(16, index) for index in range(4))
+
+    def forward(self, inputs: torch.Tensor, cache: KeyCache | None = None, seen: list | None = None) -> torch.Tensor:
+        cache, by_name = cache or KeyCache(), {}
+        seen = [] if seen is None else seen
+        hidden = self.stem(inputs)
+        for block in self.blocks:
+            hidden = block(hidden, cache, seen, by_name=by_name)
+        assert len(by_name) == 4
+        return self.head(hidden) + sum(seen)
+
+
+def given(model: nn.Module, mode) -> list[torch.Tensor]:
+    """What forward adds to its arguments is there after forward, and no more of it after backward."""
+    found = []
+    for number in range(2):
+        cache, seen = KeyCache(), []
+        with mode.step():
+            loss = model(stack_inputs(0, number), cache, seen).square().mean()
+            loss.backward(retain_graph=number == 1)
+            if number == 1:
+                loss.backward()
+        found += [loss.detach(), *(layer.keys.detach() for layer in cache.layers), *(mean.detach() for mean in seen)]
+        found += [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+    cache = KeyCache()
+    with torch.no_grad():
+        found += [model(stack_inputs(1, number), cache, []) for number in range(2)]
+    return [*found, *(layer.keys for layer in cache.layers)]
+
+
+@EVERY_MODE_OR_NONE
+@ON_EVERY_DEVICE
+def test_a_cache_and_a_list_that_blocks_add_to(make: Callable):
+    same_as_resident(make, given, WithCache)
+
+
+@pytest.mark.parametrize("make", [Resident, LayerStream])
+@ON_EVERY_DEVICE
+def test_a_cache_and_a_list_that_recomputed_blocks_add_to(make: Callable):
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        if mode is not NoMode:
+            undo = recompute(model.blocks)
+        found = given(model, mode)
+        if mode is not NoMode:
+            undo()
+        return found
+
+    same_as_resident(make, scenario, WithCache)
+
+
+def test_a_cache_that_is_written_to_in_place_is_refused():
+    model, mode = WithCache(), ShardOffload(shards=2)
+    with under(mode, model):
+        message = "forward wrote to the tensors of a StaticCache in place, .* call the model with use_cache=False"
+        with pytest.raises(RuntimeError, match=message), mode.step():
+            model(stack_inputs(0, 0), StaticCache()).sum().backward()
+        evaluate(model)

@@ -1,0 +1,121 @@
+"""Hooks see the gradients of each microbatch, and each is added to the gradients that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from offload.microbatches.layer_major import one_after_another
+from offload.modes.shard_offload import ShardOffload
+from tests.offload.helpers.models import Stack, attached, stack_inputs
+from tests.offload.helpers.user_code import EVERY_MODE, NoMode, descend, same_as_resident
+
+MICROBATCHES = 3
+
+
+class Resident(NoMode):
+    accumulate = staticmethod(one_after_another)
+
+
+def accumulate(model: nn.Module, mode, step: int = 0) -> list[torch.Tensor]:
+    def loss(index: int) -> torch.Tensor:
+        return model(stack_inputs(step, index)).square().mean()
+
+    mode = Resident if mode is NoMode else mode
+    return mode.accumulate([partial(loss, index) for index in range(MICROBATCHES)])
+
+
+@EVERY_MODE
+def test_hooks_see_the_gradient_of_each_microbatch(make: Callable):
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        seen = []
+        weight = model.blocks[1].up.weight
+        # What is not linear differs for a sum: a clipped gradient.
+        hooks = [
+            weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3)),
+            weight.register_hook(lambda gradient: seen.append(gradient.clone())),
+            model.head.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone())),
+        ]
+        for step in range(2):
+            with mode.step():
+                seen += accumulate(model, mode, step)
+            descend(model)
+        assert len(seen) == 2 * 3 * MICROBATCHES
+        for hook in hooks:
+            hook.remove()
+        with mode.step():
+            seen += accumulate(model, mode)
+        return [*seen, *(parameter.grad.clone() for parameter in model.parameters())]
+
+    same_as_resident(make, scenario)
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("mode_of_hook", ["all", "any"])
+def test_hooks_on_several_gradients_run_once_a_microbatch(make: Callable, mode_of_hook: str):
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        seen = []
+
+        def note(gradients: object) -> None:
+            gradients = gradients if isinstance(gradients, (list, tuple)) else [gradients]
+            seen.extend(gradient.clone() for gradient in gradients)
+
+        weights = [model.head.weight, model.blocks[2].down.weight]
+        register_multi_grad_hook(weights, note, mode=mode_of_hook)
+        with mode.step():
+            accumulate(model, mode)
+        assert len(seen) == MICROBATCHES * (2 if mode_of_hook == "all" else 1)
+        return seen
+
+    same_as_resident(make, scenario)
+
+
+@EVERY_MODE
+def test_each_microbatch_is_added_to_the_gradients_that_are_there(make: Callable):
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        # 1e8 swallows what is added to it one by one, and not the sum.
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1e6)
+        with mode.step():
+            losses = accumulate(model, mode)
+        first = [parameter.grad.clone() for parameter in model.parameters()]
+        with mode.step():
+            accumulate(model, mode, 1)
+        return [*losses, *first, *(parameter.grad.clone() for parameter in model.parameters())]
+
+    same_as_resident(make, scenario)
+
+
+def hook(model: nn.Module) -> None:
+    model.stem.bias.register_hook(lambda gradient: None)
+
+
+def hook_on_what_is_frozen(model: nn.Module) -> None:
+    hook(model)
+    model.stem.bias.requires_grad_(False)
+
+
+def gradient_that_is_there(model: nn.Module) -> None:
+    model.stem.bias.grad = torch.zeros_like(model.stem.bias)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "is_slow"), [(hook, True), (gradient_that_is_there, True), (hook_on_what_is_frozen, False)]
+)
+def test_the_price_is_that_each_microbatch_has_the_shards_copied_in(prepare: Callable, is_slow: bool):
+    def weight_bytes(prepare: Callable) -> float:
+        model, mode = Stack(), ShardOffload(shards=4, slots=1)
+        with attached(mode, model):
+            prepare(model)
+            with mode.step():
+                accumulate(model, mode)
+            moved = mode.counters()
+        return moved.h2d_bytes - moved.activation_h2d_bytes
+
+    alone = weight_bytes(lambda model: None)
+    assert (weight_bytes(prepare) > 1.5 * alone) == is_slow

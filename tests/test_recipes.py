@@ -1,0 +1,41 @@
+"""The programs of docs/recipes.md run as they stand there, with the losses of a resident model."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from offload.runtime import registry
+from offload.runtime.transfer import Transfer
+from tests import ROOT
+
+PROGRAMS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "recipes.md").read_text(), re.MULTILINE | re.DOTALL)
+MODE = "mode = LayerStream(slots=2)"
+
+
+@pytest.mark.parametrize("package", ["transformers", "accelerate", "lightning"])
+def test_a_recipe_computes_the_losses_of_a_resident_model(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed; requirements.txt leaves it out")
+    caplog.set_level(logging.ERROR)
+    monkeypatch.chdir(tmp_path)
+    (program,) = (program for program in PROGRAMS if f"\nfrom {package} import" in program)
+    assert program.count(MODE) == 1
+    exec(program.replace("LayerStream", "Resident").replace("(slots=2)", "()"), resident := {})
+    # On a GPU each of these would copy the whole model there.
+    monkeypatch.setattr(nn.Module, "to", lambda self, *_, **__: pytest.fail(f"{type(self).__name__} was moved"))
+    copies = []
+    copy_in = Transfer.copy_in
+    monkeypatch.setattr(Transfer, "copy_in", lambda self, *a, **k: copies.append(a) or copy_in(self, *a, **k))
+    exec(program, streamed := {})
+    assert copies
+    assert len(streamed["losses"]) >= 4
+    assert streamed["losses"] == resident["losses"]
+    assert registry.holders("cpu") == 0

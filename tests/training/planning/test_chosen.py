@@ -1,0 +1,30 @@
+"""Each value that nobody gave has a line in the plan that says why."""
+
+from __future__ import annotations
+
+from tests.training.helpers.in_process import components_of
+from training.planning.chosen import chosen_values
+
+
+def test_a_model_option_brings_its_own_values_but_not_those_that_were_given():
+    lines = chosen_values(components_of("model=llama1b", "schedule=constant", "optimizer.lr=1e-3"), None)
+    assert lines["model=llama1b"] == "brings recompute=block, seq_len=2048, batch_size=32, schedule.warmup=10"
+    assert lines["precision"] == "fp32, because there is no GPU that computes in bf16"
+    assert lines["microbatches"] == "2, of at most 32,768 tokens"
+    assert "optimizer" not in lines
+
+
+def test_what_follows_the_offload_mode_is_explained():
+    components = components_of("offload=layer_stream", "offload.resident=2", "vram_budget=1GiB", "precision=bf16")
+    lines = chosen_values(components, "offload.resident")
+    assert lines["optimizer"] == "host_adamw, because offload=layer_stream keeps weights on the host"
+    assert lines["offload.resident"] == "2 of 4 units: fills vram_budget=1GiB"
+    assert lines["optimizer.device_share"] == "what the first step leaves free: fills vram_budget=1GiB"
+    assert "precision" not in lines
+    lines = chosen_values(components_of("offload=layer_stream", "optimizer=host_adamw", "microbatches=1"), None)
+    assert lines.keys() == {"precision", "optimizer.device_share"}
+    assert lines["optimizer.device_share"] == "nothing: there is no vram_budget to fill"
+
+
+def test_a_run_without_choices_has_no_lines():
+    assert chosen_values(components_of("precision=fp32", "microbatches=2"), None) == {}

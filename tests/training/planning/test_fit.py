@@ -1,0 +1,143 @@
+"""A run that does not fit is refused before it writes or allocates anything; force=true starts it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from offload.runtime.byte_sizes import GIB
+from tests.training.helpers.in_process import TINY_RUN, command_here, components_of
+from training.components import Components
+from training.planning import fit
+from training.planning import plan as plan_module
+from training.planning.fit import MisfitError, exceeded, misfit, refuse_misfit
+from training.planning.machine import machine_of
+from training.planning.plan import plan_filled
+from training.planning.report import RunPlan
+from training.runs.files import PLAN_FILE, PLAN_PICTURE, SUMMARY_FILE
+
+RUN = (*TINY_RUN, "dataset=synthetic", "steps=1", "warmup_steps=0")
+
+
+def planned(*overrides: str, has_gpu: bool = False) -> tuple[Components, RunPlan]:
+    components = components_of(*RUN, *overrides)
+    return plan_filled(components, machine_of(components), has_gpu)
+
+
+@pytest.fixture
+def process_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process of the tests may have grown beyond the machines that they plan for."""
+    monkeypatch.setattr(plan_module, "rss_gib", lambda: 0.0)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch):
+    """Sets the memory of the machine in bytes: the GPU's, and what is free of the host's."""
+
+    def machine(gpu: int = GIB, host: int | None = GIB) -> None:
+        monkeypatch.setattr(fit, "vram_bytes", lambda device: gpu)
+        monkeypatch.setattr(fit, "free_host_bytes", lambda: host)
+        monkeypatch.setattr(fit, "rss_gib", lambda: 0.0)
+
+    return machine
+
+
+def test_a_run_that_exceeds_a_budget_is_refused_and_leaves_earlier_results(tmp_path: Path):
+    command = (*RUN, "host_budget=1MiB", f"hydra.run.dir={tmp_path}")
+    refused = command_here(*command)
+    assert refused.returncode == 1
+    (line,) = refused.stderr.splitlines()
+    assert line.startswith("error: the run does not fit: host_budget: ")
+    assert "1.00 MiB (host_budget) available: take " in line
+    assert line.endswith("; force=true starts it anyway")
+    summary = json.loads((tmp_path / SUMMARY_FILE).read_text())
+    assert summary == {"status": "refused", "reason": line.removeprefix("error: ")}
+    forced = command_here(*command, "force=true")
+    assert forced.returncode == 0, forced.stderr
+    (warning,) = (line for line in forced.stderr.splitlines() if "force=true" in line)
+    assert warning.startswith("force=true starts a run that does not fit: host_budget: ")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert tmp_path / PLAN_FILE in before
+    assert command_here(*command, "resume=auto").returncode == 1
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_plan_that_does_not_fit_is_written_and_ends_non_zero(tmp_path: Path):
+    arguments = ("plan=true", *RUN, "offload=layer_stream", "vram_budget=1KiB", f"hydra.run.dir={tmp_path}")
+    result = command_here(*arguments)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: vram_budget: ")
+    assert result.stderr.count("\n") == 1
+    summary = json.loads((tmp_path / SUMMARY_FILE).read_text())
+    assert summary["status"] == "planned"
+    assert f"error: {summary['reason']}\n" == result.stderr
+    assert summary["planned/perf/step_ms"] > 0
+    assert {PLAN_FILE, PLAN_PICTURE, "config.yaml"} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.usefixtures("process_without_memory")
+def test_a_run_is_held_to_its_own_machine_and_not_to_the_one_it_is_planned_for(machine):
+    components, plan = planned("offload=layer_stream", "hardware.vram_gib=1e-6", "hardware.host_gib=1e-6", has_gpu=True)
+    assert set(plan.limits()) == {"vram_budget", "host_budget"}
+    machine(gpu=GIB, host=GIB)
+    assert exceeded(components, plan) == {}
+    machine(gpu=2**10, host=2**10)
+    assert set(exceeded(components, plan)) == {"vram_budget", "host_budget"}
+    machine(gpu=GIB, host=None)
+    assert exceeded(components, plan) == {}
+
+
+@pytest.mark.usefixtures("process_without_memory")
+@pytest.mark.parametrize("key", ["vram_budget", "host_budget"])
+def test_the_machines_memory_is_not_held_to_the_error_of_the_plan_and_a_budget_is(machine, key: str):
+    components, plan = planned("offload=layer_stream", has_gpu=True)
+    total, tolerance = plan.totals[key], fit.TOLERANCE[key]
+    memory = {"vram_budget": "gpu", "host_budget": "host"}[key]
+    machine(**{memory: int(total / (1 + tolerance)) + 2})
+    refuse_misfit(components, plan)
+    components.config[key] = total - 1
+    with pytest.raises(MisfitError, match=f"{key}: "):
+        refuse_misfit(components, plan)
+    components.config[key] = None
+    machine(**{memory: int(total / (1 + tolerance)) - 2})
+    with pytest.raises(MisfitError, match=r"needed, .* available: take "):
+        refuse_misfit(components, plan)
+
+
+@pytest.mark.usefixtures("process_without_memory")
+def test_what_an_automatic_budget_would_keep_counts_against_a_budget_alone(machine):
+    job = ("offload=tensor_swap", "offload.min_bytes=1KiB", "offload.budget=auto", "hardware.d2h_gb_s=0.001")
+    components, plan = planned(*job, has_gpu=True)
+    total = plan.totals["vram_budget"]
+    assert 0 < plan.kept_bytes < total
+    machine(gpu=total - plan.kept_bytes)
+    assert exceeded(components, plan) == {}
+    components.config.vram_budget = total - plan.kept_bytes
+    assert set(exceeded(components, plan)) == {"vram_budget"}
+
+
+@pytest.mark.usefixtures("process_without_memory")
+def test_a_plan_without_activations_is_a_lower_bound_and_refuses(machine):
+    components, plan = planned("offload=layer_stream", has_gpu=True)
+    bounds = dataclasses.replace(plan, device_bytes={**plan.device_bytes, "activations": 0})
+    machine(gpu=bounds.totals["vram_budget"] // 2)
+    assert set(exceeded(components, bounds)) == {"vram_budget"}
+
+
+def test_a_forced_run_is_warned_once(machine, caplog: pytest.LogCaptureFixture):
+    components, plan = planned("force=true")
+    machine(host=2**20)
+    with caplog.at_level(logging.WARNING):
+        refuse_misfit(components, plan)
+    assert "free now" in caplog.text
+    assert "vram_budget" not in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_a_plan_that_fits_says_nothing():
+    components, plan = planned()
+    assert misfit(components, plan, plan.limits()) is None

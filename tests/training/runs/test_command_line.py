@@ -1,0 +1,50 @@
+"""The command line as Hydra gets it, and what is refused before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from training.errors import UserError
+from training.runs.command_line import for_hydra
+
+
+def test_overrides_stand_behind_the_flags():
+    given = ["steps=1", "-m", "offload=none,layer_stream", "--config-dir", "mine", "+x=-1"]
+    assert for_hydra(given) == ["-m", "--config-dir", "mine", "steps=1", "offload=none,layer_stream", "+x=-1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        (["--steps", "10"], "steps=10"),
+        (["offload=none", "--steps=10", "-m"], "steps=10"),
+        (["-lr", "0.1"], "lr=0.1"),
+        (["--seq-len", "128", "--plan"], "seq_len=128"),
+        (["--plan", "steps=1"], "plan=true"),
+    ],
+)
+def test_a_key_with_dashes_is_answered_with_what_to_write(arguments: list[str], written: str):
+    with pytest.raises(UserError, match=rf"unknown flag: keys have no dashes: write {written}$"):
+        for_hydra(arguments)
+
+
+def test_a_wrong_value_of_a_flag_is_one_line():
+    with pytest.raises(UserError, match=r"^argument --cfg/-c: invalid choice: 'all_of_it' .*lists the flags") as raised:
+        for_hydra(["--cfg", "all_of_it"])
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("flag", ["--config-dir", "--config-path"])
+def test_the_directory_of_a_run_has_no_options(tmp_path: Path, flag: str):
+    assert for_hydra([flag, str(tmp_path)]) == [flag, str(tmp_path)]
+    for name in ("config.yaml", "choices.yaml"):
+        (tmp_path / name).write_text("seed: 1\n")
+    with pytest.raises(UserError, match=f"{flag} {tmp_path}: .* would be ignored: write repeat={tmp_path}"):
+        for_hydra([flag, str(tmp_path), "--config-name", "config"])
+
+
+def test_the_run_to_repeat_is_looked_for(tmp_path: Path):
+    with pytest.raises(UserError, match=f"repeat={tmp_path}: no choices.yaml there"):
+        for_hydra(["-m", f"repeat={tmp_path}", "offload=none,layer_stream"])

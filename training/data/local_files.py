@@ -1,0 +1,228 @@
+"""Reads local text files as pairs (text, document_ends), in memory that does not grow with the files.
+
+`document_ends` is True for the last piece of a document: a document of more than PIECE_CHARACTERS comes in pieces, and
+is tokenised piece by piece. Reading takes at most three times the bytes of the longest line (.jsonl), of the longest
+value and its neighbours up to BATCH_BYTES (.parquet), or of the whole file (.json, which has no lines to read by).
+"""
+
+import glob
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from training.data.corpus import check_column, is_text
+from training.errors import UserError, first_line
+from training.runs.paths import home_expanded
+
+ROWS_PER_READ = 1000
+PIECE_CHARACTERS = 1 << 22
+BATCH_BYTES = 1 << 24
+LONGEST_JSON_BYTES = 1 << 30
+
+Pieces = Iterator[tuple[str, bool]]
+
+
+def find_files(patterns: str | Sequence[str] | None) -> list[Path]:
+    """Resolves paths and glob patterns (`**` is recursive) to files: each file once, each pattern's matches sorted.
+
+    Raises:
+        UserError: no pattern is given, a pattern matches no file, a path is a folder, or READERS lacks an extension.
+    """
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns or [])
+    if not patterns or not all(patterns):
+        raise UserError("dataset.files is empty: give dataset.files=PATH (.txt, .jsonl, .json or .parquet)")
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        found.update(dict.fromkeys(_matching_files(pattern)))
+    return list(found)
+
+
+def _matching_files(pattern: str) -> list[Path]:
+    path = home_expanded("dataset.files", pattern)
+    if path.is_dir():
+        raise UserError(f"dataset.files={pattern} is a folder: name the files in it, as in '{path}/**/*.txt'")
+    if path.exists():
+        paths = [path]
+    elif glob.has_magic(pattern):
+        paths = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+        paths = [match for match in paths if match.is_file()]
+        if not paths:
+            raise UserError(f"dataset.files={pattern} matches no file (looked from {Path.cwd()})")
+    else:
+        raise UserError(f"dataset.files={pattern}: no such file (looked from {Path.cwd()})")
+    for path in paths:
+        if path.suffix.lower() not in READERS:
+            raise UserError(f"dataset.files={path}: cannot read '{path.suffix}' files; give {', '.join(READERS)}")
+    return [path.absolute() for path in paths]
+
+
+def read_files(files: Sequence[Path], text_column: str) -> Pieces:
+    """Yields the documents of local files: a .txt file is one document, and so is each row of any other file.
+
+    Rows with an empty text are skipped.
+
+    Raises:
+        UserError: a file cannot be read or does not have the format of its extension; or it has no column
+            `text_column`, or that column does not contain text.
+    """
+    for file in files:
+        if file.stat().st_size == 0:
+            continue
+        try:
+            yield from READERS[file.suffix.lower()](file, text_column)
+        # Arrow, JSON and Unicode errors are all ValueErrors.
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"dataset.files: cannot read {file}: {first_line(error)}; repair or remove this file"
+            ) from error
+
+
+def _read_text(file: Path, text_column: str) -> Pieces:
+    with file.open(encoding="utf-8") as lines:
+        while piece := "".join(_next_lines(lines.readline)):
+            yield piece, False
+    yield "", True
+
+
+def _next_lines(readline: Callable[[int], str]) -> Iterator[str]:
+    """Yields the next ROWS_PER_READ lines, or fewer if these have PIECE_CHARACTERS."""
+    left = PIECE_CHARACTERS
+    for _ in range(ROWS_PER_READ):
+        line = readline(left)
+        yield line
+        left -= len(line)
+        if not line or left <= 0:
+            return
+
+
+def _read_json_lines(file: Path, text_column: str) -> Pieces:
+    with file.open("rb") as lines:
+        yield from _documents(_json_rows(lines), text_column, str(file))
+
+
+def _json_rows(lines: BinaryIO) -> Iterator[dict[str, Any]]:
+    number = 0
+    while line := lines.readline(LONGEST_JSON_BYTES + 1):
+        number += 1
+        if len(line) > LONGEST_JSON_BYTES:
+            raise ValueError(f"line {number} is longer than {LONGEST_JSON_BYTES >> 20} MiB")
+        if not line.isspace():
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            # Not needed any more, and as large as the text.
+            del line
+            yield _row(_parsed(text, f"line {number}"), f"line {number}")
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON ({first_line(error)})") from error
+
+
+def _row(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f'{where} is not a JSON object, as {{"text": ...}}')
+    return value
+
+
+def _read_json(file: Path, text_column: str) -> Pieces:
+    """Reads a list of objects, an object of columns, or an object a line."""
+    nbytes = file.stat().st_size
+    if nbytes > LONGEST_JSON_BYTES:
+        limit = f"{LONGEST_JSON_BYTES >> 20} MiB"
+        raise ValueError(f"a .json file of more than {limit} is read whole: write an object a line, as .jsonl")
+    text = file.read_text(encoding="utf-8-sig")
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("the file is nested too deeply") from None
+    except ValueError:
+        # An object a line, or not JSON, in which case that reader says where.
+        yield from _read_json_lines(file, text_column)
+        return
+    if isinstance(value, dict):
+        columns = {name: column if isinstance(column, list) else [column] for name, column in value.items()}
+        check_column(text_column, columns, str(file))
+        value = [{text_column: item} for item in columns[text_column]]
+    if not isinstance(value, list):
+        raise ValueError("the file is neither a list of objects nor an object of columns")
+    rows = (_row(item, f"item {number}") for number, item in enumerate(value, start=1))
+    yield from _documents(rows, text_column, str(file))
+
+
+def _documents(rows: Iterator[dict[str, Any]], text_column: str, source: str) -> Pieces:
+    """Yields the texts of rows. Of ROWS_PER_READ rows at least one must have the column."""
+    names: dict[str, None] = {}
+    count = 0
+    for row in rows:
+        names.update(dict.fromkeys(row))
+        count += 1
+        if is_text(row.get(text_column), text_column, source):
+            yield from _in_pieces(row[text_column])
+        if count == ROWS_PER_READ:
+            check_column(text_column, names, source)
+            names, count = {}, 0
+    if count:
+        check_column(text_column, names, source)
+
+
+def _in_pieces(text: str) -> Pieces:
+    for start in range(0, len(text), PIECE_CHARACTERS):
+        yield text[start : start + PIECE_CHARACTERS], start + PIECE_CHARACTERS >= len(text)
+
+
+def _read_parquet(file: Path, text_column: str) -> Pieces:
+    import pyarrow
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20) as rows:
+        check_column(text_column, rows.schema_arrow.names, str(file))
+        for group in range(rows.num_row_groups):
+            # Only this column's pages are read, few enough rows at a time.
+            row_bytes = _uncompressed_bytes(rows.metadata.row_group(group), text_column)
+            count = max(min(int(BATCH_BYTES / max(row_bytes, 1)), ROWS_PER_READ), 1)
+            for batch in rows.iter_batches(count, row_groups=[group], columns=[text_column], use_threads=False):
+                column = batch.column(0)
+                if pyarrow.types.is_dictionary(column.type):
+                    column = column.dictionary_decode()
+                for value in column:
+                    yield from _value_in_pieces(value, text_column, str(file))
+
+
+def _uncompressed_bytes(group: Any, text_column: str) -> float:
+    """Returns the mean bytes of a row of a row group, in one column."""
+    chunks = [group.column(index) for index in range(group.num_columns)]
+    nbytes = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == text_column)
+    return nbytes / max(group.num_rows, 1)
+
+
+def _value_in_pieces(value: Any, text_column: str, source: str) -> Pieces:
+    """Yields an Arrow value in pieces, without a copy of a long one."""
+    buffer = value.as_buffer() if hasattr(value, "as_buffer") else None
+    if buffer is None or buffer.size <= PIECE_CHARACTERS:
+        text = value.as_py()
+        if is_text(text, text_column, source):
+            yield text, True
+        return
+    if not _holds_text(value):
+        is_text(value.as_py(), text_column, source)
+    data, start = memoryview(buffer), 0
+    while start < len(data):
+        end = min(start + PIECE_CHARACTERS, len(data))
+        while end < len(data) and data[end] & 0xC0 == 0x80:  # within a character of UTF-8
+            end -= 1
+        yield str(data[start:end], "utf-8"), end == len(data)
+        start = end
+
+
+def _holds_text(value: Any) -> bool:
+    import pyarrow
+
+    return pyarrow.types.is_string(value.type) or pyarrow.types.is_large_string(value.type)
+
+
+READERS = {".txt": _read_text, ".jsonl": _read_json_lines, ".json": _read_json, ".parquet": _read_parquet}

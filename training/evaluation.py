@@ -1,0 +1,124 @@
+"""The loss on the held-out split, between steps: under the run's offload mode, and without a trace in its training."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from time import perf_counter
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from offload import Streams, upload
+from training.errors import UserError
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """When a run evaluates, and on which batches: the same at each time, in every mode and after resuming.
+
+    Attributes:
+        batches: int64 [at most batch_size, seq_len + 1] on the CPU; none if the run does not evaluate.
+    """
+
+    config: DictConfig
+    batches: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, config: DictConfig, dataset: object) -> Evaluation:
+        """Takes the batches from `dataset`.
+
+        Raises UserError if the run is to evaluate, and the dataset has no held-out split, or one without a sequence.
+        """
+        every, count = config.eval.every, config.eval.batches
+        if every is None:
+            return cls(config, ())
+        if not hasattr(dataset, "eval_batches"):
+            raise UserError(
+                f"eval.every={every}: {type(dataset).__name__} has no held-out split: give it a method eval_batches, as"
+                " CONTRIBUTING.md describes it, or take eval.every=null"
+            )
+        batches = tuple(dataset.eval_batches(count))
+        if not batches:
+            raise UserError(
+                f"eval.every={every}: the held-out text is too short for a sequence of seq_len={config.seq_len}: give"
+                f" more text, a larger dataset.eval_share (it is {config.dataset.get('eval_share')}), a smaller"
+                " seq_len, or eval.every=null"
+            )
+        return cls(config, batches)
+
+    def due(self, step: int) -> bool:
+        """Tells whether to evaluate after `step` steps: every `eval.every`, from 0, and after the last."""
+        every = self.config.eval.every
+        return every is not None and (step % every == 0 or step == self.config.steps)
+
+    @cached_property
+    def sha256(self) -> str | None:
+        """The SHA-256 of the batches; None if there are none."""
+        if not self.batches:
+            return None
+        digest = hashlib.sha256()
+        for batch in self.batches:
+            digest.update(batch.contiguous().numpy())
+        return digest.hexdigest()
+
+    def metrics(self, model: nn.Module, streams: Streams, stopped: Callable[[], bool]) -> dict[str, float]:
+        """Evaluates the model: returns its loss and the ms that it took, or nothing once `stopped` returns True."""
+        streams.synchronize()
+        start = perf_counter()
+        # The largest microbatch of a step: a forward without its gradients needs no more memory than that step.
+        rows = -(-self.config.batch_size // self.config.microbatches)
+        loss = held_out_loss(model, self.batches, rows, self.config.seed, streams.device, stopped)
+        return {} if loss is None else {"eval/loss": loss, "eval/ms": (perf_counter() - start) * 1e3}
+
+
+def held_out_loss(
+    model: nn.Module, batches: Sequence[Tensor], rows: int, seed: int, device: torch.device, stopped: Callable[[], bool]
+) -> float | None:
+    """Returns the mean loss of the sequences in `batches`, `rows` of which are computed at a time.
+
+    No gradient is made, and random numbers, modes of modules and gradients that exist are afterwards as they were. The
+    host waits for each loss, so that nothing is queued beyond it, and a stop is heeded soon: then None is returned.
+    """
+    total, count = 0.0, 0
+    with observed(model, seed, device):
+        for batch in batches:
+            for part in batch.split(rows):
+                if stopped():
+                    return None
+                total += batch_loss(model, upload(part, device)).item() * len(part)
+                count += len(part)
+    return total / count
+
+
+def batch_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Returns the mean loss over `tokens`, int64 [sequences, seq_len + 1] on the model's device: a scalar."""
+    return model(tokens[:, :-1], tokens[:, 1:])
+
+
+@contextmanager
+def observed(model: nn.Module, seed: int, device: torch.device) -> Iterator[None]:
+    """Has the model in eval() and gradients off inside the block, and random numbers that depend on `seed` alone.
+
+    Afterwards random numbers and modes of modules are as they were.
+    """
+    generators = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(generators), evaluating(model), torch.no_grad():
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Has the model in eval() inside the block; afterwards each module is in the mode in which it was."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode

@@ -1,0 +1,81 @@
+"""Fills vram_budget: chooses how many units stay on the device, beside the optimizer states that may live there.
+
+A unit that stays takes its weight, its gradient and its states, and saves their copies and the host's update. States
+alone take a little less and save the update only. So a search over the number of units, in which the states take what
+is left, finds the shortest step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import replace
+
+from omegaconf import DictConfig, OmegaConf
+
+from offload.planning import DryRun, forecast
+from training.components import Components, footprint_of
+from training.config.construct import AUTO, make_mode
+from training.planning.machine import Machine
+from training.planning.optimizer import PlannedUpdate
+
+# Numbers of units that are compared: the time of a step is a smooth function of the number.
+CANDIDATES = 17
+
+
+def resident_key(config: DictConfig) -> str | None:
+    """Returns the key of the units that stay on the device, where the composition has it and its value is auto."""
+    key, mode = "offload", config.offload
+    while "weights" in mode:
+        key, mode = f"{key}.weights", mode.weights
+    return f"{key}.resident" if mode.get("resident") == AUTO else None
+
+
+def with_resident(components: Components, key: str, units: int) -> Components:
+    """Returns the components of a run in which so many units stay on the device, with a configuration of its own."""
+    config = components.config.copy()
+    OmegaConf.update(config, key, units)
+    mode = make_mode(config.offload)
+    return replace(components, config=config, mode=mode, footprint=footprint_of(config, mode, components.model))
+
+
+def resident_units(components: Components, machine: Machine, step: DryRun, budget_bytes: int) -> int:
+    """Returns the number of resident units with which the planned step is shortest within `budget_bytes`.
+
+    `step` is a dry run of `components`, in which no unit stays. Of numbers that are as fast, the largest is taken:
+    memory that the user has granted serves against what no plan knows.
+    """
+    key = resident_key(components.config)
+
+    def too_large(units: int) -> bool:
+        some = with_resident(components, key, units)
+        return _without_states(some, step) + PlannedUpdate.of(some, 0).device_bytes > budget_bytes
+
+    # The largest number that fits.
+    most = max(bisect_left(range(components.footprint.units + 1), True, key=too_large) - 1, 0)
+    numbers = sorted({round(most * part / (CANDIDATES - 1)) for part in range(CANDIDATES)})
+    candidates = {units: with_resident(components, key, units) for units in numbers}
+    times = {units: _step_ms(some, components, machine, step, budget_bytes) for units, some in candidates.items()}
+    return min(times, key=lambda units: (round(times[units], 1), -units))
+
+
+def _without_states(components: Components, step: DryRun) -> int:
+    """Returns the bytes at the peak of the device, without optimizer states."""
+    gradients = sum(tensor.nbytes for tensor in components.footprint.resident if tensor.requires_grad)
+    return components.footprint.resident_bytes + components.footprint.slot_bytes + gradients + step.activation_bytes
+
+
+def _step_ms(components: Components, streamed: Components, machine: Machine, step: DryRun, budget_bytes: int) -> float:
+    """Plans the time of a step from `step`, the dry run in which all units stream: copies shrink with the units."""
+    share = components.footprint.host_weight_bytes / max(streamed.footprint.host_weight_bytes, 1)
+    phases = [
+        replace(
+            phase,
+            h2d_bytes=phase.activation_h2d_bytes + share * (phase.h2d_bytes - phase.activation_h2d_bytes),
+            d2h_bytes=phase.activation_d2h_bytes + share * (phase.d2h_bytes - phase.activation_d2h_bytes),
+            waited_for_bytes=share * phase.waited_for_bytes,
+        )
+        for phase in step.phases
+    ]
+    update = PlannedUpdate.of(components, budget_bytes - _without_states(components, step))
+    times = update.time(components, machine, has_gpu=True)
+    return forecast(phases, machine.bandwidth, machine.flops_per_s(components.dtype), times).step_ms

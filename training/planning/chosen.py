@@ -1,0 +1,75 @@
+"""Explains the values that a run has although nobody gave them: what an option brings for others, and `auto`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from training.components import TOKENS_OF_MICROBATCH, Components
+from training.config.construct import AUTO
+
+MODELS = Path(__file__).resolve().parents[2] / "conf" / "model"
+
+
+def chosen_values(components: Components, resident_key: str | None) -> dict[str, str]:
+    """Returns a line for each choice, by key: the value and why. A key that the command line gives has no line.
+
+    `resident_key` is that of the units that stay on the device, if their number was chosen.
+    """
+    config, choices = components.config, components.invocation.choices
+    given = {override.lstrip("+~").partition("=")[0] for override in components.invocation.overrides}
+    lines = {}
+    if "precision" in components.settled:
+        device = "a GPU" if str(config.precision) == "bf16" else "no GPU that computes in bf16"
+        lines["precision"] = f"{config.precision}, because there is {device}"
+    if "microbatches" in components.settled:
+        lines["microbatches"] = f"{config.microbatches}, of at most {TOKENS_OF_MICROBATCH:,} tokens"
+    if brought := brought_by_model(config, choices, given):
+        lines[f"model={choices['model']}"] = "brings " + ", ".join(f"{key}={value}" for key, value in brought.items())
+    if components.updates_overlap and components.footprint.units and "optimizer" not in given:
+        lines["optimizer"] = f"{choices['optimizer']}, because offload={choices['offload']} keeps weights on the host"
+    budget = config.vram_budget
+    fills = "there is no vram_budget to fill" if budget is None else f"fills vram_budget={budget}"
+    if resident_key is not None:
+        units = OmegaConf.select(config, resident_key)
+        lines[resident_key] = f"{units} of {units + components.footprint.units} units: {fills}"
+    if config.optimizer.get("device_share") == AUTO and components.footprint.units:
+        left = "what the first step leaves free" if budget is not None else "nothing"
+        lines["optimizer.device_share"] = f"{left}: {fills}"
+    return lines
+
+
+def brought_by_model(config: DictConfig, choices: Mapping[str, str | None], given: set[str]) -> dict[str, Any]:
+    """Returns the keys outside `model` that the file of the chosen model sets and that the run has from there."""
+    path = MODELS / f"{choices['model']}.yaml"
+    text = path.read_text() if path.is_file() else ""
+    if not text.startswith("# @package _global_"):
+        return {}
+    content = yaml.safe_load(text)
+    brought = dict(_options(content)) | dict(_values(content))
+    return {
+        key: value
+        for key, value in brought.items()
+        if key not in given and value in (choices.get(key), OmegaConf.select(config, key))
+    }
+
+
+def _options(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields the groups of which the file chooses an option."""
+    for entry in content.get("defaults", ()):
+        for key, option in entry.items() if isinstance(entry, dict) else ():
+            if key.startswith("override /"):
+                yield key.removeprefix("override /"), option
+
+
+def _values(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if isinstance(value, dict):
+            if f"{prefix}{key}" != "model":
+                yield from _values(value, f"{prefix}{key}.")
+        elif key != "defaults":
+            yield f"{prefix}{key}", value

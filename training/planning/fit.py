@@ -1,0 +1,91 @@
+"""Refuses a run that does not fit, before anything large is allocated; force=true starts it anyway.
+
+A run is held to the budgets that were given, and to the memory of the machine it runs on, whatever machine `hardware`
+plans for. Budgets are exact. Of the machine's own memory, what counts is:
+
+- on the GPU, all of it. The plan may be 1% too high (docs/measurements.md), so a run is refused only beyond that.
+  Activations that offload.budget=auto would keep are left out: the run keeps what there is room for.
+- on the host, what this process holds and what is available to it now, with cached files and within the limits of its
+  control group. Other programs do not give theirs back. A run is refused only 5% beyond that: on a CPU the device's
+  part is an estimate, and measured peaks were higher than planned ones, not lower.
+
+Limits on page-locking refuse nothing: copies fall back to pageable memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from offload import GIB, format_bytes, parse_bytes
+from offload.planning import free_host_bytes
+from training.components import Components
+from training.errors import UserError
+from training.planning.advice import memory_advice
+from training.planning.report import Limit, RunPlan
+from training.profiling.hardware import rss_gib, vram_bytes
+
+# The share by which a plan may exceed the machine's own memory: its error.
+TOLERANCE = {"vram_budget": 0.01, "host_budget": 0.05}
+
+logger = logging.getLogger(__name__)
+
+
+class MisfitError(UserError):
+    """The run needs more memory than it may take."""
+
+    status = "refused"
+
+
+def refuse_misfit(components: Components, plan: RunPlan) -> None:
+    """Raises MisfitError if the run does not fit; with force=true it warns in one line instead."""
+    limits = exceeded(components, plan)
+    if not limits:
+        return
+    if components.config.force:
+        logger.warning("force=true starts a run that does not fit: %s", _shortfalls(plan, limits))
+        return
+    raise MisfitError(f"the run does not fit: {misfit(components, plan, limits)}; force=true starts it anyway")
+
+
+def misfit(components: Components, plan: RunPlan, limits: Mapping[str, Limit]) -> str | None:
+    """Returns one line on the `limits` that the plan exceeds, with the key, both sizes and what to change; or None."""
+    short = {key: limit for key, limit in limits.items() if plan.totals[key] > limit.nbytes}
+    lines = [
+        f"{_shortfalls(plan, {key: limit})}: take"
+        f" {memory_advice(components, plan, key, plan.totals[key] - limit.nbytes)}"
+        for key, limit in short.items()
+    ]
+    return "; ".join(lines) or None
+
+
+def exceeded(components: Components, plan: RunPlan) -> dict[str, Limit]:
+    """Returns the limits of this machine and of the configuration that a run would exceed, by the key of the budget."""
+    config, found = components.config, {}
+    own = own_memory(components, plan)
+    for key, total in plan.totals.items():
+        if key == "vram_budget" and not plan.has_gpu:
+            continue
+        if config[key] is not None and total > (given := parse_bytes(key, config[key])):
+            found[key] = Limit(given, key)
+        elif key in own:
+            least = total - (plan.kept_bytes if key == "vram_budget" else 0)
+            if least > own[key].nbytes * (1 + TOLERANCE[key]):
+                found[key] = own[key]
+    return found
+
+
+def own_memory(components: Components, plan: RunPlan) -> dict[str, Limit]:
+    """Returns the memory of this machine that a run can have, as far as it is known."""
+    found = {}
+    if plan.has_gpu:
+        found["vram_budget"] = Limit(vram_bytes(components.device), "all of the GPU's")
+    if (free := free_host_bytes()) is not None:
+        found["host_budget"] = Limit(free + int(rss_gib() * GIB), "free now, and this process's own")
+    return found
+
+
+def _shortfalls(plan: RunPlan, limits: Mapping[str, Limit]) -> str:
+    return "; ".join(
+        f"{key}: {format_bytes(plan.totals[key])} needed, {limit} available" for key, limit in limits.items()
+    )

@@ -1,0 +1,64 @@
+"""The command line before Hydra reads it: what is written as for other programs is refused, `repeat=` is replaced."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from hydra._internal.utils import get_args_parser
+
+from training.errors import UserError
+from training.runs.files import CHOICES_FILE, CONFIG_FILE
+from training.runs.repeat import repeated
+
+
+def for_hydra(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments that Hydra is to get: the flags, then the overrides, with `repeat=` replaced.
+
+    Raises UserError for an unknown flag, such as `--steps 10`; for the directory of a run where Hydra expects one of
+    options; and if the run of `repeat=` cannot be repeated.
+    """
+    parser = get_args_parser()
+    parser.error = _refuse
+    # Hydra itself refuses overrides on both sides of a flag.
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    if flag := next((text for text in unknown if text.startswith("-")), None):
+        raise UserError(f"{flag}: unknown flag: keys have no dashes: write {_as_override(flag, arguments)}")
+    overrides = [*options.overrides, *unknown]
+    _refuse_run_directories(options)
+    return [*_without(arguments, overrides), *repeated(overrides, options.config_dir)]
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UserError(f"{message} (--hydra-help lists the flags; keys have no dashes: KEY=VALUE)")
+
+
+def _as_override(flag: str, arguments: Sequence[str]) -> str:
+    """Returns what was probably meant by a flag and its value, which may be the argument behind it."""
+    name, equals, value = flag.lstrip("-").partition("=")
+    if not equals:
+        behind = arguments[list(arguments).index(flag) + 1 :][:1]
+        is_value = behind and "=" not in behind[0] and not behind[0].startswith("--")
+        value = behind[0] if is_value else "true"
+    return f"{name.replace('-', '_')}={value}"
+
+
+def _without(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    flags, left = [], list(overrides)
+    for argument in arguments:
+        if left and argument == left[0]:
+            left.pop(0)
+        else:
+            flags.append(argument)
+    return flags
+
+
+def _refuse_run_directories(options: argparse.Namespace) -> None:
+    """Raises UserError if Hydra is to compose from the directory of a run, whose config.yaml would have no effect."""
+    for flag, value in (("--config-dir", options.config_dir), ("--config-path", options.config_path)):
+        if value is not None and all((Path(value) / name).is_file() for name in (CONFIG_FILE, CHOICES_FILE)):
+            raise UserError(
+                f"{flag} {value}: its {CONFIG_FILE} is that of a run, and would be ignored: write repeat={value}"
+            )

@@ -1,0 +1,31 @@
+"""Ends a job of a sweep with the sweep's process, even one that was killed and could pass no signal on."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+PARENT_VARIABLE = "OFFLOAD_SWEEP_PROCESS"
+"""the number of the sweep's process, in the environment of its jobs"""
+
+# Of prctl(2).
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """In a job of a sweep: from now on the system sends SIGTERM when the sweep's process ends, so that the job saves.
+
+    Only Linux does that; elsewhere, and outside a sweep, nothing happens.
+    """
+    parent = os.environ.pop(PARENT_VARIABLE, None)
+    if parent is None:
+        return
+    try:
+        prctl = ctypes.CDLL(None).prctl
+    except (OSError, AttributeError):
+        return
+    prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    # It may have ended before.
+    if os.getppid() != int(parent):
+        os.kill(os.getpid(), signal.SIGTERM)

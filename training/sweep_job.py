@@ -1,0 +1,163 @@
+"""One job of a sweep: its process, the limits of its time, and how it ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from training.errors import UserError
+from training.metrics.files import read_summary, write_summary
+from training.runs.directory import holds_results
+from training.runs.failures import FAILED, INTERRUPTED
+from training.runs.files import CONFIG_FILE, SUMMARY_FILE
+from training.visible_text import visible
+
+# A job that was asked to end may save for so long before it is killed: a checkpoint of 100 GiB takes minutes.
+GRACE_S = 300.0
+
+
+@dataclass
+class SweepJob:
+    """One job of a sweep, and how it ended."""
+
+    number: int
+    overrides: list[str]
+    directory: Path
+    timeout_min: float | None = None
+    """minutes after which the job is asked to save and end"""
+    exit_status: int | None = None
+    """as in subprocess: a negative one is the signal that ended the process; None: not ended"""
+    summary: dict[str, Any] = field(default_factory=dict)
+    sent: set[int] = field(default_factory=set)
+    """the signals that the sweep sent it while it ran"""
+    timed_out: bool = False
+    refused: bool = False
+    """True: its directory has the results of an earlier run, which it left as they were"""
+
+    @property
+    def outcome(self) -> tuple[str, str]:
+        """The status in a word, and the reason in a line."""
+        status, reason = map(visible, self._outcome())
+        if not self.timed_out or status == "ok":
+            return status, reason
+        limit = f"hydra.launcher.timeout_min={self.timeout_min:g} was over: "
+        # The summary has it already once the outcome was recorded.
+        return status, limit + reason.removeprefix(limit)
+
+    @property
+    def succeeded(self) -> bool:
+        """Tells whether the job did what it was asked to do, or saved itself on a signal that was not the sweep's."""
+        return self.exit_status == 0 and (not self.timed_out or self.outcome[0] == "ok")
+
+    def run(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Runs the job's process to its end, and completes its summary.
+
+        Raises KeyboardInterrupt, once the job has ended, if the sweep is interrupted meanwhile.
+        """
+        earlier = _written(self.directory) if holds_results(self.directory) else None
+        if earlier is None:
+            # The reason why an earlier job failed must not be taken for the outcome of this one.
+            (self.directory / SUMMARY_FILE).unlink(missing_ok=True)
+        try:
+            # In a process group of its own: Ctrl-C on the terminal reaches the sweep alone, which passes it on once,
+            # and the processes that the job started can be ended with it. It cannot read from the terminal.
+            process = subprocess.Popen(command, env=environment, process_group=0, stdin=subprocess.DEVNULL)
+        except OSError as error:
+            self.exit_status = FAILED
+            self.summary = {"reason": f"its process could not be started ({error.strerror})"}
+            self._record_outcome()
+            return
+        try:
+            self._wait(process)
+        except KeyboardInterrupt:
+            with suppress(KeyboardInterrupt):
+                self._ask_to_end(process)
+                # Printing fails if the terminal was closed, which may be the cause of the signal.
+                with suppress(OSError):
+                    wait = f"waiting for job {self.number} to finish its step and save; a second signal kills it"
+                    print(wait, flush=True)
+                process.wait()
+            raise
+        finally:
+            self._send(process, signal.SIGKILL)
+            # The processes that it started and left.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            self.exit_status = process.wait()
+            self.refused = self.exit_status != 0 and earlier is not None and _written(self.directory) == earlier
+            if not self.refused:
+                self.summary = summary_in(self.directory)
+                self._record_outcome()
+
+    def _wait(self, process: subprocess.Popen) -> None:
+        """Waits for the end of the process, and ends one that takes too long."""
+        try:
+            process.wait(None if self.timeout_min is None else self.timeout_min * 60)
+        except subprocess.TimeoutExpired:
+            self.timed_out = True
+            self._ask_to_end(process)
+            limit = f"hydra.launcher.timeout_min={self.timeout_min:g}"
+            print(f"job {self.number}: {limit} is over: it is to save and end, within {GRACE_S:.0f} s", flush=True)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+
+    def _ask_to_end(self, process: subprocess.Popen) -> None:
+        # Not SIGINT: in the background, sweep and jobs ignore it. A second signal would end the job unsaved.
+        if signal.SIGTERM not in self.sent:
+            self._send(process, signal.SIGTERM)
+            # A stopped process takes no other signal before this one.
+            self._send(process, signal.SIGCONT)
+
+    def _send(self, process: subprocess.Popen, number: signal.Signals) -> None:
+        if process.poll() is None:
+            self.sent.add(number)
+            process.send_signal(number)
+
+    def _outcome(self) -> tuple[str, str]:
+        if self.exit_status is None:
+            return "not run", "the sweep was interrupted"
+        if self.exit_status == 0:
+            return self.summary.get("status", "ok"), self.summary.get("reason") or ""
+        if -self.exit_status in self.sent:
+            return "interrupted", "ended before its step was done and saved"
+        if self.exit_status < 0:
+            name = signal.Signals(-self.exit_status).name
+            return "killed", name + (", as the kernel does when the host is out of memory" if name == "SIGKILL" else "")
+        # Interrupted before it could write a summary.
+        if self.exit_status == INTERRUPTED and not self.summary:
+            return "interrupted", "interrupted"
+        status = self.summary.get("status", "ok")
+        # A process that fails after its summary said ok failed all the same.
+        if status == "ok":
+            return "failed", self.summary.get("reason") or f"exit status {self.exit_status}"
+        return status, self.summary.get("reason") or f"exit status {self.exit_status}"
+
+    def _record_outcome(self) -> None:
+        """Writes into the summary how the job ended, if the job could not do that itself; keeps the rest of it."""
+        status, reason = self.outcome
+        if (status, reason) == (self.summary.get("status"), self.summary.get("reason") or ""):
+            return
+        self.summary |= {"status": status, "reason": reason}
+        with suppress(UserError, OSError):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            write_summary(self.directory, self.summary)
+
+
+def summary_in(directory: Path) -> dict[str, Any]:
+    """Returns the summary of the run in `directory`; empty if there is none that can be read."""
+    # A script other than train.py may write none, and neither does a job that is killed.
+    with suppress(UserError):
+        return read_summary(directory)
+    return {}
+
+
+def _written(directory: Path) -> list[tuple[int, int] | None]:
+    """Returns inode and time of the files that a run writes first and last: if they change, a job has written them."""
+    paths = [directory / name for name in (CONFIG_FILE, SUMMARY_FILE)]
+    return [(path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None for path in paths]

@@ -1,0 +1,47 @@
+"""Makes text of foreign origin safe to print and to write into reports."""
+
+import logging
+import unicodedata
+
+ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
+
+
+def visible(text: object) -> str:
+    r"""Returns `str(text)` with an escape such as `\x1b` in place of each character that acts instead of being seen.
+
+    Names of files, values of configurations and texts of errors may hold anything: codes that a terminal obeys, line
+    breaks that begin a new row of a table, marks that reverse the order of letters, surrogates that no encoding takes.
+    The result is one line and can be encoded. A byte of a file's name that is not UTF-8 is shown as that byte. A second
+    call changes nothing.
+    """
+    text = str(text)
+    return text if text.isprintable() else "".join(map(_escaped, text))
+
+
+def visible_lines(text: str) -> str:
+    """Returns text of several lines, each as `visible` makes it."""
+    return "\n".join(map(visible, text.split("\n")))
+
+
+def shortened(text: str, longest: int) -> str:
+    """Cuts the middle out of a text of more than `longest` characters."""
+    kept = longest - len(ELLIPSIS)
+    return text if len(text) <= longest else f"{text[: kept - kept // 2]}{ELLIPSIS}{text[len(text) - kept // 2 :]}"
+
+
+def _escaped(character: str) -> str:
+    # Spaces of other widths count as not printable, and do no harm.
+    if character.isprintable() or unicodedata.category(character) == "Zs":
+        return character
+    code = ord(character)
+    # Python's surrogateescape for names of files.
+    if 0xDC80 <= code <= 0xDCFF:
+        return f"\\x{code - 0xDC00:02x}"
+    return character.encode("unicode_escape").decode("ascii")
+
+
+class VisibleFormatter(logging.Formatter):
+    """Formats log records, which may quote names of files and texts of errors, with `visible_lines`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible_lines(super().format(record))
