@@ -16,10 +16,11 @@ from torch import nn
 from models.initialise import initialise
 from models.weights import load_weights
 from offload import GIB, HostAdamW, Streams, parse_bytes, recompute, usable_cores
-from training.checkpoints.resuming import AUTO, Checkpoint, is_in, starting_point
+from training.checkpoints.resuming import Checkpoint, is_in, starting_point
 from training.checkpoints.saving import Checkpoints
 from training.checkpoints.state import RunState
 from training.components import STATES_OF_SPARE, Components, acquired
+from training.config.auto import AUTO
 from training.config.construct import keys_under
 from training.config.validation import check_steps
 from training.errors import UserError

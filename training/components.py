@@ -13,7 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from offload import Footprint, HostAdamW, Mode, Streams, acquire, find_blocks, release
-from training.config.construct import AUTO, keys_under, make_mode
+from training.config.auto import AUTO
+from training.config.construct import keys_under, make_mode
 from training.config.schema import OnNonfinite, Precision, RecomputeBlocks
 from training.errors import UserError
 from training.runs.invocation import Invocation
@@ -104,6 +105,14 @@ def footprint_of(config: DictConfig, mode: Mode, model: nn.Module) -> Footprint:
     """Returns the bytes that `mode` will hold and move. Raises UserError for a knob that does not fit the model."""
     with keys_under("offload"):
         return mode.footprint(model, recompute=recomputes(config))
+
+
+def weights_node(config: DictConfig) -> tuple[str, DictConfig]:
+    """Returns the key and the knobs of the mode that decides where the weights live."""
+    key, mode = "offload", config.offload
+    while "weights" in mode:
+        key, mode = f"{key}.weights", mode.weights
+    return key, mode
 
 
 def recomputes(config: DictConfig) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from offload import Streams, upload
 from training.errors import UserError
+from training.step_intervals import due
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,7 @@ class Evaluation:
 
     def due(self, step: int) -> bool:
         """Tells whether to evaluate after `step` steps: every `eval.every`, from 0, and after the last."""
-        every = self.config.eval.every
-        return every is not None and (step % every == 0 or step == self.config.steps)
+        return due(self.config.eval.every, step, self.config.steps)
 
     @cached_property
     def sha256(self) -> str | None:

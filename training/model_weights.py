@@ -81,7 +81,10 @@ class ModelWeights:
         try:
             folder = snapshot_download(self.hub_name, cache_dir=self.cache, local_files_only=True)
             return all(file.is_file() for file in checkpoint_files(Path(folder)))
-        except Exception:  # not there, or not complete, whatever the client raises for it
+        except (
+            OSError,
+            ValueError,
+        ):  # not there, or not complete
             return False
 
     def _check(self, api) -> None:

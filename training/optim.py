@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable
@@ -14,6 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from offload import HostAdamW
+
+logger = logging.getLogger(__name__)
 
 
 class AdamW(HostAdamW):
@@ -58,6 +61,13 @@ def build_schedule(config: DictConfig, optimizer: Optimizer) -> LambdaLR:
     """
     # torch warns if the first step is skipped (on_nonfinite=skip), which is intended.
     warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)`", UserWarning)
+    if config.schedule.warmup >= config.steps:
+        # Not refused: a model option may bring a warm-up for longer runs.
+        logger.warning(
+            "schedule.warmup=%s is not below steps=%s: the learning rate does not reach optimizer.lr",
+            config.schedule.warmup,
+            config.steps,
+        )
     return instantiate(config.schedule, optimizer=optimizer, steps=config.steps)
 
 

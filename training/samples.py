@@ -14,6 +14,7 @@ from models.generation import can_generate, generate
 from training.data.tokenizer import Tokenizer, load_tokenizer
 from training.errors import UserError
 from training.evaluation import observed
+from training.step_intervals import due
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +55,7 @@ class Samples:
 
     def due(self, step: int) -> bool:
         """Tells whether to sample after `step` steps: every `sample.every`, from 0, and after the last."""
-        every = self.config.sample.every
-        return every is not None and (step % every == 0 or step == self.config.steps)
+        return due(self.config.sample.every, step, self.config.steps)
 
     def text(self, model: nn.Module, device: torch.device, stopped: Callable[[], bool]) -> str | None:
         """Generates a sample: returns prompt and continuation.

@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from training.checkpoints.changes import MAY_CHANGE, changed_values, read_config
 from training.checkpoints.manifest import DamagedError
-from training.comparison.settings import SETTLED
+from training.config.auto import AUTO, SETTLED
 from training.errors import UserError, first_line
 from training.runs.directory import holds_results
 from training.runs.failures import INTERRUPTED
@@ -51,7 +51,6 @@ PLUGIN_NAME = "hydra_plugins.process.ProcessLauncher"
 # The interpreter with its options, and the script or `-m module`, as they were given. Made here, at the start, because
 # train.py changes the arguments behind it.
 PROGRAM = (sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1])
-AUTO = "auto"
 # Keys that a job may be continued with at other values, because it stays the same row of the sweep; and those of them
 # with which a finished job is still finished.
 JOB_MAY_CHANGE = tuple(key for key in MAY_CHANGE if not key.startswith(("offload", "recompute", "optimizer", "plan")))

@@ -53,6 +53,11 @@ class Footprint:
             trained=tuple(tuple(tensor.host for tensor in unit.trained) for unit in model.units),
         )
 
+    @property
+    def resident_gradient_bytes(self) -> int:
+        """Bytes of the gradients of what stays on the device."""
+        return sum(tensor.nbytes for tensor in self.resident if tensor.requires_grad)
+
     def for_microbatches(self, count: int) -> Footprint:
         """Returns the footprint with the traffic of a step of `count` microbatches.
 

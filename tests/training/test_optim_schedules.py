@@ -57,6 +57,15 @@ def test_factors_are_those_worked_out_by_hand(overrides: list[str], expected: li
     assert rates(*overrides, *optimizer) == pytest.approx(expected, rel=1e-12)
 
 
+def test_a_warm_up_that_never_ends_is_named_once(caplog: pytest.LogCaptureFixture):
+    config = checked("steps=3", "schedule.warmup=3")
+    check(config)
+    assert not caplog.records
+    build_schedule(config, instantiate(config.optimizer, params=[nn.Parameter(torch.ones(2, 2))]))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("schedule.warmup=3 is not below steps=3: ")
+
+
 @pytest.mark.parametrize("name", ["linear", "cosine"])
 def test_after_the_last_step_the_rate_stays_at_its_final_share(name: str):
     found = rates(f"schedule={name}", "schedule.final=0.25", "steps=4", beyond=3)

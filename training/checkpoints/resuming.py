@@ -24,14 +24,13 @@ from training.checkpoints.layout import (
 from training.checkpoints.manifest import DamagedError, FileRecord, read_manifest, verify
 from training.checkpoints.state import RunState, digest_of, digest_of_all, read_state, restore_random_states
 from training.checkpoints.tensors import load_tensors
+from training.config.auto import AUTO
 from training.errors import UserError
 from training.optim import set_step
 from training.runs.files import CHECKPOINTS_FOLDER, CONFIG_FILE
 from training.runs.paths import home_expanded
 
 logger = logging.getLogger(__name__)
-
-AUTO = "auto"
 
 
 @dataclass(frozen=True)

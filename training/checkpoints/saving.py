@@ -35,6 +35,7 @@ from training.checkpoints.tensors import optimizer_tensors
 from training.errors import UserError
 from training.runs.files import CONFIG_FILE
 from training.runs.signals import WORTH_SAVING_S
+from training.step_intervals import due
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +59,7 @@ class Checkpoints:
 
     def due(self, step: int) -> bool:
         """Tells whether to save after `step`: every `checkpoint.every` steps, and after the last."""
-        every = self._config.checkpoint.every
-        return every is not None and (step % every == 0 or step == self._config.steps)
+        return due(self._config.checkpoint.every, step, self._config.steps)
 
     def save(self, state: RunState, required: bool = False) -> float | None:
         """Writes a checkpoint, then removes those beyond `checkpoint.keep`; returns the ms this took.

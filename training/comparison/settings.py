@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from training.comparison.runs import Run
+from training.config.auto import AUTO, SETTLED
 from training.visible_text import shortened
 
 Settings = dict[str, Any]
@@ -22,9 +23,6 @@ PLACEMENT = (
     "optimizer.threads",
     "optimizer.compile",
 )
-# Keys whose value may be auto. A run writes down what it took; one that was refused before that has auto there still.
-SETTLED = ("precision", "microbatches", "offload.resident", "offload.weights.resident")
-AUTO = "auto"
 ABSENT = object()
 # Characters of a run's name; a value may be a text of any length.
 LONGEST_NAME = 300

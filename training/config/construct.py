@@ -15,9 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from offload import KnobError, Mode
+from training.config.auto import AUTO
 from training.errors import UserError
-
-AUTO = "auto"
 
 
 @contextmanager

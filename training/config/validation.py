@@ -1,6 +1,5 @@
 """Checks what the types of the configuration cannot express: unknown keys, keys without a value, ranges, rules."""
 
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -9,12 +8,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from offload import KnobError, in_range, parse_bytes
-from training.config.construct import AUTO, check_optimizer, make_mode
+from training.config.auto import AUTO
+from training.config.construct import check_optimizer, make_mode
 from training.config.schema import SCHEMAS, Llama, TextFiles
 from training.config.unknown_keys import unknown_key
 from training.errors import UserError
-
-logger = logging.getLogger(__name__)
 
 
 def check(config: DictConfig) -> None:
@@ -119,13 +117,6 @@ def check_steps(config: DictConfig) -> None:
     """Refuses other keys that lie beyond the last step; `steps` must be known. Raises UserError."""
     if config.trace_step is not None and config.trace_step > config.steps:
         raise UserError(f"trace_step={config.trace_step}: must be between 1 and steps={config.steps}")
-    if config.schedule.warmup >= config.steps:
-        # Not refused: a model option may bring a warm-up for longer runs.
-        logger.warning(
-            "schedule.warmup=%s is not below steps=%s: the learning rate does not reach optimizer.lr",
-            config.schedule.warmup,
-            config.steps,
-        )
 
 
 def _check_bytes(key: str, value: str | int, alternative: str = "") -> None:

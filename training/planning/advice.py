@@ -15,10 +15,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from offload import ActivationMode, Footprint
+from offload import ActivationMode
 from offload.planning import GRADIENT_SLOTS
 from training.checkpoints.changes import MAY_CHANGE
-from training.components import Components, recomputes
+from training.components import Components, recomputes, weights_node
 from training.config.schema import SCHEMAS, Precision, RecomputeBlocks
 from training.config.validation import check
 from training.errors import UserError
@@ -96,7 +96,7 @@ def listed(advice: list[str]) -> str:
 def _changes(components: Components, plan: RunPlan) -> Iterator[Change]:
     """Yields changes that may save memory of either kind; whether they are valid and do is found out later."""
     config, footprint = components.config, components.footprint
-    key, weights = _weights(config)
+    key, weights = weights_node(config)
 
     def change(name: str, value: Any, same_numbers: bool = True) -> Change:
         changed = copy.deepcopy(config)
@@ -138,7 +138,7 @@ def _changes(components: Components, plan: RunPlan) -> Iterator[Change]:
 
 def _lost(components: Components, key: str, node: DictConfig) -> bool:
     """Tells whether the command line overrides a key under `key` that the option `node` lacks."""
-    given = (override.lstrip("+~").partition("=")[0] for override in components.invocation.overrides)
+    given = components.invocation.overridden
     return any(name.startswith(f"{key}.") and name.removeprefix(f"{key}.") not in node for name in given)
 
 
@@ -194,8 +194,8 @@ def _exceeds_another(plan: RunPlan, totals: Mapping[str, int], budget: str) -> b
 
 def _estimated(before: Components, after: Components, plan: RunPlan) -> dict[str, int]:
     """Returns about the totals that a plan of `after` would have, from `plan`, that of `before`."""
-    new, gradients = after.footprint, _gradient_bytes(after.footprint)
-    at_peak = min(plan.device_bytes["gradients"] / (_gradient_bytes(before.footprint) or 1), 1.0)
+    new, gradients = after.footprint, after.footprint.resident_gradient_bytes
+    at_peak = min(plan.device_bytes["gradients"] / (before.footprint.resident_gradient_bytes or 1), 1.0)
     # With several microbatches, all gradients are there when the second one's activations are.
     at_peak = 1.0 if after.config.microbatches > 1 else at_peak
     # After backward, all gradients are there and no activations.
@@ -245,15 +245,3 @@ def _share(before: Components, after: Components, at_once: bool) -> float:
 
 def _tokens(config: DictConfig) -> int:
     return -(-config.batch_size // config.microbatches) * config.seq_len
-
-
-def _gradient_bytes(footprint: Footprint) -> int:
-    return sum(tensor.nbytes for tensor in footprint.resident if tensor.requires_grad)
-
-
-def _weights(config: DictConfig) -> tuple[str, DictConfig]:
-    """Returns the key and the knobs of the mode that decides where the weights live."""
-    key, mode = "offload", config.offload
-    while "weights" in mode:
-        key, mode = f"{key}.weights", mode.weights
-    return key, mode

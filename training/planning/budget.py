@@ -13,8 +13,9 @@ from dataclasses import replace
 from omegaconf import DictConfig, OmegaConf
 
 from offload.planning import DryRun, forecast
-from training.components import Components, footprint_of
-from training.config.construct import AUTO, make_mode
+from training.components import Components, footprint_of, weights_node
+from training.config.auto import AUTO
+from training.config.construct import make_mode
 from training.planning.machine import Machine
 from training.planning.optimizer import PlannedUpdate
 
@@ -24,9 +25,7 @@ CANDIDATES = 17
 
 def resident_key(config: DictConfig) -> str | None:
     """Returns the key of the units that stay on the device, where the composition has it and its value is auto."""
-    key, mode = "offload", config.offload
-    while "weights" in mode:
-        key, mode = f"{key}.weights", mode.weights
+    key, mode = weights_node(config)
     return f"{key}.resident" if mode.get("resident") == AUTO else None
 
 
@@ -60,8 +59,9 @@ def resident_units(components: Components, machine: Machine, step: DryRun, budge
 
 def _without_states(components: Components, step: DryRun) -> int:
     """Returns the bytes at the peak of the device, without optimizer states."""
-    gradients = sum(tensor.nbytes for tensor in components.footprint.resident if tensor.requires_grad)
-    return components.footprint.resident_bytes + components.footprint.slot_bytes + gradients + step.activation_bytes
+    footprint = components.footprint
+    weights = footprint.resident_bytes + footprint.slot_bytes
+    return weights + footprint.resident_gradient_bytes + step.activation_bytes
 
 
 def _step_ms(components: Components, streamed: Components, machine: Machine, step: DryRun, budget_bytes: int) -> float:

@@ -10,7 +10,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from training.components import TOKENS_OF_MICROBATCH, Components
-from training.config.construct import AUTO
+from training.config.auto import AUTO
 
 MODELS = Path(__file__).resolve().parents[2] / "conf" / "model"
 
@@ -21,7 +21,7 @@ def chosen_values(components: Components, resident_key: str | None) -> dict[str,
     `resident_key` is that of the units that stay on the device, if their number was chosen.
     """
     config, choices = components.config, components.invocation.choices
-    given = {override.lstrip("+~").partition("=")[0] for override in components.invocation.overrides}
+    given = components.invocation.overridden
     lines = {}
     if "precision" in components.settled:
         device = "a GPU" if str(config.precision) == "bf16" else "no GPU that computes in bf16"

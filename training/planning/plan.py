@@ -226,7 +226,7 @@ def _without_dry_run(components: Components) -> DryRun:
         Phase(True, flops / 3, weights_in, 0, 0, 0),
         Phase(False, flops * 2 / 3, traffic.h2d_bytes - weights_in, traffic.d2h_bytes, 0, 0),
     )
-    gradients = sum(tensor.nbytes for tensor in footprint.resident if tensor.requires_grad)
+    gradients = footprint.resident_gradient_bytes
     host = footprint.host_weight_bytes + footprint.host_gradient_bytes
     return DryRun(phases, footprint.slot_bytes, footprint.slot_bytes + gradients, gradients, 0, host)
 

@@ -32,6 +32,11 @@ class Invocation:
         return cls(run_dir, choices, tuple(OmegaConf.to_container(hydra.overrides.task, resolve=False)))
 
     @property
+    def overridden(self) -> set[str]:
+        """The keys and groups that the command line sets, without the `+` and `~` that it may write before them."""
+        return {override.lstrip("+~").partition("=")[0] for override in self.overrides}
+
+    @property
     def title(self) -> str:
         """The options that a reader wants to see first: those of the offload mode and the model."""
         return f"offload={self.choices['offload']} model={self.choices['model']}"

@@ -7,11 +7,8 @@ skipped with torch's reason.
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 from offload.modes.none import Resident
 from tests.offload.helpers.architecture_cases import ARCHITECTURES, MODES, built, check
@@ -19,17 +16,7 @@ from tests.offload.helpers.foreign import run_steps
 from tests.offload.helpers.late import ON_A_GPU
 from tests.offload.helpers.models import attached
 
-# Read when cuBLAS starts: without it its kernels do not repeat.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-pytestmark = ON_A_GPU
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [*ON_A_GPU, pytest.mark.usefixtures("deterministic")]
 
 
 @functools.cache

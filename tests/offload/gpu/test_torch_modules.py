@@ -5,27 +5,13 @@ Both run with kernels that repeat bit for bit. Where torch has none for a module
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-
 import pytest
-import torch
 from torch.testing._internal.common_modules import ModuleInfo
 
 from tests.offload.helpers.late import ON_A_GPU
 from tests.offload.helpers.torch_modules import MODULES, check
 
-# Read when cuBLAS starts: without it its kernels do not repeat.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-pytestmark = ON_A_GPU
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [*ON_A_GPU, pytest.mark.usefixtures("deterministic")]
 
 
 @pytest.mark.usefixtures("poisoned")
