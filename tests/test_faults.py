@@ -35,6 +35,7 @@ SMALL = (
     "seq_len=32",
     "steps=6",
     "log_every=1",
+    "dataset=stdlib",
     "dataset.max_tokens=50000",
     "tracking=disabled",
 )

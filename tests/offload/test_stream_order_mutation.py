@@ -140,17 +140,13 @@ def _buffers(slots: int) -> None:
 def _paced(at_once: bool) -> Iterator[None]:
     """The worker makes each update before its offer returns; or none before somebody waits for one."""
     offer, wait, close, apply = UpdateWorker.offer, CheckedSignal.wait, UpdateWorker.close, HostAdamW.apply
-    signal, signals, gate = CheckedStreams.signal, [], threading.Event()
-
-    def noted_signal(self):
-        signals.append(signal(self))
-        return signals[-1]
+    gate = threading.Event()
 
     def paced_offer(self, *arguments, **options):
         if not at_once:
             gate.clear()
         offer(self, *arguments, **options)
-        while at_once and not all(made.is_set() for made in signals):
+        while at_once and not all(update.done.is_set() for updates in self._updates.values() for update in updates):
             time.sleep(0.001)
 
     def paced_wait(self):
@@ -169,7 +165,6 @@ def _paced(at_once: bool) -> Iterator[None]:
 
     gate.set()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckedStreams, "signal", noted_signal)
         patch.setattr(UpdateWorker, "offer", paced_offer)
         patch.setattr(UpdateWorker, "close", paced_close)
         patch.setattr(CheckedSignal, "wait", paced_wait)

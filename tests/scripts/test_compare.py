@@ -20,6 +20,7 @@ SMALL = (
     "seq_len=32",
     "steps=3",
     "warmup_steps=1",
+    "dataset=stdlib",
     "dataset.max_tokens=20000",
     "tracking=disabled",
 )

@@ -154,7 +154,7 @@ def test_the_run_begins_when_nothing_can_be_refused_and_before_anything_is_writt
 
 def test_epochs_are_as_many_steps_as_they_take(tmp_path: Path):
     # 31 sequences of 32 tokens, 4 in a step.
-    job = (*TINY_RUN, "dataset.max_tokens=1000", "steps=null", "log_every=1", "schedule=linear", "checkpoint.every=6")
+    job = (*TINY_RUN, "dataset=stdlib", "dataset.max_tokens=1000", "steps=null", "log_every=1", "schedule=linear", "checkpoint.every=6")
     assert run_here(tmp_path / "run", *job, "epochs=1.5")["steps"] == 12
     *_, last = map(json.loads, (tmp_path / "run" / METRICS_FILE).read_text().splitlines())
     assert (last["train/tokens"], last["train/epoch"]) == (12 * 4 * 32, pytest.approx(48 / 31))
@@ -165,7 +165,7 @@ def test_epochs_are_as_many_steps_as_they_take(tmp_path: Path):
     with pytest.raises(
         UserError, match=r"epochs=1: this dataset does not know how many sequences it has: give steps=N"
     ):
-        run_here(tmp_path / "random", *TINY_RUN, "dataset=synthetic", "steps=null", "epochs=1")
+        run_here(tmp_path / "random", *TINY_RUN, "steps=null", "epochs=1")
 
 
 def test_more_threads_than_cores_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -22,7 +22,7 @@ from training.metrics import step_timer
 
 CPU = torch.device("cpu")
 EVALUATES = ("eval.every=2", "eval.batches=2")
-RUN = (*TINY_RUN, "dataset.max_tokens=20000", "dataset.eval_share=0.05", "checkpoint.on_signal=true")
+RUN = (*TINY_RUN, "dataset=stdlib", "dataset.max_tokens=20000", "dataset.eval_share=0.05", "checkpoint.on_signal=true")
 
 
 def records(folder: Path) -> list[dict]:

@@ -20,7 +20,7 @@ from training.samples import Samples, continued, prompt_ids
 
 # Updates that begin inside backward, and may last until the sample needs them.
 UPDATES = ("optimizer=host_adamw", "optimizer.compile='off'", "clip_norm=null")
-RUN = (*TINY_RUN, "dataset.max_tokens=20000", "checkpoint.on_signal=true", "precision=bf16", *UPDATES)
+RUN = (*TINY_RUN, "dataset=stdlib", "dataset.max_tokens=20000", "checkpoint.on_signal=true", "precision=bf16", *UPDATES)
 SAMPLES = ("sample.every=4", "sample.tokens=12", "sample.prompt='def main('", "sample.temperature=2")
 
 
@@ -136,8 +136,8 @@ def test_logits_that_are_not_finite_end_no_run(tmp_path: Path, caplog: pytest.Lo
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (("dataset=synthetic",), "sample.every=4: SyntheticTokens has no key dataset.tokenizer"),
-        (("sample.tokens=24",), "sample.tokens=24: with a prompt of 9 tokens that is more than seq_len=32: "),
+        ((), "sample.every=4: SyntheticTokens has no key dataset.tokenizer"),
+        (("dataset=stdlib", "sample.tokens=24"), "sample.tokens=24: with a prompt of 9 tokens that is more than seq_len=32: "),
     ],
 )
 def test_what_cannot_be_sampled_is_refused_in_one_line(overrides: tuple[str, ...], problem: str):

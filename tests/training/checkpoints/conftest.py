@@ -11,7 +11,7 @@ import pytest
 from tests.training.helpers import results
 from tests.training.helpers.in_process import TINY_RUN, run_here
 
-TINY = (*TINY_RUN, "dataset.max_tokens=20000", "checkpoint.every=3")
+TINY = (*TINY_RUN, "dataset=stdlib", "dataset.max_tokens=20000", "checkpoint.every=3")
 
 
 @pytest.fixture(scope="session")

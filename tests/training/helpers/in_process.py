@@ -41,6 +41,7 @@ SMALL_MODEL = (
     "device=cpu",
     # A preset, so that no run measures the machine.
     "hardware=h200",
+    "dataset=synthetic",
 )
 # A run of six steps, in a second or two.
 TINY_RUN = (
@@ -55,6 +56,8 @@ TINY_RUN = (
     "device=cpu",
     "hardware=h200",
     "tracking=disabled",
+    # Reading and encoding text would take most of the time.
+    "dataset=synthetic",
 )
 CONF = ROOT / "conf"
 

@@ -16,7 +16,7 @@ from training.runs.paths import home_expanded
 HOMELESS = {
     "resume": ["resume='~nosuchuser/x'"],
     "dataset.files": ["dataset=text", "dataset.files='~nosuchuser/*.txt'"],
-    "dataset.tokenizer": ["dataset.tokenizer='~nosuchuser/tokenizer.json'"],
+    "dataset.tokenizer": ["dataset=stdlib", "dataset.tokenizer='~nosuchuser/tokenizer.json'"],
     "model.weights": ["model.weights='~nosuchuser/x'"],
 }
 
