@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +16,6 @@ from offload.runtime.torch_internals import (
     overload_name,
     overload_packet,
     storage_address,
-    tree_leaves,
 )
 
 # torch's CUDA allocator rounds sizes to multiples of this.
@@ -103,11 +102,11 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        known = {storage_address(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if _counts(leaf)}
-        for leaf in tree_leaves(result):
+        known = {storage_address(tensor.untyped_storage()) for tensor in _counted((args, tuple(kwargs.values())))}
+        for tensor in _counted((result,)):
             # A view, or a tensor updated in place, is no new memory.
-            if _counts(leaf) and storage_address(leaf.untyped_storage()) not in known:
-                self._tracker.add(leaf)
+            if storage_address(tensor.untyped_storage()) not in known:
+                self._tracker.add(tensor)
         if overload_packet(function) is torch.ops.aten.copy_:
             self._tracker.add_copy(result.nbytes)
         count = flop_registry.get(overload_packet(function))
@@ -119,5 +118,14 @@ class _Recording(TorchDispatchMode):
         return result
 
 
-def _counts(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_meta and leaf.layout is torch.strided
+def _counted(values: Iterable[object]) -> Iterator[Tensor]:
+    """Yields the tensors that count in arguments or results: operators nest tensors in sequences only.
+
+    torch's `tree_leaves`, which knows all containers, takes a tenth of the time of a plan.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_meta and value.layout is torch.strided:
+                yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _counted(value)
