@@ -1,6 +1,7 @@
-"""The parts of `python train.py --help` that follow from the code: the offload modes, and the keys of a chosen option.
+"""The page of `python train.py --help`: its text, the offload modes, and the keys of a chosen option.
 
-conf/hydra/help/train.yaml asks for them as `${modes:}` and `${knobs:GROUP}`.
+conf/hydra/help/train.yaml asks for the text as `${page:}`. That is conf/hydra/help/train.txt with its interpolations
+filled in; among them are `${modes:}` and `${knobs:GROUP}`, which follow from the code.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
@@ -17,12 +19,19 @@ from training.config.modes import mode_options
 from training.config.schema import SCHEMAS
 
 WIDTH = 120
+PAGE = Path(__file__).parents[2] / "conf" / "hydra" / "help" / "train.txt"
 
 
 def register() -> None:
-    """Makes the two resolvers known to OmegaConf."""
+    """Makes the resolvers known to OmegaConf."""
+    OmegaConf.register_new_resolver("page", page, replace=True)
     OmegaConf.register_new_resolver("modes", modes, replace=True)
     OmegaConf.register_new_resolver("knobs", knobs, replace=True)
+
+
+def page(_root_: DictConfig) -> str:
+    """Returns the text of the page, with the values of the configuration. A dollar sign is doubled in it."""
+    return OmegaConf.create({"text": PAGE.read_text(encoding="utf-8")}, parent=_root_).text
 
 
 def modes() -> str:

@@ -1,12 +1,9 @@
-"""The sources of the standard library as a corpus, and what all readers of the `datasets` library share."""
+"""The sources of the standard library as a corpus, and what the readers of other texts share."""
 
-import glob
 import logging
 import os
 import sysconfig
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,11 +38,13 @@ def stdlib_files() -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
-def read_stdlib(cache_dir: str | Path | None = None) -> Iterator[tuple[str, bool]]:
+def read_stdlib() -> Iterator[tuple[str, bool]]:
     """Yields each source file of the standard library as one document, except files that are not UTF-8.
 
+    Not by the `datasets` library: importing it and listing so many files would take a second of every run.
+
     Raises:
-        UserError: this Python has no source files.
+        UserError: this Python has no source files, or they cannot be read.
     """
     files = stdlib_files()
     if not files:
@@ -53,12 +52,18 @@ def read_stdlib(cache_dir: str | Path | None = None) -> Iterator[tuple[str, bool
             f"dataset=stdlib: no sources under {sysconfig.get_path('stdlib')} (a Python without its .py files?); "
             "use dataset=text dataset.files=PATH"
         )
-    with scratch_folder(cache_dir) as folder:
-        rows = _open_rows("text", files, folder, sample_by="document", encoding_errors="replace")
-        for row in rows:
-            # encoding_errors="replace" puts this character where bytes are not UTF-8.
-            if row["text"] and "\N{REPLACEMENT CHARACTER}" not in row["text"]:
-                yield row["text"], True
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        except OSError as error:
+            raise UserError(
+                f"dataset=stdlib: {file} cannot be read ({error.strerror}); use dataset=text dataset.files=PATH"
+            ) from error
+        # A source with this character quotes text that somebody decoded badly.
+        if text and "\N{REPLACEMENT CHARACTER}" not in text:
+            yield text, True
 
 
 def check_column(text_column: str, columns: Iterable[str], source: str) -> None:
@@ -81,29 +86,3 @@ def is_text(value: Any, text_column: str, source: str) -> bool:
             "name a column that contains only text"
         )
     return bool(value)
-
-
-@contextmanager
-def scratch_folder(cache_dir: str | Path | None) -> Iterator[str]:
-    """Makes a temporary folder below `cache_dir` and removes it at the end.
-
-    `datasets` writes lock files even where it caches nothing.
-    """
-    parent = None if cache_dir is None else Path(cache_dir)
-    if parent is not None:
-        parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with tempfile.TemporaryDirectory(prefix="datasets-", dir=parent) as folder:
-            yield folder
-    finally:
-        if parent is not None and not any(parent.iterdir()):
-            parent.rmdir()
-
-
-def _open_rows(builder: str, files: Sequence[Path], folder: str, **options: Any) -> Any:
-    """Opens files as an iterable of rows, which are read as they are asked for."""
-    # load_dataset reads every path as a pattern: a name with brackets would silently match nothing.
-    names = [glob.escape(str(file)) for file in files]
-    return import_datasets().load_dataset(
-        builder, data_files={"train": names}, split="train", streaming=True, cache_dir=folder, **options
-    )

@@ -11,7 +11,7 @@ Every dataset has:
   label in `batch`, however often or seldom the run evaluates. Empty if the split is too small for a sequence.
 * `tokens_sha256`, where all tokens are in memory: resuming compares it, to see whether the text has changed.
 
-`cache_dir` is a folder for files that the `datasets` library must write (for HubText, the repository's metadata);
+`cache_dir` is a folder for files that a library must write (of HubText, the repository's metadata);
 None uses a temporary folder, which is removed.
 """
 
@@ -60,7 +60,7 @@ class StdlibText(PackedTokens):
         cache_dir: str | Path | None = None,
     ):
         encoder = load_tokenizer(tokenizer)
-        arrays = limit_tokens(tokenise(read_stdlib(cache_dir), encoder), max_tokens)
+        arrays = limit_tokens(tokenise(read_stdlib(), encoder), max_tokens)
         super().__init__(
             concatenate(arrays, encoder.vocab_size),
             vocab_size=encoder.vocab_size,

@@ -12,12 +12,22 @@ from training.config import help, schema
 from training.config.modes import ModeOption, mode_options
 
 schema.register()
+help.register()
 sweep.register_launcher()
 
 
 def knobs(group: str, *overrides: str) -> str:
     with conf_initialised():
         return help.knobs(group, compose("config", list(overrides)))
+
+
+def test_the_page_has_the_values_of_the_configuration():
+    with conf_initialised():
+        overrides = ["steps=321", "offload=layer_stream", "offload.slots=7"]
+        page = help.page(compose("config", overrides, return_hydra_config=True))
+    assert "[321]" in page
+    assert "offload.slots     units that fit on the device" in page
+    assert "${" not in page
 
 
 def test_every_mode_is_listed_with_its_description():

@@ -1,9 +1,12 @@
 """The standard library as a corpus."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from training.data.corpus import read_stdlib, stdlib_files
 from training.errors import UserError
 
@@ -32,10 +35,16 @@ def test_stdlib_without_sources_is_refused(tmp_path: Path, monkeypatch: pytest.M
         list(read_stdlib())
 
 
-def test_reading_leaves_nothing_in_the_cache_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "run" / "datasets"
-    documents = read_stdlib(folder)
-    assert next(documents)[1]
-    assert folder.is_dir()
-    documents.close()
-    assert not folder.exists()
+def test_a_source_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A link to a file that is gone.
+    (tmp_path / "a.py").symlink_to(tmp_path / "gone")
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    with pytest.raises(UserError, match=r"^dataset=stdlib: .*a\.py cannot be read \(No such file"):
+        list(read_stdlib())
+
+
+def test_reading_imports_no_library() -> None:
+    program = "import sys; from training.data.corpus import read_stdlib; next(read_stdlib()); print(*sys.modules)"
+    command = [sys.executable, "-c", program]
+    imported = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert not {"datasets", "pandas", "pyarrow"} & set(imported)
