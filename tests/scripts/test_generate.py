@@ -18,7 +18,14 @@ from training.runs.directory import RunDirectory
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints after steps 2 and 4, and with the files that train.py writes around it."""
     folder = tmp_path_factory.mktemp("run")
-    overrides = (*TINY_RUN, "dataset=stdlib", "dataset.max_tokens=20000", "steps=4", "checkpoint.every=2", "offload=layer_stream")
+    overrides = (
+        *TINY_RUN,
+        "dataset=stdlib",
+        "dataset.max_tokens=20000",
+        "steps=4",
+        "checkpoint.every=2",
+        "offload=layer_stream",
+    )
     run_here(folder, *overrides)
     RunDirectory(folder).write_config(*composed(*overrides, run_dir=folder))
     return folder

@@ -154,7 +154,15 @@ def test_the_run_begins_when_nothing_can_be_refused_and_before_anything_is_writt
 
 def test_epochs_are_as_many_steps_as_they_take(tmp_path: Path):
     # 31 sequences of 32 tokens, 4 in a step.
-    job = (*TINY_RUN, "dataset=stdlib", "dataset.max_tokens=1000", "steps=null", "log_every=1", "schedule=linear", "checkpoint.every=6")
+    job = (
+        *TINY_RUN,
+        "dataset=stdlib",
+        "dataset.max_tokens=1000",
+        "steps=null",
+        "log_every=1",
+        "schedule=linear",
+        "checkpoint.every=6",
+    )
     assert run_here(tmp_path / "run", *job, "epochs=1.5")["steps"] == 12
     *_, last = map(json.loads, (tmp_path / "run" / METRICS_FILE).read_text().splitlines())
     assert (last["train/tokens"], last["train/epoch"]) == (12 * 4 * 32, pytest.approx(48 / 31))

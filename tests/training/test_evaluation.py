@@ -137,11 +137,18 @@ def test_an_evaluation_counts_in_no_time_and_no_traffic(tmp_path: Path, monkeypa
     assert values(tmp_path / "with", "perf/step_ms") == [(2, 0.0), (4, 0.0), (6, 0.0)]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that evaluates before the first step, after the third and after the last."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_here(folder, *RUN, "eval.every=3", "eval.batches=3")
+    return folder
+
+
 @pytest.mark.parametrize("step", [0, 3, 6])
 def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path, step: int
 ):
-    run_here(tmp_path / "whole", *RUN, "eval.every=3", "eval.batches=3")
     calls, compute = [], evaluation.batch_loss
 
     def signalled(*arguments):
@@ -158,8 +165,8 @@ def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it(
     finished = run_here(tmp_path / "run", *RUN, "eval.every=3", "eval.batches=3", "resume=auto")
     assert finished["status"] == "ok"
     for keys in (("eval/loss",), ("train/loss", "train/grad_norm")):
-        assert values(tmp_path / "run", *keys) == values(tmp_path / "whole", *keys)
-    assert finished["train/first_loss"] == values(tmp_path / "whole", "train/first_loss")[0][1]
+        assert values(tmp_path / "run", *keys) == values(whole, *keys)
+    assert finished["train/first_loss"] == values(whole, "train/first_loss")[0][1]
 
 
 def test_a_resumed_run_repeats_and_loses_no_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -137,7 +137,10 @@ def test_logits_that_are_not_finite_end_no_run(tmp_path: Path, caplog: pytest.Lo
     ("overrides", "problem"),
     [
         ((), "sample.every=4: SyntheticTokens has no key dataset.tokenizer"),
-        (("dataset=stdlib", "sample.tokens=24"), "sample.tokens=24: with a prompt of 9 tokens that is more than seq_len=32: "),
+        (
+            ("dataset=stdlib", "sample.tokens=24"),
+            "sample.tokens=24: with a prompt of 9 tokens that is more than seq_len=32: ",
+        ),
     ],
 )
 def test_what_cannot_be_sampled_is_refused_in_one_line(overrides: tuple[str, ...], problem: str):

@@ -134,8 +134,14 @@ def test_betas_are_two_numbers(betas: str):
 TARGETS = ("os.system", "subprocess.Popen", "builtins.eval", "offload.modes.tensor_swap._imported", "")
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("group", ["offload", "model", "dataset", "optimizer", "schedule", "offload.weights"])
+# Every target and every group, and each target in two groups.
+@pytest.mark.parametrize(
+    ("group", "target"),
+    [
+        *zip(("offload", "model", "dataset", "optimizer", "schedule"), TARGETS, strict=True),
+        *zip(("offload.weights", "offload.weights", "offload", "model", "dataset"), TARGETS, strict=True),
+    ],
+)
 def test_no_configuration_names_other_code(group: str, target: str):
     line = refusal("offload=tensor_swap", f"{group}._target_={target}")
     assert line.startswith(f"{group}._target_=")
