@@ -32,9 +32,10 @@ RUN = (
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository with the two files."""
     folder = tmp_path_factory.mktemp("repository")
-    for part in ("conf", "offload", "models", "training", "scripts"):
+    for part in ("conf", "offload", "models", "training", "scripts", "tests/training/helpers"):
         shutil.copytree(ROOT / part, folder / part)
-    shutil.copy(ROOT / "train.py", folder)
+    for file in ("train.py", "tests/__init__.py", "tests/training/__init__.py"):
+        shutil.copy(ROOT / file, folder / file)
     text = (ROOT / "CONTRIBUTING.md").read_text()
     for language, path in (("python", f"offload/modes/{NAME}.py"), ("yaml", f"conf/offload/{NAME}.yaml")):
         (block,) = re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
@@ -43,38 +44,65 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(repository: Path, *arguments: str, status: int = 0) -> str:
-    result = subprocess.run([sys.executable, *arguments], cwd=repository, capture_output=True, text=True, timeout=300)
-    assert result.returncode == status, result.stdout + result.stderr
-    return result.stdout + result.stderr
+# Its arguments are a list of command lines of train.py in JSON; prints exit status and output of each.
+PROGRAM = """
+import json, sys
+from scripts.bench import build_mode, weight_modes
+from tests.training.helpers.in_process import command_here
+from training.config.modes import mode_options
+
+*commands, name = json.loads(sys.argv[1])
+ended = [command_here(*command) for command in commands]
+found = [name in mode_options(), name in weight_modes(), build_mode(f"{name}:group=3")[1].group]
+print(json.dumps([*([end.returncode, end.stdout, end.stderr] for end in ended), found]))
+"""
 
 
-def test_it_computes_the_numbers_of_the_resident_model(repository: Path):
-    seen = {}
+@pytest.fixture(scope="module")
+def seen(repository: Path) -> dict:
+    """What the copy prints for commands, in one process of its own, and where its code finds the mode."""
+    commands = {
+        mode: (f"offload={mode}", *RUN, f"hydra.run.dir={repository / 'runs' / mode}") for mode in ("none", NAME)
+    }
+    for value in ("9", "many"):
+        commands[value] = (*RUN, f"offload={NAME}", f"offload.group={value}", f"hydra.run.dir={repository / value}")
+    commands["page"] = (f"offload={NAME}", "--help")
+    argument = json.dumps([*commands.values(), NAME])
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, argument], cwd=repository, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return dict(zip((*commands, "found"), json.loads(result.stdout), strict=True))
+
+
+def test_it_computes_the_numbers_of_the_resident_model(repository: Path, seen: dict):
+    curves = {}
     for mode in ("none", NAME):
+        status, output, errors = seen[mode]
+        assert status == 0, output + errors
         folder = repository / "runs" / mode
-        command(repository, "train.py", f"offload={mode}", *RUN, f"hydra.run.dir={folder}")
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        seen[mode] = [{key: value for key, value in record.items() if key.startswith("train/")} for record in records]
+        curves[mode] = [{key: value for key, value in record.items() if key.startswith("train/")} for record in records]
         moved = json.loads((folder / "summary.json").read_text())["transfer/h2d_gib"]
         assert (moved > 0) == (mode == NAME)
-    assert seen[NAME] == seen["none"]
+    assert curves[NAME] == curves["none"]
 
 
-def test_its_knobs_are_typed_checked_and_explained(repository: Path):
-    for value, problem in (("9", "the model has 4 blocks"), ("many", "'many'")):
-        line = command(repository, "train.py", *RUN, f"offload={NAME}", f"offload.group={value}", status=1)
-        assert line.startswith("error: offload.group")
-        assert problem in line
-        assert line.count("\n") == 1
-    page = command(repository, "train.py", f"offload={NAME}", "--help")
+@pytest.mark.parametrize(("value", "problem"), [("9", "the model has 4 blocks"), ("many", "'many'")])
+def test_its_knobs_are_typed_and_checked(seen: dict, value: str, problem: str):
+    status, output, line = seen[value]
+    assert (status, output) == (1, "")
+    assert line.startswith("error: offload.group")
+    assert problem in line
+    assert line.count("\n") == 1
+
+
+def test_its_knobs_are_explained(seen: dict):
+    status, page, _ = seen["page"]
+    assert status == 0
     assert "offload.group     blocks that stream together. [2]" in page
     assert f"{NAME} " in page
 
 
-def test_sweeps_and_the_benchmark_find_it(repository: Path):
-    finds = (
-        "from training.config.modes import mode_options; from scripts.bench import build_mode, weight_modes;"
-        f"print('{NAME}' in mode_options(), '{NAME}' in weight_modes(), build_mode('{NAME}:group=3')[1].group)"
-    )
-    assert command(repository, "-c", finds).split() == ["True", "True", "3"]
+def test_sweeps_and_the_benchmark_find_it(seen: dict):
+    assert seen["found"] == [True, True, 3]
