@@ -88,7 +88,7 @@ def test_every_mode_trains_alike(tmp_path: Path, monkeypatch, options: tuple[str
         monkeypatch.setattr(mode, "IN_FLIGHT_BYTES", 1024)
     for offload, knobs in MODES.items():
         folder = tmp_path / offload
-        run_here(folder, *QUIET, f"offload={offload}", *knobs, *options)
+        run_here(folder, *QUIET, "steps=4", f"offload={offload}", *knobs, *options)
         moved = summary(folder)
         assert (moved["transfer/h2d_gib"] > 0) == (offload != "none")
         assert ("transfer/stall_ms" in moved) == (offload != "save_on_cpu")
