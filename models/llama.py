@@ -207,6 +207,7 @@ class Llama(nn.Module):
             for _ in range(num_hidden_layers)
         )
         head_dim = hidden_size // num_attention_heads
+        self.vocab_size = vocab_size
         self.model = Decoder(vocab_size, hidden_size, head_dim, blocks, rope_theta, rms_norm_eps)
         self.lm_head = Head(hidden_size, vocab_size)
         if tie_word_embeddings:

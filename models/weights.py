@@ -44,14 +44,14 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
             different values in the checkpoint. The model is unchanged then.
     """
     path = Path(path)
-    stored = _read_checkpoint_headers(path)
-    read_into(_match_tensors(_distinct_tensors(model), stored, path), stored)
+    stored = read_checkpoint_headers(path)
+    read_into(_match_tensors(distinct_tensors(model), stored, path), stored)
 
 
 def weight_files(model: nn.Module, max_shard_bytes: int) -> tuple[dict[str, dict[str, Tensor]], bytes | None]:
     """Returns the tensors for each file of the model's weights, and the index of the files (None for a single file)."""
     files = split_into_files(
-        "model", {names[0]: tensor.detach() for tensor, names in _distinct_tensors(model)}, max_shard_bytes
+        "model", {names[0]: tensor.detach() for tensor, names in distinct_tensors(model)}, max_shard_bytes
     )
     if len(files) == 1:
         return files, None
@@ -61,7 +61,7 @@ def weight_files(model: nn.Module, max_shard_bytes: int) -> tuple[dict[str, dict
     return files, json.dumps(index, indent=2).encode()
 
 
-def _distinct_tensors(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
+def distinct_tensors(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
     """Returns every tensor of the state dict once, with all its names; a tied tensor has several."""
     by_identity: dict[int, tuple[Tensor, list[str]]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -83,9 +83,9 @@ def _match_tensors(
             missing.append(names[0])
             continue
         for name in present:
-            _check_fits(name, tensor, stored[name])
+            check_fits(name, tensor, stored[name])
         for other in present[1:]:
-            _check_tied(stored, present[0], other)
+            check_tied(stored, present[0], other)
         targets[present[0]] = tensor
     known = {name for _, names in tensors for name in names}
     unknown = [name for name in stored if name not in known and not name.endswith(IGNORED_SUFFIXES)]
@@ -93,17 +93,17 @@ def _match_tensors(
         advice = "choose the model that it was saved from"
         if missing == ["lm_head.weight"]:
             advice = "it was saved with a tied head: set tie_word_embeddings=true"
-        raise ValueError(f"{path} lacks tensor {_first_and_count(missing)}: {advice}")
+        raise ValueError(f"{path} lacks tensor {first_and_count(missing)}: {advice}")
     if unknown:
         file = stored[unknown[0]].file
         raise ValueError(
-            f"{file} has tensor {_first_and_count(unknown)}, which the model lacks: "
+            f"{file} has tensor {first_and_count(unknown)}, which the model lacks: "
             "choose the model that it was saved from"
         )
     return targets
 
 
-def _check_fits(name: str, tensor: Tensor, stored: StoredTensor) -> None:
+def check_fits(name: str, tensor: Tensor, stored: StoredTensor) -> None:
     if stored.shape != tuple(tensor.shape):
         raise ValueError(
             f"{stored.file}: tensor {name} has shape {stored.shape}, but the model's has {tuple(tensor.shape)}: "
@@ -116,7 +116,7 @@ def _check_fits(name: str, tensor: Tensor, stored: StoredTensor) -> None:
         )
 
 
-def _check_tied(stored: dict[str, StoredTensor], name: str, other: str) -> None:
+def check_tied(stored: dict[str, StoredTensor], name: str, other: str) -> None:
     """Raises ValueError if two stored tensors for one parameter differ, because one of them would be lost."""
     with open_file(stored[name].file) as first, open_file(stored[other].file) as second:
         for (_, a), (_, b) in zip(tensor_pieces(first, name), tensor_pieces(second, other), strict=True):
@@ -127,11 +127,11 @@ def _check_tied(stored: dict[str, StoredTensor], name: str, other: str) -> None:
                 )
 
 
-def _first_and_count(names: list[str]) -> str:
+def first_and_count(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
 
 
-def _read_checkpoint_headers(path: Path) -> dict[str, StoredTensor]:
+def read_checkpoint_headers(path: Path) -> dict[str, StoredTensor]:
     """Returns the header entries of a checkpoint's files by tensor name, compared with the index if there is one."""
     files = checkpoint_files(path)
     stored = read_headers(files)
@@ -139,7 +139,7 @@ def _read_checkpoint_headers(path: Path) -> dict[str, StoredTensor]:
         absent = sorted(name for name in promised if name not in stored or stored[name].file != file)
         if absent:
             raise ValueError(
-                f"{file} lacks tensor {_first_and_count(absent)} of the index: download the checkpoint again"
+                f"{file} lacks tensor {first_and_count(absent)} of the index: download the checkpoint again"
             )
     return stored
 

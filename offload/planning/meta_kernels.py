@@ -2,7 +2,8 @@
 
 On the meta device torch splits both into operations that save much more, attention its whole matrix of scores. A GPU
 has kernels for both. The CPU has one for attention, which saves the same as a GPU's; RMS norm it splits too. Products
-that add to a wider result are here as well: before 2.13 torch has them on GPUs only.
+that add to a wider result are here as well: before 2.13 torch has them on GPUs only. So are the products of experts
+(`grouped_mm`), which torch has for meta tensors of bf16 alone, and whose FLOPs it does not count.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ def fused_kernels(add_flops: Callable[[float], None], on_gpu: bool = True) -> It
     """Replaces attention of meta tensors inside the block, and with `on_gpu` RMS norm. Other tensors are not affected.
 
     `add_flops` is called with the FLOPs of attention: two products in forward and, as is usual, four in backward; half
-    of them under a causal mask.
+    of them under a causal mask. For the products of experts it is called too: one in forward, two in backward.
     """
     attention, rms_norm, addmm = F.scaled_dot_product_attention, F.rms_norm, torch.addmm
+    grouped_mm = F.grouped_mm
 
     def meta_attention(query, key, value, *others, is_causal=False, **named):
         if not query.is_meta:
@@ -41,12 +43,19 @@ def fused_kernels(add_flops: Callable[[float], None], on_gpu: bool = True) -> It
         add_flops(2.0 * a.numel() * b.shape[-1])
         return named["out"]
 
+    def meta_grouped_mm(rows, weights, **named):
+        if not rows.is_meta or rows.ndim != 2 or weights.ndim != 3:
+            return grouped_mm(rows, weights, **named)
+        return _GroupedProduct.apply(rows, weights, add_flops)
+
     # In the module, not by a TorchFunctionMode: autograd leaves such modes where backward computes a block again.
     F.scaled_dot_product_attention, F.rms_norm, torch.addmm = meta_attention, meta_rms_norm, meta_addmm
+    F.grouped_mm = meta_grouped_mm
     try:
         yield
     finally:
         F.scaled_dot_product_attention, F.rms_norm, torch.addmm = attention, rms_norm, addmm
+        F.grouped_mm = grouped_mm
 
 
 class _Attention(torch.autograd.Function):
@@ -82,3 +91,20 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Multiplies rows [rows, in], sorted by expert, each by the matrix of its expert: weights [experts, in, out]."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, weights: Tensor, add_flops: Callable):
+        ctx.save_for_backward(rows, weights)
+        ctx.add_flops = add_flops
+        add_flops(2.0 * rows.numel() * weights.shape[-1])
+        return rows.new_empty(len(rows), weights.shape[-1])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        rows, weights = ctx.saved_tensors
+        ctx.add_flops(4.0 * rows.numel() * weights.shape[-1])
+        return torch.empty_like(rows), torch.empty_like(weights), None

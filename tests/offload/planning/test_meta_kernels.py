@@ -47,15 +47,37 @@ def test_a_product_added_to_a_wider_result_takes_no_memory():
     assert (tracker.peak_bytes, tracker.flops) == (before, 2 * 8 * 16 * 4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_experts_save_their_factors(dtype: torch.dtype):
+    tracker = MemoryTracker()
+    rows = meta(128, 16, dtype=dtype, requires_grad=True)
+    # As transformers calls it: a view of weights [experts, out, in].
+    weights = meta(3, 4, 16, dtype=dtype, requires_grad=True)
+    ends = meta(3, dtype=torch.int32)
+    with fused_kernels(tracker.add_flops), tracker.recording():
+        before = tracker.live_bytes
+        product = F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+        assert (product.shape, product.dtype) == ((128, 4), dtype)
+        assert tracker.live_bytes - before == product.nbytes
+        assert tracker.flops == 2 * 128 * 16 * 4
+        product.sum().backward()
+    assert tracker.flops == 6 * 128 * 16 * 4
+    assert (rows.grad.shape, weights.grad.shape) == ((128, 16), (3, 4, 16))
+
+
 def test_real_tensors_are_not_affected():
     query = torch.randn(1, 2, 8, 4)
     expected, normed = F.scaled_dot_product_attention(query, query, query), F.rms_norm(query, (4,))
-    functions = F.scaled_dot_product_attention, F.rms_norm, torch.addmm
+    functions = F.scaled_dot_product_attention, F.rms_norm, torch.addmm, F.grouped_mm
     with fused_kernels(lambda count: pytest.fail("counted")):
         assert torch.equal(F.scaled_dot_product_attention(query, query, query), expected)
         assert torch.equal(F.rms_norm(query, (4,)), normed)
+        # The kernel wants rows of 16 bytes.
+        weights = torch.eye(4).repeat(2, 1, 1)
+        grouped = F.grouped_mm(torch.ones(2, 4), weights, offs=torch.tensor([1, 2], dtype=torch.int32))
+        assert grouped.tolist() == [[1] * 4] * 2
         assert torch.addmm(torch.ones(2), torch.eye(2), torch.eye(2)).tolist() == [[2, 1], [1, 2]]
-    assert (F.scaled_dot_product_attention, F.rms_norm, torch.addmm) == functions
+    assert (F.scaled_dot_product_attention, F.rms_norm, torch.addmm, F.grouped_mm) == functions
 
 
 def test_rms_norm_of_the_cpu_is_that_of_torch():
@@ -70,7 +92,7 @@ def test_rms_norm_of_the_cpu_is_that_of_torch():
 
 
 def test_functions_are_restored_after_an_error():
-    functions = F.scaled_dot_product_attention, F.rms_norm, torch.addmm
+    functions = F.scaled_dot_product_attention, F.rms_norm, torch.addmm, F.grouped_mm
     with pytest.raises(ArithmeticError), fused_kernels(lambda count: None):
         raise ArithmeticError
-    assert (F.scaled_dot_product_attention, F.rms_norm, torch.addmm) == functions
+    assert (F.scaled_dot_product_attention, F.rms_norm, torch.addmm, F.grouped_mm) == functions

@@ -1,0 +1,174 @@
+"""Diffusion models of the library diffusers, all called as `model(noisy, timestep, **condition) -> velocity`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from models.buffers import fill_buffers
+from models.diffusion_families import FAMILIES, Family, Shape
+from models.diffusion_files import CONFIG_FILE, config_folder, load_diffusion
+from models.diffusion_shapes import SHAPES
+
+# A thousand times the largest.
+MAX_CONFIG_BYTES = 2**22
+
+
+class DiffusionModel(nn.Module):
+    """A model of diffusers with the inputs and outputs of flow matching; see `models.diffusion_families`.
+
+    Attributes:
+        network: the model itself, whose names of parameters are those of its files.
+        condition_shapes: the shape of one example of each condition that the model needs, by name.
+        sample_shape: the shape of one image, [C, H, W]; None where the model takes any size.
+        num_labels: the labels that have an embedding, that for no label included; None for a model without labels.
+    """
+
+    def __init__(self, network: nn.Module, family: Family):
+        super().__init__()
+        self.network = network
+        self._family = family
+        self.condition_shapes = family.condition_shapes(network.config)
+        self.sample_shape = family.sample_shape(network.config)
+        self.num_labels = family.num_labels(network.config)
+        family.adapt(network)
+
+    def forward(self, noisy: Tensor, timestep: Tensor, **condition: Tensor) -> Tensor:
+        """Predicts the velocity from image to noise.
+
+        Args:
+            noisy: [B, C, H, W], or [B, C, frames, H, W] of a video; converted to the model's dtype.
+            timestep: float32 [B], from 0 (image) to 1 (noise).
+            condition: `labels`, int64 [B], and embeddings, as in `condition_shapes`.
+
+        Returns:
+            The velocity, of the shape of `noisy`, in the model's dtype.
+
+        Raises:
+            ValueError: a condition is missing or unknown, or the images have a shape that the model does not take.
+        """
+        self._check(noisy, condition)
+        dtype = next(self.network.parameters()).dtype
+        inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in condition.items()}
+        return self._family.velocity(self.network, noisy.to(dtype), timestep, inputs)
+
+    def fill_buffers(self) -> None:
+        """Fills the buffers, after construction on the meta device, as construction on the CPU does. Raises ValueError.
+
+        Random numbers of construction are none of them. Weights are not touched.
+        """
+        fill_buffers(self.network, lambda: type(self.network).from_config(self.network.config))
+
+    def load(self, path: Path) -> None:
+        """See `models.diffusion_files.load_diffusion`."""
+        load_diffusion(self, path)
+
+    def _check(self, noisy: Tensor, condition: Mapping[str, Tensor]) -> None:
+        name = type(self.network).__name__
+        missing = [key for key in self.condition_shapes if key not in condition]
+        if missing:
+            raise ValueError(f"{name} needs {', '.join(missing)}: choose a dataset with them")
+        known = {*self.condition_shapes, *self._family.optional}
+        unknown = [key for key in condition if key not in known]
+        if unknown:
+            takes = ", ".join(sorted(known)) or "no condition"
+            raise ValueError(f"{name} cannot use {', '.join(unknown)}; it takes {takes}")
+        channels = self._family.channels(self.network.config)
+        if noisy.shape[1] != channels:
+            raise ValueError(f"{name} takes {channels} channels, not {noisy.shape[1]}: choose fitting images")
+
+
+def build_diffusion(source: str | Path, overrides: Mapping[str, Any] | None = None) -> DiffusionModel:
+    """Builds a model without pretrained weights, on the current default device (`with torch.device("meta")`).
+
+    Args:
+        source: a class of diffusers ("UNet2DModel"), a name in `SHAPES` ("dit_xl"), or a folder with a config.json, of
+            a model or with the folder `transformer` or `unet` of a pipeline.
+        overrides: values for keys of the model's configuration.
+
+    Raises:
+        ValueError: one line about a source that is unknown, a key that the class does not have, with the closest names,
+            or a value that it does not take.
+    """
+    name, config = _described(source)
+    family = FAMILIES.get(name)
+    if family is None:
+        raise ValueError(f"{source}: {name} is not supported; classes of diffusers that are: {', '.join(FAMILIES)}")
+    import diffusers
+
+    made = getattr(diffusers, name)
+    keys = [key for key in inspect.signature(made.__init__).parameters if key != "self"]
+    for key in config:
+        if key not in keys and config[key] not in (None, False):
+            raise ValueError(
+                f"{source}: {CONFIG_FILE} has {key}={config[key]}, which {name} of diffusers {diffusers.__version__}"
+                " does not know: install a fitting version"
+            )
+    overrides = _plain(overrides or {})
+    for key in overrides:
+        if key not in keys:
+            close = get_close_matches(key, keys, n=3)
+            meant = f" Did you mean {' or '.join(close)}?" if close else ""
+            raise ValueError(f"{key}={overrides[key]}: {name} has no such key.{meant} It has {', '.join(keys)}")
+    values = {key: value for key, value in config.items() if key in keys} | overrides
+    defaults = {
+        key: parameter.default
+        for key, parameter in inspect.signature(made.__init__).parameters.items()
+        if parameter.default is not parameter.empty
+    }
+    try:
+        family.check(defaults | values)
+        return DiffusionModel(made(**values), family)
+    # Constructors do with values that do not fit whatever they do.
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{name} cannot be built with {values}: {reason}") from error
+
+
+def needed_condition(model: DiffusionModel) -> dict[str, Shape]:
+    """Returns the shape of one example of each condition that `model` needs: () for `labels`, which are int64.
+
+    All others are floating point.
+    """
+    return dict(model.condition_shapes)
+
+
+def _plain(value: Any) -> Any:
+    """Returns `value` with lists and dictionaries of any kind as Python's own, which can be written as JSON."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _described(source: str | Path) -> tuple[str, dict[str, Any]]:
+    """Returns the name of a class and the configuration that `source` stands for."""
+    if source in SHAPES:
+        return SHAPES[source]
+    if str(source).isidentifier() and not Path(source).exists():
+        return str(source), {}
+    folder = config_folder(Path(source).expanduser())
+    if folder is None:
+        raise ValueError(
+            f"{source}: no folder with a {CONFIG_FILE}: give one, one of {', '.join(SHAPES)}, or a class of diffusers:"
+            f" {', '.join(FAMILIES)}"
+        )
+    file = folder / CONFIG_FILE
+    if file.stat().st_size > MAX_CONFIG_BYTES:
+        raise ValueError(f"{file} has {file.stat().st_size} bytes, too many for a configuration: download it again")
+    try:
+        config = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        raise ValueError(f"{file} is not JSON: download it again") from None
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror}): check its permissions") from None
+    if not isinstance(config, dict) or not isinstance(config.get("_class_name"), str):
+        raise ValueError(f"{file} names no class of diffusers: give the folder of a model that diffusers saved")
+    return config["_class_name"], {key: value for key, value in config.items() if not key.startswith("_")}

@@ -1,0 +1,166 @@
+"""Causal language models and image classifiers of transformers, behind one way to call each.
+
+The model is made from its configuration, with no weights: build it under `torch.device("meta")`, let a mode make its
+memory, then fill it (`models.hf_buffers.fill_buffers`, and `models.hf_initialise.initialise_hf` or
+`models.hf_files.load_hf`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification, PreTrainedModel
+
+from models.hf_head import use_plain_head
+from models.hf_host_reads import one_sequence_a_row, without_padding_warning
+from models.hf_source import CAUSAL_LM, find_source, one_line
+from models.loss import IGNORED_LABEL
+
+# transformers chooses the attention backend.
+AUTO = "auto"
+
+
+def build_hf(
+    source: str,
+    task: str,
+    overrides: Mapping[str, Any] | None = None,
+    attention: str = AUTO,
+    dtype: torch.dtype = torch.float32,
+) -> TransformersModel:
+    """Makes a model of transformers; under `torch.device("meta")`, as the caller should, without memory.
+
+    Args:
+        source, task: see `models.hf_source.find_source`.
+        overrides: keys of the configuration with other values, such as `{"num_hidden_layers": 4}`.
+        attention: "sdpa", "eager", or another backend of transformers; "auto" is sdpa where the architecture has it.
+        dtype: of the parameters. What transformers computes in float32 (rotary frequencies) stays float32.
+
+    Raises:
+        ValueError: the source, an override or the backend cannot be had. The message is one line.
+    """
+    config = find_source(source, task).config(overrides)
+    auto = AutoModelForCausalLM if task == CAUSAL_LM else AutoModelForImageClassification
+    # Of several classes for a task transformers takes the one that is named here, or the first.
+    config.architectures = config.architectures or []
+    chosen = {} if attention == AUTO else {"attn_implementation": attention}
+    try:
+        model = auto.from_config(config, dtype=dtype, **chosen)
+    # Each architecture refuses sizes that do not fit in its own way; some miss a package.
+    except Exception as error:
+        # The first sentence says what is wrong; others are about the library's own functions.
+        reason = one_line(error).partition(". ")[0]
+        advice = f" (attention={attention}: auto takes what the architecture has)" if chosen else ""
+        raise ValueError(f"{config.model_type}: {reason}{advice}") from error
+    return CausalLanguageModel(model) if task == CAUSAL_LM else ImageClassifier(model)
+
+
+class TransformersModel(nn.Module):
+    """A model of transformers with the forward of a task. `hf` is the model itself, under transformers' names."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        without_padding_warning(model)
+        self.hf = model
+
+    def fill_buffers(self) -> None:
+        """See `models.hf_buffers.fill_buffers`."""
+        from models.hf_buffers import fill_buffers
+
+        fill_buffers(self)
+
+    def initialise(self, seed: int, device: torch.device | None = None) -> None:
+        """See `models.hf_initialise.initialise_hf`."""
+        from models.hf_initialise import initialise_hf
+
+        initialise_hf(self, seed, device)
+
+    def load(self, path: Path) -> None:
+        """See `models.hf_files.load_hf`."""
+        from models.hf_files import load_hf
+
+        load_hf(self, path)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """As for every module, but buffers that are no weights keep their dtype.
+
+        transformers computes rotary frequencies in float32 in a bf16 model too: rounded to bf16 they would be other
+        angles.
+        """
+        kept = {id(buffer) for _, buffer in self.hf.named_non_persistent_buffers()}
+        strict = self.hf._keep_in_fp32_modules_strict or ()
+        kept |= {id(b) for name, b in self.hf.named_buffers() if any(part in name for part in strict)}
+
+        def applied(tensor: Tensor) -> Tensor:
+            new = fn(tensor)
+            return new if id(tensor) not in kept or new.dtype == tensor.dtype else tensor.to(new.device)
+
+        return super()._apply(applied, recurse)
+
+
+class CausalLanguageModel(TransformersModel):
+    """A causal language model of transformers that returns its loss.
+
+    Where the model's own forward does nothing to the head's product, the loss is computed chunk by chunk and the
+    logits are never stored (`chunked_loss`); otherwise (capped or scaled logits, a head with bias) as transformers
+    does. The auxiliary loss of experts is added with the model's own coefficient where the configuration has
+    `output_router_logits=true`, as in transformers, and then the logits are stored. By default it is off.
+
+    There is no attention mask: every position sees all earlier ones of its row.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__(model)
+        self.vocab_size = model.get_input_embeddings().num_embeddings
+        self._plain_head = use_plain_head(model)
+
+    @property
+    def chunked_loss(self) -> bool:
+        """Whether the loss is computed without the logits of the whole batch."""
+        return self._plain_head is not None
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """Returns the mean loss, a float32 scalar (float64 for a float64 model).
+
+        Args:
+            input_ids: int64 [batch, seq_len].
+            labels: int64 [batch, seq_len]: the token that should follow each position, so the caller shifts them.
+                Positions with -100 are left out of the mean; if all are, the loss is 0.
+        """
+        if labels.shape != input_ids.shape:
+            raise ValueError(f"labels {tuple(labels.shape)} must have the shape of input_ids {tuple(input_ids.shape)}")
+        if self._plain_head is not None:
+            with one_sequence_a_row():
+                hidden = self._plain_head.hidden(self.hf, input_ids)
+            return self.hf.get_output_embeddings()(hidden, labels)
+        with one_sequence_a_row():
+            output = self.hf(input_ids=input_ids)
+        loss = mean_cross_entropy(output.logits, labels)
+        auxiliary = output.get("aux_loss")
+        if auxiliary is not None:
+            loss = loss + self.hf.router_aux_loss_coef * auxiliary.to(loss.device)
+        return loss
+
+
+class ImageClassifier(TransformersModel):
+    """An image classifier of transformers."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Returns logits [batch, classes] for images [batch, channels, height, width] of the parameters' dtype."""
+        return self.hf(pixel_values=images).logits
+
+
+def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Returns the mean cross-entropy of logits [batch, seq_len, vocab_size] over the labels that are not -100, or 0.
+
+    It is computed in float32, or in float64 for float64 logits.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    total = F.cross_entropy(
+        logits.flatten(0, -2).to(wide), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+    )
+    return total / (labels != IGNORED_LABEL).sum().clamp(min=1)

@@ -1,0 +1,270 @@
+"""Weights of transformers models in safetensors files: those that `from_pretrained` reads, and those that it finds.
+
+The names and shapes in files are not always the model's. transformers has rules for that: renamings, and conversions
+such as the weights of all experts in one tensor. The rules, and the functions that apply them, are used here; but the
+values go into the parameters that are there, in place, and what does not fit is an error.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from models.hf_source import one_line, sub_configs
+from models.safetensors_files import DTYPE_NAMES, StoredTensor, open_file, tensor_pieces, write_tensors
+from models.weights import (
+    FLOAT_DTYPES,
+    IGNORED_SUFFIXES,
+    INDEX_FILE,
+    MAX_SHARD_BYTES,
+    SINGLE_FILE,
+    check_fits,
+    check_tied,
+    distinct_tensors,
+    first_and_count,
+    read_checkpoint_headers,
+)
+
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+# Buffers that old checkpoints have among the weights; models compute them.
+IGNORED = r"(\.rotary_emb\.inv_freq|(^|\.)position_ids)$"
+WHOLE_MODEL = "choose the model that it was saved from"
+
+
+@dataclass
+class Conversion:
+    """Stored tensors that together make one or more tensors of the model.
+
+    Attributes:
+        converter: transformers' rule.
+        target: the first tensor that it makes.
+        sources: the stored names, each with the pattern of the rule that it fits, in their natural order.
+    """
+
+    converter: WeightConverter
+    target: str
+    sources: list[tuple[str, str]] = field(default_factory=list)
+
+    def made(self, model: PreTrainedModel, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """Returns the tensors that it makes, by their name in the model; `read` returns a stored one.
+
+        Raises ValueError if the rule cannot be applied to them.
+        """
+        converter = copy.deepcopy(self.converter)
+        for pattern, source in self.sources:
+            converter.add_tensor(self.target, source, pattern, read(source))
+        try:
+            made = converter.convert(self.target, model=model, config=model.config)
+        # The rules are many, and each fails in its own way on tensors that it was not written for.
+        except Exception as error:
+            names = first_and_count([source for _, source in self.sources])
+            raise ValueError(f"{names} cannot be converted to {self.target}: {one_line(error)}") from error
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+@torch.no_grad()
+def load_hf(model: nn.Module, folder: str | Path) -> None:
+    """Copies weights into the parameters and persistent buffers of a model, converting to their dtype and device.
+
+    Tensors are copied one by one; those of a conversion, together.
+
+    Args:
+        folder: a folder with `model.safetensors` or shards, or such a file or index.
+
+    Raises:
+        FileNotFoundError: `folder` does not exist.
+        ValueError: a file cannot be read; a tensor is missing, unknown or quantised, or has another shape; tied
+            weights have different values; or a conversion is not possible. The model is unchanged then.
+    """
+    path = Path(folder)
+    stored = read_checkpoint_headers(path)
+    tensors = distinct_tensors(model.hf)
+    by_name = {name: tensor for tensor, names in tensors for name in names}
+    plain, conversions = _matched(model.hf, stored, by_name, path)
+    filled = set(plain)
+    for target, source in plain.items():
+        check_fits(source, by_name[target], stored[source])
+    for conversion in conversions:
+        filled |= _check_conversion(conversion, model.hf, stored, by_name)
+    missing = [names[0] for _, names in tensors if not filled.intersection(names)]
+    if missing:
+        raise ValueError(f"{path} lacks tensor {first_and_count(missing)}: {WHOLE_MODEL}")
+    for _, names in tensors:
+        sources = [plain[name] for name in names if name in plain]
+        for other in sources[1:]:
+            check_tied(stored, sources[0], other)
+
+    for target, source in plain.items():
+        with open_file(stored[source].file) as handle:
+            for rows, piece in tensor_pieces(handle, source):
+                by_name[target][rows].copy_(piece)
+    for conversion in conversions:
+        for name, value in conversion.made(model.hf, lambda source: _read(stored[source].file, source)).items():
+            by_name[name].copy_(value)
+
+
+def _matched(
+    model: PreTrainedModel, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor], path: Path
+) -> tuple[dict[str, str], list[Conversion]]:
+    """Returns the stored name of each tensor that is copied as it is, and the conversions of the others."""
+    transforms = get_model_conversion_mapping(model)
+    renamings = [rule for rule in transforms if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in transforms if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    prefix = model.base_model_prefix
+    plain: dict[str, str] = {}
+    conversions: dict[str, Conversion] = {}
+    unknown = []
+    # transformers' order: that of the experts in a conversion.
+    for source in sorted(stored, key=dot_natural_key):
+        target, pattern = rename_source_key(source, renamings, converters, prefix, tensors)
+        if target not in tensors and source in tensors:
+            # A rule for older names took a name of today for one of them.
+            target, pattern = rename_source_key(source, [], [], prefix, tensors)
+        if target not in tensors:
+            if not _is_ignored(model, target) and not source.endswith(IGNORED_SUFFIXES):
+                unknown.append(source)
+        elif pattern is not None:
+            conversion = conversions.setdefault(target, Conversion(by_pattern[pattern], target))
+            conversion.sources.append((pattern, source))
+        elif target in plain:
+            raise ValueError(f"{path}: {plain[target]} and {source} are both {target} of the model: remove one")
+        else:
+            plain[target] = source
+    if unknown:
+        names = first_and_count(unknown)
+        raise ValueError(f"{stored[unknown[0]].file} has tensor {names}, which the model lacks: {WHOLE_MODEL}")
+    return plain, list(conversions.values())
+
+
+def _is_ignored(model: PreTrainedModel, name: str) -> bool:
+    patterns = (*(model._keys_to_ignore_on_load_unexpected or ()), IGNORED)
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _check_conversion(
+    conversion: Conversion, model: PreTrainedModel, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]
+) -> set[str]:
+    """Converts tensors without values; returns the names that are made. Raises ValueError if they do not fit."""
+    sources = [source for _, source in conversion.sources]
+    for source in sources:
+        if stored[source].dtype not in FLOAT_DTYPES:
+            raise ValueError(
+                f"{stored[source].file}: tensor {source} has dtype {stored[source].dtype}: "
+                "use a checkpoint that is not quantised"
+            )
+
+    def empty(source: str) -> Tensor:
+        return torch.empty(stored[source].shape, dtype=DTYPES[stored[source].dtype], device="meta")
+
+    made = conversion.made(model, empty)
+    for name, value in made.items():
+        if name not in tensors:
+            raise ValueError(f"{first_and_count(sources)} become {name}, which the model lacks: {WHOLE_MODEL}")
+        if value.shape != tensors[name].shape:
+            raise ValueError(
+                f"{first_and_count(sources)} become {name} with shape {tuple(value.shape)}, but the model's has "
+                f"{tuple(tensors[name].shape)}: {WHOLE_MODEL}"
+            )
+    return set(made)
+
+
+def _read(file: Path, name: str) -> Tensor:
+    with open_file(file) as handle:
+        return handle.get_tensor(name)
+
+
+@torch.no_grad()
+def save_hf(model: nn.Module, folder: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Writes config.json and the weights as transformers does, for its `from_pretrained` and for `load_hf`.
+
+    Names and shapes are those of the architecture's published checkpoints. One shard is converted at a time.
+
+    Args:
+        folder: it is made if it does not exist.
+        max_shard_bytes: a file has at most so many bytes, or one layer.
+
+    Raises:
+        ValueError: the folder has weights already, or a tensor cannot be converted back.
+    """
+    path = Path(folder)
+    present = [*path.glob("*.safetensors"), *path.glob("*.safetensors.index.json")]
+    if present:
+        raise ValueError(f"{path} has {present[0].name} already: give another folder")
+    parts = _parts(model.hf, max_shard_bytes)
+    path.mkdir(parents=True, exist_ok=True)
+    config = copy.deepcopy(model.hf.config)
+    config.architectures = [type(model.hf).__name__]
+    config.dtype = model.hf.dtype
+    for part in sub_configs(config):
+        if hasattr(part, "use_cache"):
+            part.use_cache = True
+    config.save_pretrained(path)
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, part in enumerate(parts, start=1):
+        name = SINGLE_FILE if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        tensors = stored_form(model.hf, part)
+        with (path / name).open("wb") as file:
+            write_tensors(file.write, tensors)
+        weight_map |= dict.fromkeys(tensors, name)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    if len(parts) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (path / INDEX_FILE).write_text(json.dumps(index, indent=2))
+
+
+def stored_form(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors of a model, all those of some layers, under the names and in the shapes of files.
+
+    Raises ValueError if one cannot be converted back.
+    """
+    try:
+        return revert_weight_conversion(model, dict(tensors))
+    except Exception as error:
+        names = first_and_count(list(tensors))
+        raise ValueError(f"{names} cannot be converted to the form of files: {one_line(error)}") from error
+
+
+def _parts(model: PreTrainedModel, max_bytes: int) -> list[dict[str, Tensor]]:
+    """Divides the tensors of the state dict between files, each tied one once, without dividing a layer."""
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in _saved(model):
+        # All that a conversion joins is within a layer: "model.layers.3.".
+        layer = re.match(r".*?\.\d+\.", name)
+        layers.setdefault(layer[0] if layer else "", {})[name] = tensor.detach()
+    parts: list[dict[str, Tensor]] = [{}]
+    used = 0
+    for tensors in layers.values():
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if parts[-1] and used + size > max_bytes:
+            parts.append({})
+            used = 0
+        parts[-1] |= tensors
+        used += size
+    return parts
+
+
+def _saved(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    derived, left_out = model.all_tied_weights_keys, model._keys_to_ignore_on_save or ()
+    for tensor, names in distinct_tensors(model):
+        # transformers reads a tied weight under the name that the others are tied to.
+        name = next((name for name in names if name not in derived), names[0])
+        if name not in left_out:
+            yield name, tensor

@@ -1,0 +1,224 @@
+"""Finds the configuration of an architecture of transformers: by its model type, or in a folder with config.json.
+
+Nothing is downloaded, and no code of a checkpoint is run: the classes are those of the installed transformers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from models.hf_shapes import SHAPES
+
+CAUSAL_LM, CLASSIFICATION = "causal_lm", "classification"
+CLASSES = {CAUSAL_LM: MODEL_FOR_CAUSAL_LM_MAPPING, CLASSIFICATION: MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING}
+CONFIG_FILE = "config.json"
+# A model's config.json has a few kilobytes.
+MAX_CONFIG_BYTES = 2**24
+# Keys that this module, or the caller of the model, decides.
+DECIDED = {
+    "use_cache": "training keeps no key/value cache",
+    "return_dict": "the model's output is read by name",
+    "dtype": "the precision of the run decides the dtype",
+    "torch_dtype": "the precision of the run decides the dtype",
+    "model_type": "the source decides the architecture",
+    "quantization_config": "quantised weights cannot be trained",
+    "is_encoder_decoder": "the source decides the architecture",
+    "is_decoder": "the task decides it",
+}
+# Architectures that transformers has among the causal language models, and that see later tokens all the same unless
+# they are given masks.
+SEES_LATER_TOKENS = ("cpmant", "xlm", "xlnet")
+# Names of a message.
+NAMED = 3
+
+
+@dataclass(frozen=True)
+class Source:
+    """An architecture of transformers, with the values that its configuration begins with.
+
+    Attributes:
+        task: "causal_lm" or "classification".
+        config_class: the class of its configuration.
+        values: the keys of config.json; empty for a model type, whose values are the defaults of `config_class`.
+        folder: the folder that was given, or None.
+    """
+
+    task: str
+    config_class: type[PreTrainedConfig]
+    values: Mapping[str, Any]
+    folder: Path | None
+
+    def config(self, overrides: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+        """Makes the configuration, with `overrides` in place of the source's values.
+
+        A value that is itself a mapping is merged into the sub-configuration or the dict of that name. Values that
+        the class derives from others (a list with the type of each layer) are derived after the overrides.
+
+        Raises:
+            ValueError: a key is unknown, or is decided elsewhere; a value has another type, or transformers refuses
+                the values together. The message is one line.
+        """
+        overrides = dict(overrides or {})
+        try:
+            found = self.config_class.from_dict(dict(self.values))
+            merged = _merged(found, self.values, overrides, "")
+            config = self.config_class.from_dict(merged)
+        except _RefusedError as refused:
+            raise ValueError(str(refused)) from None
+        except (StrictDataclassError, ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as error:
+            raise ValueError(f"the configuration of {self.config_class.model_type}: {one_line(error)}") from error
+        for part in sub_configs(config):
+            if hasattr(part, "use_cache"):
+                part.use_cache = False
+        if self.task == CAUSAL_LM and hasattr(config, "is_decoder"):
+            # BERT and its kin would see later tokens too.
+            config.is_decoder = True
+        return config
+
+
+class _RefusedError(ValueError):
+    """An override that is refused here, with a message that is complete."""
+
+
+def find_source(source: str, task: str) -> Source:
+    """Returns the architecture that `source` names.
+
+    Args:
+        source: a model type of transformers ("qwen3", "gpt2", "vit"), a name in `SHAPES`, or a folder with config.json.
+            A folder with the name of a model type is given as "./gpt2".
+        task: "causal_lm" or "classification".
+
+    Raises:
+        ValueError: neither a model type nor such a folder; the file cannot be read; transformers has no class of this
+            architecture for the task; or the weights are quantised. The message is one line.
+    """
+    if task not in CLASSES:
+        raise ValueError(f"task={task!r}: must be one of {', '.join(CLASSES)}")
+    folder = Path(source)
+    if source in SHAPES:
+        (model_type, values), folder = SHAPES[source], None
+    elif source in CONFIG_MAPPING:
+        values, folder = {}, None
+        model_type = source
+    elif folder.is_dir():
+        values = _read_config(folder / CONFIG_FILE)
+        model_type = values.get("model_type")
+    else:
+        nearest = _nearest(source, [*CONFIG_MAPPING, *SHAPES])
+        raise ValueError(f"{source!r} is neither a model type of transformers nor a folder{nearest}")
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"{source}: model_type={model_type!r} is not an architecture of the installed transformers"
+            f"{_nearest(str(model_type), CONFIG_MAPPING)}; code of a checkpoint is not run"
+        )
+    if values.get("quantization_config"):
+        raise ValueError(f"{source}: the weights are quantised (quantization_config): take those in bf16 or float32")
+    if task == CAUSAL_LM and model_type in SEES_LATER_TOKENS:
+        raise ValueError(f"{model_type} sees later tokens too, so its loss would mean nothing: take another model")
+    config_class = CONFIG_MAPPING[model_type]
+    if config_class not in CLASSES[task]:
+        fitting = [name for name, known in CONFIG_MAPPING.items() if known in CLASSES[task]]
+        raise ValueError(f"{model_type} has no model for task={task}{_nearest(model_type, fitting)}")
+    return Source(task, config_class, values, folder)
+
+
+def sub_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """Yields a configuration and all that are inside it."""
+    yield config
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if isinstance(part, PreTrainedConfig):
+            yield from sub_configs(part)
+
+
+def one_line(error: BaseException) -> str:
+    """Returns the message of an error in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _merged(found: PreTrainedConfig, values: Mapping[str, Any], overrides: dict[str, Any], path: str) -> dict[str, Any]:
+    """Returns `values` with the overrides of one configuration; `found` is what the values alone describe."""
+    merged = dict(values)
+    known = _known_keys(found)
+    for given, value in overrides.items():
+        if given in DECIDED:
+            raise _RefusedError(f"{path}{given}={value!r}: cannot be given, because {DECIDED[given]}")
+        if given not in known:
+            raise _RefusedError(f"{path}{given}={value!r}: {found.model_type} has no such key{_nearest(given, known)}")
+        # One name for each value, so that a file's hidden_size and an override's n_embd are not both there.
+        key = found.attribute_map.get(given, given)
+        for alias in (other for other, name in found.attribute_map.items() if name == key):
+            merged.pop(alias, None)
+        present = found.num_labels if key == "num_labels" else getattr(found, key, None)
+        if isinstance(present, PreTrainedConfig):
+            _check_type(f"{path}{given}", value, dict)
+            before = {"model_type": present.model_type, **(values.get(key) or {})}
+            merged[key] = _merged(present, before, value, f"{path}{given}.")
+        elif isinstance(present, dict):
+            _check_type(f"{path}{given}", value, dict)
+            merged[key] = {**present, **value}
+        else:
+            _check_type(f"{path}{given}", value, _type_of(present))
+            merged[key] = value
+        if key == "num_labels":
+            # A file's names of classes come before the number of them.
+            merged.pop("id2label", None)
+            merged.pop("label2id", None)
+    return merged
+
+
+def _known_keys(config: PreTrainedConfig) -> set[str]:
+    keys = {*config.to_dict(), *config.attribute_map, "num_labels"} - {"transformers_version", "architectures"}
+    return {key for key in keys if not key.startswith("_")}
+
+
+def _type_of(present: Any) -> type | tuple[type, ...]:
+    """Returns what may replace a value; everything may replace None, which transformers checks itself."""
+    if isinstance(present, bool):
+        return bool
+    if isinstance(present, (int, float)):
+        # An int where a float was is fine; the class refuses a float where it wants an int.
+        return (int, float)
+    if isinstance(present, (list, tuple)):
+        # Some sizes are a number or one for each side.
+        return (list, tuple, int, float)
+    return object
+
+
+def _check_type(key: str, value: Any, wanted: type | tuple[type, ...]) -> None:
+    if value is None and wanted is not dict:
+        return
+    is_bool = isinstance(value, bool)
+    if not isinstance(value, wanted) or (is_bool and wanted not in (bool, object)):
+        kinds = wanted if isinstance(wanted, tuple) else (wanted,)
+        raise _RefusedError(f"{key}={value!r}: must be {' or '.join(kind.__name__ for kind in kinds)}")
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        if file.stat().st_size > MAX_CONFIG_BYTES:
+            raise ValueError(f"{file} has {file.stat().st_size} bytes, too many for a configuration")
+        values = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"{file.parent} has no {CONFIG_FILE}: give the folder of a model, or a model type") from None
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror}): check its permissions") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        raise ValueError(f"{file} is not JSON: download it again") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} is not a configuration: download it again")
+    return values
+
+
+def _nearest(name: str, names: Any) -> str:
+    close = difflib.get_close_matches(name, sorted(names), n=NAMED, cutoff=0.5)
+    return f"; near to it: {', '.join(close)}" if close else ""

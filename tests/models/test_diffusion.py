@@ -1,0 +1,154 @@
+"""build_diffusion: its sources, its refusals, and the uniform call."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from models.diffusion import DiffusionModel, build_diffusion, config_folder, needed_condition
+from models.initialise import initialise
+from tests.offload.helpers.diffusion_architectures import UNET
+
+SMALL = {
+    **UNET,
+    "in_channels": 1,
+    "out_channels": 1,
+    "num_class_embeds": 4,
+    "down_block_types": ["DownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "UpBlock2D"],
+}
+TIMES = torch.tensor([0.25, 0.75])
+
+
+def small(**changes) -> DiffusionModel:
+    torch.manual_seed(0)
+    return build_diffusion("UNet2DModel", {**SMALL, **changes})
+
+
+def saved(folder: Path) -> Path:
+    small().network.save_pretrained(folder)
+    return folder
+
+
+def test_attributes_describe_the_model() -> None:
+    model = small()
+    assert model.sample_shape == (1, 8, 8)
+    assert model.num_labels == 4
+    assert needed_condition(model) == {"labels": ()}
+    assert small(sample_size=None).sample_shape is None
+    assert small(sample_size=[8, 16]).sample_shape == (1, 8, 16)
+    unconditional = small(num_class_embeds=None)
+    assert (unconditional.num_labels, needed_condition(unconditional)) == (None, {})
+
+
+def test_a_folder_gives_the_same_model(tmp_path: Path) -> None:
+    expected = {name: tensor.shape for name, tensor in small().state_dict().items()}
+    model = build_diffusion(saved(tmp_path / "model"))
+    assert {name: tensor.shape for name, tensor in model.state_dict().items()} == expected
+    assert build_diffusion(tmp_path / "model", {"layers_per_block": 2}).network.config["layers_per_block"] == 2
+
+
+@pytest.mark.parametrize("part", ["unet", "transformer"])
+def test_a_pipelines_folder_has_the_model_in_a_part(tmp_path: Path, part: str) -> None:
+    saved(tmp_path / part)
+    (tmp_path / "model_index.json").write_text("{}")
+    assert config_folder(tmp_path) == tmp_path / part
+    assert build_diffusion(tmp_path).sample_shape == (1, 8, 8)
+
+
+def test_lists_of_a_configuration_can_be_saved() -> None:
+    model = build_diffusion("UNet2DModel", OmegaConf.create(SMALL))
+    assert json.loads(model.network.to_json_string())["block_out_channels"] == [8, 16]
+
+
+def test_it_is_built_where_the_caller_says() -> None:
+    with torch.device("meta"):
+        assert all(parameter.is_meta for parameter in small().parameters())
+
+
+def test_initialised_as_all_models_it_computes() -> None:
+    model = small()
+    initialise(model, 0)
+    velocity = model(torch.randn(2, 1, 8, 8), TIMES, labels=torch.tensor([0, 3]))
+    assert velocity.isfinite().all()
+    assert velocity.std() > 0
+
+
+def test_floating_point_inputs_get_the_models_dtype_and_times_stay() -> None:
+    model = small().bfloat16()
+    seen = []
+    model.network.time_proj.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].dtype))
+    assert model(torch.randn(2, 1, 8, 8), TIMES, labels=torch.tensor([0, 3])).dtype == torch.bfloat16
+    assert seen == [torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("noisy", "condition", "message"),
+    [
+        ((2, 1, 8, 8), {}, "^UNet2DModel needs labels: choose a dataset with them$"),
+        ((2, 1, 8, 8), {"labels": (2,), "text": (2, 3)}, "^UNet2DModel cannot use text; it takes labels$"),
+        ((2, 3, 8, 8), {"labels": (2,)}, "^UNet2DModel takes 1 channels, not 3"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(noisy, condition, message: str) -> None:
+    tensors = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in condition.items()}
+    with pytest.raises(ValueError, match=message):
+        small()(torch.zeros(noisy), TIMES, **tensors)
+
+
+@pytest.mark.parametrize(
+    ("source", "overrides", "message"),
+    [
+        (
+            "UNet2DModel",
+            {"layer_per_block": 2},
+            r"^layer_per_block=2: UNet2DModel has no such key\. Did you mean layers_per",
+        ),
+        ("UNet2DModel", {"zzz": 2}, r"^zzz=2: UNet2DModel has no such key\. It has sample_size, in_channels"),
+        (
+            "UNet2DModel",
+            {"block_out_channels": [8]},
+            "^UNet2DModel cannot be built with .*: Must provide the same number",
+        ),
+        (
+            "AutoencoderKL",
+            {},
+            "^AutoencoderKL: AutoencoderKL is not supported; classes of diffusers that are: DiTTransf",
+        ),
+        (
+            "no/such/folder",
+            {},
+            r"^no/such/folder: no folder with a config\.json: give one, one of dit_xl, .*UNet2DModel",
+        ),
+    ],
+)
+def test_what_is_unknown_is_refused_in_one_line(source: str, overrides: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        build_diffusion(source, overrides)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON: download it again"),
+        ("[" * 100_000, "is not JSON: download it again"),
+        ("[]", "names no class of diffusers"),
+        ('{"_class_name": 3}', "names no class of diffusers"),
+        ('{"_class_name": "VQModel"}', "VQModel is not supported"),
+        ('{"_class_name": "UNet2DModel", "new_key": 7}', "has new_key=7, which UNet2DModel of diffusers .* not know"),
+        (" " * 2**23, "too many for a configuration"),
+    ],
+)
+def test_damaged_configurations_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        build_diffusion(tmp_path)
+
+
+def test_unknown_keys_of_a_file_that_say_nothing_are_left_out(tmp_path: Path) -> None:
+    config = {**SMALL, "_class_name": "UNet2DModel", "old_key": None, "_diffusers_version": "0.1"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert build_diffusion(tmp_path).sample_shape == (1, 8, 8)

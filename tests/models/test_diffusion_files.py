@@ -1,0 +1,108 @@
+"""Files of diffusion models: diffusers reads what is written here, and what diffusers writes is read here."""
+
+import shutil
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from torch import nn
+
+from models.diffusion import DiffusionModel, build_diffusion
+from models.diffusion_files import diffusion_files, load_diffusion, save_diffusion
+from tests.offload.helpers.diffusion_architectures import HEADS
+
+SD3 = {
+    **HEADS,
+    "sample_size": 8,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 1,
+    "joint_attention_dim": 12,
+    "caption_projection_dim": 16,
+    "pooled_projection_dim": 8,
+    "pos_embed_max_size": 8,
+}
+
+
+def small(seed: int) -> DiffusionModel:
+    """A model with a persistent buffer."""
+    torch.manual_seed(seed)
+    return build_diffusion("SD3Transformer2DModel", SD3)
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    a, b = a.state_dict(), b.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("shard_bytes", [2**30, 4000])
+def test_diffusers_reads_what_is_written(tmp_path: Path, shard_bytes: int) -> None:
+    model = small(0)
+    save_diffusion(model, tmp_path / "saved", shard_bytes)
+    assert (len(list((tmp_path / "saved").glob("*.safetensors"))) > 1) == (shard_bytes == 4000)
+    loaded = diffusers.SD3Transformer2DModel.from_pretrained(tmp_path / "saved")
+    assert same(loaded, model.network)
+    assert dict(loaded.config)["num_layers"] == 1
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "4KB"])
+def test_what_diffusers_writes_is_read(tmp_path: Path, shard_size: str) -> None:
+    small(0).network.save_pretrained(tmp_path, max_shard_size=shard_size)
+    model = small(1)
+    load_diffusion(model, tmp_path)
+    assert same(model, small(0))
+
+
+def test_values_are_converted_in_place(tmp_path: Path) -> None:
+    save_diffusion(small(0), tmp_path)
+    model = small(1).bfloat16()
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    load_diffusion(model, tmp_path)
+    assert same(model, small(0).bfloat16())
+    assert places == [parameter.data_ptr() for parameter in model.parameters()]
+
+
+def test_the_variant_without_a_name_of_a_pipelines_part_is_taken(tmp_path: Path) -> None:
+    folder = tmp_path / "transformer"
+    save_diffusion(small(0), folder)
+    shutil.copy(folder / "diffusion_pytorch_model.safetensors", folder / "diffusion_pytorch_model.fp16.safetensors")
+    model = small(1)
+    load_diffusion(model, tmp_path)
+    assert same(model, small(0))
+
+
+def test_a_single_file_is_read(tmp_path: Path) -> None:
+    save_diffusion(small(0), tmp_path)
+    model = small(1)
+    load_diffusion(model, tmp_path / "diffusion_pytorch_model.safetensors")
+    assert same(model, small(0))
+
+
+def test_weights_of_another_model_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    save_diffusion(build_diffusion("SD3Transformer2DModel", {**SD3, "num_layers": 2}), tmp_path)
+    model = small(1)
+    with pytest.raises(ValueError, match="choose the model that it was saved from"):
+        load_diffusion(model, tmp_path)
+    assert same(model, small(1))
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has neither diffusion_pytorch_model\.safetensors nor"):
+        load_diffusion(small(0), tmp_path)
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        load_diffusion(small(0), tmp_path / "none")
+
+
+def test_a_folder_with_files_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    with pytest.raises(ValueError, match="is not empty: give a new folder"):
+        save_diffusion(small(0), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_model_without_memory_is_not_saved() -> None:
+    with torch.device("meta"):
+        model = small(0)
+    with pytest.raises(ValueError, match="is on the meta device: allocate its memory"):
+        diffusion_files(model)

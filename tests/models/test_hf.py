@@ -1,0 +1,213 @@
+"""Models of transformers behind one way to call each; `tests/models/test_hf_modes.py` trains them under the modes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from models.generation import can_generate
+from models.hf import build_hf, mean_cross_entropy
+from models.hf_source import sub_configs
+from models.loss import Head
+from tests.models.helpers.hf_models import (
+    BATCH,
+    CLASSES,
+    LANGUAGE,
+    LENGTH,
+    MODELS,
+    VISION,
+    VOCABULARY,
+    batch,
+    task_of,
+    tiny,
+)
+
+# A bias, capped or scaled logits, an auxiliary loss, or a forward that calls the model below the head in parts.
+WITH_LOGITS = {"bert", "gemma2", "granite", "mixtral_balanced", "opt"}
+# Shapes of published models (mixtral_small is of no publication), with their numbers of parameters.
+REAL = {
+    "qwen3_8b": (
+        "qwen3",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_theta": 1e6},
+            "tie_word_embeddings": False,
+        },
+        8_190_735_360,
+    ),
+    "mixtral_small": (
+        "mixtral",
+        {
+            "vocab_size": 32000,
+            "hidden_size": 1024,
+            "intermediate_size": 3584,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        2_255_209_472,
+    ),
+    "gpt2": ("gpt2", {}, 124_439_808),
+    "mamba": ("mamba", {"vocab_size": 50280, "hidden_size": 768, "num_hidden_layers": 24}, 129_135_360),
+    "vit_l": (
+        "vit",
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "patch_size": 16,
+            "num_labels": 1000,
+        },
+        304_326_632,
+    ),
+}
+
+
+class TestCausalLanguageModel:
+    @pytest.mark.parametrize("name", LANGUAGE)
+    def test_loss_and_gradients_are_those_of_transformers(self, name: str):
+        # Without dropout.
+        model = tiny(name).eval()
+        ids, labels = batch(name)
+        labels = labels.masked_fill(torch.arange(LENGTH) == 2, -100)
+        loss = model(ids, labels)
+        loss.backward()
+        found = {name: parameter.grad for name, parameter in model.hf.named_parameters()}
+        model.zero_grad()
+        expected = model.hf(input_ids=ids, labels=labels, shift_labels=labels).loss
+        expected.backward()
+        assert (loss.shape, loss.dtype) == ((), torch.float32)
+        torch.testing.assert_close(loss, expected)
+        for parameter_name, parameter in model.hf.named_parameters():
+            torch.testing.assert_close(found[parameter_name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+    @pytest.mark.parametrize("device", ["cpu", "meta"])
+    @pytest.mark.parametrize("name", LANGUAGE)
+    def test_plain_heads_compute_the_loss_in_chunks(self, name: str, device: str):
+        model = tiny(name, device)
+        assert model.chunked_loss == (name not in WITH_LOGITS)
+        assert isinstance(model.hf.get_output_embeddings(), Head) == model.chunked_loss
+
+    @pytest.mark.parametrize("name", LANGUAGE)
+    def test_no_position_sees_later_tokens(self, name: str):
+        model = tiny(name).eval()
+        ids, _ = batch(name)
+        later = ids.clone()
+        later[:, 4:] = (ids[:, 4:] + 1) % VOCABULARY
+        one, other = (model.hf(input_ids=given).logits for given in (ids, later))
+        torch.testing.assert_close(one[:, :4], other[:, :4])
+        assert not torch.allclose(one[:, 4:], other[:, 4:])
+
+    def test_ties_stay(self):
+        model = tiny("qwen3_tied")
+        assert model.hf.get_output_embeddings().weight is model.hf.get_input_embeddings().weight
+
+    def test_the_auxiliary_loss_is_added_when_asked_for(self):
+        plain, balanced = tiny("mixtral"), tiny("mixtral_balanced")
+        balanced.load_state_dict(plain.state_dict())
+        arguments = batch("mixtral")
+        difference = balanced(*arguments) - plain(*arguments)
+        auxiliary = balanced.hf(input_ids=arguments[0]).aux_loss
+        expected = balanced.hf.config.router_aux_loss_coef * auxiliary
+        torch.testing.assert_close(difference, expected, rtol=1e-3, atol=1e-6)
+
+    @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+    def test_without_labels_that_count_the_loss_is_zero(self, name: str):
+        model = tiny(name)
+        ids, labels = batch(name)
+        loss = model(ids, torch.full_like(labels, -100))
+        loss.backward()
+        assert loss == 0
+        assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
+
+    def test_labels_of_another_shape_are_refused(self):
+        with pytest.raises(ValueError, match="must have the shape of input_ids"):
+            tiny("gpt2")(*(part[:, :n] for part, n in zip(batch("gpt2"), (4, 3), strict=True)))
+
+    def test_no_model_keeps_a_cache_or_generates(self):
+        for name in ("qwen3", "mamba", "gpt2"):
+            model = tiny(name, "meta")
+            assert not any(getattr(part, "use_cache", False) for part in sub_configs(model.hf.config))
+            assert not can_generate(model)
+
+
+class TestImageClassifier:
+    @pytest.mark.parametrize("name", VISION)
+    def test_logits_are_those_of_transformers(self, name: str):
+        model = tiny(name)
+        (images,) = batch(name)
+        logits = model.eval()(images)
+        assert logits.shape == (BATCH, CLASSES)
+        assert torch.equal(logits, model.hf(pixel_values=images).logits)
+
+
+class TestBuildHf:
+    @pytest.mark.parametrize("name", MODELS)
+    def test_nothing_is_allocated_on_the_meta_device(self, name: str):
+        model = tiny(name, "meta")
+        assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+    def test_values_are_those_of_transformers(self):
+        torch.manual_seed(0)
+        expected = AutoModelForCausalLM.from_config(tiny("qwen3", "meta").hf.config, dtype=torch.float32)
+        for name, tensor in tiny("qwen3").hf.state_dict().items():
+            assert torch.equal(tensor, expected.state_dict()[name])
+
+    @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+    def test_the_attention_backend_is_set(self, attention: str):
+        assert tiny("qwen3", "meta", attention).hf.config._attn_implementation == attention
+
+    def test_auto_takes_what_there_is(self):
+        assert tiny("qwen3", "meta").hf.config._attn_implementation == "sdpa"
+        assert tiny("gpt_oss", "meta").hf.config._attn_implementation == "eager"
+
+    @pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2", "nonsense"])
+    def test_a_backend_that_cannot_be_had_is_refused_in_one_line(self, attention: str):
+        with pytest.raises(ValueError, match=f"gpt_oss: .*attention={attention}: auto takes") as caught:
+            tiny("gpt_oss", "meta", attention)
+        assert "\n" not in str(caught.value)
+
+    def test_sizes_that_do_not_fit_are_refused(self):
+        with pytest.raises(ValueError, match="gpt2: "):
+            build_hf("gpt2", "causal_lm", {"n_embd": 17, "n_head": 2})
+
+    @pytest.mark.parametrize("name", ["qwen3", "gemma", "gemma3_text", "falcon"])
+    def test_tables_in_float32_stay_float32(self, name: str):
+        source, values = MODELS[name]
+        made = build_hf(source, task_of(name), values, dtype=torch.bfloat16)
+        converted = tiny(name).to(torch.bfloat16)
+        for (buffer_name, one), other in zip(made.named_buffers(), converted.buffers(), strict=True):
+            if "inv_freq" in buffer_name:
+                assert one.dtype == other.dtype == torch.float32
+                assert torch.equal(one, other)
+        assert {p.dtype for p in (*made.parameters(), *converted.parameters())} == {torch.bfloat16}
+        assert converted.to(torch.float64)(*batch(name)).isfinite()
+
+    def test_statistics_of_batch_norms_follow_the_parameters(self):
+        model = tiny("resnet").to(torch.bfloat16)
+        assert all(b.dtype == torch.bfloat16 for b in model.buffers() if b.is_floating_point())
+
+    @pytest.mark.parametrize("name", REAL)
+    def test_real_shapes_are_made_without_memory(self, name: str):
+        source, values, parameters = REAL[name]
+        with torch.device("meta"):
+            model = build_hf(source, "classification" if name == "vit_l" else "causal_lm", values)
+        assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+def test_mean_cross_entropy_leaves_out_ignored_labels():
+    logits = torch.randn(2, 3, VOCABULARY, dtype=torch.float64)
+    labels = torch.tensor([[1, -100, 4], [-100, -100, 0]])
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    torch.testing.assert_close(mean_cross_entropy(logits, labels), expected)

@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification, PreTrainedModel
+
+from models.hf import TransformersModel, build_hf
+from models.hf_buffers import fill_buffers
+from models.hf_files import load_hf, save_hf, stored_form
+from offload import LayerStream
+from tests.models.helpers.hf_models import LANGUAGE, MODELS, batch, tiny, without_values
+from tests.offload.helpers.models import attached
+
+FILE = "model.safetensors"
+# Small enough that each layer has a file of its own.
+SHARD_BYTES = 3000
+
+
+def trained(name: str) -> TransformersModel:
+    """A model in which no tensor is as it was first, norms and statistics included."""
+    model = tiny(name).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.add_(torch.rand(tensor.shape, generator=generator) / 8)
+    return model
+
+
+def by_transformers(name: str, folder: Path) -> PreTrainedModel:
+    auto = AutoModelForCausalLM if name in LANGUAGE else AutoModelForImageClassification
+    model, report = auto.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    return model.eval()
+
+
+def logits(name: str, model: PreTrainedModel) -> Tensor:
+    first = batch(name)[0]
+    return model(**{"input_ids" if name in LANGUAGE else "pixel_values": first}).logits
+
+
+def loaded(name: str, folder: Path) -> TransformersModel:
+    model = without_values(name).eval()
+    fill_buffers(model)
+    load_hf(model, folder)
+    return model
+
+
+def same_state(one: nn.Module, other: nn.Module) -> bool:
+    left, right = one.state_dict(), other.state_dict()
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.fixture
+def changed(tmp_path: Path) -> Callable[[str, Callable[[dict[str, Tensor]], object]], Path]:
+    """Saves a model, and changes the tensors of its file."""
+
+    def change(name: str, edit: Callable[[dict[str, Tensor]], object]) -> Path:
+        save_hf(trained(name), tmp_path)
+        tensors = load_file(tmp_path / FILE)
+        edit(tensors)
+        save_file(tensors, tmp_path / FILE)
+        return tmp_path
+
+    return change
+
+
+class TestBothWays:
+    @pytest.mark.parametrize("name", ["gpt2", "qwen3", "qwen3_tied", "mixtral", "mamba", "deepseek_v3", "vit"])
+    def test_transformers_reads_what_was_saved(self, name: str, tmp_path: Path):
+        model = trained(name)
+        save_hf(model, tmp_path, SHARD_BYTES)
+        assert len(list(tmp_path.glob("*.safetensors"))) >= 3
+        assert torch.equal(logits(name, by_transformers(name, tmp_path)), logits(name, model.hf))
+
+    @pytest.mark.parametrize("name", MODELS)
+    def test_what_transformers_saved_is_loaded(self, name: str, tmp_path: Path):
+        model = trained(name)
+        model.hf.save_pretrained(tmp_path, max_shard_size=SHARD_BYTES)
+        found = loaded(name, tmp_path)
+        assert same_state(found, model)
+        assert torch.equal(logits(name, found.hf), logits(name, model.hf))
+
+    @pytest.mark.parametrize("name", MODELS)
+    def test_files_are_those_of_transformers(self, name: str, tmp_path: Path):
+        model = trained(name)
+        save_hf(model, tmp_path / "ours")
+        model.hf.save_pretrained(tmp_path / "theirs")
+        ours, theirs = (load_file(tmp_path / who / FILE) for who in ("ours", "theirs"))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+    def test_the_folder_is_a_source(self, tmp_path: Path):
+        model = trained("qwen3")
+        save_hf(model, tmp_path)
+        with torch.device("meta"):
+            again = build_hf(str(tmp_path), "causal_lm")
+        assert again.hf.config.to_dict() | {"architectures": []} == model.hf.config.to_dict()
+        assert again.hf.config.architectures == ["Qwen3ForCausalLM"]
+        assert json.loads((tmp_path / "config.json").read_text())["use_cache"]
+
+    def test_a_mode_loads_and_saves(self, tmp_path: Path):
+        save_hf(trained("mixtral"), tmp_path / "a")
+        model = tiny("mixtral", "meta")
+        with attached(LayerStream(), model):
+            fill_buffers(model)
+            load_hf(model, tmp_path / "a")
+            save_hf(model, tmp_path / "b")
+        first, second = (load_file(tmp_path / folder / FILE) for folder in "ab")
+        assert all(torch.equal(first[key], second[key]) for key in first)
+
+    def test_values_are_converted_to_the_models_dtype(self, tmp_path: Path):
+        model = trained("mixtral")
+        save_hf(model, tmp_path)
+        narrow = without_values("mixtral").to(torch.bfloat16)
+        load_hf(narrow, tmp_path)
+        assert same_state(narrow, model.to(torch.bfloat16))
+
+
+class TestNamesOfFiles:
+    def test_experts_are_stacked_in_the_order_of_their_numbers(self, tmp_path: Path):
+        overrides = {"num_local_experts": 12}
+        model = without_values("mixtral", **overrides)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.rand(parameter.shape))
+        save_hf(model, tmp_path)
+        stored = load_file(tmp_path / FILE)
+        experts = model.hf.model.layers[1].mlp.experts
+        name = "model.layers.1.block_sparse_moe.experts.{}.w{}.weight"
+        assert torch.equal(experts.gate_up_proj[10], torch.cat([stored[name.format(10, w)] for w in (1, 3)]))
+        assert torch.equal(experts.down_proj[2], stored[name.format(2, 2)])
+        again = without_values("mixtral", **overrides)
+        load_hf(again, tmp_path)
+        assert same_state(again, model)
+
+    def test_a_checkpoint_of_the_part_below_the_head(self, changed):
+        # As the one of GPT-2 on the Hub: its names lack the prefix, and it has the masks of attention.
+        def strip(tensors: dict[str, Tensor]) -> None:
+            tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
+            for key in list(tensors):
+                tensors[key.removeprefix("transformer.")] = tensors.pop(key)
+
+        assert same_state(loaded("gpt2", changed("gpt2", strip)), trained("gpt2"))
+
+    def test_old_names_and_old_buffers(self, changed):
+        def age(tensors: dict[str, Tensor]) -> None:
+            tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)
+
+        assert same_state(loaded("llama", changed("llama", age)), trained("llama"))
+
+    def test_a_tied_weight_is_stored_once_and_may_be_there_twice(self, changed):
+        def twice(tensors: dict[str, Tensor]) -> None:
+            assert "lm_head.weight" not in tensors
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+        assert same_state(loaded("qwen3_tied", changed("qwen3_tied", twice)), trained("qwen3_tied"))
+
+    def test_a_tied_weight_under_its_other_name(self, changed):
+        def moved(tensors: dict[str, Tensor]) -> None:
+            tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+        assert same_state(loaded("qwen3_tied", changed("qwen3_tied", moved)), trained("qwen3_tied"))
+
+
+EXPERT = "model.layers.0.block_sparse_moe.experts.3.w1.weight"
+
+
+class TestRefuses:
+    @pytest.mark.parametrize(
+        ("name", "edit", "message"),
+        [
+            ("qwen3", lambda t: t.pop("model.norm.weight"), r"lacks tensor model\.norm\.weight: choose"),
+            ("qwen3", lambda t: t.pop("lm_head.weight"), r"lacks tensor lm_head\.weight: choose"),
+            ("qwen3", lambda t: t.update(more=torch.ones(2)), "has tensor more, which the model lacks"),
+            (
+                "qwen3",
+                lambda t: t.update({"model.norm.weight": torch.ones(3)}),
+                r"model\.norm\.weight has shape \(3,\), but the model's has \(16,\)",
+            ),
+            (
+                "qwen3",
+                lambda t: t.update({"model.norm.weight": torch.ones(16, dtype=torch.int8)}),
+                r"model\.norm\.weight has dtype I8, which cannot be converted",
+            ),
+            (
+                "qwen3_tied",
+                lambda t: t.update({"lm_head.weight": torch.ones(40, 16)}),
+                r"model\.embed_tokens\.weight and lm_head\.weight differ",
+            ),
+            ("gpt2", lambda t: t.update({"wte.weight": torch.ones(40, 16)}), r"are both transformer\.wte\.weight"),
+            (
+                "mixtral",
+                lambda t: t.pop(EXPERT),
+                r"\(and 6 more\) (become|cannot be converted to) model\.layers\.0\.mlp\.experts\.gate_up_proj",
+            ),
+            (
+                "mixtral",
+                lambda t: t.update({EXPERT: torch.ones(32, 15)}),
+                r"\(and 7 more\) cannot be converted to model\.layers\.0\.mlp\.experts\.gate_up_proj",
+            ),
+            (
+                "mixtral",
+                lambda t: t.update({EXPERT: torch.ones(32, 16, dtype=torch.int8)}),
+                r"experts\.3\.w1\.weight has dtype I8: use a checkpoint that is not quantised",
+            ),
+            (
+                "mixtral",
+                lambda t: t.update({f"{EXPERT[:-11]}{4}.w{w}.weight": torch.ones(32, 16) for w in (1, 3)}),
+                r"\(and 9 more\) become .*gate_up_proj with shape \(5, 64, 16\), but the model's has \(4, 64, 16\)",
+            ),
+            (
+                "mixtral",
+                lambda t: [t.pop(key) for key in list(t) if ".1.block_sparse_moe.experts" in key],
+                r"lacks tensor model\.layers\.1\.mlp\.experts\.gate_up_proj \(and 1 more\)",
+            ),
+        ],
+    )
+    def test_a_checkpoint_that_does_not_fit_leaves_the_model(self, changed, name: str, edit, message: str):
+        model = tiny(name)
+        before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+        with pytest.raises(ValueError, match=message) as caught:
+            load_hf(model, changed(name, edit))
+        assert "\n" not in str(caught.value)
+        assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+
+    def test_a_folder_that_is_not_there(self, tmp_path: Path):
+        with pytest.raises(FileNotFoundError, match="does not exist"):
+            load_hf(tiny("gpt2"), tmp_path / "none")
+
+    def test_a_model_without_memory(self, tmp_path: Path):
+        save_hf(tiny("gpt2"), tmp_path)
+        for use in (lambda model: load_hf(model, tmp_path), lambda model: save_hf(model, tmp_path / "b")):
+            with pytest.raises(ValueError, match="is on the meta device: allocate its memory"):
+                use(tiny("gpt2", "meta"))
+
+    @pytest.mark.parametrize("present", ["model-00001-of-00002.safetensors", "model.safetensors.index.json"])
+    def test_a_folder_with_weights_is_not_written_to(self, tmp_path: Path, present: str):
+        (tmp_path / present).write_text("{}")
+        with pytest.raises(ValueError, match=f"has {present} already"):
+            save_hf(tiny("gpt2"), tmp_path)
+        assert [file.name for file in tmp_path.iterdir()] == [present]
+
+    def test_tensors_that_cannot_be_converted_back(self):
+        experts = {"model.layers.0.mlp.experts.gate_up_proj": torch.ones(4)}
+        with pytest.raises(ValueError, match=r"gate_up_proj cannot be converted to the form of files"):
+            stored_form(tiny("mixtral", "meta").hf, experts)

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, Gemma3Config, Qwen3Config
+
+from models.hf_source import find_source, sub_configs
+
+
+def folder_of(values: dict, folder: Path) -> str:
+    (folder / "config.json").write_text(json.dumps(values))
+    return str(folder)
+
+
+class TestFindSource:
+    def test_a_model_type_begins_with_the_defaults(self):
+        assert find_source("qwen3", "causal_lm").config().to_dict() == {**Qwen3Config().to_dict(), "use_cache": False}
+
+    def test_a_folder_begins_with_its_file(self, tmp_path: Path):
+        Qwen3Config(hidden_size=64, num_hidden_layers=3).save_pretrained(tmp_path)
+        config = find_source(str(tmp_path), "causal_lm").config({"num_hidden_layers": 2, "layer_types": None})
+        assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (64, 2, Qwen3Config().vocab_size)
+
+    @pytest.mark.parametrize("task", ["regression", "", "CAUSAL_LM"])
+    def test_an_unknown_task_is_refused(self, task: str):
+        with pytest.raises(ValueError, match="must be one of causal_lm, classification"):
+            find_source("gpt2", task)
+
+    def test_an_unknown_architecture_is_refused_with_the_nearest(self):
+        with pytest.raises(ValueError, match=r"'qwen33' is neither a model type of transformers nor a folder.*qwen3"):
+            find_source("qwen33", "causal_lm")
+
+    def test_an_architecture_without_a_model_for_the_task_is_refused(self):
+        with pytest.raises(ValueError, match="gpt2 has no model for task=classification"):
+            find_source("gpt2", "classification")
+        with pytest.raises(ValueError, match="vit has no model for task=causal_lm"):
+            find_source("vit", "causal_lm")
+
+    @pytest.mark.parametrize("name", ["xlnet", "xlm", "cpmant"])
+    def test_an_architecture_that_sees_later_tokens_is_refused(self, name: str):
+        with pytest.raises(ValueError, match=f"^{name} sees later tokens too"):
+            find_source(name, "causal_lm")
+
+    def test_an_encoder_is_a_decoder_in_this_task(self, tmp_path: Path):
+        for source in ("bert", folder_of({"model_type": "bert", "is_decoder": False}, tmp_path)):
+            assert find_source(source, "causal_lm").config().is_decoder
+
+    def test_a_folder_that_is_no_model_is_refused(self, tmp_path: Path):
+        with pytest.raises(ValueError, match=r"has no config\.json"):
+            find_source(str(tmp_path), "causal_lm")
+        for text, wrong in (("{", "is not JSON"), ("[]", "is not a configuration"), ("\xff", "is not JSON")):
+            (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+            with pytest.raises(ValueError, match=wrong):
+                find_source(str(tmp_path), "causal_lm")
+
+    def test_code_of_a_checkpoint_and_quantised_weights_are_refused(self, tmp_path: Path):
+        source = folder_of({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}, tmp_path)
+        with pytest.raises(ValueError, match=r"model_type='mine'.*code of a checkpoint is not run"):
+            find_source(source, "causal_lm")
+        source = folder_of({"model_type": "gpt2", "quantization_config": {"quant_method": "fp8"}}, tmp_path)
+        with pytest.raises(ValueError, match="quantised"):
+            find_source(source, "causal_lm")
+
+
+class TestOverrides:
+    def test_both_names_of_a_value_are_known(self):
+        source = find_source("gpt2", "causal_lm")
+        assert source.config({"n_embd": 48}).hidden_size == source.config({"hidden_size": 48}).n_embd == 48
+
+    def test_an_override_comes_before_a_value_of_the_file_under_its_other_name(self, tmp_path: Path):
+        source = find_source(folder_of({"model_type": "gpt2", "n_embd": 24, "n_head": 2}, tmp_path), "causal_lm")
+        assert source.config({"hidden_size": 48}).n_embd == 48
+        assert source.config().n_embd == 24
+
+    def test_values_that_depend_on_others_follow(self):
+        config = find_source("qwen3", "causal_lm").config({"num_hidden_layers": 4})
+        assert len(config.layer_types) == 4
+
+    def test_a_mapping_is_merged(self):
+        config = find_source("qwen3", "causal_lm").config({"rope_parameters": {"rope_theta": 5e5}})
+        assert config.rope_parameters == {"rope_theta": 5e5, "rope_type": "default"}
+
+    def test_sub_configurations_are_merged_and_none_keeps_a_cache(self, tmp_path: Path):
+        Gemma3Config(text_config={"hidden_size": 64, "num_hidden_layers": 2}).save_pretrained(tmp_path)
+        for source in ("gemma3", str(tmp_path)):
+            changed = {"text_config": {"num_hidden_layers": 3, "layer_types": None}}
+            config = find_source(source, "causal_lm").config(changed)
+            assert config.text_config.num_hidden_layers == 3
+            width = Gemma3Config().text_config.hidden_size if source == "gemma3" else 64
+            assert config.text_config.hidden_size == width
+            assert not any(getattr(part, "use_cache", False) for part in sub_configs(config))
+            assert len(list(sub_configs(config))) == 3
+
+    def test_classes_are_counted_anew(self, tmp_path: Path):
+        AutoConfig.for_model("vit", num_labels=7).save_pretrained(tmp_path)
+        source = find_source(str(tmp_path), "classification")
+        assert (source.config().num_labels, source.config({"num_labels": 3}).num_labels) == (7, 3)
+
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            ({"num_hidden_layer": 4}, "num_hidden_layer=4: qwen3 has no such key; near to it: num_hidden_layers"),
+            ({"num_hidden_layers": "four"}, "num_hidden_layers='four': must be int or float"),
+            ({"num_hidden_layers": True}, "num_hidden_layers=True: must be int or float"),
+            ({"num_hidden_layers": 2.5}, "qwen3: .*num_hidden_layers"),
+            ({"tie_word_embeddings": 1}, "tie_word_embeddings=1: must be bool"),
+            ({"rope_parameters": 5}, "rope_parameters=5: must be dict"),
+            ({"use_cache": True}, "use_cache=True: cannot be given, because training keeps no"),
+            ({"is_decoder": False}, "is_decoder=False: cannot be given"),
+            ({"dtype": "bfloat16"}, "the precision of the run decides"),
+            ({"attn_implementation": "eager"}, "has no such key"),
+            ({"layer_types": ["full_attention"]}, "qwen3: .*num_hidden_layers"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused_in_one_line(self, overrides: dict, message: str):
+        with pytest.raises(ValueError, match=message) as caught:
+            find_source("qwen3", "causal_lm").config(overrides)
+        assert "\n" not in str(caught.value)
+
+    def test_a_nested_key_is_named_with_its_path(self):
+        with pytest.raises(ValueError, match=r"text_config\.hidden_sizes=4: gemma3_text has no such key"):
+            find_source("gemma3", "causal_lm").config({"text_config": {"hidden_sizes": 4}})
