@@ -66,12 +66,10 @@ def read_stdlib() -> Iterator[tuple[str, bool]]:
             yield text, True
 
 
-def check_column(text_column: str, columns: Iterable[str], source: str) -> None:
-    """Raises UserError if `source`, whose columns are `columns`, has no column `text_column`."""
-    if text_column not in columns:
-        raise UserError(
-            f"dataset.text_column={text_column}: no such column in {source}; it has {', '.join(columns) or 'none'}"
-        )
+def check_column(column: str, columns: Iterable[str], source: str, key: str = "text_column") -> None:
+    """Raises UserError naming `key` if `source`, whose columns are `columns`, has no column of that name."""
+    if column not in columns:
+        raise UserError(f"dataset.{key}={column}: no such column in {source}; it has {', '.join(columns) or 'none'}")
 
 
 def is_text(value: Any, text_column: str, source: str) -> bool:

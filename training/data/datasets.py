@@ -9,7 +9,7 @@ Every dataset has:
 * `num_blocks`: the sequences in one epoch; None where that is unknown or endless.
 * `eval_batches(count)`: up to `count` batches of the held-out split, the same at each call. No token of theirs is a
   label in `batch`, however often or seldom the run evaluates. Empty if the split is too small for a sequence.
-* `tokens_sha256`, where all tokens are in memory: resuming compares it, to see whether the text has changed.
+* `data_sha256`, where all tokens are in memory: resuming compares it, to see whether the text has changed.
 
 `cache_dir` is a folder for files that a library must write (of HubText, the repository's metadata);
 None uses a temporary folder, which is removed.

@@ -1,7 +1,6 @@
 """A dataset that streams text from the Hugging Face Hub."""
 
 import hashlib
-import os
 import shutil
 import tempfile
 import weakref
@@ -13,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from training.data.corpus import check_column, import_datasets, is_text
+from training.data.corpus import check_column, is_text
+from training.data.hub_rows import columns_of, open_rows
 from training.data.packing import blocks_of, concatenate, limit_tokens, token_dtype, tokenise
 from training.data.tokenizer import load_tokenizer
 from training.errors import UserError, first_line
-from training.hub_client import ask_hub
 
 USE_LOCAL_FILES = "or train on local files with dataset=text dataset.files=PATH"
 
@@ -124,27 +123,10 @@ class HubText:
         return [blocks_of(tokens, batch, self._seq_len) for batch in batches]
 
     def _open(self, config_name: str | None, split: str, revision: str | None, folder: str, key: str = "split") -> Any:
-        datasets = import_datasets()
-        if not os.path.isdir(self._name):
-            _keep_client_files_in(folder)
-            from huggingface_hub import HfApi
-
-            ask_hub(HfApi().dataset_info, self._name, f"dataset.name={self._name}", "dataset", USE_LOCAL_FILES)
-        try:
-            rows = datasets.load_dataset(
-                self._name,
-                config_name,
-                split=split,
-                revision=revision,
-                streaming=True,
-                cache_dir=folder,
-                download_config=datasets.DownloadConfig(cache_dir=os.path.join(folder, "downloads")),
-            )
-            columns = rows.column_names or list(next(iter(rows), {}))
-        except Exception as error:  # the library raises about ten types of error, without a common base class
-            asked = f"dataset.name={self._name} dataset.config_name={config_name} dataset.{key}={split}"
-            raise UserError(f"{asked}: {first_line(error)}") from error
-        check_column(self._text_column, columns, self._name)
+        rows = open_rows(
+            self._name, config_name, split, revision=revision, folder=folder, split_key=key, otherwise=USE_LOCAL_FILES
+        )
+        check_column(self._text_column, columns_of(rows), self._name)
         return rows.select_columns([self._text_column])
 
     def _restart(self) -> None:
@@ -201,14 +183,3 @@ class HubText:
     def _is_held_out(self, text: str) -> bool:
         digest = hashlib.blake2b(text.encode("utf-8", errors="replace"), digest_size=8).digest()
         return int.from_bytes(digest) < self._eval_share * 2**64
-
-
-def _keep_client_files_in(folder: str) -> None:
-    """Makes the Hub's client write below `folder`, not in the home directory. It still reads a login from there."""
-    from huggingface_hub import constants
-
-    constants.HF_HUB_CACHE = os.path.join(folder, "hub")
-    # The Xet transport writes caches and logs of its own, and does not speed up reading rows in order.
-    constants.HF_HUB_DISABLE_XET = True
-    # With telemetry, the client asks the Hub for a list of known callers first, and stores it in the home directory.
-    constants.HF_HUB_DISABLE_TELEMETRY = True

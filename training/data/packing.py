@@ -65,7 +65,7 @@ class PackedTokens:
         self._batch_size = batch_size
 
     @cached_property
-    def tokens_sha256(self) -> str:
+    def data_sha256(self) -> str:
         """The SHA-256 of all tokens in their own dtype, in little-endian byte order."""
         return hashlib.sha256(self._tokens.astype(self._tokens.dtype.newbyteorder("<"), copy=False)).hexdigest()
 

@@ -37,11 +37,11 @@ def test_a_batch_is_consecutive_tokens_in_int64() -> None:
 def test_the_digest_covers_all_tokens_and_ignores_byte_order() -> None:
     tokens = np.arange(41)
     digests = {
-        PackedTokens(tokens.astype(dtype), vocab_size=41, seed=seed, seq_len=SEQ_LEN, batch_size=3).tokens_sha256
+        PackedTokens(tokens.astype(dtype), vocab_size=41, seed=seed, seq_len=SEQ_LEN, batch_size=3).data_sha256
         for dtype, seed in (("<u2", 0), (">u2", 1))
     }
     assert digests == {hashlib.sha256(b"".join(bytes([token, 0]) for token in tokens)).hexdigest()}
-    assert packed(42).tokens_sha256 not in digests
+    assert packed(42).data_sha256 not in digests
 
 
 def test_epochs_and_seeds_differ_in_order() -> None:
@@ -117,7 +117,7 @@ def test_no_held_out_token_is_trained_on_and_each_is_evaluated_on() -> None:
     evaluated = dataset.eval_batches(9)
     assert [len(batch) for batch in evaluated] == [3, 3]
     assert sorted(torch.cat(evaluated)[:, 1:].flatten().tolist()) == list(range(76, 100))
-    assert dataset.tokens_sha256 == held_out(100, 0.0).tokens_sha256
+    assert dataset.data_sha256 == held_out(100, 0.0).data_sha256
 
 
 def test_fewer_batches_are_spread_over_the_held_out_text() -> None:

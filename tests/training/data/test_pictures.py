@@ -1,0 +1,134 @@
+"""Decoding of pictures: what is accepted, what is refused in one line, and which square is cut."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from training.data import pictures
+from training.data.pictures import as_images, decoded, meta_images, square_of
+from training.errors import UserError
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def gradient(width: int, height: int) -> Image.Image:
+    """Red grows to the right, green downwards."""
+    levels = np.zeros((height, width, 3), dtype=np.uint8)
+    levels[..., 0] = np.arange(width)
+    levels[..., 1] = np.arange(height)[:, None]
+    return Image.fromarray(levels)
+
+
+def test_bytes_and_open_files_are_decoded() -> None:
+    content = encoded(gradient(5, 4))
+    for source in (content, io.BytesIO(content)):
+        image = decoded(source, "a.png")
+        assert (image.size, image.mode) == ((5, 4), "RGB")
+        assert image.getpixel((3, 2)) == (3, 2, 0)
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "1", "RGBA", "LA", "CMYK"])
+def test_every_mode_of_eight_bits_becomes_rgb(mode: str) -> None:
+    kind = "TIFF" if mode == "CMYK" else "PNG"
+    assert decoded(encoded(gradient(4, 4).convert(mode), kind), "a").mode == "RGB"
+
+
+def test_a_picture_on_its_side_is_turned_upright() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert decoded(encoded(gradient(8, 4), "JPEG", exif=exif), "a.jpg").size == (4, 8)
+
+
+def sixteen_bits() -> bytes:
+    return encoded(Image.fromarray(np.full((4, 4), 60000, dtype=np.uint16)))
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "it has no known format"),
+        (b"not a picture", "it has no known format"),
+        (encoded(gradient(64, 64), "JPEG")[:500], "truncated"),
+        (encoded(gradient(64, 64))[:100], "truncated"),
+        (sixteen_bits(), "its mode is I;16, more than 8 bits a channel"),
+    ],
+)
+def test_damaged_pictures_are_refused_in_one_line(content: bytes, problem: str) -> None:
+    with pytest.raises(UserError) as caught:
+        decoded(content, "folder/a.png")
+    message = str(caught.value)
+    assert message.startswith("dataset: cannot use the picture folder/a.png: ")
+    assert message.endswith("; repair or remove it")
+    assert problem in message.replace("Truncated", "truncated")
+    assert "\n" not in message
+
+
+def test_a_decompression_bomb_is_refused_before_it_is_decoded() -> None:
+    # Less than a MiB in the file, 1.2 GiB decoded.
+    bomb = encoded(Image.new("1", (20_000, 20_000)))
+    assert len(bomb) < 2**20
+    with pytest.raises(UserError, match=r"a\.png: .*(exceeds limit|more than)"):
+        decoded(bomb, "a.png")
+
+
+def test_pixels_below_pillows_own_limit_are_counted(monkeypatch) -> None:
+    monkeypatch.setattr(pictures, "MAX_PIXELS", 15)
+    with pytest.raises(UserError, match="it has 4 x 4 pixels, more than 15"):
+        decoded(encoded(gradient(4, 4)), "a.png")
+
+
+def test_a_huge_file_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(pictures, "MAX_FILE_BYTES", 10)
+    with pytest.raises(UserError, match="it has 0 MiB, more than 0"):
+        decoded(encoded(gradient(4, 4)), "a.png")
+
+
+def test_the_middle_is_cut_from_the_resized_picture() -> None:
+    square = square_of(gradient(10, 4), 4, None, crop=True, flip=True)
+    assert square.shape == (3, 4, 4)
+    assert square[0, 0].tolist() == [3, 4, 5, 6]
+    assert square[1, :, 0].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("size", [(10, 4), (4, 10), (7, 7), (3, 1000)])
+def test_the_short_side_decides(size: tuple[int, int]) -> None:
+    assert square_of(gradient(*size), 5, (0, 1), crop=True, flip=True).shape == (3, 5, 5)
+
+
+def squares(**options: bool) -> list[np.ndarray]:
+    return [square_of(gradient(40, 8), 8, (0, number, 0), **options) for number in range(60)]
+
+
+def test_random_squares_and_mirrors() -> None:
+    rising = [bool(square[0, 0, 0] < square[0, 0, 1]) for square in squares(crop=True, flip=True)]
+    assert 15 < sum(rising) < 45
+    left_edges = {int(square[0, 0].min()) for square in squares(crop=True, flip=False)}
+    assert left_edges <= set(range(33))
+    assert len(left_edges) > 15
+    assert len({square.tobytes() for square in squares(crop=False, flip=True)}) == 2
+    assert len({square.tobytes() for square in squares(crop=False, flip=False)}) == 1
+
+
+def test_variations_depend_on_their_integers_alone() -> None:
+    image = gradient(40, 8)
+    first, again, other = (square_of(image, 8, key, crop=True, flip=True) for key in ((1, 2, 3), (1, 2, 3), (1, 2, 4)))
+    assert (first == again).all()
+    assert not (first == other).all()
+
+
+def test_levels_become_minus_one_to_one() -> None:
+    images = as_images([np.full((3, 2, 2), level, dtype=np.uint8) for level in (0, 51, 255)])
+    assert images.shape == (3, 3, 2, 2)
+    assert torch.allclose(images[:, 0, 0, 0], torch.tensor([-1.0, -0.6, 1.0]))
+
+
+def test_meta_batches() -> None:
+    assert list(meta_images(2, 8, labels=False)) == ["images"]
+    assert meta_images(2, 8, labels=True)["labels"].dtype == torch.int64

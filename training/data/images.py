@@ -1,0 +1,135 @@
+"""Pictures in a folder."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from training.data.examples import NumberedExamples
+from training.data.packing import epoch_order
+from training.data.pictures import as_images, check_size, decoded, meta_images, square_of
+from training.errors import UserError
+from training.runs.bounded_files import UnreadableError, opened
+from training.runs.paths import home_expanded
+
+EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+# In the key of random numbers: which pictures are held out.
+HELD_OUT = 0x68656C64
+
+
+class ImageFolder(NumberedExamples):
+    """Pictures in a folder: one folder for each class, or without labels in any folders.
+
+    A batch has `images`, float32 [B, 3, size, size] from -1 to 1, and with labels `labels`, int64 [B], the places of
+    the class folders in the order of their names. A picture is read when it is needed; its short side becomes `size`.
+    Hidden files and folders are left out, and files without an extension of pictures.
+
+    Args:
+        folder: the folder, relative to the current one.
+        size: height and width of an image in pixels.
+        labels: whether the folders below `folder` are classes.
+        crop: "random" takes a new square of a picture in each epoch, "centre" the middle. Those held out are "centre".
+        flip: whether half of the pictures are mirrored, others in each epoch.
+        eval_share: the share of the pictures, random ones, that is held out for evaluation.
+        seq_len, cache_dir: unused; every dataset accepts them.
+
+    Attributes:
+        num_classes: the number of class folders; None without labels.
+
+    Raises:
+        UserError: there are no pictures, or not as `labels` says; and, from `batch`, one cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        size: int = 64,
+        labels: bool = True,
+        crop: str = "random",
+        flip: bool = True,
+        *,
+        seed: int,
+        batch_size: int,
+        seq_len: int | None = None,
+        eval_share: float = 0.0,
+        cache_dir: str | Path | None = None,
+    ):
+        check_size(size)
+        if crop not in ("random", "centre"):
+            raise UserError(f"dataset.crop={crop}: must be random or centre")
+        self._root = _existing(folder)
+        self._files = _pictures_below(self._root)
+        if not self._files:
+            raise UserError(f"dataset.folder={folder}: no pictures in it; they end in {', '.join(EXTENSIONS)}")
+        classes = sorted({file.partition("/")[0] for file in self._files}) if labels else []
+        loose = [file for file in self._files if "/" not in file]
+        if labels and loose:
+            raise UserError(
+                f"dataset.labels=true: {loose[0]} is in no class folder of {folder}: take dataset.labels=false, or move"
+                " it"
+            )
+        self.num_classes = len(classes) if labels else None
+        self._class_of = {name: number for number, name in enumerate(classes)}
+        self._size = size
+        self._crop = crop
+        self._flip = flip
+        # The last of them are held out. In the order of names these would be those of one class.
+        self._order = epoch_order(len(self._files), HELD_OUT, 0)
+        super().__init__(len(self._files), seed=seed, batch_size=batch_size, eval_share=eval_share)
+
+    @staticmethod
+    def meta_batch(rows: int, *, size: int = 64, labels: bool = True, **_others: object) -> dict[str, Tensor]:
+        """Returns a batch of `rows` examples on the meta device, for these keys of the dataset's option."""
+        return meta_images(rows, size, labels)
+
+    @cached_property
+    def data_sha256(self) -> str:
+        """The SHA-256 of names and lengths of all files, and of how they are cut. Their contents are not read."""
+        digest = hashlib.sha256(f"{self._size} {self._crop} {self._flip} {self._count}".encode())
+        for file in self._files:
+            digest.update(f"\n{file} {(self._root / file).stat().st_size}".encode(errors="surrogateescape"))
+        return digest.hexdigest()
+
+    def examples(self, numbers: Sequence[int], epochs: Sequence[int]) -> dict[str, Tensor]:
+        """Returns `images`, and `labels` if there are any. Each depends on seed, picture and epoch.
+
+        Raises UserError naming a picture that cannot be used.
+        """
+        files = [self._files[self._order[number]] for number in numbers]
+        squares = [self._square(*which) for which in zip(files, numbers, epochs, strict=True)]
+        batch = {"images": as_images(squares)}
+        if self.num_classes is not None:
+            batch["labels"] = torch.tensor([self._class_of[file.partition("/")[0]] for file in files])
+        return batch
+
+    def _square(self, file: str, number: int, epoch: int):
+        path = self._root / file
+        try:
+            with opened(path) as content:
+                image = decoded(content, str(path))
+        except UnreadableError as error:
+            raise UserError(f"dataset: cannot use the picture {path}: {error}; repair or remove it") from None
+        variation = None if epoch < 0 else (self._seed, number, epoch)
+        return square_of(image, self._size, variation, crop=self._crop == "random", flip=self._flip)
+
+
+def _existing(folder: str | Path) -> Path:
+    path = home_expanded("dataset.folder", folder)
+    if not str(folder) or not path.is_dir():
+        raise UserError(f"dataset.folder={folder}: no such folder (looked from {Path.cwd()})")
+    return path
+
+
+def _pictures_below(root: Path) -> list[str]:
+    """Returns the paths of all pictures below `root`, relative and with slashes, sorted."""
+    found = []
+    for folder, subfolders, names in os.walk(root, followlinks=False):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        for name in names:
+            if not name.startswith(".") and name.lower().endswith(EXTENSIONS):
+                found.append(Path(folder, name).relative_to(root).as_posix())
+    return sorted(found)

@@ -1,0 +1,100 @@
+"""Decodes picture files that others made, and cuts a square from each."""
+
+import io
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from training.data.packing import random_words
+from training.errors import UserError, first_line
+
+# Where Pillow begins to warn of files that are small and pictures that are not.
+MAX_PIXELS = 2**30 // 4 // 3
+MAX_FILE_BYTES = 2**28
+# Pillow would cut 16 bits and floats off at 255.
+DEEP_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
+# In the key of random numbers.
+CROPS = 0x63726F70
+
+
+def decoded(source: BinaryIO | bytes, name: str):
+    """Decodes a picture, upright and with three channels of 8 bits: a Pillow image in mode RGB.
+
+    Transparency is left out; of an animation the first picture is taken.
+
+    Raises:
+        UserError: one line that names the picture, where it is damaged, is no picture, has more than MAX_PIXELS or
+            MAX_FILE_BYTES, or more than 8 bits a channel.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        if isinstance(source, bytes):
+            source = io.BytesIO(source)
+        nbytes = source.seek(0, io.SEEK_END)
+        source.seek(0)
+        if nbytes > MAX_FILE_BYTES:
+            raise ValueError(f"it has {nbytes >> 20} MiB, more than {MAX_FILE_BYTES >> 20}")
+        with Image.open(source) as image:
+            # Known from its header, before anything is decoded.
+            if image.width * image.height > MAX_PIXELS:
+                raise ValueError(f"it has {image.width} x {image.height} pixels, more than {MAX_PIXELS:,}")
+            if image.mode in DEEP_MODES:
+                raise ValueError(f"its mode is {image.mode}, more than 8 bits a channel: convert it")
+            return ImageOps.exif_transpose(image).convert("RGB")
+    # Pillow's decoders raise whatever their parsers do, for a file that is damaged.
+    except Exception as error:
+        # Pillow would name the object that it read.
+        reason = "it has no known format" if isinstance(error, UnidentifiedImageError) else first_line(error)
+        raise UserError(f"dataset: cannot use the picture {name}: {reason}; repair or remove it") from error
+
+
+def square_of(image, size: int, variation: tuple[int, ...] | None, *, crop: bool, flip: bool) -> np.ndarray:
+    """Resizes the short side of a Pillow image to `size`, and cuts a square: uint8 [3, size, size].
+
+    Args:
+        variation: the random square, and whether it is mirrored, depend on these integers alone. None takes the middle,
+            as it is.
+        crop: whether the square is random; otherwise it is the middle.
+        flip: whether every second image is mirrored.
+    """
+    from PIL import Image
+
+    width, height = image.size
+    short = min(width, height)
+    # At least `size`, which rounding might miss.
+    resized = max(size, round(width * size / short)), max(size, round(height * size / short))
+    image = image.resize(resized, Image.Resampling.BICUBIC)
+    left, top = (resized[0] - size) // 2, (resized[1] - size) // 2
+    mirrored = False
+    if variation is not None:
+        right, down, turned = (int(word) for word in random_words(3, CROPS, *variation))
+        if crop:
+            left, top = right % (resized[0] - size + 1), down % (resized[1] - size + 1)
+        # The highest bit: the lowest ones of a generator are its worst.
+        mirrored = flip and bool(turned >> 63)
+    levels = np.asarray(image.crop((left, top, left + size, top + size)))
+    if mirrored:
+        levels = levels[:, ::-1]
+    return np.ascontiguousarray(levels.transpose(2, 0, 1))
+
+
+def as_images(squares: list[np.ndarray]) -> Tensor:
+    """Returns squares uint8 [3, size, size] as float32 [B, 3, size, size] from -1 to 1."""
+    return torch.from_numpy(np.stack(squares)).float().div_(127.5).sub_(1)
+
+
+def meta_images(rows: int, size: int, labels: bool) -> dict[str, Tensor]:
+    """Returns a batch of pictures on the meta device: `images` as `as_images` makes them, and `labels` int64 [rows]."""
+    batch = {"images": torch.empty((rows, 3, size, size), device="meta")}
+    if labels:
+        batch["labels"] = torch.empty(rows, dtype=torch.int64, device="meta")
+    return batch
+
+
+def check_size(size: int) -> None:
+    """Raises UserError for a side of images that is out of range."""
+    if not 1 <= size <= 8192:
+        raise UserError(f"dataset.size={size}: must be at least 1 and at most 8192 pixels")

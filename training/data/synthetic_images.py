@@ -1,0 +1,97 @@
+"""Random numbers in the shape of images, latents and their conditions: for measuring speed."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from training.data.packing import random_words
+from training.errors import UserError
+
+# In the key of random numbers: those of evaluation.
+EVALUATION = 1
+IMAGES, LABELS = "images", "labels"
+
+
+class SyntheticImages:
+    """Normally distributed random numbers, new ones in every batch. The loss means nothing.
+
+    A batch has `images`, float32 [B, *shape], with classes `labels`, int64 [B], and a tensor float32 [B, ...] for each
+    of `condition`.
+
+    Args:
+        shape: of one image: [3, 256, 256], of latents [4, 32, 32], of a video [128, 8, 16, 24].
+        num_classes: labels are below this; null for none.
+        condition: the shapes of further tensors by their names, as in {encoder_hidden_states: [77, 2048]}.
+        seq_len, cache_dir: unused; every dataset accepts them.
+
+    Raises:
+        UserError: a shape has no numbers, or a name is taken.
+    """
+
+    num_blocks = None
+
+    def __init__(
+        self,
+        shape: Sequence[int] = (3, 64, 64),
+        num_classes: int | None = None,
+        condition: Mapping[str, Sequence[int]] | None = None,
+        *,
+        seed: int,
+        batch_size: int,
+        seq_len: int | None = None,
+        cache_dir: str | Path | None = None,
+    ):
+        self._shapes = _shapes(shape, condition)
+        if num_classes is not None and num_classes < 1:
+            raise UserError(f"dataset.num_classes={num_classes}: must be at least 1, or null for no labels")
+        self.num_classes = num_classes
+        self._seed = seed
+        self._batch_size = batch_size
+
+    @staticmethod
+    def meta_batch(
+        rows: int,
+        *,
+        shape: Sequence[int] = (3, 64, 64),
+        num_classes: int | None = None,
+        condition: Mapping[str, Sequence[int]] | None = None,
+        **_others: object,
+    ) -> dict[str, Tensor]:
+        """Returns a batch of `rows` examples on the meta device, for these keys of the dataset's option."""
+        shapes = _shapes(shape, condition)
+        batch = {name: torch.empty((rows, *shape), device="meta") for name, shape in shapes.items()}
+        if num_classes is not None:
+            batch[LABELS] = torch.empty(rows, dtype=torch.int64, device="meta")
+        return batch
+
+    def batch(self, index: int) -> dict[str, Tensor]:
+        """Returns batch `index` >= 0 on the CPU: a pure function of seed and index."""
+        return self._drawn(index)
+
+    def eval_batches(self, count: int) -> list[dict[str, Tensor]]:
+        """Returns `count` batches that `batch` does not have, on the CPU."""
+        return [self._drawn(index, EVALUATION) for index in range(count)]
+
+    def _drawn(self, *key: int) -> dict[str, Tensor]:
+        seed = int(random_words(1, self._seed, *key)[0]) & 0x7FFF_FFFF_FFFF_FFFF
+        generator = torch.Generator().manual_seed(seed)
+        batch = {
+            name: torch.randn((self._batch_size, *shape), generator=generator) for name, shape in self._shapes.items()
+        }
+        if self.num_classes is not None:
+            batch[LABELS] = torch.randint(self.num_classes, (self._batch_size,), generator=generator)
+        return batch
+
+
+def _shapes(shape: Sequence[int], condition: Mapping[str, Sequence[int]] | None) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of one example of each tensor of floating point. Raises UserError."""
+    shapes = {"shape": shape} | {f"condition.{name}": value for name, value in (condition or {}).items()}
+    for name in (IMAGES, LABELS):
+        if name in (condition or {}):
+            raise UserError(f"dataset.condition.{name}: the batch has {name} already: choose another name")
+    for key, value in shapes.items():
+        if not all(isinstance(side, int) and side >= 1 for side in value) or (key == "shape" and not value):
+            raise UserError(f"dataset.{key}={list(value)}: must be whole numbers of at least 1")
+    return {IMAGES: tuple(shape)} | {name: tuple(value) for name, value in (condition or {}).items()}
