@@ -59,6 +59,7 @@ from training.config.modes import FOLDER, RESIDENT, mode_options
 from training.loop import clip_scale, forward_backward, gradient_norm, short_garbage_collections
 from training.metrics.step_timer import StepTimer
 from training.profiling.hardware import reset_peaks, vram_peak_gib, vram_reserved_gib
+from training.tasks.causal_lm import CausalLM
 from training.visible_text import visible
 
 # Counters of a mode whose growth in a step is reported.
@@ -179,7 +180,7 @@ class Workload:
             if options.forward:
                 loss = self.model(batch[:, :-1], batch[:, 1:])
             else:
-                loss = forward_backward(self.mode, self.model, batch, options.microbatches, seed=0, step=0)
+                loss = forward_backward(CausalLM(), self.mode, self.model, batch, options.microbatches, seed=0, step=0)
         if self.optimizer is not None:
             norm = gradient_norm(self.model, self.mode.gradient_norms()) if clips else 0.0
             self.optimizer.step(scale=clip_scale(norm, options.clip_norm))

@@ -90,14 +90,15 @@ def text_of(options: argparse.Namespace) -> str:
     config, invocation = configuration(run_dir, options.overrides)
     checkpoint = checkpoint or newest_checkpoint(run_dir)
     from models.weights import load_weights
-    from training.build import attached, check_vocabulary
+    from training.build import attached
     from training.components import Components, acquired
+    from training.evaluation import observed
     from training.profiling.hardware import resolve_device
-    from training.samples import continued, prompt_ids, refuse_model, tokenizer_of
+    from training.tasks.causal_lm import check_vocabulary, continued, prompt_ids, refuse_model, tokenizer_of
 
     tokenizer = tokenizer_of(config, options.run)
-    check_vocabulary(config, tokenizer.vocab_size)
     components = Components.of(config, invocation, resolve_device(config.device))
+    check_vocabulary(components.model, tokenizer.vocab_size)
     refuse_model(components.model, options.run)
     refuse_damage(checkpoint)
     prompt = prompt_ids(tokenizer, options.prompt)
@@ -106,16 +107,17 @@ def text_of(options: argparse.Namespace) -> str:
     with acquired(components.device) as streams, attached(components, streams) as model:
         try:
             load_weights(model, checkpoint)
-            return continued(
-                model,
-                tokenizer,
-                prompt,
-                tokens=options.tokens,
-                temperature=options.temperature,
-                top_p=options.top_p,
-                seed=options.seed,
-                device=streams.device,
-            )
+            with observed(model, options.seed, streams.device):
+                return continued(
+                    model,
+                    tokenizer,
+                    prompt,
+                    tokens=options.tokens,
+                    temperature=options.temperature,
+                    top_p=options.top_p,
+                    seed=options.seed,
+                    device=streams.device,
+                )
         except ValueError as error:
             raise UserError(f"{checkpoint}: {error}") from error
 

@@ -1,4 +1,4 @@
-"""The mode that CONTRIBUTING shows works as it stands there: two files, and everything finds it."""
+"""The mode and the task that CONTRIBUTING shows work as they stand there, and everything finds them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ import pytest
 from tests import ROOT
 
 NAME = "group_stream"
+FILES = {
+    "python": (f"offload/modes/{NAME}.py", "training/tasks/denoising.py"),
+    "yaml": (f"conf/offload/{NAME}.yaml", "conf/task/denoising.yaml"),
+}
 RUN = (
     "model.hidden_size=16",
     "model.intermediate_size=32",
@@ -22,6 +26,25 @@ RUN = (
     "steps=3",
     "log_every=1",
     "dataset=synthetic",
+    "device=cpu",
+    "hardware=h200",
+    "tracking=disabled",
+)
+
+
+TASK = (
+    "task=denoising",
+    "model=diffusers",
+    "model.source=unet_small",
+    "model.overrides={block_out_channels: [8, 16], norm_num_groups: 4}",
+    "dataset=glyphs",
+    "dataset.characters=ABCDEFGH",
+    "dataset.size=16",
+    "dataset.count=50",
+    "batch_size=4",
+    "microbatches=2",
+    "steps=2",
+    "log_every=1",
     "device=cpu",
     "hardware=h200",
     "tracking=disabled",
@@ -37,10 +60,19 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in ("train.py", "tests/__init__.py", "tests/training/__init__.py"):
         shutil.copy(ROOT / file, folder / file)
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    for language, path in (("python", f"offload/modes/{NAME}.py"), ("yaml", f"conf/offload/{NAME}.yaml")):
-        (block,) = re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-        assert path in text
-        (folder / path).write_text(block)
+    for language, paths in FILES.items():
+        blocks = re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        for path, block in zip(paths, blocks, strict=True):
+            assert path in text
+            (folder / path).write_text(block)
+    schema = folder / "training/config/schema.py"
+    assert '"denoising": Denoising' in text
+    changed = schema.read_text().replace("TASKS = {", 'TASKS = {"denoising": Denoising, ')
+    schema.write_text(
+        changed.replace(
+            "from training.tasks.causal", "from training.tasks.denoising import Denoising\nfrom training.tasks.causal"
+        )
+    )
     return folder
 
 
@@ -66,6 +98,9 @@ def seen(repository: Path) -> dict:
     }
     for value in ("9", "many"):
         commands[value] = (*RUN, f"offload={NAME}", f"offload.group={value}", f"hydra.run.dir={repository / value}")
+    for mode in ("none", NAME):
+        commands[f"task {mode}"] = (f"offload={mode}", *TASK, f"hydra.run.dir={repository / 'tasks' / mode}")
+    commands["time"] = (*TASK, "task.largest_time=2", f"hydra.run.dir={repository / 'time'}")
     commands["page"] = (f"offload={NAME}", "--help")
     argument = json.dumps([*commands.values(), NAME])
     result = subprocess.run(
@@ -86,6 +121,22 @@ def test_it_computes_the_numbers_of_the_resident_model(repository: Path, seen: d
         moved = json.loads((folder / "summary.json").read_text())["transfer/h2d_gib"]
         assert (moved > 0) == (mode == NAME)
     assert curves[NAME] == curves["none"]
+
+
+def test_its_task_computes_the_numbers_of_the_resident_model(repository: Path, seen: dict):
+    curves = {}
+    for mode in ("none", NAME):
+        status, output, errors = seen[f"task {mode}"]
+        assert status == 0, output + errors
+        records = [
+            json.loads(line) for line in (repository / "tasks" / mode / "metrics.jsonl").read_text().splitlines()
+        ]
+        assert records[-1]["train/images"] == 8
+        curves[mode] = [record["train/loss"] for record in records]
+    assert curves[NAME] == curves["none"]
+    status, _, line = seen["time"]
+    assert (status, line.count("\n")) == (1, 1)
+    assert line.startswith("error: task.largest_time=2")
 
 
 @pytest.mark.parametrize(("value", "problem"), [("9", "the model has 4 blocks"), ("many", "'many'")])

@@ -13,8 +13,6 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from models.initialise import initialise
-from models.weights import load_weights
 from offload import GIB, HostAdamW, Streams, parse_bytes, recompute, usable_cores
 from training.checkpoints.resuming import Checkpoint, is_in, starting_point
 from training.checkpoints.saving import Checkpoints
@@ -25,6 +23,7 @@ from training.config.construct import keys_under
 from training.config.validation import check_steps
 from training.errors import UserError
 from training.evaluation import Evaluation
+from training.filling import fill_buffers, fill_parameters
 from training.metrics.progress import phase, print_plan
 from training.metrics.wandb_tracker import Tracker, chosen_options, plain, run_name, run_tags
 from training.model_weights import ModelWeights
@@ -79,13 +78,14 @@ def build(config: DictConfig, invocation: Invocation, begin: Callable[[], None] 
     from_weights = checkpoint is None and config.model.weights is not None
     weights = ModelWeights.find(config.model.weights) if from_weights else None
     with phase("reading the dataset"):
-        dataset = build_dataset(config, invocation.run_dir)
+        dataset = build_dataset(config, components.model, invocation.run_dir)
     if config.epochs is not None:
         # The run's own config.yaml keeps `epochs` alone, so that it can be given again.
         config = with_steps(config, dataset)
         components = replace(components, config=config)
-    evaluation = Evaluation.of(config, dataset)
-    samples = Samples.of(config, components.model)
+    components.task.check(config, dataset, components.model)
+    evaluation = Evaluation.of(config, components.task, dataset)
+    samples = Samples.of(config, components.task, components.model)
     if checkpoint is not None:
         checkpoint.check_steps(config.steps)
         checkpoint.check_data(dataset, evaluation.sha256)
@@ -105,8 +105,9 @@ def build(config: DictConfig, invocation: Invocation, begin: Callable[[], None] 
         tracker = build_tracker(config, invocation, hardware, start.tracking_id)
         explained = memory_explained(components, plan)
         with tracker.failing_with(), explained, keys_under("offload"), attached(components, streams) as model:
+            fill_buffers(model)
             if checkpoint is None:
-                fill(model, config, components.device, weights)
+                fill_parameters(model, config, components.device, weights)
             with phase("allocating the optimizer's states, choosing its kernel"):
                 optimizer = build_optimizer(components)
             schedule = build_schedule(config, optimizer)
@@ -141,31 +142,26 @@ def resumes_here(config: DictConfig, checkpoint: Checkpoint | None, run_dir: Pat
     return is_in(run_dir, checkpoint.folder)
 
 
-def build_dataset(config: DictConfig, run_dir: Path):
-    """Makes the dataset of `config`; its cache goes under `run_dir`. Raises UserError for a vocabulary too large."""
+def build_dataset(config: DictConfig, model: nn.Module, run_dir: Path):
+    """Makes the dataset of `config`; its cache goes under `run_dir`. Random tokens and conditions fit `model`."""
     sizes = {key: config[key] for key in ("seed", "seq_len", "batch_size")}
-    dataset = instantiate(config.dataset, **sizes, cache_dir=run_dir / DATASETS_FOLDER)
-    check_vocabulary(config, dataset.vocab_size)
-    return dataset
-
-
-def check_vocabulary(config: DictConfig, vocab_size: int) -> None:
-    """Raises UserError if the model of `config` has fewer ids than a tokenizer with `vocab_size`."""
-    if vocab_size > config.model.vocab_size:
-        raise UserError(
-            f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's {vocab_size}:"
-            " take a larger model.vocab_size or another dataset.tokenizer"
-        )
+    if "vocab_size" in config.dataset and config.dataset.vocab_size is None:
+        if not hasattr(model, "vocab_size"):
+            raise UserError(
+                f"dataset.vocab_size=null: {type(model).__name__} has no vocabulary: choose another dataset and task"
+            )
+        sizes["vocab_size"] = model.vocab_size
+    return instantiate(config.dataset, **sizes, cache_dir=run_dir / DATASETS_FOLDER)
 
 
 def with_steps(config: DictConfig, dataset) -> DictConfig:
     """Returns a copy of `config` with the number of steps, the last one maybe partial, that its `epochs` take.
 
-    Raises UserError if the dataset does not know its number of sequences, or another key lies beyond the last step.
+    Raises UserError if the dataset does not know its number of examples, or another key lies beyond the last step.
     """
     if dataset.num_blocks is None:
         raise UserError(
-            f"epochs={config.epochs:g}: this dataset does not know how many sequences it has: give steps=N epochs=null"
+            f"epochs={config.epochs:g}: this dataset does not know how many examples it has: give steps=N epochs=null"
         )
     config = config.copy()
     config.steps = math.ceil(config.epochs * dataset.num_blocks / config.batch_size)
@@ -191,20 +187,6 @@ def attached(components: Components, streams: Streams) -> Iterator[nn.Module]:
             undo()
     finally:
         mode.detach()
-
-
-def fill(model: nn.Module, config: DictConfig, device: torch.device, weights: ModelWeights | None) -> None:
-    """Fills the parameters where the mode has placed them: from `weights`, or as a function of the seed."""
-    if weights is None:
-        with phase("initialising the weights"):
-            initialise(model, config.seed, device)
-        return
-    path = weights.path()
-    try:
-        with phase("loading the weights"):
-            load_weights(model, path)
-    except (ValueError, FileNotFoundError) as error:
-        raise UserError(f"model.weights={config.model.weights}: {error}") from error
 
 
 def build_optimizer(components: Components) -> HostAdamW:

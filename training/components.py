@@ -14,16 +14,13 @@ from torch import nn
 
 from offload import Footprint, HostAdamW, Mode, Streams, acquire, find_blocks, release
 from training.config.auto import AUTO
-from training.config.construct import keys_under, make_mode
+from training.config.construct import keys_under, make_mode, make_task
 from training.config.schema import OnNonfinite, Precision, RecomputeBlocks
 from training.errors import UserError
 from training.runs.invocation import Invocation
+from training.tasks.task import Task
 
 DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32}
-
-# At microbatches=auto each has at most so many tokens. On 16k tokens a block of 4096 already computes for longer than
-# an H200 copies its weights in and its gradients out. But the update hides behind the first microbatch's forward alone.
-TOKENS_OF_MICROBATCH = 32768
 
 # The share of spare device memory that optimizer states may take: their gradients stay there too, and the allocator
 # needs room.
@@ -47,6 +44,7 @@ class Components:
     invocation: Invocation
     device: torch.device
     dtype: torch.dtype
+    task: Task
     model: nn.Module
     mode: Mode
     footprint: Footprint
@@ -69,18 +67,18 @@ class Components:
         that of a configuration with the same `model` and `precision`, still on the meta device. Raises UserError for a
         model, a mode or a knob that cannot be had.
         """
+        task = make_task(config.task)
         settled = frozenset(key for key in ("precision", "microbatches") if config[key] == AUTO)
         if "precision" in settled:
             config.precision = _precision(device.type == "cuda" if on_gpu is None else on_gpu)
         if "microbatches" in settled:
-            parts = -(-config.batch_size * config.seq_len // TOKENS_OF_MICROBATCH)
-            config.microbatches = min(parts, config.batch_size)
+            config.microbatches = task.microbatches(config)
         dtype = DTYPES[config.precision]
         model = _model(config, dtype) if model is None else model
         mode, footprint = _mode(config, model)
         blocks = _recomputed_blocks(config, model, mode)
         optimizer_class = get_class(config.optimizer._target_)
-        return cls(config, invocation, device, dtype, model, mode, footprint, blocks, optimizer_class, settled)
+        return cls(config, invocation, device, dtype, task, model, mode, footprint, blocks, optimizer_class, settled)
 
     @property
     def updates_overlap(self) -> bool:
@@ -144,6 +142,8 @@ def _model(config: DictConfig, dtype: torch.dtype) -> nn.Module:
         with torch.device("meta"):
             return instantiate(arguments).to(dtype).train()
     except InstantiationException as error:
+        if "source" in arguments and isinstance(error.__cause__, ValueError):
+            raise UserError(f"model.source={arguments['source']}: {error.__cause__}") from error
         if "overflow" not in str(error.__cause__).lower():
             raise
         raise UserError("model: its sizes are beyond any memory: take smaller ones") from error

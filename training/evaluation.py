@@ -11,11 +11,17 @@ from time import perf_counter
 
 import torch
 from omegaconf import DictConfig
-from torch import Tensor, nn
+from torch import nn
 
-from offload import Streams, upload
+from offload import Streams
+from training.batches import Batch, add_to_digest, examples_in, split_by, uploaded
 from training.errors import UserError
+from training.seeds import seed_of
 from training.step_intervals import due
+from training.tasks.task import Task
+
+# In the key of random numbers: those of an evaluation.
+EVALUATION = "evaluation"
 
 
 @dataclass(frozen=True)
@@ -23,21 +29,22 @@ class Evaluation:
     """When a run evaluates, and on which batches: the same at each time, in every mode and after resuming.
 
     Attributes:
-        batches: int64 [at most batch_size, seq_len + 1] on the CPU; none if the run does not evaluate.
+        batches: of at most batch_size examples, on the CPU; none if the run does not evaluate.
     """
 
     config: DictConfig
-    batches: tuple[Tensor, ...]
+    task: Task
+    batches: tuple[Batch, ...]
 
     @classmethod
-    def of(cls, config: DictConfig, dataset: object) -> Evaluation:
+    def of(cls, config: DictConfig, task: Task, dataset: object) -> Evaluation:
         """Takes the batches from `dataset`.
 
         Raises UserError if the run is to evaluate, and the dataset has no held-out split, or one without a sequence.
         """
         every, count = config.eval.every, config.eval.batches
         if every is None:
-            return cls(config, ())
+            return cls(config, task, ())
         if not hasattr(dataset, "eval_batches"):
             raise UserError(
                 f"eval.every={every}: {type(dataset).__name__} has no held-out split: give it a method eval_batches, as"
@@ -50,7 +57,7 @@ class Evaluation:
                 f" more text, a larger dataset.eval_share (it is {config.dataset.get('eval_share')}), a smaller"
                 " seq_len, or eval.every=null"
             )
-        return cls(config, batches)
+        return cls(config, task, batches)
 
     def due(self, step: int) -> bool:
         """Tells whether to evaluate after `step` steps: every `eval.every`, from 0, and after the last."""
@@ -63,41 +70,47 @@ class Evaluation:
             return None
         digest = hashlib.sha256()
         for batch in self.batches:
-            digest.update(batch.contiguous().numpy())
+            add_to_digest(digest, batch)
         return digest.hexdigest()
 
     def metrics(self, model: nn.Module, streams: Streams, stopped: Callable[[], bool]) -> dict[str, float]:
-        """Evaluates the model: returns its loss and the ms that it took, or nothing once `stopped` returns True."""
+        """Evaluates the model: returns its scores and the ms that it took, or nothing once `stopped` returns True."""
         streams.synchronize()
         start = perf_counter()
         # The largest microbatch of a step: a forward without its gradients needs no more memory than that step.
         rows = -(-self.config.batch_size // self.config.microbatches)
-        loss = held_out_loss(model, self.batches, rows, self.config.seed, streams.device, stopped)
-        return {} if loss is None else {"eval/loss": loss, "eval/ms": (perf_counter() - start) * 1e3}
+        scores = held_out_scores(self.task, model, self.batches, rows, self.config.seed, streams.device, stopped)
+        if scores is None:
+            return {}
+        return {f"eval/{name}": score for name, score in scores.items()} | {"eval/ms": (perf_counter() - start) * 1e3}
 
 
-def held_out_loss(
-    model: nn.Module, batches: Sequence[Tensor], rows: int, seed: int, device: torch.device, stopped: Callable[[], bool]
-) -> float | None:
-    """Returns the mean loss of the sequences in `batches`, `rows` of which are computed at a time.
+def held_out_scores(
+    task: Task,
+    model: nn.Module,
+    batches: Sequence[Batch],
+    rows: int,
+    seed: int,
+    device: torch.device,
+    stopped: Callable[[], bool],
+) -> dict[str, float] | None:
+    """Returns the task's scores, means over all examples in `batches`, `rows` of which are computed at a time.
 
     No gradient is made, and random numbers, modes of modules and gradients that exist are afterwards as they were. The
-    host waits for each loss, so that nothing is queued beyond it, and a stop is heeded soon: then None is returned.
+    host waits for each part, so that nothing is queued beyond it, and a stop is heeded soon: then None is returned.
     """
-    total, count = 0.0, 0
+    totals: dict[str, float] = {}
+    count = 0
     with observed(model, seed, device):
-        for batch in batches:
-            for part in batch.split(rows):
+        for number, batch in enumerate(batches):
+            for part in split_by(task.prepared(batch, seed_of(seed, EVALUATION, number)), rows):
                 if stopped():
                     return None
-                total += batch_loss(model, upload(part, device)).item() * len(part)
-                count += len(part)
-    return total / count
-
-
-def batch_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Returns the mean loss over `tokens`, int64 [sequences, seq_len + 1] on the model's device: a scalar."""
-    return model(tokens[:, :-1], tokens[:, 1:])
+                examples = examples_in(part)
+                for name, score in task.scores(model, uploaded(part, device)).items():
+                    totals[name] = totals.get(name, 0.0) + score.item() * examples
+                count += examples
+    return {name: total / count for name, total in totals.items()}
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -13,13 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from offload import Mode, upload
+from offload import Mode
+from training.batches import Batch, examples_in, split_into, uploaded
 from training.build import Job, place_states_in_spare_vram
 from training.config.schema import OnNonfinite
 from training.errors import UserError
 from training.planning.advice import nonfinite_advice
 from training.recorder import Recorder
 from training.runs.signals import StopRequest
+from training.seeds import seed_of
+from training.tasks.task import Task
 
 
 class StepResult(NamedTuple):
@@ -47,28 +49,28 @@ def train(job: Job) -> dict:
     with closing(Recorder(job)) as recorder, short_garbage_collections(), stopping as stop:
         if lacks_observation(job, recorder, start):
             if lacks_sample(job, recorder, start):
-                sample(job, recorder, stop, start)
+                make_sample(job, recorder, stop, start)
             if lacks_evaluation(job, recorder, start):
                 recorder.record_evaluation(start, evaluate(job, recorder, stop, start))
             if stop.signal is not None:
                 return stop_before_first_step(job, recorder, stop)
         for step in range(first, config.steps + 1):
-            tokens = job.dataset.batch(step - 1)
+            batch = job.dataset.batch(step - 1)
             recorder.start_step(step)
-            result = run_step(job, step, tokens)
+            result = run_step(job, step, batch)
             if step == first:
                 place_states_in_spare_vram(job)
             if step == config.steps:
                 # An error in the last update must be raised before the run counts as complete.
                 job.optimizer.finish()
             recorder.end_step(result.skipped, result.loss)
-            sample(job, recorder, stop, step)
+            make_sample(job, recorder, stop, step)
             evaluation = evaluate(job, recorder, stop, step)
             if step % config.log_every == 0 or step == config.steps:
                 recorder.record(step, result.loss, result.norm, result.lr, evaluation)
             else:
                 recorder.record_evaluation(step, evaluation)
-            if save_or_stop(job, recorder, stop, step, tokens):
+            if save_or_stop(job, recorder, stop, step, batch):
                 return finish_stopped(job, recorder, stop, step)
         stop.settle()
     return recorder.finish(config.steps, "ok")
@@ -89,15 +91,15 @@ def lacks_observation(job: Job, recorder: Recorder, step: int) -> bool:
     return lacks_evaluation(job, recorder, step) or lacks_sample(job, recorder, step)
 
 
-def sample(job: Job, recorder: Recorder, stop: StopRequest, step: int) -> None:
+def make_sample(job: Job, recorder: Recorder, stop: StopRequest, step: int) -> None:
     """After `step` steps, before their metrics are recorded: records a sample, if one is due and no signal ends it."""
     if not job.samples.due(step):
         return
     with recorder.outside_steps():
         job.optimizer.finish()
-        text = job.samples.text(job.components.model, job.streams.device, lambda: stop.signal is not None)
-    if text is not None:
-        recorder.record_sample(step, text)
+        sample = job.samples.sample(job.components.model, job.streams.device, lambda: stop.signal is not None)
+    if sample is not None:
+        recorder.record_sample(step, sample)
 
 
 def evaluate(job: Job, recorder: Recorder, stop: StopRequest, step: int) -> dict[str, float]:
@@ -128,17 +130,17 @@ def short_garbage_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def run_step(job: Job, step: int, tokens: Tensor) -> StepResult:
-    """Computes the gradients of the batch `tokens`, clips them and updates the parameters.
+def run_step(job: Job, step: int, batch: Batch) -> StepResult:
+    """Computes the gradients of the mean loss over `batch`, clips them and updates the parameters.
 
     The host waits for the device once, for the norm of the gradients, because the update depends on it.
     """
     components = job.components
-    config, model, mode = components.config, components.model, components.mode
+    config, model, mode, task = components.config, components.model, components.mode, components.task
     # Before the step: inside it, the batch would queue behind the first weights on the bus.
-    batch = upload(tokens, components.device)
+    batch = uploaded(task.prepared(batch, seed_of(config.seed, step)), components.device)
     with mode.step(norms=True):
-        loss = forward_backward(mode, model, batch, config.microbatches, config.seed, step)
+        loss = forward_backward(task, mode, model, batch, config.microbatches, config.seed, step)
     norm = gradient_norm(model, mode.gradient_norms())
     lr = job.schedule.get_last_lr()[0]
     finite = math.isfinite(norm)
@@ -151,14 +153,14 @@ def run_step(job: Job, step: int, tokens: Tensor) -> StepResult:
     return StepResult(loss, norm, lr, skipped=not finite)
 
 
-def save_or_stop(job: Job, recorder: Recorder, stop: StopRequest, step: int, tokens: Tensor) -> bool:
+def save_or_stop(job: Job, recorder: Recorder, stop: StopRequest, step: int, batch: Batch) -> bool:
     """After a step: saves the run if that is due or a signal asked it to stop; returns True if the run stops here."""
     last = step == job.components.config.steps
-    saved = job.checkpoints.due(step) and recorder.save(step, tokens, required=last)
+    saved = job.checkpoints.due(step) and recorder.save(step, batch, required=last)
     if stop.signal is None or (last and not lacks_observation(job, recorder, step)):
         return False
     if not saved:
-        recorder.save(step, tokens, required=True)
+        recorder.save(step, batch, required=True)
     return True
 
 
@@ -185,27 +187,25 @@ def skip_or_raise(job: Job, step: int, norm: float) -> None:
     job.optimizer.skip()
 
 
-def forward_backward(mode: Mode, model: nn.Module, batch: Tensor, microbatches: int, seed: int, step: int) -> Tensor:
-    """Computes the gradients of the mean loss over `batch` (int64 [sequences, seq_len + 1], on the model's device).
+def forward_backward(
+    task: Task, mode: Mode, model: nn.Module, batch: Batch, microbatches: int, seed: int, step: int
+) -> Tensor:
+    """Computes the gradients of the mean loss over `batch`, which is on the model's device.
 
-    The batch is split into `microbatches`, each weighted by its share of the sequences, so that the sum does not depend
+    The batch is split into `microbatches`, each weighted by its share of the examples, so that the sum does not depend
     on the split, even if the sizes differ; `mode` chooses their order. Each one seeds the random numbers of its dropout
     anew, so that they do not depend on that order either. Returns the loss, a float32 scalar.
     """
 
-    def loss_of(index: int, tokens: Tensor) -> Tensor:
-        torch.manual_seed(microbatch_seed(seed, step, index))
-        return model(tokens[:, :-1], tokens[:, 1:]) * (len(tokens) / len(batch))
+    examples = examples_in(batch)
 
-    parts = batch.tensor_split(microbatches)
-    losses = mode.accumulate([partial(loss_of, index, tokens) for index, tokens in enumerate(parts)])
+    def loss_of(index: int, part: Batch) -> Tensor:
+        torch.manual_seed(seed_of(seed, step, index))
+        return task.loss(model, part) * (examples_in(part) / examples)
+
+    parts = split_into(batch, microbatches)
+    losses = mode.accumulate([partial(loss_of, index, part) for index, part in enumerate(parts)])
     return torch.stack([loss.float() for loss in losses]).sum()
-
-
-def microbatch_seed(seed: int, step: int, index: int) -> int:
-    """Returns the seed of one microbatch: the same in every run of `seed`, different for every step and microbatch."""
-    digest = hashlib.blake2b(f"{seed} {step} {index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 1
 
 
 def gradient_norm(model: nn.Module, known: Mapping[nn.Parameter, Tensor]) -> float:

@@ -9,8 +9,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from offload import GIB, Counters
+from training.batches import Batch, sha256_of
 from training.build import Job
-from training.checkpoints.state import RunState, digest_of, digest_of_all
+from training.checkpoints.state import RunState, digest_of_all
 from training.metrics.files import MetricsWriter, stream_metrics, write_summary
 from training.metrics.progress import Progress
 from training.metrics.run_summary import FIRST_LOSS, RunSummary
@@ -20,6 +21,7 @@ from training.profiling.hardware import known_peak_flops, reset_peaks, rss_gib, 
 from training.profiling.trace import Tracer
 from training.runs.console import note_failures
 from training.runs.files import SAMPLES_FILE
+from training.tasks.sample import Sample
 
 
 class Recorder:
@@ -52,8 +54,7 @@ class Recorder:
         title = run_name(components.invocation.choices, config.seed)
         self._tracer = Tracer(config, run_dir, job.streams, title, start.step)
         self._peak_flops = known_peak_flops(self._device, components.dtype)
-        self._tokens = config.batch_size * config.seq_len
-        self._flops = self._tokens * components.model.flops_per_token(config.seq_len)
+        self._unit, self._units = components.task.unit, components.task.units(config)
         self._step = self._last_step = start.step
         self._skipped_steps = start.skipped_steps
         # The loss of the first step, until it is recorded.
@@ -123,16 +124,16 @@ class Recorder:
         if evaluation:
             self._write(step, {"train/step": step, **evaluation})
 
-    def record_sample(self, step: int, text: str) -> None:
-        """Writes and shows the text that the model generated after `step` steps. Call it before `record`."""
-        prompt = self._job.components.config.sample.prompt
-        self._samples.write({"train/step": step, "prompt": prompt, "text": text})
-        self._job.tracker.log_sample(prompt, text, step)
-        self._progress.note(f"sample after step {step}: {text}")
+    def record_sample(self, step: int, sample: Sample) -> None:
+        """Writes and shows what the model made after `step` steps. Call it before `record`."""
+        shown = sample.write(self._run_dir, step)
+        self._samples.write({"train/step": step, **shown})
+        self._job.tracker.log_sample(sample, step)
+        self._progress.note(f"sample after step {step}: {' '.join(shown.values())}")
         self.sampled_step = step
 
-    def save(self, step: int, tokens: Tensor, required: bool) -> bool:
-        """Saves the run after `step`, whose batch was `tokens`; returns False if the disk refused it.
+    def save(self, step: int, batch: Batch, required: bool) -> bool:
+        """Saves the run after `step`, whose batch was `batch`; returns False if the disk refused it.
 
         Call it after the step was recorded, so that a run that resumes from there lacks no record.
         """
@@ -141,7 +142,7 @@ class Recorder:
         self._writer.sync()
         if self._samples is not None:
             self._samples.sync()
-        digests = digest_of(tokens), digest_of_all(self._job.dataset)
+        digests = sha256_of(batch), digest_of_all(self._job.dataset)
         state = RunState(step, self._skipped_steps, *digests, self._job.tracker.id, self._job.evaluation.sha256)
         save_ms = self._job.checkpoints.save(state, required)
         if save_ms is not None:
@@ -176,8 +177,8 @@ class Recorder:
 
     def _seen(self, step: int) -> dict[str, float]:
         blocks = self._job.dataset.num_blocks
-        sequences = step * self._job.components.config.batch_size
-        return {"train/tokens": step * self._tokens} | ({"train/epoch": sequences / blocks} if blocks else {})
+        examples = step * self._job.components.config.batch_size
+        return {f"train/{self._unit}": step * self._units} | ({"train/epoch": examples / blocks} if blocks else {})
 
     def _memory(self, counters: Counters) -> dict[str, float]:
         memory = {
@@ -194,8 +195,9 @@ class Recorder:
         return memory
 
     def _speed(self, step_s: float) -> dict[str, float]:
-        mfu = {} if self._peak_flops is None else {"perf/mfu": self._flops / step_s / self._peak_flops}
-        return {"perf/step_ms": step_s * 1e3, "perf/tokens_per_s": self._tokens / step_s, **mfu}
+        flops = self._job.plan.model_flops
+        mfu = {"perf/mfu": flops / step_s / self._peak_flops} if flops and self._peak_flops is not None else {}
+        return {"perf/step_ms": step_s * 1e3, f"perf/{self._unit}_per_s": self._units / step_s, **mfu}
 
     def _write(self, step: int, record: dict) -> None:
         if self._first_loss is not None:

@@ -31,7 +31,15 @@ JOB = (
     "checkpoint.every=3",
 )
 # The steps of `build` behind the one that acquires streams, by the names under which it calls them.
-STEPS = ("record_hardware", "print_plan", "build_tracker", "fill", "recompute", "build_optimizer", "build_schedule")
+STEPS = (
+    "record_hardware",
+    "print_plan",
+    "build_tracker",
+    "fill_parameters",
+    "recompute",
+    "build_optimizer",
+    "build_schedule",
+)
 
 
 def is_free() -> bool:
@@ -170,9 +178,7 @@ def test_epochs_are_as_many_steps_as_they_take(tmp_path: Path):
     assert last["train/lr"] == pytest.approx(0.002 / 12)
     with pytest.raises(UserError, match=r"it is at step 12, and steps=8: give more steps"):
         run_here(tmp_path / "run", *job, "epochs=1", "resume=auto")
-    with pytest.raises(
-        UserError, match=r"epochs=1: this dataset does not know how many sequences it has: give steps=N"
-    ):
+    with pytest.raises(UserError, match=r"epochs=1: this dataset does not know how many examples it has: give steps=N"):
         run_here(tmp_path / "random", *TINY_RUN, "steps=null", "epochs=1")
 
 

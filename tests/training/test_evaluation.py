@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from offload.modes import shard_offload, tensor_swap
 from tests.training.helpers.in_process import TINY_RUN, run_here
 from tests.training.helpers.modes import small_modes
-from training import evaluation
 from training.data.datasets import StdlibText
 from training.errors import UserError
-from training.evaluation import Evaluation, held_out_loss
+from training.evaluation import Evaluation, held_out_scores
 from training.metrics import step_timer
+from training.tasks.causal_lm import CausalLM
 
 CPU = torch.device("cpu")
 EVALUATES = ("eval.every=2", "eval.batches=2")
@@ -63,11 +63,15 @@ def never() -> bool:
     return False
 
 
+def loss_of(model: nn.Module, given: list[torch.Tensor], rows: int, seed: int) -> float:
+    return held_out_scores(CausalLM(), model, given, rows, seed, CPU, never)["loss"]
+
+
 def test_the_loss_is_the_mean_over_sequences_and_nothing_else_changes():
     model, given = Noisy(), batches(5, 5, 2)
     model.head.weight.grad = torch.ones_like(model.head.weight)
     before = torch.get_rng_state()
-    loss = held_out_loss(model, given, rows=3, seed=7, device=CPU, stopped=never)
+    loss = loss_of(model, given, 3, 7)
     assert torch.equal(torch.get_rng_state(), before)
     assert [name for name, module in model.named_modules() if module.training] == ["", "embed", "dropout"]
     assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))
@@ -82,17 +86,17 @@ def test_a_model_that_draws_draws_the_same_each_time(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(nn.Dropout, "eval", lambda self: self)
     monkeypatch.setattr(nn.Module, "eval", lambda self: self)
     model, given = Noisy(), batches(4)
-    losses = {held_out_loss(model, given, 4, seed, CPU, never) for seed in (7, 7, 8)}
+    losses = {loss_of(model, given, 4, seed) for seed in (7, 7, 8)}
     assert len(losses) == 2
 
 
 def test_a_stop_or_an_error_leaves_the_model_as_it_was():
     model = Noisy()
     answers = iter([False, True])
-    assert held_out_loss(model, batches(2, 2, 2), 2, 0, CPU, lambda: next(answers)) is None
+    assert held_out_scores(CausalLM(), model, batches(2, 2, 2), 2, 0, CPU, lambda: next(answers)) is None
     assert model.dropout.training
     with pytest.raises(IndexError):
-        held_out_loss(model, [torch.full((1, 3), 99)], 1, 0, CPU, never)
+        loss_of(model, [torch.full((1, 3), 99)], 1, 0)
     assert model.dropout.training
     assert torch.is_grad_enabled()
 
@@ -120,14 +124,14 @@ def test_every_mode_evaluates_alike_and_trains_as_without(tmp_path: Path, monkey
 
 
 def test_an_evaluation_counts_in_no_time_and_no_traffic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    clock, compute = [0.0], evaluation.batch_loss
+    clock, compute = [0.0], CausalLM.scores
 
     def slow(*arguments):
         clock[0] += 1
         return compute(*arguments)
 
     monkeypatch.setattr(step_timer, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(evaluation, "batch_loss", slow)
+    monkeypatch.setattr(CausalLM, "scores", slow)
     monkeypatch.setattr("training.recorder.Recorder._speed", lambda self, step_s: {"perf/step_ms": step_s * 1e3})
     keys = ("transfer/h2d_gib", "transfer/d2h_gib", "perf/step_ms")
     for folder, overrides in (("with", EVALUATES), ("without", ())):
@@ -149,7 +153,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path, step: int
 ):
-    calls, compute = [], evaluation.batch_loss
+    calls, compute = [], CausalLM.scores
 
     def signalled(*arguments):
         calls.append(1)
@@ -159,7 +163,7 @@ def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it(
         return compute(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "batch_loss", signalled)
+        patch.setattr(CausalLM, "scores", signalled)
         stopped = run_here(tmp_path / "run", *RUN, "eval.every=3", "eval.batches=3")
     assert (stopped["status"], stopped["steps"], len(calls)) == ("stopped", step, step + 2)
     finished = run_here(tmp_path / "run", *RUN, "eval.every=3", "eval.batches=3", "resume=auto")

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from offload.modes.none import Resident
 from tests.training.helpers.in_process import TINY_RUN, command_here, composed
-from training.loop import clip_scale, forward_backward, gradient_norm, microbatch_seed
+from training.loop import clip_scale, forward_backward, gradient_norm
 from training.planning.advice import nonfinite_advice
+from training.tasks.causal_lm import CausalLM
 
 SMALL = (*TINY_RUN, "steps=4", "log_every=1", "dataset=synthetic")
 
@@ -51,8 +52,8 @@ def with_gradients(*gradients: Tensor | None) -> nn.Module:
 def test_loss_and_gradients_are_those_of_the_whole_batch(microbatches: int):
     whole = Bigram()
     parts = copy.deepcopy(whole)
-    one = forward_backward(Resident(), whole, batch(), 1, seed=0, step=1)
-    other = forward_backward(Resident(), parts, batch(), microbatches, seed=0, step=1)
+    one = forward_backward(CausalLM(), Resident(), whole, batch(), 1, seed=0, step=1)
+    other = forward_backward(CausalLM(), Resident(), parts, batch(), microbatches, seed=0, step=1)
     assert (other.shape, other.dtype) == ((), torch.float32)
     torch.testing.assert_close(one, other)
     for left, right in zip(whole.parameters(), parts.parameters(), strict=True):
@@ -62,19 +63,13 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(microbatches: int):
 def test_random_numbers_depend_on_seed_step_and_microbatch_alone():
     model = Bigram(dropout=0.5)
     losses = {
-        (seed, step): forward_backward(Resident(), model, batch(), 2, seed, step).item()
+        (seed, step): forward_backward(CausalLM(), Resident(), model, batch(), 2, seed, step).item()
         for seed in (0, 1)
         for step in (1, 2)
     }
     assert len(set(losses.values())) == 4
     torch.rand(5)
-    assert forward_backward(Resident(), model, batch(), 2, 1, 2).item() == losses[1, 2]
-
-
-def test_microbatches_have_seeds_of_their_own():
-    seeds = {microbatch_seed(seed, step, index) for seed in range(3) for step in range(12) for index in range(12)}
-    assert len(seeds) == 3 * 12 * 12
-    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert forward_backward(CausalLM(), Resident(), model, batch(), 2, 1, 2).item() == losses[1, 2]
 
 
 def test_the_norm_is_that_of_all_gradients():

@@ -13,10 +13,12 @@ from torch import nn
 
 from tests.training.helpers.in_process import TINY_RUN, composed, run_here
 from tests.training.helpers.modes import small_modes
-from training import samples
 from training.data.tokenizer import ByteTokenizer
 from training.errors import UserError
-from training.samples import Samples, continued, prompt_ids
+from training.evaluation import observed
+from training.samples import Samples
+from training.tasks import causal_lm
+from training.tasks.causal_lm import CausalLM, continued, prompt_ids
 
 # Updates that begin inside backward, and may last until the sample needs them.
 UPDATES = ("optimizer=host_adamw", "optimizer.compile='off'", "clip_norm=null")
@@ -50,7 +52,8 @@ class Scripted(nn.Module):
 
 def text_of(*ids: int, **changes) -> str | None:
     settings = {"tokens": len(ids), "temperature": 0, "top_p": 1, "seed": 0, "device": torch.device("cpu"), **changes}
-    return continued(Scripted(*ids), ByteTokenizer(), (97,), **settings)
+    with observed(model := Scripted(*ids), 0, settings["device"]):
+        return continued(model, ByteTokenizer(), (97,), **settings)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +86,7 @@ def test_modes_sample_and_train_alike(whole: Path, tmp_path: Path, offload: str)
 def test_a_signal_ends_a_sample_and_the_resumed_run_makes_it(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ):
-    calls, generate = [], samples.generate
+    calls, generate = [], causal_lm.generate
 
     def signalled(*arguments, **settings):
         calls.append(1)
@@ -93,7 +96,7 @@ def test_a_signal_ends_a_sample_and_the_resumed_run_makes_it(
             yield token
 
     with monkeypatch.context() as patch:
-        patch.setattr(samples, "generate", signalled)
+        patch.setattr(causal_lm, "generate", signalled)
         stopped = run_here(tmp_path, *RUN, *SAMPLES)
     assert (stopped["status"], stopped["steps"]) == ("stopped", step)
     assert run_here(tmp_path, *RUN, *SAMPLES, "resume=auto")["status"] == "ok"
@@ -129,7 +132,7 @@ def test_logits_that_are_not_finite_end_no_run(tmp_path: Path, caplog: pytest.Lo
     config, _ = composed(*RUN, *SAMPLES)
     model = Scripted(98)
     model.register_forward_hook(lambda module, given, logits: logits * float("nan"))
-    assert Samples.of(config, model).text(model, torch.device("cpu"), lambda: False) is None
+    assert Samples.of(config, CausalLM(), model).sample(model, torch.device("cpu"), lambda: False) is None
     assert "no sample: the model's logits are not finite" in caplog.text
 
 
@@ -146,7 +149,7 @@ def test_logits_that_are_not_finite_end_no_run(tmp_path: Path, caplog: pytest.Lo
 def test_what_cannot_be_sampled_is_refused_in_one_line(overrides: tuple[str, ...], problem: str):
     config, _ = composed(*TINY_RUN, *SAMPLES, *overrides)
     with pytest.raises(UserError) as refusal:
-        Samples.of(config, Scripted())
+        Samples.of(config, CausalLM(), Scripted())
     assert str(refusal.value).startswith(problem)
 
 
@@ -155,4 +158,4 @@ def test_a_model_without_a_cache_is_refused():
     with pytest.raises(
         UserError, match=r"^sample\.every=4: Linear cannot generate text: give it a method key_value_cache"
     ):
-        Samples.of(config, nn.Linear(1, 1))
+        Samples.of(config, CausalLM(), nn.Linear(1, 1))

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from training.batches import sha256_of
 from training.checkpoints.changes import read_config, refuse_changes
 from training.checkpoints.layout import (
     MANIFEST_FILE,
@@ -22,7 +23,7 @@ from training.checkpoints.layout import (
     step_of,
 )
 from training.checkpoints.manifest import DamagedError, FileRecord, read_manifest, verify
-from training.checkpoints.state import RunState, digest_of, digest_of_all, read_state, restore_random_states
+from training.checkpoints.state import RunState, digest_of_all, read_state, restore_random_states
 from training.checkpoints.tensors import load_tensors
 from training.config.auto import AUTO
 from training.errors import UserError
@@ -44,17 +45,17 @@ class Checkpoint:
     """every value as text"""
 
     def check_data(self, dataset, eval_sha256: str | None) -> None:
-        """Raises UserError if the tokens of `dataset`, or its batch for the last step, are not those of the run.
+        """Raises UserError if the data of `dataset`, or its batch for the last step, are not those of the run.
 
         So it does if both the run and its continuation evaluate, and `eval_sha256`, the digest of the held-out batches,
         is another.
         """
-        if digest_of_all(dataset) != self.state.tokens_sha256:
+        if digest_of_all(dataset) != self.state.data_sha256:
             changed = (
                 "the text has changed: dataset.files, the file of dataset.tokenizer or the release of Python is not the"
                 " same"
             )
-        elif self.state.step and digest_of(dataset.batch(self.state.step - 1)) != self.state.batch_sha256:
+        elif self.state.step and sha256_of(dataset.batch(self.state.step - 1)) != self.state.batch_sha256:
             changed = f"the dataset has changed: its batch of step {self.state.step} is not the same"
         elif None not in (eval_sha256, self.state.eval_sha256) and eval_sha256 != self.state.eval_sha256:
             changed = "the dataset has changed: its held-out batches are not the same"

@@ -1,6 +1,5 @@
 """The state of a run besides its tensors: its step, and the random generators."""
 
-import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass, fields
@@ -28,7 +27,7 @@ class RunState:
     """those among them that were skipped because gradients were not finite"""
     batch_sha256: str | None = None
     """of the last step's batch, which a dataset that has changed does not give again"""
-    tokens_sha256: str | None = None
+    data_sha256: str | None = None
     """of all tokens, if the dataset has them in memory: it shows every change of the text"""
     tracking_id: str | None = None
     """the id of the run in wandb"""
@@ -48,7 +47,7 @@ def read_state(folder: Path) -> RunState:
         "step": _is_count,
         "skipped_steps": _is_count,
         "batch_sha256": lambda value: isinstance(value, str),
-        "tokens_sha256": lambda value: value is None or isinstance(value, str),
+        "data_sha256": lambda value: value is None or isinstance(value, str),
         # It becomes part of a folder's name, so it may not lead elsewhere.
         "eval_sha256": lambda value: value is None or isinstance(value, str),
         "tracking_id": lambda value: value is None or re.fullmatch(r"[A-Za-z0-9_-]{1,64}", str(value)),
@@ -59,14 +58,9 @@ def read_state(folder: Path) -> RunState:
     return RunState(**{field.name: values[field.name] for field in fields(RunState)})
 
 
-def digest_of(batch: Tensor) -> str:
-    """Computes the SHA-256 of a batch (int64, on any device)."""
-    return hashlib.sha256(batch.cpu().contiguous().numpy()).hexdigest()
-
-
 def digest_of_all(dataset) -> str | None:
-    """Returns the SHA-256 of all tokens of `dataset`, None if it does not have them in memory."""
-    return getattr(dataset, "tokens_sha256", None)
+    """Returns the SHA-256 of all data of `dataset`, None if it does not have them in memory."""
+    return getattr(dataset, "data_sha256", None)
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:

@@ -71,6 +71,8 @@ COLUMNS = (
         ".2f",
     ),
     Column("tokens/s", "tokens_per_s", "tokens trained per second", _measured("perf/tokens_per_s"), ",.0f"),
+    Column("images/s", "images_per_s", "images trained on per second", _measured("perf/images_per_s"), ",.4g"),
+    Column("examples/s", "examples_per_s", "examples trained on per second", _measured("perf/examples_per_s"), ",.4g"),
     Column("MFU %", "mfu", "model FLOP/s as a share of the device's peak", _measured("perf/mfu"), ".1f", scale=100.0),
     Column("VRAM GiB", "vram_peak_gib", "peak of live tensors on the GPU", _measured("memory/vram_peak_gib"), ".2f"),
     Column("locked GiB", "host_pinned_gib", "page-locked host memory", _measured("memory/host_pinned_gib"), ".2f"),
@@ -100,6 +102,14 @@ COLUMNS = (
         _measured("eval/final_loss"),
         ".4f",
         exponent_from=1e4,
+    ),
+    Column(
+        "accuracy %",
+        "eval_accuracy",
+        "held-out examples classified rightly in the last evaluation",
+        _measured("eval/final_accuracy"),
+        ".1f",
+        scale=100.0,
     ),
 )
 

@@ -65,7 +65,7 @@ def loss_figure(rows: Sequence[Row]) -> Figure:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(x=0.01, y=0.06)
     axes.set_xlabel("step")
-    axes.set_ylabel("training loss (nats per token)")
+    axes.set_ylabel("training loss")
     seeds = max(len(split_by_seed(row.measured)) for row in rows)
     axes.set_title("Training loss" + (", mean and range of the seeds" if seeds > 1 else ""))
     last = [curve.end[1] if curve.end else math.inf for curve in curves]

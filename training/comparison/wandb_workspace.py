@@ -21,6 +21,7 @@ COLUMNS = (
     "summary:perf/step_ms",
     "summary:perf/floor_ratio",
     "summary:perf/tokens_per_s",
+    "summary:perf/images_per_s",
     "summary:memory/vram_peak_gib",
     "summary:memory/host_pinned_gib",
     "summary:transfer/stall_ms",
@@ -39,7 +40,7 @@ BARS = (
 )
 # Charts with one line for each mode over the steps: title, metrics, unit.
 CURVES = (
-    ("Held-out loss", ("eval/loss",), "nats/token"),
+    ("Held-out loss", ("eval/loss",), ""),
     ("Gradient norm", ("train/grad_norm",), ""),
     ("Step time", ("perf/step_ms",), "ms"),
     ("Copied in", ("transfer/h2d_gib",), "GiB a step"),
@@ -131,11 +132,10 @@ def _training() -> Section:
     import wandb_workspaces.reports.v2 as wr
 
     loss = wr.LinePlot(
-        title="Loss (nats/token)",
+        title="Loss",
         x="train/step",
         y=["train/loss"],
         title_x="step",
-        title_y="nats/token",
         groupby=wr.Config("choices.offload"),
         groupby_aggfunc="mean",
         groupby_rangefunc="minmax",

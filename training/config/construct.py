@@ -17,6 +17,7 @@ from torch import nn
 from offload import KnobError, Mode
 from training.config.auto import AUTO
 from training.errors import UserError
+from training.tasks.task import Task
 
 
 @contextmanager
@@ -43,6 +44,11 @@ def check_optimizer(config: DictConfig) -> None:
     Raises UserError naming the whole key for a value that does not fit.
     """
     _construct(config, "optimizer", params=[nn.Parameter(torch.empty(0, device="meta"))])
+
+
+def make_task(config: DictConfig) -> Task:
+    """Makes the task that `config` describes. Raises UserError naming the whole key for a value that does not fit."""
+    return _construct(config, "task")
 
 
 def _construct(config: DictConfig, key: str, **given: Any) -> Any:

@@ -22,6 +22,9 @@ from omegaconf import MISSING, OmegaConf
 from offload import HostAdamW
 from training.config.modes import mode_options
 from training.optim import AdamW
+from training.tasks.causal_lm import CausalLM
+from training.tasks.classification import Classification
+from training.tasks.flow_matching import FlowMatching
 
 
 def number(at_least: float | None = None, above: float | None = None, at_most: float | None = None) -> Any:
@@ -111,6 +114,26 @@ class Llama(Built):
 
 
 @dataclass
+class HuggingFace(Built):
+    _target_: str = "models.hf.build_hf"
+    source: str = MISSING
+    task: str = MISSING
+    # A dictionary of any keys, or null. OmegaConf would refuse new keys in a dictionary that is there already.
+    overrides: Any = MISSING
+    attention: str = MISSING
+    weights: str | None = MISSING
+
+
+@dataclass
+class Diffusers(Built):
+    _target_: str = "models.diffusion.build_diffusion"
+    source: str = MISSING
+    # A dictionary of any keys, or null. OmegaConf would refuse new keys in a dictionary that is there already.
+    overrides: Any = MISSING
+    weights: str | None = MISSING
+
+
+@dataclass
 class Text(Built):
     """The keys of every dataset of text; the builder adds seed, seq_len and batch_size."""
 
@@ -147,7 +170,56 @@ class HubText(Text):
 @dataclass
 class SyntheticTokens(Built):
     _target_: str = "training.data.datasets.SyntheticTokens"
-    vocab_size: int = number(at_least=1)
+    vocab_size: int | None = number(at_least=1)
+
+
+@dataclass
+class SyntheticImages(Built):
+    _target_: str = "training.data.synthetic_images.SyntheticImages"
+    shape: list[int] = MISSING
+    num_classes: int | None = number(at_least=1)
+    # A dictionary of shapes by name, or null.
+    condition: Any = MISSING
+
+
+@dataclass
+class ImageFolder(Built):
+    _target_: str = "training.data.images.ImageFolder"
+    folder: str = MISSING
+    size: int = number(at_least=1)
+    labels: bool = MISSING
+    crop: str = MISSING
+    flip: bool = MISSING
+    eval_share: float = number(at_least=0, at_most=0.5)
+
+
+@dataclass
+class ImageColumn(Built):
+    _target_: str = "training.data.image_column.ImageColumn"
+    name: str = MISSING
+    config_name: str | None = MISSING
+    split: str = MISSING
+    image_column: str = MISSING
+    label_column: str | None = MISSING
+    num_classes: int | None = number(at_least=1)
+    revision: str | None = MISSING
+    size: int = number(at_least=1)
+    crop: str = MISSING
+    flip: bool = MISSING
+    shuffle_buffer: int = number(at_least=1)
+    eval_split: str | None = MISSING
+    eval_share: float = number(at_least=0, at_most=0.5)
+
+
+@dataclass
+class Glyphs(Built):
+    _target_: str = "training.data.glyphs.Glyphs"
+    characters: str = MISSING
+    size: int = number(at_least=8, at_most=256)
+    labels: bool = MISSING
+    count: int = number(at_least=1)
+    variation: float = number(at_least=0)
+    eval_share: float = number(at_least=0, at_most=0.5)
 
 
 @dataclass
@@ -238,6 +310,7 @@ class TrainConfig:
     offload: Any = MISSING
     model: Any = MISSING
     dataset: Any = MISSING
+    task: Any = MISSING
     optimizer: Any = MISSING
     schedule: Any = MISSING
     recompute: Any = MISSING
@@ -267,11 +340,22 @@ class TrainConfig:
     resume: str | None = MISSING
 
 
+TASKS = {"causal_lm": CausalLM, "flow_matching": FlowMatching, "classification": Classification}
 OPTIMIZERS = {"adamw": AdamW, "host_adamw": HostAdamW}
 SCHEMAS = {
     "offload": {name: schema_of(get_class(option.target)) for name, option in mode_options().items() if option.target},
-    "model": {"llama": Llama},
-    "dataset": {"stdlib": StdlibText, "text": TextFiles, "hub": HubText, "synthetic": SyntheticTokens},
+    "model": {"llama": Llama, "hf": HuggingFace, "diffusers": Diffusers},
+    "dataset": {
+        "stdlib": StdlibText,
+        "text": TextFiles,
+        "hub": HubText,
+        "synthetic": SyntheticTokens,
+        "glyphs": Glyphs,
+        "images": ImageFolder,
+        "hub_images": ImageColumn,
+        "synthetic_images": SyntheticImages,
+    },
+    "task": {name: schema_of(task) for name, task in TASKS.items()},
     "optimizer": {name: schema_of(optimizer, frozenset({"params"})) for name, optimizer in OPTIMIZERS.items()},
     "schedule": {"constant": ConstantSchedule, "linear": LinearSchedule, "cosine": CosineSchedule},
     "recompute": {"none": RecomputeNothing, "block": RecomputeBlocks},

@@ -39,7 +39,9 @@ def check(config: DictConfig) -> None:
 def _sections(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, DictConfig]]:
     yield prefix, config
     for name in config:
-        if not OmegaConf.is_missing(config, name) and OmegaConf.is_dict(config[name]):
+        # A plain dict is free: what reads it checks it.
+        free = OmegaConf.is_missing(config, name) or not OmegaConf.is_dict(config[name])
+        if not free and OmegaConf.get_type(config, name) is not dict:
             yield from _sections(config[name], f"{prefix}{name}.")
 
 

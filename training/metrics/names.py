@@ -18,15 +18,20 @@ class Metric:
 
 METRIC_KEYS: dict[str, Metric] = {
     "train/step": Metric("steps", "optimizer steps done, from 1"),
-    "train/loss": Metric("nats/token", "mean cross-entropy of the step's batch"),
+    "train/loss": Metric("", "mean loss of the step's batch: of text, nats a token"),
     "train/grad_norm": Metric("", "L2 norm of all gradients before clipping"),
     "train/tokens": Metric("tokens", "trained on so far, those of a text that was read again too", "max"),
+    "train/images": Metric("images", "trained on so far", "max"),
+    "train/examples": Metric("examples", "trained on so far", "max"),
     "train/epoch": Metric("epochs", "passes over the dataset so far, where its length is known", "max"),
     "train/lr": Metric("", "learning rate of the first parameter group"),
-    "eval/loss": Metric("nats/token", "mean cross-entropy of the held-out batches"),
+    "eval/loss": Metric("", "mean loss of the held-out batches: of text, nats a token"),
+    "eval/accuracy": Metric("", "share of the held-out examples whose label has the largest logit"),
     "train/skipped_steps": Metric("steps", "skipped because gradients were not finite", "max"),
     "perf/step_ms": Metric("ms", "time of one step", "median"),
     "perf/tokens_per_s": Metric("tokens/s", "tokens trained in a second", "median"),
+    "perf/images_per_s": Metric("images/s", "images trained on in a second", "median"),
+    "perf/examples_per_s": Metric("examples/s", "examples trained on in a second", "median"),
     "perf/mfu": Metric("", "model FLOPs over the device's peak, 0 to 1, where that is known", "median"),
     "memory/vram_peak_gib": Metric("GiB", "peak of live tensors on the GPU since the last record", "max"),
     "memory/vram_reserved_gib": Metric("GiB", "peak of the memory that its allocator held since then", "max"),
@@ -48,10 +53,14 @@ SUMMARY_KEYS: dict[str, Metric] = {
     "steps": Metric("steps", "optimizer steps done"),
     "perf/floor_ms": Metric("ms", "planned: no step of this work can be shorter; not known on the CPU"),
     "perf/floor_ratio": Metric("", "step time over that floor"),
-    "train/first_loss": Metric("nats/token", "loss of the first step"),
-    "train/final_loss": Metric("nats/token", "loss of the last logged step"),
-    "eval/final_loss": Metric("nats/token", "loss of the last evaluation"),
+    "train/first_loss": Metric("", "loss of the first step"),
+    "train/final_loss": Metric("", "loss of the last logged step"),
+    "eval/final_loss": Metric("", "loss of the last evaluation"),
+    "eval/final_accuracy": Metric("", "accuracy of the last evaluation"),
 }
 
+# What speeds and totals count; each task has one of them.
+UNITS = ("tokens", "images", "examples")
+
 # Whole numbers.
-COUNTS = ("train/step", "train/tokens", "train/skipped_steps", "steps")
+COUNTS = ("train/step", "train/tokens", "train/images", "train/examples", "train/skipped_steps", "steps")

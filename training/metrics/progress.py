@@ -17,7 +17,7 @@ from rich.table import Table
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from training.metrics.names import METRIC_KEYS, PLANNED, SUMMARY_KEYS
+from training.metrics.names import METRIC_KEYS, PLANNED, SUMMARY_KEYS, UNITS
 from training.runs.files import METRICS_FILE, SUMMARY_FILE, WANDB_FOLDER
 from training.visible_text import visible
 
@@ -164,8 +164,9 @@ def _headline(record: Mapping[str, Any]) -> list[str]:
         parts.append(f"loss {record['train/loss']:.4f}")
     if "eval/loss" in record:
         parts.append(f"eval loss {record['eval/loss']:.4f}")
-    if "perf/tokens_per_s" in record:
-        parts.append(f"{tqdm.format_sizeof(record['perf/tokens_per_s'])} tokens/s")
+    for unit in UNITS:
+        if speed := record.get(f"perf/{unit}_per_s"):
+            parts.append(f"{tqdm.format_sizeof(speed)} {unit}/s")
     if vram_gib := record.get("memory/vram_peak_gib"):
         parts.append(f"VRAM {vram_gib:.2f} GiB")
     elif rss_gib := record.get("memory/rss_gib"):

@@ -39,8 +39,9 @@ class RunSummary:
         if "train/loss" in record:
             self._losses.setdefault(FIRST_LOSS, record["train/loss"])
             self._losses["train/final_loss"] = record["train/loss"]
-        if "eval/loss" in record:
-            self._losses["eval/final_loss"] = record["eval/loss"]
+        for score in ("loss", "accuracy"):
+            if f"eval/{score}" in record:
+                self._losses[f"eval/final_{score}"] = record[f"eval/{score}"]
         # A record of an evaluation alone has none of the times that are to be replaced.
         if not self._warm and "train/loss" in record and record["train/step"] > self._warmup_steps:
             self._warm = True

@@ -25,6 +25,7 @@ from omegaconf import OmegaConf
 from training.errors import UserError
 from training.runs.failures import explain
 from training.runs.files import METRICS_FILE, WANDB_FOLDER
+from training.tasks.sample import Sample
 
 if TYPE_CHECKING:
     import wandb
@@ -175,16 +176,17 @@ class Tracker:
 
         self._submit(log)
 
-    def log_sample(self, prompt: str, text: str, step: int) -> None:
+    def log_sample(self, sample: Sample, step: int) -> None:
         """Passes a sample to wandb, as the next row of the table `samples`; returns at once."""
 
         def log(run: "wandb.Run") -> None:
             import wandb
 
+            row = {"step": step, **sample.for_wandb()}
             if self._samples is None:
                 # Each row is stored once, and wandb shows all of them.
-                self._samples = wandb.Table(columns=["step", "prompt", "text"], log_mode="INCREMENTAL")
-            self._samples.add_data(step, prompt, text)
+                self._samples = wandb.Table(columns=list(row), log_mode="INCREMENTAL")
+            self._samples.add_data(*row.values())
             # Not committed, because the metrics of this step may follow.
             run.log({"train/step": step, "samples": self._samples}, step=step, commit=False)
 

@@ -133,7 +133,8 @@ def _changes(components: Components, plan: RunPlan) -> Iterator[Change]:
     yield change("precision", Precision.bf16, same_numbers=False)
     smaller = max(config.batch_size // 2, config.microbatches)
     yield change("batch_size", min(smaller, config.batch_size - 1), same_numbers=False)
-    yield change("seq_len", config.seq_len // 2, same_numbers=False)
+    if components.task.unit == "tokens":
+        yield change("seq_len", config.seq_len // 2, same_numbers=False)
 
 
 def _lost(components: Components, key: str, node: DictConfig) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from training.components import TOKENS_OF_MICROBATCH, Components
+from training.components import Components
 from training.config.auto import AUTO
 
 MODELS = Path(__file__).resolve().parents[2] / "conf" / "model"
@@ -27,7 +27,8 @@ def chosen_values(components: Components, resident_key: str | None) -> dict[str,
         device = "a GPU" if str(config.precision) == "bf16" else "no GPU that computes in bf16"
         lines["precision"] = f"{config.precision}, because there is {device}"
     if "microbatches" in components.settled:
-        lines["microbatches"] = f"{config.microbatches}, of at most {TOKENS_OF_MICROBATCH:,} tokens"
+        per_part = -(-components.task.units(config) // config.microbatches)
+        lines["microbatches"] = f"{config.microbatches}, of {per_part:,} {components.task.unit}"
     if brought := brought_by_model(config, choices, given):
         lines[f"model={choices['model']}"] = "brings " + ", ".join(f"{key}={value}" for key, value in brought.items())
     if components.updates_overlap and components.footprint.units and "optimizer" not in given:

@@ -30,6 +30,7 @@ from offload.planning import (
     hidden_share,
     update_work,
 )
+from training.batches import Batch, examples_in
 from training.components import Components
 from training.errors import UserError, first_line
 from training.metrics.files import write_summary
@@ -41,6 +42,7 @@ from training.planning.fit import misfit
 from training.planning.machine import Machine, is_complete, machine_of
 from training.planning.optimizer import PlannedUpdate
 from training.planning.report import RunPlan
+from training.planning.streamed import staying_note, streamed_share
 from training.profiling.hardware import datasheet_flops, resolve_device, rss_gib
 from training.profiling.timeline import Interval, Timeline, draw_chart
 from training.runs.files import PLAN_PICTURE
@@ -174,7 +176,9 @@ def _plan_of(planned: PlannedStep, components: Components, machine: Machine, has
     waits = plan.forecast.bound == "host optimizer" and not components.updates_overlap
     if has_gpu and footprint.units and waits:
         notes.append(WAITS_FOR_UPDATES)
-    return replace(plan, kept_bytes=kept_bytes, notes=tuple(notes))
+    if staying := staying_note(components):
+        notes.append(staying)
+    return replace(plan, kept_bytes=kept_bytes, streamed=streamed_share(components), notes=tuple(notes))
 
 
 def dry_step(components: Components, has_gpu: bool, timed: SimulatedStreams | None = None) -> DryRun:
@@ -198,17 +202,17 @@ def dry_step(components: Components, has_gpu: bool, timed: SimulatedStreams | No
 def _dry_run(
     components: Components, sizes: Sequence[int], has_gpu: bool, timed: SimulatedStreams | None = None
 ) -> DryRun:
-    """Runs a step with microbatches of `sizes` sequences."""
+    """Runs a step with microbatches of `sizes` examples."""
     config, model = components.config, components.model
-    parts = [torch.empty((size, config.seq_len + 1), dtype=torch.int64, device="meta") for size in sizes]
+    parts = [components.task.meta_batch(config, size) for size in sizes]
 
-    def loss_of(tokens: Tensor) -> Tensor:
-        return model(tokens[:, :-1], tokens[:, 1:]) * (len(tokens) / config.batch_size)
+    def loss_of(part: Batch) -> Tensor:
+        return components.task.loss(model, part) * (examples_in(part) / config.batch_size)
 
     return dry_run(
         components.mode,
         model,
-        [partial(loss_of, tokens) for tokens in parts],
+        [partial(loss_of, part) for part in parts],
         recomputed=components.recomputed_blocks,
         norms=True,
         timed=timed,
@@ -220,7 +224,7 @@ def _without_dry_run(components: Components) -> DryRun:
     """Returns the bounds that the mode's footprint gives, without activations, as two phases."""
     footprint, config = components.footprint, components.config
     traffic = footprint.for_microbatches(config.microbatches)
-    flops = components.model.flops_per_token(config.seq_len) * config.seq_len * config.batch_size
+    flops = components.task.flops(components.model, config) or 0.0
     weights_in = min(footprint.host_weight_bytes, traffic.h2d_bytes)
     phases = (
         Phase(True, flops / 3, weights_in, 0, 0, 0),
@@ -276,6 +280,7 @@ def _assembled(
             "activations out": step.total("activation_d2h_bytes"),
         },
         forecast=expected,
+        model_flops=components.task.flops(components.model, config) or _model_flops(phases),
         floor_ms=_floor_ms(machine, components.dtype, phases) if has_gpu else None,
         budgets={
             "vram_budget": vram_budget,
@@ -285,6 +290,11 @@ def _assembled(
         has_gpu=has_gpu,
         timeline=(*timed.work, *update_work(times, expected.phases_ms, timed.step_ms)) if timed else (),
     )
+
+
+def _model_flops(phases: Sequence[Phase]) -> float:
+    """Returns the FLOPs of a step without recomputation: backward has twice those of forward."""
+    return 3 * sum(phase.flops for phase in phases if phase.forward)
 
 
 def _floor_ms(machine: Machine, dtype: torch.dtype, phases: Sequence[Phase]) -> float | None:

@@ -32,11 +32,12 @@ class RunPlan:
     """A planned run: peak bytes by part, bytes copied in a step, the time of a step, and the budgets to fit in.
 
     `logits_bytes` are part of the activations on the device, and so are `kept_bytes`, which offload.budget=auto is
-    taken to keep there; a run keeps fewer where the GPU has no room. `timeline` is the work of forward and
-    backward, as far as the dry run went, and of the update. `chosen` explains values that were not given. Without a GPU
-    the bytes of the device are on the host. A budget is what was asked for or what the machine has, whichever is less,
-    and None if neither is known. `floor_ms` is that of `cost_model.floor_ms`; None on the CPU, whose figures are no
-    bound.
+    taken to keep there; a run keeps fewer where the GPU has no room. `streamed` is the share of weights that stream,
+    None where none do. `timeline` is the work of forward and backward, as far as the dry run went, and of the update.
+    `chosen` explains values that were not given. Without a GPU the bytes of the device are on the host. A budget is
+    what was asked for or what the machine has, whichever is less, and None if neither is known. `model_flops` are those
+    of a step without recomputation, 0 where nobody knows them. `floor_ms` is that of `cost_model.floor_ms`; None on the
+    CPU, whose figures are no bound.
     """
 
     device_bytes: Mapping[str, int]
@@ -45,11 +46,13 @@ class RunPlan:
     pinned_bytes: int
     step_bytes: Mapping[str, float]
     forecast: Forecast
+    model_flops: float
     floor_ms: float | None
     budgets: Mapping[str, int | None]
     machine: Machine
     has_gpu: bool
     kept_bytes: int = 0
+    streamed: float | None = None
     timeline: tuple[Work, ...] = ()
     notes: tuple[str, ...] = ()
     chosen: Mapping[str, str] = field(default_factory=dict)
@@ -106,6 +109,7 @@ class RunPlan:
             "step_ms": self.forecast.step_ms,
             "bound": self.forecast.bound,
             "hardware": asdict(self.machine),
+            "streamed_share": self.streamed,
             "notes": list(self.notes),
             "chosen": dict(self.chosen),
         }
@@ -126,6 +130,7 @@ class RunPlan:
                 for way in ("in", "out")
                 if step[way]
             },
+            **({} if self.streamed is None else {"weights that stream": f"{self.streamed:.0%}"}),
             **{f"{name} alone": f"{ms:,.1f} ms" for name, ms in self.forecast.alone_ms.items() if ms},
             **({} if self.floor_ms is None else {"shortest possible step": f"{self.floor_ms:,.1f} ms"}),
             "predicted step": f"{self.forecast.step_ms:,.1f} ms, bound by {self.forecast.bound}",

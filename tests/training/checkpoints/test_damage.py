@@ -159,7 +159,7 @@ FORGERIES = {
     "a position that is none": ("state", b'{"step": -1}', "state.json has no valid step: -1"),
     "a name that leads elsewhere": (
         "state",
-        b'{"step": 6, "skipped_steps": 0, "batch_sha256": "", "tokens_sha256": null, "tracking_id": "../../x"}',
+        b'{"step": 6, "skipped_steps": 0, "batch_sha256": "", "data_sha256": null, "tracking_id": "../../x"}',
         "state.json has no valid tracking_id",
     ),
     "yaml that calls": (

@@ -26,7 +26,14 @@ OFFLOADS = (
     "bounce_linear, bounce_linear_swap, layer_stream, layer_stream_swap, none, save_on_cpu, shard_offload, tensor_swap"
 )
 # Options that name something only the user knows.
-REQUIRED = {"text": ["dataset.files=a.txt"], "hub": ["dataset.name=some/text"]}
+REQUIRED = {
+    "text": ["dataset.files=a.txt"],
+    "hub": ["dataset.name=some/text"],
+    "images": ["dataset.folder=pictures"],
+    "hub_images": ["dataset.name=some/pictures"],
+    "hf": ["model.source=gpt2"],
+    "diffusers": ["model.source=UNet2DModel"],
+}
 
 schema.register()
 sweep.register_launcher()

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from training.metrics.wandb_tracker import Tracker
+from training.tasks.sample import TextSample
 
 
 def test_samples_are_rows_of_one_incremental_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -18,8 +19,8 @@ def test_samples_are_rows_of_one_incremental_table(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(Tracker, "_submit", lambda self, task: task(SimpleNamespace(log=log)))
     tracker = Tracker("disabled", run_dir=tmp_path, config={})
-    tracker.log_sample("a", "ab\n", 0)
-    tracker.log_sample("a", "ac", 4)
+    tracker.log_sample(TextSample("a", "ab\n"), 0)
+    tracker.log_sample(TextSample("a", "ac"), 4)
     (table, first, *_), (again, both, step, where) = logged
     assert again is table
     assert (table.columns, table.log_mode) == (["step", "prompt", "text"], "INCREMENTAL")

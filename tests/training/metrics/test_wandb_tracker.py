@@ -22,7 +22,7 @@ from training.build import build_tracker
 from training.errors import UserError
 from training.metrics import wandb_tracker
 from training.metrics.files import MetricsWriter, read_metrics
-from training.metrics.names import METRIC_KEYS
+from training.metrics.names import COUNTS, METRIC_KEYS
 from training.metrics.wandb_tracker import Tracker, chosen_options, plain, run_name, run_tags
 
 FAKE_KEY = "0123456789" * 4
@@ -75,7 +75,8 @@ def service():
 
 def full_record(step):
     values = {key: 1.5 * step + place / 7 for place, key in enumerate(METRIC_KEYS)}
-    return values | {"train/step": step, "train/tokens": 8 * step, "train/skipped_steps": step // 10}
+    counts = {key: 8 * step for key in COUNTS if key in METRIC_KEYS}
+    return values | counts | {"train/step": step, "train/skipped_steps": step // 10}
 
 
 def test_an_offline_run_reads_back_equal_to_metrics_jsonl(run_dir, tmp_path, caplog, capfd):

@@ -10,7 +10,7 @@ def test_a_model_option_brings_its_own_values_but_not_those_that_were_given():
     lines = chosen_values(components_of("model=llama1b", "schedule=constant", "optimizer.lr=1e-3"), None)
     assert lines["model=llama1b"] == "brings recompute=block, seq_len=2048, batch_size=32, schedule.warmup=10"
     assert lines["precision"] == "fp32, because there is no GPU that computes in bf16"
-    assert lines["microbatches"] == "2, of at most 32,768 tokens"
+    assert lines["microbatches"] == "2, of 32,768 tokens"
     assert "optimizer" not in lines
 
 

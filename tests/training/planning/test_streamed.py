@@ -1,0 +1,40 @@
+"""The share of the weights that streams, and what the plan says of the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.training.helpers.in_process import SMALL_MODEL, components_of
+from training.planning.machine import machine_of
+from training.planning.plan import plan_run
+from training.planning.streamed import staying_note, streamed_share
+
+# The embedding and the head are half of such a model.
+MODEL = (*SMALL_MODEL, "model.vocab_size=512", "offload=layer_stream")
+
+
+def test_a_resident_model_streams_nothing():
+    components = components_of(*SMALL_MODEL)
+    assert streamed_share(components) is None
+    assert staying_note(components) is None
+
+
+def test_what_stays_is_named_with_the_key_that_streams_it():
+    components = components_of(*MODEL)
+    total = sum(parameter.nbytes for parameter in components.model.parameters())
+    blocks = sum(parameter.nbytes for parameter in components.model.model.layers.parameters())
+    assert streamed_share(components) == pytest.approx(blocks / total, rel=0.01)  # units are padded
+    note = staying_note(components)
+    assert note == (
+        "64% of the weights stay on the device: model.embed_tokens.weight (0.06 MiB), lm_head.weight (0.06 MiB);"
+        " offload.outside=stream streams them too"
+    )
+    plan = plan_run(components, machine_of(components), has_gpu=True)
+    assert note in plan.notes
+    assert plan.rows()["weights that stream"] == "36%"
+
+
+@pytest.mark.parametrize("asked", ["offload.outside=stream", "offload.resident=1"])
+def test_no_note_where_all_streams_or_the_user_keeps_some(asked: str):
+    components = components_of(*MODEL, asked)
+    assert staying_note(components) is None

@@ -1,0 +1,37 @@
+"""What a task has where it says nothing itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.training.helpers.in_process import composed
+from training.errors import UserError
+from training.tasks.task import Task
+
+
+class Doubles(Task):
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (model(batch["x"]) - 2 * batch["x"]).square().mean()
+
+
+def test_defaults_are_those_of_examples():
+    config, _ = composed("batch_size=6")
+    task, model, batch = Doubles(), nn.Identity(), {"x": torch.ones(3, 1)}
+    assert (task.unit, task.units(config), task.microbatches(config), task.flops(model, config)) == (
+        "examples",
+        6,
+        1,
+        None,
+    )
+    assert task.prepared(batch, 1) is batch
+    assert {name: score.item() for name, score in task.scores(model, batch).items()} == {"loss": 1.0}
+
+
+def test_a_dataset_without_shapes_and_a_task_without_samples_are_named():
+    config, _ = composed("dataset=stdlib", "sample.every=3")
+    with pytest.raises(UserError, match=r"^dataset=StdlibText: .*Doubles"):
+        Doubles().meta_batch(config, 2)
+    with pytest.raises(UserError, match=r"^sample\.every=3: Doubles has no samples"):
+        Doubles().sampler(config, nn.Identity())

@@ -1,0 +1,39 @@
+"""Batches of one tensor and of several."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from training.batches import examples_in, sha256_of, split_by, split_into, uploaded
+
+TENSOR = torch.arange(10).view(5, 2)
+BOTH = {"images": torch.arange(20.0).view(5, 2, 2), "labels": torch.arange(5)}
+
+
+def test_parts_are_those_of_each_tensor():
+    assert [part.tolist() for part in split_into(TENSOR, 2)] == [TENSOR[:3].tolist(), TENSOR[3:].tolist()]
+    assert [examples_in(part) for part in split_into(BOTH, 3)] == [2, 2, 1]
+    parts = split_by(BOTH, 2)
+    assert [examples_in(part) for part in parts] == [2, 2, 1]
+    for name, tensor in BOTH.items():
+        assert torch.equal(torch.cat([part[name] for part in parts]), tensor)
+
+
+def test_tensors_of_a_batch_count_the_same_examples():
+    with pytest.raises(ValueError, match="first dimension"):
+        examples_in(BOTH | {"labels": torch.arange(4)})
+
+
+def test_a_batch_arrives_as_it_is():
+    there = uploaded(BOTH, torch.device("cpu"))
+    assert there.keys() == BOTH.keys()
+    assert all(torch.equal(there[name], tensor) for name, tensor in BOTH.items())
+
+
+def test_a_digest_is_that_of_the_values():
+    assert sha256_of(TENSOR) == sha256_of(TENSOR.t().contiguous().t())
+    assert sha256_of(TENSOR) != sha256_of(TENSOR + 1)
+    assert sha256_of(BOTH) == sha256_of(dict(reversed(BOTH.items())))
+    assert sha256_of(BOTH) != sha256_of({"pictures": BOTH["images"], "labels": BOTH["labels"]})
+    assert sha256_of(TENSOR.bfloat16()) != sha256_of(TENSOR.bfloat16() + 1)

@@ -1,0 +1,63 @@
+"""Batches: a tensor, or a dictionary of tensors, whose first dimension counts the examples."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from offload import upload
+
+Batch = Tensor | dict[str, Tensor]
+"""the first dimension of each tensor counts the examples"""
+
+
+def examples_in(batch: Batch) -> int:
+    """Returns the number of examples. Raises ValueError if the tensors of a dictionary do not have the same number."""
+    if isinstance(batch, Tensor):
+        return len(batch)
+    counts = {name: len(tensor) for name, tensor in batch.items()}
+    if len(set(counts.values())) != 1:
+        raise ValueError(f"the tensors of a batch must have the same first dimension, the examples: {counts}")
+    return next(iter(counts.values()))
+
+
+def split_into(batch: Batch, parts: int) -> list[Batch]:
+    """Splits a batch into `parts` of nearly the same number of examples: the first may have one more."""
+    return _split(batch, lambda tensor: tensor.tensor_split(parts))
+
+
+def split_by(batch: Batch, examples: int) -> list[Batch]:
+    """Splits a batch into parts of so many examples; the last may have fewer."""
+    return _split(batch, lambda tensor: tensor.split(examples))
+
+
+def uploaded(batch: Batch, device: torch.device) -> Batch:
+    """Returns the batch on `device`. The host does not wait for the device's queue."""
+    if isinstance(batch, Tensor):
+        return upload(batch, device)
+    return {name: upload(tensor, device) for name, tensor in batch.items()}
+
+
+def add_to_digest(digest: hashlib._Hash, batch: Batch) -> None:
+    """Adds the bytes of a batch (on any device, any dtype) to `digest`, and the names of a dictionary's tensors."""
+    for name, tensor in [("", batch)] if isinstance(batch, Tensor) else sorted(batch.items()):
+        digest.update(name.encode())
+        # As bytes, because numpy has no bfloat16.
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def sha256_of(batch: Batch) -> str:
+    """Computes the SHA-256 of a batch."""
+    digest = hashlib.sha256()
+    add_to_digest(digest, batch)
+    return digest.hexdigest()
+
+
+def _split(batch: Batch, pieces: Callable[[Tensor], tuple[Tensor, ...]]) -> list[Batch]:
+    if isinstance(batch, Tensor):
+        return list(pieces(batch))
+    split = {name: pieces(tensor) for name, tensor in batch.items()}
+    return [dict(zip(split, parts, strict=True)) for parts in zip(*split.values(), strict=True)]

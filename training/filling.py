@@ -1,0 +1,53 @@
+"""Fills a model that was built on the meta device, once a mode has made its memory.
+
+A model of ours has parameters alone. A model of a library (`models.hf`, `models.diffusion`) has methods of its own:
+`fill_buffers()`, `initialise(seed, device)` and `load(path)`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from models.initialise import initialise
+from models.weights import load_weights
+from training.errors import UserError
+from training.metrics.progress import phase
+from training.model_weights import ModelWeights
+
+
+def fill_buffers(model: nn.Module) -> None:
+    """Gives buffers the values of a model built on the CPU. Raises UserError for one whose value cannot be computed."""
+    if hasattr(model, "fill_buffers"):
+        try:
+            model.fill_buffers()
+        except ValueError as error:
+            raise UserError(f"model: {error}") from error
+
+
+def fill_parameters(model: nn.Module, config: DictConfig, device: torch.device, weights: ModelWeights | None) -> None:
+    """Fills the parameters where the mode has placed them: from `weights`, or as a function of the seed.
+
+    Raises UserError if the weights do not fit, or a parameter has no initial value.
+    """
+    if weights is None:
+        with phase("initialising the weights"):
+            try:
+                getattr(model, "initialise", lambda *arguments: initialise(model, *arguments))(config.seed, device)
+            except ValueError as error:
+                raise UserError(f"model: {error}: give model.weights=PATH") from error
+        return
+    path = weights.path()
+    try:
+        with phase("loading the weights"):
+            load(model, path)
+    except (ValueError, FileNotFoundError) as error:
+        raise UserError(f"model.weights={config.model.weights}: {error}") from error
+
+
+def load(model: nn.Module, path: Path) -> None:
+    """Copies the weights of `path` into the model, by its library's names. Raises ValueError or FileNotFoundError."""
+    getattr(model, "load", lambda given: load_weights(model, given))(path)

@@ -1,0 +1,33 @@
+"""Tells which share of the weights an offload mode streams, and names the largest that it leaves on the device."""
+
+from __future__ import annotations
+
+from offload import format_bytes
+from training.components import Components, weights_node
+
+# A smaller share is worth a note.
+MOST = 0.9
+# Tensors that are named: so many, and none of a smaller share.
+NAMED, SMALL = 3, 0.01
+
+
+def streamed_share(components: Components) -> float | None:
+    """Returns the share of the bytes of parameters and buffers that stream; None for a mode that streams none."""
+    footprint = components.footprint
+    everything = footprint.host_weight_bytes + footprint.resident_bytes
+    return footprint.host_weight_bytes / everything if footprint.units and everything else None
+
+
+def staying_note(components: Components) -> str | None:
+    """Returns a line with the largest tensors that stay on the device, where more stays than the user asked for."""
+    share = streamed_share(components)
+    key, mode = weights_node(components.config)
+    if share is None or share >= MOST or mode.get("resident") not in (None, 0, "0", "auto"):
+        return None
+    names = {id(t): name for name, t in (*components.model.named_parameters(), *components.model.named_buffers())}
+    footprint = components.footprint
+    worth = SMALL * (footprint.host_weight_bytes + footprint.resident_bytes)
+    largest = sorted((t for t in footprint.resident if t.nbytes >= worth), key=lambda t: -t.nbytes)[:NAMED]
+    shown = ", ".join(f"{names.get(id(tensor), 'a tensor')} ({format_bytes(tensor.nbytes)})" for tensor in largest)
+    advice = f"; {key}.outside=stream streams them too" if mode.get("outside") == "resident" else ""
+    return f"{1 - share:.0%} of the weights stay on the device: {shown}{advice}"

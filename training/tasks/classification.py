@@ -1,0 +1,77 @@
+"""classification: predicts the class of an image."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from offload import in_range
+from training.batches import Batch
+from training.errors import UserError
+from training.tasks.task import Task
+
+
+class Classification(Task):
+    """Trains `model(images) -> logits`, [B, classes] or an object with such `logits`, with cross-entropy.
+
+    A batch has `images`, floating point [B, C, H, W], converted to the dtype of the model's parameters, and `labels`,
+    int64 [B]. The loss is in nats an image, computed in float32.
+
+    Args:
+        label_smoothing: the share of the target that all classes have in common (Szegedy et al. 2016), in training
+            alone.
+
+    Raises:
+        KnobError: a value is out of range.
+    """
+
+    unit = "images"
+
+    def __init__(self, *, label_smoothing: float = 0.0):
+        self.label_smoothing = in_range("label_smoothing", label_smoothing, at_least=0, at_most=1)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(_logits(model, batch), batch["labels"], label_smoothing=self.label_smoothing)
+
+    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Returns `loss`, without smoothing, and `accuracy`, the share of images whose class has the largest logit."""
+        logits, labels = _logits(model, batch), batch["labels"]
+        return {
+            "loss": F.cross_entropy(logits, labels),
+            "accuracy": (logits.argmax(1) == labels).float().mean(),
+        }
+
+    def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
+        """Raises UserError if the dataset has no labelled images."""
+        if getattr(dataset, "num_classes", None) is None:
+            raise UserError(
+                f"task=classification: {type(dataset).__name__} has no labels: choose a dataset of labelled images"
+            )
+
+
+def _logits(model: nn.Module, batch: Batch) -> Tensor:
+    """Returns the model's logits in float32. Raises UserError if a label has none, which would end a GPU's process."""
+    if not isinstance(batch, dict) or not {"images", "labels"} <= batch.keys():
+        raise UserError("task=classification needs batches with images and labels: choose such a dataset")
+    images = batch["images"].to(_dtype(model))
+    output = model(images)
+    logits = getattr(output, "logits", output)
+    if logits.ndim != 2 or len(logits) != len(images):
+        raise UserError(
+            f"task=classification: the model returns {list(logits.shape)}, not a row of logits for each of"
+            f" {len(images)} images: choose a classifier"
+        )
+    labels = batch["labels"]
+    # On a device the host would wait for the answer; datasets make batches on the CPU, where it is checked.
+    if labels.device.type == "cpu" and len(labels) and labels.max() >= logits.shape[1]:
+        raise UserError(
+            f"task=classification: label {int(labels.max())}, and the model has {logits.shape[1]} classes: set the"
+            " model's number of classes to the dataset's"
+        )
+    return logits.float()
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())

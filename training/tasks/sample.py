@@ -1,0 +1,62 @@
+"""Samples: what a model made, as files, rows of samples.jsonl and entries of wandb show it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from training.runs.files import SAMPLES_FOLDER, partial_path
+
+
+class Sample(ABC):
+    """What a model made at one time."""
+
+    @abstractmethod
+    def write(self, run_dir: Path, step: int) -> dict[str, str]:
+        """Writes the files that it needs, after `step` steps; returns the columns of its row in samples.jsonl."""
+
+    @abstractmethod
+    def for_wandb(self) -> dict[str, Any]:
+        """Returns the columns of its row in wandb's table."""
+
+
+@dataclass(frozen=True)
+class TextSample(Sample):
+    """A prompt, and the text with which the model goes on, the prompt included."""
+
+    prompt: str
+    text: str
+
+    def write(self, run_dir: Path, step: int) -> dict[str, str]:
+        return {"prompt": self.prompt, "text": self.text}
+
+    def for_wandb(self) -> dict[str, Any]:
+        return {"prompt": self.prompt, "text": self.text}
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSample(Sample):
+    """A picture, uint8 [height, width] or [height, width, 3], and what it shows."""
+
+    picture: np.ndarray
+    caption: str
+
+    def write(self, run_dir: Path, step: int) -> dict[str, str]:
+        """Writes samples/step-N.png. Raises OSError if it cannot be written."""
+        from PIL import Image
+
+        path = run_dir / SAMPLES_FOLDER / f"step-{step:06d}.png"
+        path.parent.mkdir(exist_ok=True)
+        with open(partial_path(path), "wb") as file:
+            Image.fromarray(self.picture).save(file, format="PNG")
+        partial_path(path).replace(path)
+        return {"caption": self.caption, "picture": str(path.relative_to(run_dir))}
+
+    def for_wandb(self) -> dict[str, Any]:
+        import wandb
+
+        return {"caption": self.caption, "picture": wandb.Image(self.picture)}

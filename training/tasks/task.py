@@ -1,0 +1,91 @@
+"""The interface of a task. The loop, the plan and the evaluation know batches through it only."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+
+from training.batches import Batch
+from training.errors import UserError
+from training.tasks.sample import Sample
+
+
+class Sampler(ABC):
+    """Makes samples of one run: of the same prompt and the same random numbers each time."""
+
+    @abstractmethod
+    def sample(self, model: nn.Module, device: torch.device, stopped: Callable[[], bool]) -> Sample | None:
+        """Returns a sample of the model, which is in eval() and without gradients; None once `stopped` returns True.
+
+        Raises ValueError if the model's output is not finite.
+        """
+
+
+class Task(ABC):
+    """What a batch is, what the loss is, what a sample looks like.
+
+    A batch comes from the dataset: a tensor, or a dictionary of tensors, whose first dimension counts the examples.
+    """
+
+    unit: ClassVar[str] = "examples"
+    """What speeds and totals count: tokens, images."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Returns the mean loss over the examples of a microbatch, which is on the model's device: a scalar."""
+
+    def prepared(self, batch: Batch, seed: int) -> Batch:
+        """Adds the random numbers of a step (timesteps, noise) to a batch on the CPU.
+
+        A pure function of its arguments, so that mode, device and number of microbatches change nothing.
+        """
+        return batch
+
+    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Returns what an evaluation measures: means over the examples, scalars. `loss` is among them."""
+        return {"loss": self.loss(model, batch)}
+
+    def units(self, config: DictConfig) -> int:
+        """Returns how many of `unit` a step trains on."""
+        return config.batch_size
+
+    def microbatches(self, config: DictConfig) -> int:
+        """Returns the number of microbatches at microbatches=auto: between 1 and `batch_size`."""
+        return 1
+
+    def flops(self, model: nn.Module, config: DictConfig) -> float | None:
+        """Returns the FLOPs of a step, without recomputation; None where the model does not tell.
+
+        Three times those of forward: backward computes two products for each of forward's (Chowdhery et al. 2022).
+        """
+        return None
+
+    def meta_batch(self, config: DictConfig, examples: int) -> Batch:
+        """Returns a batch as `prepared` returns it, on the meta device: shapes and dtypes alone.
+
+        It comes from the configuration, because a plan reads no data. Raises UserError for a dataset without
+        `meta_batch`.
+        """
+        dataset = get_class(config.dataset._target_)
+        if not hasattr(dataset, "meta_batch"):
+            raise UserError(
+                f"dataset={dataset.__name__}: {type(self).__name__} needs images; this dataset has none: choose another"
+                " dataset or another task"
+            )
+        keys = OmegaConf.to_container(config.dataset, resolve=True)
+        batch = dataset.meta_batch(examples, **{key: keys[key] for key in keys if not key.startswith("_")})
+        return self.prepared(batch, 0)
+
+    def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
+        """Raises UserError if dataset and model do not fit each other, or not this task."""
+        return
+
+    def sampler(self, config: DictConfig, model: nn.Module) -> Sampler:
+        """Makes what generates samples. Raises UserError if the task, the model or the dataset has none."""
+        raise UserError(f"sample.every={config.sample.every}: {type(self).__name__} has no samples: take null")
