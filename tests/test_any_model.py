@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,17 @@ def test_every_mode_trains_alike_and_a_run_resumes(tmp_path: Path, monkeypatch: 
     assert curve(whole)[-1]["train/loss"] < 10
 
 
+def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
+    def full(self, *arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Image.Image, "save", full)
+    summary = run_here(tmp_path, *COMMON, *UNET, "steps=1", "sample.every=1")
+    assert summary["status"] == "ok"
+    assert "the sample after step 1 could not be written (No space left on device)" in caplog.text
+    assert read_metrics(tmp_path)[-1]["train/step"] == 1
+
+
 def test_slips_are_one_line(tmp_path: Path):
     for overrides, problem in (
         (("model=hf", "model.source=qwen9"), "model.source=qwen9: "),
@@ -75,6 +87,7 @@ def test_slips_are_one_line(tmp_path: Path):
         (("model=diffusers", "model.source=UNet2DModel"), "dataset.vocab_size=null: DiffusionModel has no vocabulary"),
         (("dataset=glyphs",), "task=causal_lm: Glyphs has no tokens"),
         (("task=flow_matching",), "task=flow_matching: SyntheticTokens has no images"),
+        ((*UNET, "eval.every=2", "dataset.eval_share=0"), "eval.every=2: no example is held out"),
     ):
         with pytest.raises(UserError) as refusal:
             run_here(tmp_path, *COMMON, *overrides)

@@ -40,7 +40,7 @@ class Evaluation:
     def of(cls, config: DictConfig, task: Task, dataset: object) -> Evaluation:
         """Takes the batches from `dataset`.
 
-        Raises UserError if the run is to evaluate, and the dataset has no held-out split, or one without a sequence.
+        Raises UserError if the run is to evaluate, and the dataset has no held-out split, or one without an example.
         """
         every, count = config.eval.every, config.eval.batches
         if every is None:
@@ -51,6 +51,11 @@ class Evaluation:
                 " CONTRIBUTING.md describes it, or take eval.every=null"
             )
         batches = tuple(dataset.eval_batches(count))
+        if not batches and task.unit != "tokens":
+            raise UserError(
+                f"eval.every={every}: no example is held out: give a larger dataset.eval_share (it is"
+                f" {config.dataset.get('eval_share')}), or eval.every=null"
+            )
         if not batches:
             raise UserError(
                 f"eval.every={every}: the held-out text is too short for a sequence of seq_len={config.seq_len}: give"

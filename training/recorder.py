@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +23,8 @@ from training.profiling.trace import Tracer
 from training.runs.console import note_failures
 from training.runs.files import SAMPLES_FILE
 from training.tasks.sample import Sample
+
+logger = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -125,12 +128,19 @@ class Recorder:
             self._write(step, {"train/step": step, **evaluation})
 
     def record_sample(self, step: int, sample: Sample) -> None:
-        """Writes and shows what the model made after `step` steps. Call it before `record`."""
-        shown = sample.write(self._run_dir, step)
+        """Writes and shows what the model made after `step` steps. Call it before `record`.
+
+        Of a picture that cannot be written there is a warning alone.
+        """
+        self.sampled_step = step
+        try:
+            shown = sample.write(self._run_dir, step)
+        except OSError as error:
+            logger.warning("the sample after step %d could not be written (%s)", step, error.strerror or error)
+            return
         self._samples.write({"train/step": step, **shown})
         self._job.tracker.log_sample(sample, step)
         self._progress.note(f"sample after step {step}: {' '.join(shown.values())}")
-        self.sampled_step = step
 
     def save(self, step: int, batch: Batch, required: bool) -> bool:
         """Saves the run after `step`, whose batch was `batch`; returns False if the disk refused it.

@@ -24,6 +24,8 @@ MAY_CHANGE = (
     "log_every",
     "eval.every",
     "sample.*",
+    "task.sample_*",
+    "task.guidance",
     "offload.*",
     "recompute.*",
     "tracking.*",

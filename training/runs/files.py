@@ -64,7 +64,8 @@ def refuse_strange_files(run_dir: Path) -> None:
 
     A run would overwrite what a link leads to, and wait for ever for somebody to read from a pipe.
     """
-    for path in (*(run_dir / name for name in RUN_FILES), *sorted((run_dir / TRACE_FOLDER).glob("*step-*"))):
+    made = (path for folder in (TRACE_FOLDER, SAMPLES_FOLDER) for path in sorted((run_dir / folder).glob("*step-*")))
+    for path in (*(run_dir / name for name in RUN_FILES), *made):
         if path.is_symlink():
             raise UserError(f"{path} is a link to another file, which the run would overwrite: remove the link")
         if path.exists() and not path.is_file():
