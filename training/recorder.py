@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from torch import Tensor
 
@@ -138,9 +139,13 @@ class Recorder:
         except OSError as error:
             logger.warning("the sample after step %d could not be written (%s)", step, error.strerror or error)
             return
-        self._samples.write({"train/step": step, **shown})
-        self._job.tracker.log_sample(sample, step)
-        self._progress.note(f"sample after step {step}: {' '.join(shown.values())}")
+        self._job.tracker.log_sample(shown, step)
+        texts = {
+            name: str(value.relative_to(self._run_dir)) if isinstance(value, Path) else value
+            for name, value in shown.items()
+        }
+        self._samples.write({"train/step": step, **texts})
+        self._progress.note(f"sample after step {step}: {' '.join(texts.values())}")
 
     def save(self, step: int, batch: Batch, required: bool) -> bool:
         """Saves the run after `step`, whose batch was `batch`; returns False if the disk refused it.

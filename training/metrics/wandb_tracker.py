@@ -25,7 +25,6 @@ from omegaconf import OmegaConf
 from training.errors import UserError
 from training.runs.failures import explain
 from training.runs.files import METRICS_FILE, WANDB_FOLDER
-from training.tasks.sample import Sample
 
 if TYPE_CHECKING:
     import wandb
@@ -176,13 +175,15 @@ class Tracker:
 
         self._submit(log)
 
-    def log_sample(self, sample: Sample, step: int) -> None:
-        """Passes a sample to wandb, as the next row of the table `samples`; returns at once."""
+    def log_sample(self, sample: Mapping[str, str | Path], step: int) -> None:
+        """Passes a sample, texts and pictures, to wandb as the next row of the table `samples`; returns at once."""
 
         def log(run: "wandb.Run") -> None:
             import wandb
 
-            row = {"step": step, **sample.for_wandb()}
+            row = {"step": step} | {
+                name: wandb.Image(str(value)) if isinstance(value, Path) else value for name, value in sample.items()
+            }
             if self._samples is None:
                 # Each row is stored once, and wandb shows all of them.
                 self._samples = wandb.Table(columns=list(row), log_mode="INCREMENTAL")

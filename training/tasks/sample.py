@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,12 +15,8 @@ class Sample(ABC):
     """What a model made at one time."""
 
     @abstractmethod
-    def write(self, run_dir: Path, step: int) -> dict[str, str]:
-        """Writes the files that it needs, after `step` steps; returns the columns of its row in samples.jsonl."""
-
-    @abstractmethod
-    def for_wandb(self) -> dict[str, Any]:
-        """Returns the columns of its row in wandb's table."""
+    def write(self, run_dir: Path, step: int) -> dict[str, str | Path]:
+        """Writes the files that it needs, after `step` steps; returns the columns of its row, texts and pictures."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +26,7 @@ class TextSample(Sample):
     prompt: str
     text: str
 
-    def write(self, run_dir: Path, step: int) -> dict[str, str]:
-        return {"prompt": self.prompt, "text": self.text}
-
-    def for_wandb(self) -> dict[str, Any]:
+    def write(self, run_dir: Path, step: int) -> dict[str, str | Path]:
         return {"prompt": self.prompt, "text": self.text}
 
 
@@ -45,7 +37,7 @@ class ImageSample(Sample):
     picture: np.ndarray
     caption: str
 
-    def write(self, run_dir: Path, step: int) -> dict[str, str]:
+    def write(self, run_dir: Path, step: int) -> dict[str, str | Path]:
         """Writes samples/step-N.png. Raises OSError if it cannot be written."""
         from PIL import Image
 
@@ -54,9 +46,4 @@ class ImageSample(Sample):
         with open(partial_path(path), "wb") as file:
             Image.fromarray(self.picture).save(file, format="PNG")
         partial_path(path).replace(path)
-        return {"caption": self.caption, "picture": str(path.relative_to(run_dir))}
-
-    def for_wandb(self) -> dict[str, Any]:
-        import wandb
-
-        return {"caption": self.caption, "picture": wandb.Image(self.picture)}
+        return {"caption": self.caption, "picture": path}
