@@ -2,12 +2,14 @@
 
     python scripts/bench.py --modes none bounce_linear --sequences 2 --seq-len 2048
     python scripts/bench.py --sequences 8 --recompute --json bench.json
+    python scripts/bench.py --model flux --modes none layer_stream --optimizer
 
-With `--optimizer` a step of every mode but `none` includes the update of its weights on the host, beside the device;
-`none` is forward and backward alone. With `--head` the embedding, the head and the loss are there
-too. Every mode runs in a process of its own. A step ends with the gradients where the mode keeps them: on the device
-for `none`, on the host for the streaming modes. The peak printed is that of the timed steps; the file has the peak of
-all steps too.
+With `--model` it is a step of that option of conf/model, with the task, the data and the recompute that it brings;
+`--set` changes keys of its configuration (`--set batch_size=2 recompute=none`). With `--optimizer` a step of every mode
+but `none` includes the update of its weights on the host, beside the device; `none` is forward and backward alone. With
+`--head` the embedding, the head and the loss are there too. Every mode runs in a process of its own. A step ends with
+the gradients where the mode keeps them: on the device for `none`, on the host for the streaming modes. The peak printed
+is that of the timed steps; the file has the peak of all steps too.
 
 MODE is any option of conf/offload, KEY any of its knobs. Modes that move activations take the option of their weights
 as a knob, and its knobs as weights.KEY: `tensor_swap:weights=layer_stream,weights.slots=2`. `budget=auto` needs
@@ -31,35 +33,17 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.utils import get_class
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models.initialise import initialise
-from models.llama import Llama, rotary_tables
-from offload import (
-    GIB,
-    HostAdamW,
-    Mode,
-    WeightMode,
-    acquire,
-    find_blocks,
-    parse_bytes,
-    recompute,
-    release,
-    upload,
-)
+from offload import GIB, WeightMode, acquire, release
 from offload.planning import Bandwidth, floor_ms, measure_bandwidth
-from training import sweep
-from training.config import schema
-from training.config.construct import make_mode
-from training.config.modes import FOLDER, RESIDENT, mode_options
-from training.loop import clip_scale, forward_backward, gradient_norm, short_garbage_collections
+from scripts.workload import make_workload, parser
+from training.config.modes import RESIDENT, mode_options
+from training.loop import short_garbage_collections
 from training.metrics.step_timer import StepTimer
 from training.profiling.hardware import reset_peaks, vram_peak_gib, vram_reserved_gib
-from training.tasks.causal_lm import CausalLM
 from training.visible_text import visible
 
 # Counters of a mode whose growth in a step is reported.
@@ -91,119 +75,6 @@ COLUMNS = (
 )
 
 
-class Blocks(nn.Module):
-    """The blocks alone, on random inputs, so that the vocabulary of a model plays no role."""
-
-    def __init__(self, layers: nn.ModuleList, head_dim: int):
-        super().__init__()
-        self.layers = layers
-        self.head_dim = head_dim
-
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        weight = next(self.layers[0].parameters())
-        shape = (*tokens.shape, weight.shape[-1])
-        hidden = torch.randn(shape, device=tokens.device, dtype=weight.dtype, requires_grad=torch.is_grad_enabled())
-        cos, sin = rotary_tables(tokens.shape[1], self.head_dim, 10000.0, hidden)
-        for layer in self.layers:
-            hidden = layer(hidden, cos, sin)
-        return hidden.float().square().mean()
-
-
-def parser(description: str) -> argparse.ArgumentParser:
-    """Makes the parser of the options that define a step."""
-    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--device", default="cuda")
-    options.add_argument("--hidden", type=int, default=4096)
-    options.add_argument("--intermediate", type=int, default=11008)
-    options.add_argument("--blocks", type=int, default=32)
-    options.add_argument("--heads", type=int, default=32)
-    options.add_argument("--head", type=int, default=0, metavar="VOCAB", help="with embedding, head and loss")
-    options.add_argument("--sequences", type=int, default=2)
-    options.add_argument("--seq-len", type=int, default=2048)
-    options.add_argument("--microbatches", type=int, default=1)
-    options.add_argument("--recompute", action="store_true")
-    options.add_argument("--optimizer", action="store_true", help="with the update by host_adamw")
-    options.add_argument("--clip-norm", type=float, default=None)
-    options.add_argument("--device-share", default="0", help="bytes of its states that live on the device: 10GiB")
-    options.add_argument("--threads", type=int, default=None, help="cores of the host optimizer")
-    options.add_argument("--forward", action="store_true", help="forward only, without gradients")
-    return options
-
-
-class Workload:
-    """A model under a mode, ready to run steps; as a context, it gives the model and the streams back."""
-
-    def __init__(self, spec: str, options: argparse.Namespace):
-        """`spec` is MODE or MODE:KEY=VALUE,...: a mode and its knobs."""
-        name, self.mode = build_mode(spec)
-        self.options = options
-        self.device = torch.device(options.device)
-        with torch.device("meta"):
-            shape = (options.hidden, options.intermediate, options.blocks, options.heads, options.heads)
-            model = Llama(options.head or 1, *shape)
-            if not options.head:
-                model = Blocks(model.model.layers, options.hidden // options.heads)
-        self.model = model.bfloat16()
-        self.plan = self.mode.footprint(self.model, options.recompute)
-        self.streams = acquire(self.device)
-        clock = StepTimer(self.streams)
-        clock.start()
-        self.mode.attach(self.model, self.streams)
-        initialise(self.model, 0, self.device)
-        clock.stop()
-        (self.attach_ms,) = clock.collect()
-        if options.recompute and not self.mode.recomputes:
-            recompute(block for _, block in find_blocks(self.model))
-        self.optimizer = None
-        if options.optimizer and name != RESIDENT:
-            self.optimizer = HostAdamW(self.model.parameters(), lr=1e-5, threads=options.threads)
-            share = parse_bytes("--device-share", options.device_share)
-            self.mode.overlap(self.optimizer, early=options.clip_norm is None, device_share=share)
-            self.optimizer.allocate()
-        self._generator = torch.Generator().manual_seed(0)
-        torch.manual_seed(0)
-
-    def __enter__(self) -> Workload:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.mode.detach()
-        release(self.streams)
-
-    def step(self) -> torch.Tensor:
-        """Forward and backward over one batch; returns the loss."""
-        options = self.options
-        shape = (options.sequences, options.seq_len + 1)
-        batch = upload(torch.randint(options.head or 256, shape, generator=self._generator), self.device)
-        clips = self.optimizer is not None and options.clip_norm is not None
-        with self.mode.step(norms=clips), torch.set_grad_enabled(not options.forward):
-            if options.forward:
-                loss = self.model(batch[:, :-1], batch[:, 1:])
-            else:
-                loss = forward_backward(CausalLM(), self.mode, self.model, batch, options.microbatches, seed=0, step=0)
-        if self.optimizer is not None:
-            norm = gradient_norm(self.model, self.mode.gradient_norms()) if clips else 0.0
-            self.optimizer.step(scale=clip_scale(norm, options.clip_norm))
-        self.model.zero_grad(set_to_none=True)
-        return loss
-
-
-def build_mode(spec: str) -> tuple[str, Mode]:
-    """Makes the mode that `spec` describes, with the checks of train.py. Returns its name too.
-
-    Raises UserError for a value that does not fit, Hydra's errors for a mode or a knob that does not exist.
-    """
-    name, _, pairs = spec.partition(":")
-    overrides = [f"offload={name}"]
-    for pair in filter(None, pairs.split(",")):
-        key, _, value = pair.partition("=")
-        overrides.append(f"offload@offload.weights={value}" if key == "weights" else f"offload.{pair}")
-    schema.register()
-    sweep.register_launcher()
-    with initialize_config_dir(str(FOLDER.parent), version_base="1.3"):
-        return name, make_mode(compose("config", overrides).offload)
-
-
 def weight_modes() -> list[str]:
     """Returns the resident model and the modes that stream weights."""
     targets = {name: option.target for name, option in mode_options().items() if option.target}
@@ -220,7 +91,7 @@ def bandwidths(device: torch.device) -> dict[str, float]:
 
 def measure(spec: str, options: argparse.Namespace) -> dict:
     """Measures one mode: medians of the timed steps, peaks, and bytes moved in a step."""
-    with Workload(spec, options) as workload, short_garbage_collections():
+    with make_workload(spec, options) as workload, short_garbage_collections():
         device, clock = workload.device, StepTimer(workload.streams)
         reset_peaks(device)
         for _ in range(options.warmup):
@@ -285,9 +156,13 @@ def main() -> None:
     resident_ms = next((row.get("step_ms") for row in rows if row["mode"] == RESIDENT), None)
     bus = Bandwidth(**speed) if torch.device(options.device).type == "cuda" else None
     rows = [row if "failed" in row else with_ratios(row, resident_ms, bus) for row in rows]
-    print(
+    blocks = (
         f"{options.blocks} blocks of {options.hidden}, {options.sequences * options.seq_len} tokens,"
-        f" recompute={options.recompute}, forward only={options.forward};"
+        f" recompute={options.recompute}"
+    )
+    print(
+        f"{' '.join([f'model={options.model}', *options.set]) if options.model else blocks},"
+        f" forward only={options.forward};"
         f" GB/s in {speed['h2d']:.1f}, out {speed['d2h']:.1f}, both at once {speed['both']:.1f} each"
     )
     print(f"{'mode':36}" + "".join(f"{title:>11}" for title, _, _ in COLUMNS))

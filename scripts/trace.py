@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench import Workload, parser
+from scripts.workload import Workload, make_workload, parser
 from training.profiling.timeline import draw_chart, read_timeline
 from training.profiling.trace import VIEWER, tracing
 
@@ -42,7 +42,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"[^A-Za-z0-9.-]", "_", options.mode)
     trace, picture = options.out / f"{name}.json.gz", options.out / f"{name}.png"
-    record(Workload(options.mode, options), trace)
+    record(make_workload(options.mode, options), trace)
     timeline = read_timeline(trace)
     draw_chart(timeline, picture, options.mode)
     print(f"{options.mode}: {timeline.summary()}\n{trace}  (open in {VIEWER})\n{picture}")

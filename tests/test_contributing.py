@@ -79,7 +79,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Its arguments are a list of command lines of train.py in JSON; prints exit status and output of each.
 PROGRAM = """
 import json, sys
-from scripts.bench import build_mode, weight_modes
+from scripts.bench import weight_modes
+from scripts.workload import build_mode
 from tests.training.helpers.in_process import command_here
 from training.config.modes import mode_options
 

@@ -12,7 +12,8 @@ import pytest
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.runtime.bandwidth import Bandwidth
-from scripts.bench import build_mode, weight_modes, with_ratios
+from scripts.bench import weight_modes, with_ratios
+from scripts.workload import build_mode
 from tests import ROOT
 from training.config.modes import mode_options
 from training.errors import UserError

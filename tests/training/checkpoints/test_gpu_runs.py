@@ -75,7 +75,9 @@ def test_a_gpu_that_runs_out_of_memory_in_a_step(tmp_path: Path, run_here):
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((before + 2**30) / total)
     try:
-        with pytest.raises(OutOfMemoryError, match=r"the GPU is out of memory.*planned were .*: take .*microbatches=\d"):
+        with pytest.raises(
+            OutOfMemoryError, match=r"the GPU is out of memory.*planned were .*: take .*microbatches=\d"
+        ):
             run_here(tmp_path / "run", *large)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

@@ -18,7 +18,7 @@ from offload.planning.dry_run import DryRun, dry_run
 from offload.planning.simulated_streams import SimulatedStreams
 from offload.runtime.blocks import find_blocks
 from offload.runtime.byte_sizes import GIB
-from scripts.bench import Blocks, build_mode
+from scripts.workload import Blocks, build_mode
 from tests import ROOT
 from tests.training.helpers.in_process import components_of
 from training.planning.machine import Machine, machine_of

@@ -1,0 +1,230 @@
+"""A step to measure: a model under an offload mode, with random weights and one batch after another.
+
+`BlocksWorkload` has Llama-shaped blocks of any size; `ModelWorkload` any option of conf/model, with its task and data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from abc import ABC, abstractmethod
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from models.initialise import initialise
+from models.llama import Llama, rotary_tables
+from offload import Footprint, HostAdamW, Mode, acquire, find_blocks, parse_bytes, recompute, release, upload
+from training import sweep
+from training.batches import Batch, uploaded
+from training.build import attached, build_dataset
+from training.components import Components
+from training.config import schema
+from training.config.construct import make_mode
+from training.config.modes import FOLDER, RESIDENT
+from training.config.validation import check
+from training.filling import fill_buffers, fill_parameters
+from training.loop import clip_scale, forward_backward, gradient_norm
+from training.metrics.step_timer import StepTimer
+from training.runs.invocation import Invocation
+from training.seeds import seed_of
+from training.tasks.causal_lm import CausalLM
+from training.tasks.task import Task
+
+
+class Blocks(nn.Module):
+    """The blocks alone, on random inputs, so that the vocabulary of a model plays no role."""
+
+    def __init__(self, layers: nn.ModuleList, head_dim: int):
+        super().__init__()
+        self.layers = layers
+        self.head_dim = head_dim
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        weight = next(self.layers[0].parameters())
+        shape = (*tokens.shape, weight.shape[-1])
+        hidden = torch.randn(shape, device=tokens.device, dtype=weight.dtype, requires_grad=torch.is_grad_enabled())
+        cos, sin = rotary_tables(tokens.shape[1], self.head_dim, 10000.0, hidden)
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin)
+        return hidden.float().square().mean()
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """Makes the parser of the options that define a step."""
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--device", default="cuda")
+    options.add_argument("--model", help="an option of conf/model, in place of Llama-shaped blocks")
+    options.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of that model's configuration")
+    options.add_argument("--hidden", type=int, default=4096)
+    options.add_argument("--intermediate", type=int, default=11008)
+    options.add_argument("--blocks", type=int, default=32)
+    options.add_argument("--heads", type=int, default=32)
+    options.add_argument("--head", type=int, default=0, metavar="VOCAB", help="with embedding, head and loss")
+    options.add_argument("--sequences", type=int, default=2)
+    options.add_argument("--seq-len", type=int, default=2048)
+    options.add_argument("--microbatches", type=int, default=1)
+    options.add_argument("--recompute", action="store_true")
+    options.add_argument("--optimizer", action="store_true", help="with the update by host_adamw")
+    options.add_argument("--clip-norm", type=float, default=None)
+    options.add_argument("--device-share", default="0", help="bytes of its states that live on the device: 10GiB")
+    options.add_argument("--threads", type=int, default=None, help="cores of the host optimizer")
+    options.add_argument("--forward", action="store_true", help="forward only, without gradients")
+    return options
+
+
+class Workload(ABC):
+    """A model under a mode, ready to run steps; as a context, it gives the model and the streams back."""
+
+    task: Task
+    mode: Mode
+    model: nn.Module
+    plan: Footprint
+    microbatches: int
+
+    def __init__(self, spec: str, options: argparse.Namespace):
+        """`spec` is MODE or MODE:KEY=VALUE,...: a mode and its knobs."""
+        self.options = options
+        self.device = torch.device(options.device)
+        self.streams = acquire(self.device)
+        self.optimizer: HostAdamW | None = None
+        self._undo = ExitStack()
+        self._undo.callback(release, self.streams)
+        clock = StepTimer(self.streams)
+        clock.start()
+        with self._undo:
+            name = self.prepare(spec)
+            clock.stop()
+            (self.attach_ms,) = clock.collect()
+            if options.optimizer and name != RESIDENT:
+                self.optimizer = HostAdamW(self.model.parameters(), lr=1e-5, threads=options.threads)
+                share = parse_bytes("--device-share", options.device_share)
+                self.mode.overlap(self.optimizer, early=options.clip_norm is None, device_share=share)
+                self.optimizer.allocate()
+            self._undo = self._undo.pop_all()
+        torch.manual_seed(0)
+
+    @abstractmethod
+    def prepare(self, spec: str) -> str:
+        """Makes the model and the mode, attaches it and fills the model. Returns the mode's name."""
+
+    @abstractmethod
+    def batch(self) -> Batch:
+        """Returns the next batch, on the device."""
+
+    def __enter__(self) -> Workload:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def step(self) -> torch.Tensor:
+        """Forward and backward over one batch, and the update if there is one; returns the loss."""
+        options, batch = self.options, self.batch()
+        clips = self.optimizer is not None and options.clip_norm is not None
+        with self.mode.step(norms=clips), torch.set_grad_enabled(not options.forward):
+            if options.forward:
+                loss = self.task.loss(self.model, batch)
+            else:
+                loss = forward_backward(self.task, self.mode, self.model, batch, self.microbatches, seed=0, step=0)
+        if self.optimizer is not None:
+            norm = gradient_norm(self.model, self.mode.gradient_norms()) if clips else 0.0
+            self.optimizer.step(scale=clip_scale(norm, options.clip_norm))
+        self.model.zero_grad(set_to_none=True)
+        return loss
+
+
+class BlocksWorkload(Workload):
+    """Llama-shaped blocks, alone or with embedding, head and loss, on random tokens."""
+
+    task = CausalLM()
+
+    def prepare(self, spec: str) -> str:
+        options = self.options
+        name, self.mode = build_mode(spec)
+        self.microbatches = options.microbatches
+        with torch.device("meta"):
+            shape = (options.hidden, options.intermediate, options.blocks, options.heads, options.heads)
+            model = Llama(options.head or 1, *shape)
+            if not options.head:
+                model = Blocks(model.model.layers, options.hidden // options.heads)
+        self.model = model.bfloat16()
+        self.plan = self.mode.footprint(self.model, options.recompute)
+        self.mode.attach(self.model, self.streams)
+        self._undo.callback(self.mode.detach)
+        initialise(self.model, 0, self.device)
+        if options.recompute and not self.mode.recomputes:
+            recompute(block for _, block in find_blocks(self.model))
+        self._generator = torch.Generator().manual_seed(0)
+        return name
+
+    def batch(self) -> Batch:
+        options = self.options
+        shape = (options.sequences, options.seq_len + 1)
+        return upload(torch.randint(options.head or 256, shape, generator=self._generator), self.device)
+
+
+class ModelWorkload(Workload):
+    """An option of conf/model with the task, data, batch and recompute that it brings; every step has the same batch.
+
+    --microbatches, --sequences, --seq-len and --recompute are those of the blocks; here --set has their keys.
+    """
+
+    def prepare(self, spec: str) -> str:
+        name, overrides = mode_overrides(spec)
+        config = composed([f"model={self.options.model}", *overrides, *self.options.set])
+        config.device = str(self.device)
+        check(config)
+        components = Components.of(config, Invocation(Path(), {}), self.device)
+        self.task, self.mode, self.model = components.task, components.mode, components.model
+        self.plan, self.microbatches = components.footprint, config.microbatches
+        with tempfile.TemporaryDirectory() as folder:
+            dataset = build_dataset(config, self.model, Path(folder))
+            batch = self.task.prepared(dataset.batch(0), seed_of(config.seed, 1))
+        self._undo.enter_context(attached(components, self.streams))
+        fill_buffers(self.model)
+        fill_parameters(self.model, config, self.device, None)
+        self._batch = uploaded(batch, self.device)
+        return name
+
+    def batch(self) -> Batch:
+        return self._batch
+
+
+def make_workload(spec: str, options: argparse.Namespace) -> Workload:
+    """Makes the workload that the options of `parser` describe, under the mode `spec`."""
+    return (BlocksWorkload if options.model is None else ModelWorkload)(spec, options)
+
+
+def composed(overrides: list[str]) -> DictConfig:
+    """Composes a configuration. Raises Hydra's errors for an option or a key that does not exist."""
+    schema.register()
+    sweep.register_launcher()
+    with initialize_config_dir(str(FOLDER.parent), version_base="1.3"):
+        return compose("config", overrides)
+
+
+def mode_overrides(spec: str) -> tuple[str, list[str]]:
+    """Returns the mode's name in MODE:KEY=VALUE,... and the overrides that choose the mode and its knobs."""
+    name, _, pairs = spec.partition(":")
+    overrides = [f"offload={name}"]
+    for pair in filter(None, pairs.split(",")):
+        key, _, value = pair.partition("=")
+        overrides.append(f"offload@offload.weights={value}" if key == "weights" else f"offload.{pair}")
+    return name, overrides
+
+
+def build_mode(spec: str) -> tuple[str, Mode]:
+    """Makes the mode that `spec` describes, with the checks of train.py. Returns its name too.
+
+    Raises UserError for a value that does not fit, Hydra's errors for a mode or a knob that does not exist.
+    """
+    name, overrides = mode_overrides(spec)
+    return name, make_mode(composed(overrides).offload)

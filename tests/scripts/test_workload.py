@@ -1,0 +1,59 @@
+"""The steps that are measured: equal losses under modes, updates, memory given back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hydra.errors import HydraException
+
+from scripts.workload import Workload, make_workload, parser
+
+BLOCKS = ("--hidden=32", "--intermediate=64", "--heads=2", "--blocks=2", "--seq-len=8")
+MODEL = (
+    "--model=tiny", "--set", "model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=2",
+    "seq_len=8", "batch_size=4", "microbatches=2", "dataset=synthetic",
+)  # fmt: skip
+UNET = (
+    "--model=unet_small", "--set", "model.overrides={block_out_channels: [32, 32, 32]}", "batch_size=2", "dataset.size=8",
+)  # fmt: skip
+
+
+def workload(spec: str, *arguments: str) -> Workload:
+    return make_workload(spec, parser("").parse_args(["--device=cpu", *arguments]))
+
+
+def losses(spec: str, *arguments: str) -> list[float]:
+    with workload(spec, *arguments) as made:
+        return [made.step().item() for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    "shape", [BLOCKS, (*BLOCKS, "--head=40", "--recompute"), MODEL], ids=["blocks", "llama", "tiny"]
+)
+def test_modes_have_the_losses_of_the_resident_model(shape: tuple[str, ...]):
+    resident = losses("none", *shape)
+    assert losses("layer_stream:slots=2", *shape) == losses("bounce_linear", *shape) == resident
+
+
+def test_a_model_brings_its_task_and_data():
+    with workload("layer_stream", *UNET) as made:
+        assert set(made.batch()) >= {"images", "labels"}
+        assert torch.isfinite(made.step())
+
+
+def test_updates_are_part_of_the_step_of_modes_alone():
+    resident, updated = losses("none", *MODEL, "--optimizer"), losses("layer_stream", *MODEL, "--optimizer")
+    # Every step of a model has the same batch.
+    assert resident[0] == resident[2] == updated[0] != updated[2]
+
+
+def test_the_model_is_given_back():
+    with workload("layer_stream", *MODEL) as made:
+        before = {name: parameter.clone() for name, parameter in made.model.named_parameters()}
+        made.step()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in made.model.named_parameters())
+
+
+def test_an_option_that_does_not_exist_is_hydras_error():
+    with pytest.raises(HydraException, match="no_such_model"):
+        workload("none", "--model=no_such_model")
