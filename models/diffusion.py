@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from models.attention import avoid_cudnn_attention
 from models.buffers import fill_buffers
 from models.diffusion_families import FAMILIES, Family, Shape
 from models.diffusion_files import CONFIG_FILE, config_folder, load_diffusion
@@ -96,6 +97,7 @@ def build_diffusion(source: str | Path, overrides: Mapping[str, Any] | None = No
         ValueError: one line about a source that is unknown, a key that the class does not have, with the closest names,
             or a value that it does not take.
     """
+    avoid_cudnn_attention()
     name, config = _described(source)
     family = FAMILIES.get(name)
     if family is None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, PreTrainedModel
 
+from models.attention import avoid_cudnn_attention
 from models.hf_head import use_plain_head
 from models.hf_host_reads import one_sequence_a_row, without_padding_warning
 from models.hf_source import CAUSAL_LM, find_source, one_line
@@ -43,6 +44,7 @@ def build_hf(
     Raises:
         ValueError: the source, an override or the backend cannot be had. The message is one line.
     """
+    avoid_cudnn_attention()
     config = find_source(source, task).config(overrides)
     auto = AutoModelForCausalLM if task == CAUSAL_LM else AutoModelForImageClassification
     # Of several classes for a task transformers takes the one that is named here, or the first.

@@ -7,11 +7,13 @@ parameter's dtype, which give the same result on CPU and GPU.
 """
 
 import hashlib
+from collections import Counter
 
 import torch
 from torch import Tensor, nn
 
 STD = 0.02
+EMBEDDING_STD = 1.0
 # The layers whose output is added to the residual stream; see `initialise`.
 RESIDUAL_PROJECTIONS = ("o_proj", "down_proj")
 
@@ -28,6 +30,9 @@ def initialise(model: nn.Module, seed: int, device: torch.device | str | None = 
     * Any other parameter of two or more dimensions: approximately normal, mean 0, standard deviation 0.02 (GPT-2,
       Llama). For projections into the residual stream it is divided by the root of their number, so that the stream's
       variance does not grow with depth (Radford et al. 2019).
+    * The weight of an embedding that is nothing else: standard deviation 1 (PaLM, Chowdhery et al. 2022). With 0.02 the
+      first norm multiplies the gradients by 50, and the loss of a deep model rises in its first steps (Takase et al.
+      2023). One that is also the output layer keeps 0.02.
     * The bias of any module: zeros. Any other vector or scalar: ones, because it is a scale.
 
     A tied parameter is filled once, under its first name. Running statistics of batch norms are reset; other buffers
@@ -43,6 +48,7 @@ def initialise(model: nn.Module, seed: int, device: torch.device | str | None = 
     """
     _check_initialisable(model)
     residual_projections = sum(name.endswith(RESIDUAL_PROJECTIONS) for name, _ in model.named_modules())
+    uses = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
     generators: dict[torch.device, HashNormal] = {}
     filled = set()
     for module_name, module in model.named_modules():
@@ -58,6 +64,8 @@ def initialise(model: nn.Module, seed: int, device: torch.device | str | None = 
             std = STD
             if module_name.endswith(RESIDUAL_PROJECTIONS):
                 std /= residual_projections**0.5
+            elif isinstance(module, nn.Embedding) and uses[parameter] == 1:
+                std = EMBEDDING_STD
             source = torch.device(device) if device is not None else parameter.device
             if source not in generators:
                 generators[source] = HashNormal(source)

@@ -14,7 +14,8 @@ MODEL = (
     "seq_len=8", "batch_size=4", "microbatches=2", "dataset=synthetic",
 )  # fmt: skip
 UNET = (
-    "--model=unet_small", "--set", "model.overrides={block_out_channels: [32, 32, 32]}", "batch_size=2", "dataset.size=8",
+    "--model=unet_small", "--set", "model.overrides={block_out_channels: [16, 16]}", "batch_size=2",
+    "dataset.size=8",
 )  # fmt: skip
 
 

@@ -45,13 +45,19 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     Raises DamagedError if the manifest is missing or is not one, or names a file that is not in this folder.
     """
     path = folder / MANIFEST_FILE
-    manifest = read_json(path)
+    with damage_of(path):
+        content = bounded_files.read_bytes(path)
+        manifest = bounded_files.json_object(content)
     if manifest.get("format") != FORMAT:
         raise DamagedError(f"{path} has format {manifest.get('format')!r}: this version reads only format {FORMAT}")
     files = manifest.get("files")
     if not isinstance(files, dict) or not files:
         raise DamagedError(f"{path} lists no files")
-    return {name: _record(path, name, entry) for name, entry in files.items()}
+    records = {name: _record(path, name, entry) for name, entry in files.items()}
+    # The manifest is in no list of hashes; its own text is known to the byte.
+    if content != manifest_text(records).encode():
+        raise DamagedError(f"{path} is not what was written: it has more, or in another form, than its list of files")
+    return records
 
 
 def verify(folder: Path, files: Mapping[str, FileRecord]) -> None:

@@ -52,6 +52,14 @@ def test_a_file_that_changed_is_named(folder: Path, content: bytes | None, reaso
         verify(folder, files)
 
 
+@pytest.mark.parametrize("change", [lambda text: text + " ", lambda text: text.replace("\n", ""), lambda text: "\n" + text])
+def test_a_manifest_of_another_form_is_refused(folder: Path, change):
+    manifest = folder / MANIFEST_FILE
+    manifest.write_text(change(manifest.read_text()))
+    with pytest.raises(DamagedError, match=r"manifest\.json is not what was written"):
+        read_manifest(folder)
+
+
 def test_files_beyond_the_manifest_are_nobodys(folder: Path):
     (folder / "more.bin").write_bytes(b"x")
     verify(folder, read_manifest(folder))
