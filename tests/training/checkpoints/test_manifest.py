@@ -52,7 +52,9 @@ def test_a_file_that_changed_is_named(folder: Path, content: bytes | None, reaso
         verify(folder, files)
 
 
-@pytest.mark.parametrize("change", [lambda text: text + " ", lambda text: text.replace("\n", ""), lambda text: "\n" + text])
+@pytest.mark.parametrize(
+    "change", [lambda text: text + " ", lambda text: text.replace("\n", ""), lambda text: "\n" + text]
+)
 def test_a_manifest_of_another_form_is_refused(folder: Path, change):
     manifest = folder / MANIFEST_FILE
     manifest.write_text(change(manifest.read_text()))
