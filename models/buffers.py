@@ -1,56 +1,53 @@
-"""Gives the buffers of a model that was built on the meta device the values that its construction computes."""
+"""Gives the buffers of a model that was built on the meta device the values that its construction computes.
+
+Buffers such as rotary frequencies are computed when a model is made, and are in no file of weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
-
-class _EmptyOnMeta(TorchFunctionMode):
-    """Makes tensors without values on the meta device, and all others where they would be.
-
-    Layers make their parameters with torch.empty and fill them afterwards, which takes no time there. Tables are made
-    with values.
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.empty and kwargs.get("device") is None:
-            kwargs = {**kwargs, "device": "meta"}
-        return func(*args, **kwargs)
+from models.built_again import Build, with_buffers
 
 
 @torch.no_grad()
-def fill_buffers(model: nn.Module, build: Callable[[], nn.Module]) -> None:
-    """Copies into the buffers of `model` those of `build()`, which makes the same model; converts to their dtypes.
+def fill_buffers(model: nn.Module, build: Build) -> None:
+    """Fills every buffer in place with the value that it has in a model built on the CPU, bit for bit.
 
-    The values are those of a construction on the CPU, bit by bit. The second model has memory for its buffers, and for
-    the few parameters that are made with values; for no matrix of a layer.
+    Values are converted to the dtype of the buffer. Buffers of the state dict (those of batch norms, say) get their
+    first values; load weights after this. Parameters and the caller's random numbers are not changed.
+
+    Args:
+        build: makes the same model anew; its buffers take memory, its parameters none.
 
     Raises:
-        ValueError: a buffer is on the meta device, is unknown to `build()`, or has another shape there; or its values
-            cannot be computed without those of the parameters. Nothing has been written then.
+        ValueError: a buffer is on the meta device, has random values, depends on parameters or is not in the model
+            built again; or a module holds a tensor of the meta device that is neither parameter nor buffer. Nothing
+            has been written then.
     """
-    targets = dict(model.named_buffers())
-    if not targets:
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    _refuse([name for name, buffer in buffers.items() if buffer.is_meta], "allocate the memory of the model before")
+    _refuse(_loose_tensors(model), "it is neither parameter nor buffer, so build this model on the CPU")
+    if not buffers:
         return
-    generator = torch.random.get_rng_state()
-    try:
-        with torch.device("cpu"), _EmptyOnMeta():
-            values = dict(build().named_buffers())
-    finally:
-        # What a construction draws is thrown away with it.
-        torch.random.set_rng_state(generator)
-    for name, target in targets.items():
-        value = values.get(name)
-        if target.is_meta:
-            raise ValueError(f"{name} is on the meta device: allocate its memory before filling it")
-        if value is None or value.shape != target.shape:
-            raise ValueError(f"{name} has no values: a new model of this kind has no such buffer of this shape")
-        if value.is_meta:
-            raise ValueError(f"{name} has no values: it depends on parameters; build the model on the CPU")
-    for name, target in targets.items():
-        target.copy_(values[name])
+    values = dict(with_buffers(build).named_buffers(remove_duplicate=False))
+    wrong = [n for n, b in buffers.items() if n not in values or values[n].shape != b.shape or values[n].is_meta]
+    _refuse(wrong, "the model built again has no value for it, so build this model on the CPU")
+    for name, buffer in buffers.items():
+        buffer.copy_(values[name])
+
+
+def _loose_tensors(model: nn.Module) -> list[str]:
+    return [
+        f"{name}.{attribute}" if name else attribute
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, Tensor) and value.is_meta
+    ]
+
+
+def _refuse(names: list[str], advice: str) -> None:
+    if names:
+        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+        raise ValueError(f"{names[0]}{more}: {advice}")

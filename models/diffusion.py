@@ -9,12 +9,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from models.attention import avoid_cudnn_attention
 from models.buffers import fill_buffers
 from models.diffusion_families import FAMILIES, Family, Shape
 from models.diffusion_files import CONFIG_FILE, config_folder, load_diffusion
+from models.diffusion_initialise import initialise_diffusion
 from models.diffusion_shapes import SHAPES
 
 # A thousand times the largest.
@@ -64,11 +66,18 @@ class DiffusionModel(nn.Module):
 
         Random numbers of construction are none of them. Weights are not touched.
         """
-        fill_buffers(self.network, lambda: type(self.network).from_config(self.network.config))
+        fill_buffers(self.network, self._same_again)
+
+    def initialise(self, seed: int, device: torch.device | None = None) -> None:
+        """See `models.diffusion_initialise.initialise_diffusion`."""
+        initialise_diffusion(self.network, self._same_again, self._family.first_stds, seed, device)
 
     def load(self, path: Path) -> None:
         """See `models.diffusion_files.load_diffusion`."""
         load_diffusion(self, path)
+
+    def _same_again(self) -> nn.Module:
+        return type(self.network).from_config(self.network.config)
 
     def _check(self, noisy: Tensor, condition: Mapping[str, Tensor]) -> None:
         name = type(self.network).__name__

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ class Family(ABC):
 
     optional: tuple[str, ...] = ()
     """conditions that may be left out"""
+    first_stds: ClassVar[dict[str, float]] = {}
+    """how layers begin that do not begin as torch makes them: the standard deviation of their weights, 0 for zeros, by
+    patterns over their names"""
 
     def check(self, config: Mapping[str, Any]) -> None:
         """Raises ValueError naming a key and its value, where a model of that configuration needs inputs not known."""
@@ -120,6 +123,13 @@ class Dit(Family):
     (twice the channels) that half is left out, as SiT does (Ma et al. 2024).
     """
 
+    first_stds: ClassVar[dict[str, float]] = {
+        "*.norm1.linear": 0.0,
+        "proj_out_[12]": 0.0,
+        "*.timestep_embedder.linear_[12]": 0.02,
+        "*.class_embedder.embedding_table": 0.02,
+    }
+
     def check(self, config: Mapping[str, Any]) -> None:
         if config["out_channels"] not in (None, config["in_channels"], 2 * config["in_channels"]):
             super().check(config)
@@ -147,8 +157,14 @@ class Dit(Family):
 
 
 class Sd3(Family):
-    """SD3Transformer2DModel (Esser et al. 2024): times 0 to 1000, text and pooled text."""
+    """SD3Transformer2DModel (Esser et al. 2024): times 0 to 1000, text and pooled text. Begins as DiT does."""
 
+    first_stds: ClassVar[dict[str, float]] = {
+        "*.norm1.linear": 0.0,
+        "*.norm1_context.linear": 0.0,
+        "norm_out.linear": 0.0,
+        "proj_out": 0.0,
+    }
     TOKENS = 333
 
     def condition_shapes(self, config: Mapping[str, Any]) -> dict[str, Shape]:
@@ -164,9 +180,17 @@ class Sd3(Family):
 class Flux(Family):
     """FluxTransformer2DModel: times 0 to 1, patches of 2 x 2 latents with places, text and pooled text.
 
-    A model with an embedding for the guidance scale gets GUIDANCE, as in diffusers' own training of such models.
+    A model with an embedding for the guidance scale gets GUIDANCE, as in diffusers' own training of such models. It
+    begins as DiT does.
     """
 
+    first_stds: ClassVar[dict[str, float]] = {
+        "*.norm.linear": 0.0,
+        "*.norm1.linear": 0.0,
+        "*.norm1_context.linear": 0.0,
+        "norm_out.linear": 0.0,
+        "proj_out": 0.0,
+    }
     TOKENS, PATCH, GUIDANCE = 512, 2, 3.5
 
     def check(self, config: Mapping[str, Any]) -> None:
@@ -217,9 +241,17 @@ class Flux(Family):
 class LtxVideo(Family):
     """LTXVideoTransformer3DModel: latents of videos [B, C, frames, H, W], times 0 to 1000, text.
 
-    Places are in seconds and pixels of a video of FRAMES_PER_SECOND; a latent stands for 8 frames of 32 x 32 pixels.
+    Places are in seconds and pixels of a video of FRAMES_PER_SECOND; a latent stands for 8 frames of 32 x 32 pixels. It
+    begins as PixArt-alpha does (Chen et al. 2023), whose modulation of adaLN-single it has.
     """
 
+    first_stds: ClassVar[dict[str, float]] = {
+        "time_embed.linear": 0.02,
+        "*.timestep_embedder.linear_[12]": 0.02,
+        "caption_projection.linear_[12]": 0.02,
+        "*.attn2.to_out.0": 0.0,
+        "proj_out": 0.0,
+    }
     optional = ("encoder_attention_mask",)
     TOKENS, FRAMES_PER_SECOND, FRAMES, PIXELS = 128, 25, 8, 32
 
@@ -250,8 +282,16 @@ class LtxVideo(Family):
 
 
 class Wan(Family):
-    """WanTransformer3DModel (text to video): latents [B, C, frames, H, W], times 0 to 1000, text."""
+    """WanTransformer3DModel (text to video): latents [B, C, frames, H, W], times 0 to 1000, text.
 
+    Its embeddings and its last projection begin as in the code of Wan (Wan Team 2025).
+    """
+
+    first_stds: ClassVar[dict[str, float]] = {
+        "condition_embedder.text_embedder.linear_[12]": 0.02,
+        "condition_embedder.time_embedder.linear_[12]": 0.02,
+        "proj_out": 0.0,
+    }
     TOKENS = 512
 
     def check(self, config: Mapping[str, Any]) -> None:

@@ -5,13 +5,15 @@ Tensors are copied one by one between file and parameter, as in `models.weights`
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from models.safetensors_files import split_into_files, write_tensors
-from models.weights import MAX_SHARD_BYTES, load_weights
+from models.weights import MAX_SHARD_BYTES, index_of, load_weights
+from models.whole_folder import Fill, bytes_of, write_whole_folder
 
 CONFIG_FILE = "config.json"
 STEM = "diffusion_pytorch_model"
@@ -42,45 +44,37 @@ def load_diffusion(model: nn.Module, path: str | Path) -> None:
 
 
 def diffusion_files(
-    model: nn.Module, max_shard_bytes: int = MAX_SHARD_BYTES
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, bytes]]:
-    """Returns the files of a saved model by name: those of safetensors with their tensors, and all others as bytes.
+    model: nn.Module, max_shard_bytes: int = MAX_SHARD_BYTES, read: Callable[[str], Tensor] | None = None
+) -> dict[str, Fill]:
+    """Returns the files of a saved model: what fills each, by name.
+
+    Args:
+        read: returns the values of a tensor, given its name in `model.network`; by default they are the model's own.
 
     Raises:
-        ValueError: a tensor is on the meta device.
+        ValueError: a tensor is on the meta device, and there is no `read`.
     """
-    tensors = {}
-    for name, tensor in model.network.state_dict(keep_vars=True).items():
-        if tensor.is_meta:
+    tensors = {name: tensor.detach() for name, tensor in model.network.state_dict(keep_vars=True).items()}
+    for name, tensor in tensors.items():
+        if tensor.is_meta and read is None:
             raise ValueError(f"{name} is on the meta device: allocate its memory before saving weights")
-        tensors[name] = tensor.detach()
-    files = split_into_files(STEM, tensors, max_shard_bytes)
-    others = {CONFIG_FILE: model.network.to_json_string().encode()}
-    if len(files) > 1:
-        index = {
-            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-            "weight_map": {name: file for file, held in files.items() for name in held},
-        }
-        others[INDEX_FILE] = json.dumps(index, indent=2).encode()
-    return files, others
+    parts = split_into_files(STEM, tensors, max_shard_bytes)
+    files = {name: partial(write_tensors, tensors=part, read=read) for name, part in parts.items()}
+    files[CONFIG_FILE] = bytes_of(model.network.to_json_string().encode())
+    if len(parts) > 1:
+        files[INDEX_FILE] = bytes_of(index_of(parts))
+    return files
 
 
 def save_diffusion(model: nn.Module, folder: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """Writes configuration and weights to `folder`, a new or empty one, for diffusers' `from_pretrained`.
 
+    The folder is complete or not there.
+
     Raises:
         ValueError: the folder has files, or a tensor is on the meta device. Nothing has been written then.
     """
-    folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty: give a new folder")
-    files, others = diffusion_files(model, max_shard_bytes)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, tensors in files.items():
-        with open(folder / name, "wb") as file:
-            write_tensors(file.write, tensors)
-    for name, content in others.items():
-        (folder / name).write_bytes(content)
+    write_whole_folder(Path(folder), diffusion_files(model, max_shard_bytes))
 
 
 def _files_in(folder: Path) -> Path:

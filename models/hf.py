@@ -1,25 +1,27 @@
 """Causal language models and image classifiers of transformers, behind one way to call each.
 
 The model is made from its configuration, with no weights: build it under `torch.device("meta")`, let a mode make its
-memory, then fill it (`models.hf_buffers.fill_buffers`, and `models.hf_initialise.initialise_hf` or
-`models.hf_files.load_hf`).
+memory, then fill it (`fill_buffers`, and `initialise` or `load`).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification, DynamicCache, PreTrainedModel
 
 from models.attention import avoid_cudnn_attention
+from models.buffers import fill_buffers
 from models.hf_head import use_plain_head
 from models.hf_host_reads import one_sequence_a_row, without_padding_warning
-from models.hf_source import CAUSAL_LM, find_source, one_line
+from models.hf_source import CAUSAL_LM, find_source, one_line, same_again
 from models.loss import IGNORED_LABEL
 
 # transformers chooses the attention backend.
@@ -58,7 +60,9 @@ def build_hf(
         reason = one_line(error).partition(". ")[0]
         advice = f" (attention={attention}: auto takes what the architecture has)" if chosen else ""
         raise ValueError(f"{config.model_type}: {reason}{advice}") from error
-    return CausalLanguageModel(model) if task == CAUSAL_LM else ImageClassifier(model)
+    if task != CAUSAL_LM:
+        return ImageClassifier(model)
+    return CachedLanguageModel(model) if keeps_keys_and_values(model) else CausalLanguageModel(model)
 
 
 class TransformersModel(nn.Module):
@@ -70,10 +74,8 @@ class TransformersModel(nn.Module):
         self.hf = model
 
     def fill_buffers(self) -> None:
-        """See `models.hf_buffers.fill_buffers`."""
-        from models.hf_buffers import fill_buffers
-
-        fill_buffers(self)
+        """See `models.buffers.fill_buffers`."""
+        fill_buffers(self.hf, partial(same_again, self.hf))
 
     def initialise(self, seed: int, device: torch.device | None = None) -> None:
         """See `models.hf_initialise.initialise_hf`."""
@@ -146,6 +148,46 @@ class CausalLanguageModel(TransformersModel):
         if auxiliary is not None:
             loss = loss + self.hf.router_aux_loss_coef * auxiliary.to(loss.device)
         return loss
+
+
+class CachedLanguageModel(CausalLanguageModel):
+    """A causal language model of transformers that can generate text: it keeps the keys and values of positions."""
+
+    def key_value_cache(self, capacity: int) -> DynamicCache:
+        """Returns an empty cache of transformers for one text; it grows, whatever the `capacity`."""
+        return DynamicCache(config=self.hf.config)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, cache: DynamicCache | None = None) -> Tensor:
+        """Returns the loss as `CausalLanguageModel` does, or with `cache` the logits of the last position.
+
+        Args:
+            cache: for inference, from `key_value_cache`: the positions of earlier calls, which those of `input_ids`
+                follow. They are stored there too.
+
+        Returns:
+            The loss, or logits [batch, 1, vocab_size].
+
+        Raises:
+            ValueError: the architecture leaves the cache as it was, so later positions would not see earlier ones.
+        """
+        if cache is None:
+            return super().forward(input_ids, labels)
+        if labels is not None:
+            raise ValueError("labels and a cache were given: a loss is computed without a cache")
+        before = cache.get_seq_length()
+        with one_sequence_a_row():
+            logits = self.hf(input_ids=input_ids, past_key_values=cache, use_cache=True).logits[:, -1:]
+        if cache.get_seq_length() != before + input_ids.shape[1]:
+            raise ValueError(f"{self.hf.config.model_type} does not store keys and values, so no text can be generated")
+        return logits
+
+
+def keeps_keys_and_values(model: PreTrainedModel) -> bool:
+    """Tells whether a model of transformers takes and returns the cache of its attention layers.
+
+    Others have none (OpenAI's first GPT), or states of another kind under another name (Mamba, RWKV).
+    """
+    return "past_key_values" in inspect.signature(model.forward).parameters
 
 
 class ImageClassifier(TransformersModel):

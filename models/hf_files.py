@@ -1,4 +1,4 @@
-"""Weights of transformers models in safetensors files: those that `from_pretrained` reads, and those that it finds.
+"""Loads weights of transformers models from safetensors files; `models.hf_saving` writes such files.
 
 The names and shapes in files are not always the model's. transformers has rules for that: renamings, and conversions
 such as the weights of all experts in one tensor. The rules, and the functions that apply them, are used here; but the
@@ -8,9 +8,8 @@ values go into the parameters that are there, in place, and what does not fit is
 from __future__ import annotations
 
 import copy
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,17 +22,14 @@ from transformers.core_model_loading import (
     WeightRenaming,
     dot_natural_key,
     rename_source_key,
-    revert_weight_conversion,
 )
 
-from models.hf_source import one_line, sub_configs
-from models.safetensors_files import DTYPE_NAMES, StoredTensor, open_file, tensor_pieces, write_tensors
+from models.hf_source import one_line
+from models.quantise import values_of
+from models.safetensors_files import DTYPE_NAMES, StoredTensor, open_file, tensor_pieces
 from models.weights import (
     FLOAT_DTYPES,
     IGNORED_SUFFIXES,
-    INDEX_FILE,
-    MAX_SHARD_BYTES,
-    SINGLE_FILE,
     check_fits,
     check_tied,
     distinct_tensors,
@@ -111,12 +107,13 @@ def load_hf(model: nn.Module, folder: str | Path) -> None:
             check_tied(stored, sources[0], other)
 
     for target, source in plain.items():
-        with open_file(stored[source].file) as handle:
+        with open_file(stored[source].file) as handle, values_of(by_name[target]) as values:
             for rows, piece in tensor_pieces(handle, source):
-                by_name[target][rows].copy_(piece)
+                values[rows].copy_(piece)
     for conversion in conversions:
         for name, value in conversion.made(model.hf, lambda source: _read(stored[source].file, source)).items():
-            by_name[name].copy_(value)
+            with values_of(by_name[name]) as values:
+                values.copy_(value)
 
 
 def _matched(
@@ -188,83 +185,3 @@ def _check_conversion(
 def _read(file: Path, name: str) -> Tensor:
     with open_file(file) as handle:
         return handle.get_tensor(name)
-
-
-@torch.no_grad()
-def save_hf(model: nn.Module, folder: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Writes config.json and the weights as transformers does, for its `from_pretrained` and for `load_hf`.
-
-    Names and shapes are those of the architecture's published checkpoints. One shard is converted at a time.
-
-    Args:
-        folder: it is made if it does not exist.
-        max_shard_bytes: a file has at most so many bytes, or one layer.
-
-    Raises:
-        ValueError: the folder has weights already, or a tensor cannot be converted back.
-    """
-    path = Path(folder)
-    present = [*path.glob("*.safetensors"), *path.glob("*.safetensors.index.json")]
-    if present:
-        raise ValueError(f"{path} has {present[0].name} already: give another folder")
-    parts = _parts(model.hf, max_shard_bytes)
-    path.mkdir(parents=True, exist_ok=True)
-    config = copy.deepcopy(model.hf.config)
-    config.architectures = [type(model.hf).__name__]
-    config.dtype = model.hf.dtype
-    for part in sub_configs(config):
-        if hasattr(part, "use_cache"):
-            part.use_cache = True
-    config.save_pretrained(path)
-    weight_map: dict[str, str] = {}
-    total = 0
-    for number, part in enumerate(parts, start=1):
-        name = SINGLE_FILE if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        tensors = stored_form(model.hf, part)
-        with (path / name).open("wb") as file:
-            write_tensors(file.write, tensors)
-        weight_map |= dict.fromkeys(tensors, name)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-    if len(parts) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (path / INDEX_FILE).write_text(json.dumps(index, indent=2))
-
-
-def stored_form(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors of a model, all those of some layers, under the names and in the shapes of files.
-
-    Raises ValueError if one cannot be converted back.
-    """
-    try:
-        return revert_weight_conversion(model, dict(tensors))
-    except Exception as error:
-        names = first_and_count(list(tensors))
-        raise ValueError(f"{names} cannot be converted to the form of files: {one_line(error)}") from error
-
-
-def _parts(model: PreTrainedModel, max_bytes: int) -> list[dict[str, Tensor]]:
-    """Divides the tensors of the state dict between files, each tied one once, without dividing a layer."""
-    layers: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in _saved(model):
-        # All that a conversion joins is within a layer: "model.layers.3.".
-        layer = re.match(r".*?\.\d+\.", name)
-        layers.setdefault(layer[0] if layer else "", {})[name] = tensor.detach()
-    parts: list[dict[str, Tensor]] = [{}]
-    used = 0
-    for tensors in layers.values():
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        if parts[-1] and used + size > max_bytes:
-            parts.append({})
-            used = 0
-        parts[-1] |= tensors
-        used += size
-    return parts
-
-
-def _saved(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    derived, left_out = model.all_tied_weights_keys, model._keys_to_ignore_on_save or ()
-    for tensor, names in distinct_tensors(model):
-        # transformers reads a tied weight under the name that the others are tied to.
-        name = next((name for name in names if name not in derived), names[0])
-        if name not in left_out:
-            yield name, tensor

@@ -9,10 +9,10 @@ and knows none of this. Here transformers says what each parameter begins with, 
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, initialization
 
-from models.hf_buffers import build_again, model_without_weights
+from models.built_again import as_made, digest, with_buffers
+from models.hf_source import same_again
 from models.initialise import HashNormal
+from models.quantise import values_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def initialise_hf(model: nn.Module, seed: int, device: torch.device | str | None
     So a value depends neither on the order of filling nor on the mode, the device or the dtype (but for rounding to
     it). Which of these it is, is found by running the initialisation on the meta device and watching what it writes.
     Tied parameters have the value of the one that the others are tied to. Buffers are not changed:
-    `models.hf_buffers.fill_buffers`.
+    `models.buffers.fill_buffers`.
 
     Args:
         seed: any integer.
@@ -71,7 +73,7 @@ def initialise_hf(model: nn.Module, seed: int, device: torch.device | str | None
     """
     parameters = dict(model.hf.named_parameters())
     _check_initialisable(parameters)
-    shell = model_without_weights(model.hf)
+    shell = with_buffers(partial(same_again, model.hf))
     sources = _sources(shell)
     for name in parameters:
         if name not in sources:
@@ -80,26 +82,28 @@ def initialise_hf(model: nn.Module, seed: int, device: torch.device | str | None
     writes = _watched(shell)
     generators: dict[torch.device, HashNormal] = {}
     computed: dict[str, list[str]] = {}
-    as_made = []
+    left = []
     for name, parameter in parameters.items():
         final = _final(writes[name])
         if not writes[name]:
-            as_made.append(name)
+            left.append(name)
         elif final is None:
             computed.setdefault(writes[name][-1].module, []).append(name)
-        elif final[0].std is None:
-            parameter.detach().fill_(final[0].fill)
         else:
-            source = torch.device(device) if device is not None else parameter.device
-            if source not in generators:
-                generators[source] = HashNormal(source)
-            generators[source].fill(parameter.detach(), f"{seed}/{name}", final[0].std)
-        for write in final[1:] if final else ():
-            _part(parameter, write).fill_(write.fill)
+            with values_of(parameter) as values:
+                if final[0].std is None:
+                    values.fill_(final[0].fill)
+                else:
+                    source = torch.device(device) if device is not None else parameter.device
+                    if source not in generators:
+                        generators[source] = HashNormal(source)
+                    generators[source].fill(values, f"{seed}/{name}", final[0].std)
+                for write in final[1:]:
+                    _part(values, write).fill_(write.fill)
     for module, names in computed.items():
         for name, value in _computed(shell, module, names, seed):
             parameters[name].detach().copy_(value)
-    for name, value in _as_made(model.hf, as_made, seed):
+    for name, value in as_made(model.hf, partial(same_again, model.hf), left, seed):
         parameters[name].detach().copy_(value)
 
 
@@ -113,11 +117,11 @@ def _check_initialisable(parameters: dict[str, nn.Parameter]) -> None:
             raise ValueError(f"{name} is not contiguous: allocate it as the model made it")
 
 
-def _part(parameter: nn.Parameter, write: Write) -> Tensor:
-    """Returns the elements of a parameter that `write` wrote."""
+def _part(values: Tensor, write: Write) -> Tensor:
+    """Returns the elements of a parameter's `values` that `write` wrote."""
     size, strides, offset = write.view
     # The parameter may begin anywhere in its storage.
-    return parameter.detach().as_strided(size, strides, parameter.storage_offset() + offset)
+    return values.as_strided(size, strides, values.storage_offset() + offset)
 
 
 def _final(writes: list[Write]) -> list[Write] | None:
@@ -221,38 +225,13 @@ def _computed(shell: PreTrainedModel, module: str, names: list[str], seed: int) 
         values[name] = nn.Parameter(torch.full(getattr(place, own).shape, torch.nan, device="cpu"))
         setattr(place, own, values[name])
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(_digest(f"{seed}/{module}"))
+        torch.manual_seed(digest(f"{seed}/{module}"))
         owner._init_weights(copied)
     for name, value in values.items():
         _check_computed(name, value)
         yield name, value
 
 
-def _as_made(model: PreTrainedModel, names: list[str], seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields parameters with the values that their modules are made with."""
-    if not names:
-        return
-    places = [name.rpartition(".") for name in names]
-    kinds = {(type(model.get_submodule(path)), own) for path, _, own in places}
-    # Memory that nothing is written to is NaN then.
-    settings = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_digest(f"{seed}"))
-            made = build_again(model, kinds)
-    finally:
-        torch.use_deterministic_algorithms(settings[0], warn_only=settings[1])
-    for name in names:
-        value = made.get_parameter(name)
-        _check_computed(name, value)
-        yield name, value
-
-
-def _digest(key: str) -> int:
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
-
-
 def _check_computed(name: str, value: Tensor) -> None:
     if value.isnan().any():
-        raise ValueError(f"{name}: transformers gives it no first value: load weights instead")
+        raise ValueError(f"{name}: its library gives it no first value: load weights instead")

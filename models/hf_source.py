@@ -5,6 +5,7 @@ Nothing is downloaded, and no code of a checkpoint is run: the classes are those
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.hf_shapes import SHAPES
@@ -129,6 +135,12 @@ def find_source(source: str, task: str) -> Source:
         fitting = [name for name, known in CONFIG_MAPPING.items() if known in CLASSES[task]]
         raise ValueError(f"{model_type} has no model for task={task}{_nearest(model_type, fitting)}")
     return Source(task, config_class, values, folder)
+
+
+def same_again(model: PreTrainedModel) -> PreTrainedModel:
+    """Makes a model of the same class with the same configuration."""
+    # It sets the dtype while the model is made, and sub-configurations have their own.
+    return type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
 
 
 def sub_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:

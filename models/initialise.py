@@ -12,6 +12,8 @@ from collections import Counter
 import torch
 from torch import Tensor, nn
 
+from models.quantise import values_of
+
 STD = 0.02
 EMBEDDING_STD = 1.0
 # The layers whose output is added to the residual stream; see `initialise`.
@@ -58,7 +60,8 @@ def initialise(model: nn.Module, seed: int, device: torch.device | str | None = 
             filled.add(parameter)
             constant = _constant(module, parameter_name, parameter)
             if constant is not None:
-                parameter.detach().fill_(constant)
+                with values_of(parameter) as values:
+                    values.fill_(constant)
                 continue
             name = f"{module_name}.{parameter_name}" if module_name else parameter_name
             std = STD
@@ -69,7 +72,8 @@ def initialise(model: nn.Module, seed: int, device: torch.device | str | None = 
             source = torch.device(device) if device is not None else parameter.device
             if source not in generators:
                 generators[source] = HashNormal(source)
-            generators[source].fill(parameter.detach(), f"{seed}/{name}", std)
+            with values_of(parameter) as values:
+                generators[source].fill(values, f"{seed}/{name}", std)
         if isinstance(module, nn.modules.batchnorm._NormBase):
             module.reset_running_stats()
 
@@ -97,21 +101,17 @@ def _signed(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
-class HashNormal:
-    """Fills tensors with approximately normal numbers from the hash of (key, index), chunk by chunk on one device.
+class _HashNumbers:
+    """Fills tensors with random numbers from the hash of (key, index), chunk by chunk on one device.
 
     The hash is SplitMix64 (Steele, Lea, Flood 2014): element `index` is output number `index` of the generator whose
-    state starts at the key's digest. The four 16-bit fields of a hash are independent and uniform. Their sum
-    (Irwin-Hall, n = 4) has mean 131,070, excess kurtosis -0.3, and no value beyond 3.5 standard deviations.
+    state starts at the key's digest. `_whole` makes a whole number of each hash, below 2^24 in size, which is exact in
+    float32; one multiplication and one rounding follow.
     """
 
     GAMMA = 0x9E3779B97F4A7C15
     MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
     MULTIPLIER_2 = _signed(0x94D049BB133111EB)
-    MEAN = 4 * (2**16 - 1) // 2
-    STD = (4 * (2**32 - 1) / 12) ** 0.5
-    EVEN_FIELDS = 0x0000FFFF0000FFFF
-    LOW_HALF = 0xFFFFFFFF
 
     def __init__(self, device: torch.device, chunk_elements: int | None = None):
         if chunk_elements is None:
@@ -122,15 +122,14 @@ class HashNormal:
         self._scratch = torch.empty_like(self._steps)
         self._values = torch.empty(chunk_elements, device=device, dtype=torch.float32)
 
-    def fill(self, target: Tensor, key: str, std: float, first_index: int = 0) -> None:
-        """Writes normal(0, std) into `target`; its elements have the indices from `first_index` in row-major order."""
+    def _fill(self, target: Tensor, key: str, scale: float, first_index: int) -> None:
         if not target.is_contiguous():
             for position, row in enumerate(target):
-                self.fill(row, key, std, first_index + position * row.numel())
+                self._fill(row, key, scale, first_index + position * row.numel())
             return
         digest = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
         # Rounded to float32 here, so that every device multiplies by the same digits.
-        scale = torch.tensor(std / self.STD, dtype=torch.float32).item()
+        scale = torch.tensor(scale, dtype=torch.float32).item()
         for offset, piece in self._pieces(target):
             start = _signed(digest + (first_index + offset) * self.GAMMA)
             piece.copy_(self._chunk(start, piece.numel(), scale).to(target.dtype))
@@ -146,16 +145,54 @@ class HashNormal:
         self._xor_shifted(hashed, scratch, 30).mul_(self.MULTIPLIER_1)
         self._xor_shifted(hashed, scratch, 27).mul_(self.MULTIPLIER_2)
         self._xor_shifted(hashed, scratch, 31)
-        # Add the fields in place: odd ones to even ones, then the upper pair to the lower.
-        torch.bitwise_right_shift(hashed, 16, out=scratch)
-        hashed.bitwise_and_(self.EVEN_FIELDS).add_(scratch.bitwise_and_(self.EVEN_FIELDS))
-        torch.bitwise_right_shift(hashed, 32, out=scratch)
-        hashed.add_(scratch).bitwise_and_(self.LOW_HALF)
-        # The sums are below 2^24, so float32 is exact until the multiplication.
-        return values.copy_(hashed).sub_(self.MEAN).mul_(scale)
+        self._whole(hashed, scratch, values)
+        return values.mul_(scale)
+
+    def _whole(self, hashed: Tensor, scratch: Tensor, values: Tensor) -> None:
+        """Writes a whole number for each hash into `values`; may overwrite `hashed` and `scratch`, both int64."""
+        raise NotImplementedError
 
     @staticmethod
     def _xor_shifted(hashed: Tensor, scratch: Tensor, bits: int) -> Tensor:
         """Computes hashed ^= hashed >> bits; the mask clears the sign bits of torch's arithmetic shift."""
         torch.bitwise_right_shift(hashed, bits, out=scratch)
         return hashed.bitwise_xor_(scratch.bitwise_and_((1 << (64 - bits)) - 1))
+
+
+class HashNormal(_HashNumbers):
+    """Fills tensors with approximately normal numbers.
+
+    The four 16-bit fields of a hash are independent and uniform. Their sum (Irwin-Hall, n = 4) has mean 131,070, excess
+    kurtosis -0.3, and no value beyond 3.5 standard deviations.
+    """
+
+    MEAN = 4 * (2**16 - 1) // 2
+    STD = (4 * (2**32 - 1) / 12) ** 0.5
+    EVEN_FIELDS = 0x0000FFFF0000FFFF
+    LOW_HALF = 0xFFFFFFFF
+
+    def fill(self, target: Tensor, key: str, std: float, first_index: int = 0) -> None:
+        """Writes normal(0, std) into `target`; its elements have the indices from `first_index` in row-major order."""
+        self._fill(target, key, std / self.STD, first_index)
+
+    def _whole(self, hashed: Tensor, scratch: Tensor, values: Tensor) -> None:
+        # Add the fields in place: odd ones to even ones, then the upper pair to the lower.
+        torch.bitwise_right_shift(hashed, 16, out=scratch)
+        hashed.bitwise_and_(self.EVEN_FIELDS).add_(scratch.bitwise_and_(self.EVEN_FIELDS))
+        torch.bitwise_right_shift(hashed, 32, out=scratch)
+        hashed.add_(scratch).bitwise_and_(self.LOW_HALF)
+        values.copy_(hashed).sub_(self.MEAN)
+
+
+class HashUniform(_HashNumbers):
+    """Fills tensors with uniform numbers: the odd multiples of bound / 2^24 in (-bound, bound), all equally likely."""
+
+    BITS = 24
+
+    def fill(self, target: Tensor, key: str, bound: float, first_index: int = 0) -> None:
+        """Writes uniform(-bound, bound) into `target`; its elements have the indices from `first_index`, row-major."""
+        self._fill(target, key, bound / 2**self.BITS, first_index)
+
+    def _whole(self, hashed: Tensor, scratch: Tensor, values: Tensor) -> None:
+        # The lower bits, since the shift of a negative number fills in ones.
+        values.copy_(hashed.bitwise_and_(2**self.BITS - 1).mul_(2).add_(1 - 2**self.BITS))

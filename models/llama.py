@@ -246,9 +246,10 @@ class Llama(nn.Module):
 
         As in appendix B of PaLM (Chowdhery et al. 2022): 6 for every parameter of a matrix product (the head is one,
         tied or not; the embedding is a look-up), and 12 * layers * hidden_size * seq_len for the two products of
-        attention. The latter are halved here, because the causal mask makes half of them unnecessary.
+        attention. The latter are halved here, because the causal mask makes half of them unnecessary. A matrix that is
+        frozen has 4, because it needs no gradient of its own.
         """
         linears = [module for module in self.modules() if isinstance(module, nn.Linear)]
-        products = 6 * sum(linear.in_features * linear.out_features for linear in linears)
+        products = sum((6 if one.weight.requires_grad else 4) * one.in_features * one.out_features for one in linears)
         hidden_size = self.model.embed_tokens.embedding_dim
         return float(products + 12 * len(self.model.layers) * hidden_size * seq_len / 2)

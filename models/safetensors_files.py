@@ -14,6 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from models.quantise import values_of
+
 PIECE_BYTES = 64 * 2**20
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -86,8 +88,9 @@ def read_into(targets: Mapping[str, Tensor], stored: Mapping[str, StoredTensor])
     for file, names in by_file.items():
         with open_file(file) as handle:
             for name in names:
-                for rows, piece in tensor_pieces(handle, name):
-                    targets[name][rows].copy_(piece)
+                with values_of(targets[name]) as values:
+                    for rows, piece in tensor_pieces(handle, name):
+                        values[rows].copy_(piece)
 
 
 def tensor_pieces(handle: safe_open, name: str) -> Iterator[tuple[slice | EllipsisType, Tensor]]:
@@ -105,8 +108,16 @@ def tensor_pieces(handle: safe_open, name: str) -> Iterator[tuple[slice | Ellips
         yield piece, tensor[piece]
 
 
-def write_tensors(write: Callable[[bytes | memoryview], object], tensors: Mapping[str, Tensor]) -> None:
+def write_tensors(
+    write: Callable[[bytes | memoryview], object],
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    read: Callable[[str], Tensor] | None = None,
+) -> None:
     """Writes one file with `tensors`: it calls `write` with the file's bytes, from first to last.
+
+    `metadata` are texts for the file's header. With `read`, `tensors` need no values: `read(name)` returns them when
+    they are written, one tensor after another.
 
     Raises:
         KeyError: the format lacks a tensor's dtype. Nothing has been written then.
@@ -114,7 +125,7 @@ def write_tensors(write: Callable[[bytes | memoryview], object], tensors: Mappin
     # Tensors with larger elements come first, so that each begins at a multiple of its element size.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
     # Hugging Face's loader requires this metadata.
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, dict] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name in names:
         tensor = tensors[name]
@@ -126,7 +137,8 @@ def write_tensors(write: Callable[[bytes | memoryview], object], tensors: Mappin
     write(len(text).to_bytes(8, "little"))
     write(text)
     for name in names:
-        for piece in tensors[name].detach().contiguous().view(-1).view(torch.uint8).split(PIECE_BYTES):
+        tensor = tensors[name] if read is None else read(name)
+        for piece in tensor.detach().contiguous().view(-1).view(torch.uint8).split(PIECE_BYTES):
             write(memoryview(piece.cpu().numpy()))
 
 

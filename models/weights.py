@@ -5,13 +5,16 @@ second copy of a model. A checkpoint that does not fit the model is refused befo
 """
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from models.quantise import stored_tensors
 from models.safetensors_files import (
+    DTYPE_NAMES,
     StoredTensor,
     open_file,
     read_headers,
@@ -45,38 +48,55 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     """
     path = Path(path)
     stored = read_checkpoint_headers(path)
-    read_into(_match_tensors(distinct_tensors(model), stored, path), stored)
+    read_into(match_tensors(distinct_tensors(model), stored, path), stored)
 
 
 def weight_files(model: nn.Module, max_shard_bytes: int) -> tuple[dict[str, dict[str, Tensor]], bytes | None]:
-    """Returns the tensors for each file of the model's weights, and the index of the files (None for a single file)."""
-    files = split_into_files(
-        "model", {names[0]: tensor.detach() for tensor, names in distinct_tensors(model)}, max_shard_bytes
-    )
-    if len(files) == 1:
-        return files, None
+    """Returns the tensors for each file of the model's weights, and the index of the files (None for a single file).
+
+    A quantised weight is in them as the tensors of its format, which only a model quantised alike can load.
+    """
+    tensors = {}
+    for tensor, names in distinct_tensors(model):
+        tensors |= stored_tensors(names[0], tensor)
+    files = split_into_files("model", tensors, max_shard_bytes)
+    return files, None if len(files) == 1 else index_of(files)
+
+
+def index_of(files: Mapping[str, Mapping[str, Tensor]]) -> bytes:
+    """Returns the index of several files, given their tensors by the file's name."""
     total_bytes = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
     weight_map = {name: file_name for file_name, tensors in files.items() for name in tensors}
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    return files, json.dumps(index, indent=2).encode()
+    return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2).encode()
 
 
 def distinct_tensors(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
-    """Returns every tensor of the state dict once, with all its names; a tied tensor has several."""
+    """Returns every tensor of the state dict once, with all its names; a tied tensor has several.
+
+    Raises ValueError if one is on the meta device.
+    """
+    found = named_tensors(model)
+    for tensor, names in found:
+        if tensor.is_meta:
+            raise ValueError(f"{names[0]} is on the meta device: allocate its memory before loading or saving weights")
+    return found
+
+
+def named_tensors(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
+    """Returns as `distinct_tensors` does, of a model on the meta device too."""
     by_identity: dict[int, tuple[Tensor, list[str]]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor.is_meta:
-            raise ValueError(f"{name} is on the meta device: allocate its memory before loading or saving weights")
         by_identity.setdefault(id(tensor), (tensor, []))[1].append(name)
     return list(by_identity.values())
 
 
-def _match_tensors(
+def match_tensors(
     tensors: list[tuple[Tensor, list[str]]], stored: dict[str, StoredTensor], path: Path
 ) -> dict[str, Tensor]:
     """Returns the model's tensors by their stored name; raises ValueError if the checkpoint does not fit the model."""
     targets = {}
     missing = []
+    tensors = [entry for tensor, names in tensors for entry in _as_stored(tensor, names, stored)]
     for tensor, names in tensors:
         present = [name for name in names if name in stored]
         if not present:
@@ -103,13 +123,27 @@ def _match_tensors(
     return targets
 
 
+def _as_stored(tensor: Tensor, names: list[str], stored: dict[str, StoredTensor]) -> Iterator[tuple[Tensor, list[str]]]:
+    """Yields the tensors that `tensor` is read from: itself, or where they are stored, those of its format."""
+    inner = stored_tensors("", tensor)
+    if any(name in stored for name in names) or "" in inner:
+        yield tensor, names
+        return
+    for part, plain in inner.items():
+        yield plain, [f"{name}{part}" for name in names]
+
+
 def check_fits(name: str, tensor: Tensor, stored: StoredTensor) -> None:
     if stored.shape != tuple(tensor.shape):
         raise ValueError(
             f"{stored.file}: tensor {name} has shape {stored.shape}, but the model's has {tuple(tensor.shape)}: "
             "choose the model that it was saved from"
         )
-    if stored.dtype not in (FLOAT_DTYPES if tensor.is_floating_point() else INTEGER_DTYPES):
+    if tensor.itemsize == 1 and tensor.is_floating_point():
+        kinds = {DTYPE_NAMES[tensor.dtype]}
+    else:
+        kinds = FLOAT_DTYPES if tensor.is_floating_point() else INTEGER_DTYPES
+    if stored.dtype not in kinds:
         raise ValueError(
             f"{stored.file}: tensor {name} has dtype {stored.dtype}, which cannot be converted to {tensor.dtype}: "
             "use a checkpoint that is not quantised"

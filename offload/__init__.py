@@ -25,6 +25,7 @@ too. Every other module may change without notice.
 
 - `acquire`, `release`: the streams of a device (`Streams`). `upload` copies a batch there without waiting.
 - `Mode`: the contract of a mode, with `footprint`, `attach`, `step`, `accumulate`, `counters`, `detach` and more.
+  `with mode.inference():` surrounds forwards without gradients, between which no weight changes.
   `Resident` (none) leaves all on the device. `BounceLinear`, `LayerStream` and `ShardOffload` stream weights
   (`WeightMode`). `TensorSwap` and `SaveOnCpu` move activations (`ActivationMode`) and stand on a mode for the weights:
   `TensorSwap(LayerStream())`. Their knobs are their arguments.

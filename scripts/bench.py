@@ -162,7 +162,7 @@ def main() -> None:
     )
     print(
         f"{' '.join([f'model={options.model}', *options.set]) if options.model else blocks},"
-        f" forward only={options.forward};"
+        f" forwards alone={options.forward};"
         f" GB/s in {speed['h2d']:.1f}, out {speed['d2h']:.1f}, both at once {speed['both']:.1f} each"
     )
     print(f"{'mode':36}" + "".join(f"{title:>11}" for title, _, _ in COLUMNS))

@@ -17,66 +17,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, open_dict
-
 from offload import KnobError, in_range
-from training import sweep
-from training.checkpoints.layout import MANIFEST_FILE, WEIGHTS_STEM, checkpoints_in, step_of
-from training.checkpoints.manifest import DamagedError, read_manifest, verify
-from training.config import schema
-from training.config.modes import FOLDER
-from training.config.validation import check
+from training.checkpoints.saved_run import configuration, found, newest_checkpoint, refuse_damage
 from training.errors import UserError
 from training.runs import compose_errors, console
-from training.runs.files import CHECKPOINTS_FOLDER
-from training.runs.invocation import Invocation
-from training.runs.paths import home_expanded
-from training.runs.repeat import overrides_of
 from training.visible_text import visible_lines
-
-
-def found(given: str) -> tuple[Path, Path | None]:
-    """Returns the directory of the run that `given` names, and the checkpoint if it names one.
-
-    Raises UserError if there is no such directory.
-    """
-    path = home_expanded("RUN", given).absolute()
-    if not path.is_dir():
-        raise UserError(f"{given}: no such directory: give the directory of a run, or one of its checkpoints")
-    if (path / MANIFEST_FILE).exists() or step_of(path) is not None:
-        return path.parent.parent, path
-    return path, None
-
-
-def newest_checkpoint(run_dir: Path) -> Path:
-    """Returns the newest checkpoint of a run. Raises UserError if there is none."""
-    if checkpoints := checkpoints_in(run_dir / CHECKPOINTS_FOLDER):
-        return checkpoints[0]
-    raise UserError(f"{run_dir}: the run has no checkpoint: train with checkpoint.every=N")
-
-
-def configuration(run_dir: Path, overrides: list[str]) -> tuple[DictConfig, Invocation]:
-    """Composes and checks the configuration of the run in `run_dir`, changed by `overrides`."""
-    schema.register()
-    sweep.register_launcher()
-    own = overrides_of(run_dir, str(run_dir), overrides)
-    with initialize_config_dir(str(FOLDER.parent), version_base="1.3"):
-        config = compose("config", own, return_hydra_config=True)
-    invocation = Invocation.of(config.hydra, run_dir)
-    with open_dict(config):
-        del config["hydra"]
-    check(config)
-    return config, invocation
-
-
-def refuse_damage(checkpoint: Path) -> None:
-    """Raises UserError if the weights in `checkpoint` are not those that were saved."""
-    try:
-        files = read_manifest(checkpoint)
-        verify(checkpoint, {name: record for name, record in files.items() if name.startswith(WEIGHTS_STEM)})
-    except DamagedError as error:
-        raise UserError(f"{error}: give another checkpoint") from error
 
 
 def text_of(options: argparse.Namespace) -> str:
@@ -89,10 +34,11 @@ def text_of(options: argparse.Namespace) -> str:
     run_dir, checkpoint = found(options.run)
     config, invocation = configuration(run_dir, options.overrides)
     checkpoint = checkpoint or newest_checkpoint(run_dir)
-    from models.weights import load_weights
     from training.build import attached
+    from training.checkpoints.model import load_model
     from training.components import Components, acquired
     from training.evaluation import observed
+    from training.filling import fill_buffers
     from training.profiling.hardware import resolve_device
     from training.tasks.causal_lm import check_vocabulary, continued, prompt_ids, refuse_model, tokenizer_of
 
@@ -106,8 +52,9 @@ def text_of(options: argparse.Namespace) -> str:
         print(f"note: the text may be longer than seq_len={config.seq_len}, the longest in training", file=sys.stderr)
     with acquired(components.device) as streams, attached(components, streams) as model:
         try:
-            load_weights(model, checkpoint)
-            with observed(model, options.seed, streams.device):
+            fill_buffers(model)
+            load_model(model, checkpoint, config, components.device)
+            with observed(model, options.seed, streams.device), components.mode.inference():
                 return continued(
                     model,
                     tokenizer,

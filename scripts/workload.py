@@ -23,6 +23,7 @@ from models.initialise import initialise
 from models.llama import Llama, rotary_tables
 from offload import Footprint, HostAdamW, Mode, acquire, find_blocks, parse_bytes, recompute, release, upload
 from training import sweep
+from training.adapters import RunAdapter
 from training.batches import Batch, uploaded
 from training.build import attached, build_dataset
 from training.components import Components
@@ -76,7 +77,10 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument("--clip-norm", type=float, default=None)
     options.add_argument("--device-share", default="0", help="bytes of its states that live on the device: 10GiB")
     options.add_argument("--threads", type=int, default=None, help="cores of the host optimizer")
-    options.add_argument("--forward", action="store_true", help="forward only, without gradients")
+    options.add_argument(
+        "--forward", type=int, nargs="?", const=1, default=0, metavar="N",
+        help="N forwards in a row without gradients are a step (1)",
+    )  # fmt: skip
     return options
 
 
@@ -126,14 +130,17 @@ class Workload(ABC):
         self._undo.close()
 
     def step(self) -> torch.Tensor:
-        """Forward and backward over one batch, and the update if there is one; returns the loss."""
+        """Forward and backward over one batch, and the update if there is one; returns the loss.
+
+        With `--forward` it is so many forwards in a row, as of a sampler.
+        """
         options, batch = self.options, self.batch()
+        if options.forward:
+            with self.mode.inference():
+                return [self.task.loss(self.model, batch) for _ in range(options.forward)][-1]
         clips = self.optimizer is not None and options.clip_norm is not None
-        with self.mode.step(norms=clips), torch.set_grad_enabled(not options.forward):
-            if options.forward:
-                loss = self.task.loss(self.model, batch)
-            else:
-                loss = forward_backward(self.task, self.mode, self.model, batch, self.microbatches, seed=0, step=0)
+        with self.mode.step(norms=clips):
+            loss = forward_backward(self.task, self.mode, self.model, batch, self.microbatches, seed=0, step=0)
         if self.optimizer is not None:
             norm = gradient_norm(self.model, self.mode.gradient_norms()) if clips else 0.0
             self.optimizer.step(scale=clip_scale(norm, options.clip_norm))
@@ -191,6 +198,8 @@ class ModelWorkload(Workload):
         self._undo.enter_context(attached(components, self.streams))
         fill_buffers(self.model)
         fill_parameters(self.model, config, self.device, None)
+        if adapter := RunAdapter.of(config, starts=True):
+            adapter.fill(self.model, self.device)
         self._batch = uploaded(batch, self.device)
         return name
 

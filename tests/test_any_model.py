@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,13 @@ import pytest
 from PIL import Image
 
 from offload.modes import shard_offload, tensor_swap
-from tests.training.helpers.in_process import TINY_RUN, run_here
+from scripts import generate
+from tests.training.helpers.in_process import TINY_RUN, composed, hydra_as_before, run_here
 from tests.training.helpers.modes import small_modes
 from training.errors import UserError
-from training.metrics.files import read_metrics
+from training.metrics.files import read_metrics, stream_metrics
+from training.runs.directory import RunDirectory
+from training.runs.files import SAMPLES_FILE
 
 COMMON = (*(o for o in TINY_RUN if not o.startswith("model.")), "log_every=1", "clip_norm=null", "precision=bf16")
 UPDATES = ("optimizer=host_adamw", "optimizer.compile='off'")
@@ -69,6 +73,31 @@ def test_every_mode_trains_alike_and_a_run_resumes(tmp_path: Path, monkeypatch: 
     assert curve(whole)[-1]["train/loss"] < 10
 
 
+def test_text_is_the_same_in_every_mode_between_steps_and_from_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    text = (*COMMON, *GPT2, "dataset=stdlib", "dataset.max_tokens=20000", "precision=fp32")
+    job = (*text, "steps=1", "sample.every=1", "sample.tokens=12", "checkpoint.every=1")
+    modes = {name: knobs for name, knobs in small_modes().items() if name in MODES}
+    for offload, knobs in modes.items():
+        run_here(tmp_path / offload, *job, f"offload={offload}", *knobs)
+    samples = {offload: list(stream_metrics(tmp_path / offload, SAMPLES_FILE)) for offload in modes}
+    assert [record["train/step"] for record in samples["none"]] == [0, 1]
+    assert all(found == samples["none"] for found in samples.values())
+    run = tmp_path / "none"
+    RunDirectory(run).write_config(*composed(*job, run_dir=run))
+    capsys.readouterr()
+    shown = set()
+    for offload in modes:
+        asked = ["generate.py", str(run), "def", "--tokens", "12", "--temperature", "2", f"offload={offload}"]
+        monkeypatch.setattr(sys, "argv", asked)
+        with hydra_as_before():
+            generate.main()
+        shown.add(capsys.readouterr().out)
+    assert len(shown) == 1
+    assert len(shown.pop()) > len("def")
+
+
 def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
     def full(self, *arguments: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -84,6 +113,10 @@ def test_slips_are_one_line(tmp_path: Path):
     for overrides, problem in (
         (("model=hf", "model.source=qwen9"), "model.source=qwen9: "),
         (("model=hf", "model.source=gpt2", "model.overrides={n_layers: 2}"), "model.source=gpt2: "),
+        (
+            ("model=hf", "model.source=openai-gpt", "model.overrides={n_layer: 1, n_embd: 12}", "sample.every=1"),
+            "sample.every=1: openai-gpt cannot generate text here, because transformers keeps no keys and values of it",
+        ),
         (("model=diffusers", "model.source=UNet2DModel"), "dataset.vocab_size=null: DiffusionModel has no vocabulary"),
         (("dataset=glyphs",), "task=causal_lm: Glyphs has no tokens"),
         (("task=flow_matching",), "task=flow_matching: SyntheticTokens has no images"),

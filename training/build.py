@@ -14,10 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from offload import GIB, HostAdamW, Streams, parse_bytes, recompute, usable_cores
+from training.adapters import RunAdapter
+from training.checkpoints.base import BaseReference
 from training.checkpoints.resuming import Checkpoint, is_in, starting_point
 from training.checkpoints.saving import Checkpoints
 from training.checkpoints.state import RunState
-from training.components import STATES_OF_SPARE, Components, acquired
+from training.components import STATES_OF_SPARE, Components, acquired, trained_parameters
 from training.config.auto import AUTO
 from training.config.construct import keys_under
 from training.config.validation import check_steps
@@ -34,6 +36,7 @@ from training.planning.oom_advice import memory_explained
 from training.planning.plan import plan_filled
 from training.planning.report import RunPlan
 from training.profiling.hardware import record_hardware, resolve_device, vram_bytes, vram_peak_gib
+from training.quantise_comparison import loss_of_base, loss_of_first, report
 from training.runs.directory import refuse_records
 from training.runs.files import DATASETS_FOLDER
 from training.runs.invocation import Invocation
@@ -75,7 +78,9 @@ def build(config: DictConfig, invocation: Invocation, begin: Callable[[], None] 
     checkpoint = starting_point(config, invocation.run_dir)
     if not resumes_here(config, checkpoint, invocation.run_dir):
         refuse_records(invocation.run_dir)
-    from_weights = checkpoint is None and config.model.weights is not None
+    adapter = RunAdapter.of(config, starts=checkpoint is None)
+    # A checkpoint of an adapter does not have the base.
+    from_weights = (checkpoint is None or adapter is not None) and config.model.weights is not None
     weights = ModelWeights.find(config.model.weights) if from_weights else None
     with phase("reading the dataset"):
         dataset = build_dataset(config, components.model, invocation.run_dir)
@@ -94,6 +99,12 @@ def build(config: DictConfig, invocation: Invocation, begin: Callable[[], None] 
     with phase("planning"):
         components, plan = plan_filled(components, machine, has_gpu=components.device.type == "cuda")
     refuse_misfit(components, plan)
+    base = None
+    if adapter is not None:
+        with phase("hashing the frozen weights"):
+            base = BaseReference.of(config.seed, weights)
+        if checkpoint is not None:
+            base.check(checkpoint.folder, f"resume={checkpoint.folder}")
     begin()
     start = RunState() if checkpoint is None else checkpoint.state
     with acquired(components.device) as streams:
@@ -104,10 +115,16 @@ def build(config: DictConfig, invocation: Invocation, begin: Callable[[], None] 
         # Before anything large is allocated, so that the tracker also records a run that has no memory.
         tracker = build_tracker(config, invocation, hardware, start.tracking_id)
         explained = memory_explained(components, plan)
+        with tracker.failing_with():
+            base_loss = None if checkpoint is not None else loss_of_base(components, streams, dataset, weights)
         with tracker.failing_with(), explained, keys_under("offload"), attached(components, streams) as model:
             fill_buffers(model)
-            if checkpoint is None:
+            if checkpoint is None or adapter is not None:
                 fill_parameters(model, config, components.device, weights)
+            if adapter is not None:
+                adapter.fill(model, components.device)
+            if base_loss is not None:
+                report(components, loss_of_first(components, model, streams, dataset), base_loss)
             with phase("allocating the optimizer's states, choosing its kernel"):
                 optimizer = build_optimizer(components)
             schedule = build_schedule(config, optimizer)
@@ -115,7 +132,7 @@ def build(config: DictConfig, invocation: Invocation, begin: Callable[[], None] 
                 with phase("restoring the checkpoint"):
                     checkpoint.restore(model, optimizer, schedule, components.device)
                 checkpoint.set_aside_later(invocation.run_dir)
-            checkpoints = Checkpoints(config, invocation.run_dir, model, optimizer, streams)
+            checkpoints = Checkpoints(config, invocation.run_dir, model, optimizer, streams, base)
             checkpoints.remove_leftovers(start.step)
             made = streams, optimizer, schedule, tracker, checkpoints
             yield Job(components, plan, dataset, evaluation, samples, start, *made)
@@ -195,7 +212,7 @@ def build_optimizer(components: Components) -> HostAdamW:
     Raises MemoryError if the host has too little memory for the states.
     """
     config, mode = components.config, components.mode
-    optimizer = instantiate(config.optimizer, params=components.model.parameters())
+    optimizer = instantiate(config.optimizer, params=trained_parameters(components.model))
     if optimizer.overlaps:
         share = 0 if optimizer.device_share == "auto" else optimizer.device_share
         mode.overlap(optimizer, components.updates_begin_early, share)

@@ -13,15 +13,21 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from offload import Footprint, HostAdamW, Mode, Streams, acquire, find_blocks, release
+from training.adapters import add_adapter
 from training.config.auto import AUTO
 from training.config.construct import keys_under, make_mode, make_task
-from training.config.schema import OnNonfinite, Precision, RecomputeBlocks
+from training.config.schema import OnNonfinite, Precision, RecomputeBlocks, has_adapter
 from training.errors import UserError
+from training.model_source import local_source, weights_of_source
+from training.quantising import quantise_blocks
 from training.runs.invocation import Invocation
 from training.tasks.task import Task
 
 DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32}
 
+WEIGHTS = "model.weights"
+# Keys whose auto follows from the configuration and the device.
+SETTLED_HERE = ("precision", "microbatches", WEIGHTS)
 # The share of spare device memory that optimizer states may take: their gradients stay there too, and the allocator
 # needs room.
 STATES_OF_SPARE = 0.8
@@ -61,18 +67,20 @@ class Components:
         on_gpu: bool | None = None,
         model: nn.Module | None = None,
     ) -> Components:
-        """Makes the components, and settles precision=auto and microbatches=auto in `config`.
+        """Makes the components, and settles the keys of SETTLED_HERE that are auto in `config`.
 
         `on_gpu`: whether a plan is for a GPU, if that differs from `device`. `model` spares making the model again:
         that of a configuration with the same `model` and `precision`, still on the meta device. Raises UserError for a
         model, a mode or a knob that cannot be had.
         """
         task = make_task(config.task)
-        settled = frozenset(key for key in ("precision", "microbatches") if config[key] == AUTO)
+        settled = frozenset(key for key in SETTLED_HERE if OmegaConf.select(config, key) == AUTO)
         if "precision" in settled:
             config.precision = _precision(device.type == "cuda" if on_gpu is None else on_gpu)
         if "microbatches" in settled:
             config.microbatches = task.microbatches(config)
+        if WEIGHTS in settled:
+            config.model.weights = weights_of_source(config.model)
         dtype = DTYPES[config.precision]
         model = _model(config, dtype) if model is None else model
         mode, footprint = _mode(config, model)
@@ -97,6 +105,11 @@ class Components:
     def state_dtype(self) -> str:
         """The dtype of the optimizer's moments; "fp32" for an optimizer without that knob."""
         return str(self.config.optimizer.get("state_dtype", "fp32"))
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters that train, in the model's order."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def footprint_of(config: DictConfig, mode: Mode, model: nn.Module) -> Footprint:
@@ -138,15 +151,22 @@ def _model(config: DictConfig, dtype: torch.dtype) -> nn.Module:
     """Makes the model on the meta device. Raises UserError if the bytes of a tensor overflow an integer."""
     arguments = OmegaConf.to_container(config.model, resolve=True)
     arguments.pop("weights")
+    if "source" in arguments:
+        arguments["source"] = local_source(arguments["source"])
     try:
         with torch.device("meta"):
-            return instantiate(arguments).to(dtype).train()
+            model = instantiate(arguments).to(dtype).train()
     except InstantiationException as error:
         if "source" in arguments and isinstance(error.__cause__, ValueError):
-            raise UserError(f"model.source={arguments['source']}: {error.__cause__}") from error
+            raise UserError(f"model.source={config.model.source}: {error.__cause__}") from error
         if "overflow" not in str(error.__cause__).lower():
             raise
         raise UserError("model: its sizes are beyond any memory: take smaller ones") from error
+    quantise_blocks(model, config)
+    if has_adapter(config):
+        # Last, because the layers of an adapter depend on what its targets are.
+        add_adapter(model, config, dtype)
+    return model
 
 
 def _mode(config: DictConfig, model: nn.Module) -> tuple[Mode, Footprint]:

@@ -12,18 +12,21 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
+from models.adapters import without_adapters
 from models.initialise import initialise
 from models.weights import load_weights
 from training.errors import UserError
 from training.metrics.progress import phase
 from training.model_weights import ModelWeights
+from training.quantising import quantised_from_cache
 
 
 def fill_buffers(model: nn.Module) -> None:
     """Gives buffers the values of a model built on the CPU. Raises UserError for one whose value cannot be computed."""
     if hasattr(model, "fill_buffers"):
         try:
-            model.fill_buffers()
+            with without_adapters(model):
+                model.fill_buffers()
         except ValueError as error:
             raise UserError(f"model: {error}") from error
 
@@ -31,18 +34,21 @@ def fill_buffers(model: nn.Module) -> None:
 def fill_parameters(model: nn.Module, config: DictConfig, device: torch.device, weights: ModelWeights | None) -> None:
     """Fills the parameters where the mode has placed them: from `weights`, or as a function of the seed.
 
+    Of a model with adapters, the parameters of its base.
+
     Raises UserError if the weights do not fit, or a parameter has no initial value.
     """
     if weights is None:
         with phase("initialising the weights"):
             try:
-                getattr(model, "initialise", lambda *arguments: initialise(model, *arguments))(config.seed, device)
+                with without_adapters(model):
+                    getattr(model, "initialise", lambda *arguments: initialise(model, *arguments))(config.seed, device)
             except ValueError as error:
                 raise UserError(f"model: {error}: give model.weights=PATH") from error
         return
     path = weights.path()
     try:
-        with phase("loading the weights"):
+        with without_adapters(model), quantised_from_cache(model, config, path), phase("loading the weights"):
             load(model, path)
     except (ValueError, FileNotFoundError) as error:
         raise UserError(f"model.weights={config.model.weights}: {error}") from error

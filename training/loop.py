@@ -97,7 +97,8 @@ def make_sample(job: Job, recorder: Recorder, stop: StopRequest, step: int) -> N
         return
     with recorder.outside_steps():
         job.optimizer.finish()
-        sample = job.samples.sample(job.components.model, job.streams.device, lambda: stop.signal is not None)
+        with job.components.mode.inference():
+            sample = job.samples.sample(job.components.model, job.streams.device, lambda: stop.signal is not None)
     if sample is not None:
         recorder.record_sample(step, sample)
 
@@ -109,7 +110,8 @@ def evaluate(job: Job, recorder: Recorder, stop: StopRequest, step: int) -> dict
     with recorder.outside_steps():
         # The mode would wait for the updates of a unit; those of what stays on the device, nobody waits for.
         job.optimizer.finish()
-        return job.evaluation.metrics(job.components.model, job.streams, lambda: stop.signal is not None)
+        with job.components.mode.inference():
+            return job.evaluation.metrics(job.components.model, job.streams, lambda: stop.signal is not None)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from offload.runtime.deferred_free import DeferredFrees, PendingFree, StashedTen
 from offload.runtime.device_memory import free_device_bytes
 from offload.runtime.host_memory import HostArena
 from offload.runtime.saved_tensor_hooks import Kept, PackHook, Passed, active_hooks, beneath_claims, claimed
+from offload.runtime.tensor_parts import parts
 from offload.runtime.torch_internals import is_in_backward, is_zero_tensor, left_out_of_graphs, view_base
 from offload.runtime.transfer import Transfer
 
@@ -104,9 +105,9 @@ class ActivationSwapper:
         self._policy.begin_step(partial(free_device_bytes, self._streams.device))
         started = telemetry.timestamp() if self._policy.measures else None
         self._step = StepRecord(self._spans.next_serial, telemetry.stall_ms, started)
-        for tensor in kept:
-            if tensor.device == self._streams.device:
-                self._step.excluded.add(tensor)
+        for part in (part for tensor in kept for part in parts(tensor)):
+            if part.device == self._streams.device:
+                self._step.excluded.add(part)
 
     def end_step(self) -> None:
         """Frees the device memory that is left, and tells the policy how the step went.

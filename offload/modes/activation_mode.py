@@ -103,6 +103,9 @@ class ActivationMode(Mode, ABC):
                 self._in_step = False
                 self._contexts_of_modules.close_open()
 
+    def inference(self) -> AbstractContextManager:
+        return self.weights.inference()
+
     def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
         return self.weights.accumulate(losses)
 

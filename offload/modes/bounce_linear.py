@@ -2,11 +2,12 @@
 
 The weights of a layer come in for its forward, again for its backward, and leave at once: the idea of RamTorch and
 of ai-toolkit's memory manager. Embeddings, norms and bare parameters stay on the device, or stream with the next layer.
+Layers of less than a megabyte, as those of low-rank adapters, travel with a neighbour.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from offload.modes.weight_mode import WeightMode
 from offload.runtime.knobs import choice
+from offload.weights.joining import join_small
 from offload.weights.partition import CutPoint
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -25,10 +27,10 @@ TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 @dataclass(kw_only=True, eq=False)
 class BounceLinear(WeightMode):
-    """Streams Linear and Conv layers one by one, subclasses too. A unit is one layer.
+    """Streams Linear and Conv layers one by one, subclasses too. A unit is one layer; small ones join a neighbour's.
 
     Other modules that compute with a matrix are layers as well: recurrent ones, the experts of a mixture in one tensor,
-    those of other packages.
+    those of other packages. Which layers are small, and whose unit they join: see `offload.weights.joining`.
 
     Args:
         outside: every other parameter (embeddings, norms) is resident, or streams in the unit of the layer that follows
@@ -46,6 +48,13 @@ class BounceLinear(WeightMode):
                 yield point
             elif self.outside == "stream" and names:
                 yield CutPoint(names[0], point.module, deep=False)
+
+    def chosen(self, model: nn.Module) -> Sequence[CutPoint]:
+        """Returns the cut points that `include` and `exclude` leave, those of small layers joined to their neighbours'.
+
+        Raises ValueError for a model that cannot be cut; see `offload.weights.partition.cut`.
+        """
+        return join_small(model, super().chosen(model))
 
 
 def _is_other_layer(module: nn.Module) -> bool:

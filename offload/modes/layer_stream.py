@@ -6,14 +6,15 @@ LTX's layer streaming, here for training as well. Everything outside the blocks 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from offload.modes.weight_mode import WeightMode
-from offload.runtime.blocks import find_blocks
+from offload.runtime.blocks import find_blocks, outside_blocks
 from offload.runtime.knobs import choice, knob
+from offload.weights.joining import join_small
 from offload.weights.partition import CutPoint
 
 
@@ -24,7 +25,7 @@ class LayerStream(WeightMode):
     Args:
         layers: dotted path of the list of blocks, such as model.layers; null finds all lists of blocks.
         outside: the modules outside the blocks (embedding, head, final norm) are resident, or stream, each as a unit of
-            its own.
+            its own; small ones join a neighbour's (see `offload.weights.joining`).
     """
 
     layers: str | None = knob(None)
@@ -35,12 +36,13 @@ class LayerStream(WeightMode):
         blocks = find_blocks(model, self.layers, key="layers")
         yield from (CutPoint(name, block) for name, block in blocks)
         if self.outside == "stream":
-            yield from _outside(model, {block for _, block in blocks})
+            outside = outside_blocks(model, [block for _, block in blocks])
+            yield from (CutPoint(name, module, deep=False) for name, module in outside)
 
+    def chosen(self, model: nn.Module) -> Sequence[CutPoint]:
+        """Returns the cut points that `include` and `exclude` leave; small modules outside the blocks join others.
 
-def _outside(model: nn.Module, blocks: set[nn.Module]) -> Iterable[CutPoint]:
-    """Yields the modules that own parameters and are in no block."""
-    inside = {module for block in blocks for module in block.modules()}
-    for name, module in model.named_modules():
-        if module not in inside and next(module.parameters(recurse=False), None) is not None:
-            yield CutPoint(name or type(module).__name__, module, deep=False)
+        Raises ValueError for a model that cannot be cut; see `offload.weights.partition.cut`.
+        """
+        points = super().chosen(model)
+        return join_small(model, points) if self.outside == "stream" else points

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from offload.microbatches.layer_major import one_after_another
@@ -16,8 +17,8 @@ from offload.runtime.knobs import check_knobs
 from offload.runtime.registry import Streams
 from offload.weights.footprint import Footprint
 from offload.weights.partition import cut
+from offload.weights.placement import DevicePlacement
 from offload.weights.unfilled import UnfilledTensors
-from offload.weights.units import DevicePlacement
 
 
 @dataclass(kw_only=True, eq=False)
@@ -80,6 +81,16 @@ class Mode:
         """
         self._unfilled.check_step()
         return nullcontext()
+
+    def inference(self) -> AbstractContextManager:
+        """Surrounds forwards without gradients, as for samples and evaluations: gradients are off inside.
+
+        The caller changes no weight meanwhile. A mode that streams weights then keeps what is on the device from one
+        forward to the next, and fetches what the next uses first while this one ends. It may be opened inside a step;
+        no step begins inside it. Raises RuntimeError while a tensor that was on the meta device has not been filled.
+        """
+        self._unfilled.check_step()
+        return torch.no_grad()
 
     def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
         """Inside a step: computes every loss and the gradients of all. Returns the losses, detached."""

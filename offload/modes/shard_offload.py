@@ -21,13 +21,14 @@ from offload.activations.swapper import ActivationSwapper
 from offload.microbatches.layer_major import LayerMajor
 from offload.modes.weight_mode import WeightMode
 from offload.runtime.block_buffers import buffers_here
-from offload.runtime.blocks import find_blocks
+from offload.runtime.blocks import find_blocks, outside_blocks
 from offload.runtime.buffer_states import Place, own_copies
 from offload.runtime.counters import Counters
 from offload.runtime.errors import KnobError
 from offload.runtime.knobs import choice, knob, nbytes
 from offload.runtime.module_contexts import WrappedForward
 from offload.runtime.registry import Streams
+from offload.runtime.tensor_parts import true_bytes
 from offload.runtime.torch_internals import gradient_accumulated_hooks, gradient_hooks
 from offload.weights.footprint import Footprint
 from offload.weights.partition import CutPoint
@@ -87,6 +88,8 @@ class ShardOffload(WeightMode):
 
     Args:
         layers: dotted path of the list of blocks, such as model.layers; null finds all lists of blocks.
+        outside: the modules outside the blocks (embedding, head, final norm) are resident, or stream in the runs of
+            blocks between which they stand in the model. Their forward is not computed again.
         shards: number of shards that the blocks are cut into, of about equal bytes; null is as many as shard_bytes asks
             for.
         shard_bytes: bytes of a shard, at most, where shards is null (512MiB, 2GiB); a larger block is a shard of its
@@ -97,6 +100,7 @@ class ShardOffload(WeightMode):
     """
 
     layers: str | None = knob(None)
+    outside: str = choice("resident", "stream")
     shards: int | None = knob(None, at_least=1)
     shard_bytes: str | int = nbytes("512MiB")
     checkpoint: bool = knob(True)
@@ -117,12 +121,19 @@ class ShardOffload(WeightMode):
         return self.checkpoint
 
     def cut_points(self, model: nn.Module) -> Iterable[CutPoint]:
-        yield from (CutPoint(name, block) for name, block in find_blocks(model, self.layers, key="layers"))
+        points = {block: CutPoint(name, block) for name, block in find_blocks(model, self.layers, key="layers")}
+        if self.outside == "stream":
+            points |= {module: CutPoint(name, module, deep=False) for name, module in outside_blocks(model, points)}
+            # A model is called in the order of its modules, as a rule, and a run holds neighbours.
+            yield from (points[module] for module in model.modules() if module in points)
+        else:
+            yield from points.values()
 
     def grouped(self, cut_points: Sequence[CutPoint]) -> Sequence[CutPoint]:
-        sizes = [sum(tensor.nbytes for tensor in point.tensors()) for point in cut_points]
+        sizes = [sum(true_bytes(tensor) for tensor in point.tensors() if self._streams(tensor)) for point in cut_points]
         if self.shards is not None and self.shards > len(cut_points):
-            problem = f"must be between 1 and the number of blocks, {len(cut_points)}"
+            kinds = "blocks" if self.outside == "resident" else "blocks and of modules outside them"
+            problem = f"must be between 1 and {len(cut_points)}, the number of {kinds}"
             raise KnobError("shards", self.shards, problem)
         if self.shards is not None:
             runs = cut_evenly(sizes, self.shards)
@@ -132,8 +143,11 @@ class ShardOffload(WeightMode):
         for number, run in enumerate(runs):
             first, last = cut_points[run[0]].name, cut_points[run[-1]].name
             name = f"shard {number} ({first})" if first == last else f"shard {number} ({first} to {last})"
-            named += [CutPoint(name, cut_points[index].module) for index in run]
+            named += [replace(cut_points[index], name=name) for index in run]
         return named
+
+    def _streams(self, tensor: Tensor) -> bool:
+        return self.trained == "stream" or not tensor.requires_grad
 
     def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
         # A block is recomputed while its shard is on the device for backward.
@@ -219,12 +233,14 @@ class ShardOffload(WeightMode):
         cut_points = self.chosen(model)
         places = {name: place for place, name in enumerate(dict.fromkeys(point.name for point in cut_points))}
         for point in cut_points:
-            entrance = WrappedForward(point.module, functools.partial(self._entered, places[point.name]))
+            entrance = WrappedForward(point.module, functools.partial(self._entered, places[point.name], point.deep))
             self._undo.append(entrance.remove)
 
-    def _entered(self, place: int) -> AbstractContextManager:
+    def _entered(self, place: int, is_block: bool) -> AbstractContextManager:
         self._layer_major.enter(place)
-        return self._boundary_swapper.hooks() if self._boundary_swapper is not None else nullcontext()
+        # Outside the blocks nothing is computed again, so more than an input would be swapped.
+        swaps = is_block and self._boundary_swapper is not None
+        return self._boundary_swapper.hooks() if swaps else nullcontext()
 
 
 def _takes_each_gradient(parameter: nn.Parameter) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -35,6 +35,8 @@ class WeightMode(Mode, ABC):
             bytes (2GiB).
         include, exclude: patterns over the names of the modules that are cut out, such as model.layers.1*. A module
             streams where it matches an include pattern, or none is given, and no exclude pattern.
+        trained: parameters that train stream with the rest, or stay on the device, as small ones beside frozen weights
+            may; then nothing that streams has gradients.
         pin: auto page-locks the host memory, which copies five times as fast; "off" (quoted) takes pageable memory.
     """
 
@@ -43,6 +45,7 @@ class WeightMode(Mode, ABC):
     resident: str | int = knob(0)
     include: list[str] = knob([])
     exclude: list[str] = knob([])
+    trained: str = choice("stream", "device")
     pin: str = choice("auto", "off")
 
     def __post_init__(self) -> None:
@@ -96,6 +99,15 @@ class WeightMode(Mode, ABC):
         self._unfilled.check_step()
         return self._streamer.step(norms)
 
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Surrounds forwards without gradients; see `Mode.inference`.
+
+        Raises RuntimeError also for a parameter that was moved or replaced by one that cannot be streamed.
+        """
+        with super().inference(), self._streamer.inference():
+            yield
+
     def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
         with self._streamer.accumulating():
             return one_after_another(losses, self._streamer.last_microbatch)
@@ -122,7 +134,11 @@ class WeightMode(Mode, ABC):
         return self.grouped([point for point in self.cut_points(model) if self._selects(point.name)])
 
     def _cut(self, model: nn.Module) -> CutModel:
-        streamed = keep_on_device(cut(model, self.chosen(model)), self.resident)
+        parts = cut(model, self.chosen(model), trained_stays=self.trained == "device")
+        if self.trained == "device" and all(parameter.requires_grad for parameter in model.parameters()):
+            problem = "nothing of the model is frozen, so nothing would stream: take stream"
+            raise KnobError("trained", self.trained, problem)
+        streamed = keep_on_device(parts, self.resident)
         together = open_at_once(model, streamed.windows)
         if self.slots < len(together):
             names = " and ".join(unit.name for unit in together[:3])

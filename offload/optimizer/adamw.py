@@ -105,7 +105,7 @@ class HostAdamW(torch.optim.AdamW):
         self._deferral: Deferral | None = None
         self._placement = StatePlacement(self.state_dtype)
         super().__init__(groups, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
-        if any(parameter.device.type == "cpu" for parameter in self._group_of):
+        if self._updates_on_host:
             # Compiled and measured now, and not in the first step.
             fastest_update(self.threads, compile)
 
@@ -150,8 +150,9 @@ class HostAdamW(torch.optim.AdamW):
         """Makes updates run on all cores but `count`, unless `threads` was given."""
         if self._chooses_threads:
             self.threads = _all_but(count)
-            # Measured now, and not in the next step.
-            fastest_update(self.threads, self._compile)
+            if self._updates_on_host:
+                # Measured now, and not in the next step.
+                fastest_update(self.threads, self._compile)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, as any torch optimizer. Zeros are written after the updates that still read them."""
@@ -289,6 +290,10 @@ class HostAdamW(torch.optim.AdamW):
         torch.autograd.graph.increment_version(parameter)
         self._placement.note_update(parameter)
         return state
+
+    @property
+    def _updates_on_host(self) -> bool:
+        return any(parameter.requires_grad and parameter.device.type == "cpu" for parameter in self._group_of)
 
     @property
     def _parameters(self) -> list[Tensor]:

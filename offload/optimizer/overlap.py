@@ -36,6 +36,7 @@ class Overlap:
     def __init__(self, optimizer: HostAdamW, streamer: WeightStreamer, early: bool, device_share: int = 0):
         self.early = early
         self._optimizer = optimizer
+        self._streamer = streamer
         self._units = streamer.cut.units
         self._transfer = streamer.transfer
         self._first_use = streamer.prefetcher.first_use
@@ -58,7 +59,11 @@ class Overlap:
     # Called by the optimizer.
 
     def offer_all(self, scale: float) -> None:
-        """Starts the update of every unit that has gradients and was not updated in this step."""
+        """Starts the update of every unit that has gradients and was not updated in this step.
+
+        Raises RuntimeError inside `Mode.inference`, where copies in may be reading the weights.
+        """
+        self._streamer.check_weights_may_change()
         for unit in sorted(self._units, key=self._first_use):
             self._offer(unit, unit.trained, scale)
 

@@ -3,7 +3,7 @@
 The names in `__all__` are public, beside those of `offload`.
 
 - `dry_run` runs a step on the meta device and returns a `DryRun` of `Phase`s; `SimulatedStreams` keep the time of its
-  `Work`.
+  `Work`. `dry_run_forwards` runs forwards in a row without gradients and returns a `ForwardRun`.
 - `MemoryTracker` counts bytes and FLOPs; `fused_kernels` are the kernels as a GPU has them.
 - `forecast` makes a `Forecast` of a whole step, with the `UpdateTimes` of the optimizer; nothing is faster than
   `floor_ms`; `hidden_share` tells how many copies of activations compute hides, and `update_work` when a step updates.
@@ -18,6 +18,7 @@ from offload.optimizer.adamw import STATE_DTYPES
 from offload.optimizer.kernels import measure_update_rate
 from offload.planning.cost_model import Forecast, UpdateTimes, floor_ms, forecast, hidden_share, update_work
 from offload.planning.dry_run import DryRun, Phase, dry_run
+from offload.planning.forward_run import ForwardRun, dry_run_forwards
 from offload.planning.memory_tracker import MemoryTracker
 from offload.planning.meta_kernels import fused_kernels
 from offload.planning.simulated_streams import SimulatedStreams, Work
@@ -31,12 +32,14 @@ __all__ = [
     "Bandwidth",
     "DryRun",
     "Forecast",
+    "ForwardRun",
     "MemoryTracker",
     "Phase",
     "SimulatedStreams",
     "UpdateTimes",
     "Work",
     "dry_run",
+    "dry_run_forwards",
     "floor_ms",
     "forecast",
     "free_host_bytes",

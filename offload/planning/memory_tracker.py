@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from offload.runtime.tensor_parts import any_wraps
 from offload.runtime.torch_internals import (
     TorchDispatchMode,
     overload_name,
@@ -100,6 +101,9 @@ class _Recording(TorchDispatchMode):
         self._tracker = tracker
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any_wraps(types):
+            # The operations on what it wraps come here one by one.
+            return NotImplemented
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         known = {storage_address(tensor.untyped_storage()) for tensor in _counted((args, tuple(kwargs.values())))}

@@ -41,6 +41,11 @@ class SimulatedStreams(CheckedStreams):
         """The time from the start of the step to the end of its last work."""
         return max((work.end_ms for work in self.work), default=0.0)
 
+    @property
+    def host_ms(self) -> float:
+        """The time from the start of the step to the end of the work that the host has waited for."""
+        return _time(self.host) - self._began_ms
+
     def start_step(self) -> None:
         """Waits for all streams and starts a step at time 0."""
         self.synchronize()

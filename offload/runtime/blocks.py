@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from offload.runtime.errors import KnobError
+from offload.runtime.tensor_parts import true_bytes
 
 # A block of a larger share of the model (a stage of a U-Net) is taken apart where lists in it hold nearly all of it.
 LARGE, NEARLY_ALL = 1 / 8, 3 / 4
@@ -37,6 +38,14 @@ def find_blocks(model: nn.Module, path: str | None = None, key: str = "path") ->
         known = ", ".join(sorted(name or "(the model itself)" for name in lists)) or "none"
         raise KnobError(key, path, f"no list of blocks there; the lists of this model: {known}")
     return [(f"{path}.{name}".lstrip("."), block) for name, block in lists[path].named_children()]
+
+
+def outside_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[Named]:
+    """Yields the modules that hold parameters themselves and are in none of `blocks`, in the order of the model."""
+    inside = {module for block in blocks for module in block.modules()}
+    for name, module in model.named_modules():
+        if module not in inside and next(module.parameters(recurse=False), None) is not None:
+            yield name or type(module).__name__, module
 
 
 def _is_list(module: nn.Module, kinds: type | tuple[type, ...]) -> bool:
@@ -76,4 +85,4 @@ def _without_overlap(blocks: Iterable[Named]) -> Iterator[Named]:
 
 
 def _nbytes(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters() if not is_lazy(parameter))
+    return sum(true_bytes(parameter) for parameter in module.parameters() if not is_lazy(parameter))

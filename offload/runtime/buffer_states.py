@@ -10,6 +10,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from offload.runtime.tensor_parts import true_bytes, version_of, wraps
+
 # The module that holds a buffer, and its name there.
 Place = tuple[nn.Module, str]
 # Buffers of at most so many bytes are copied whether they change or not.
@@ -50,7 +52,7 @@ def put(place: Place, state: State) -> None:
 
 def version(state: State) -> int:
     """Returns autograd's version counter of a state; 0 for one that has none."""
-    return 0 if not isinstance(state, Tensor) or state.is_inference() else state._version
+    return version_of(state) if isinstance(state, Tensor) else 0
 
 
 def copied(states: Mapping[Place, State]) -> dict[Place, State]:
@@ -72,7 +74,7 @@ def changes_unseen(tensor: Tensor, is_training: bool) -> bool:
     In training, kernels of running statistics write so, and code that goes through `.data` or NumPy, as for codebooks.
     Quantised weights and masks, a byte an element or less, are not written so.
     """
-    return tensor.is_inference() or (is_training and tensor.dtype.itemsize > 1)
+    return tensor.is_inference() or (is_training and tensor.dtype.itemsize > 1 and not wraps(tensor))
 
 
 def may_change(place: Place) -> bool:
@@ -81,7 +83,7 @@ def may_change(place: Place) -> bool:
     Large masks and quantised weights are not expected to change, nor is what is large and in eval().
     """
     (module, name), state = place, get(place)
-    if not isinstance(state, Tensor) or state.nbytes <= SMALL_BYTES:
+    if not isinstance(state, Tensor) or true_bytes(state) <= SMALL_BYTES:
         return True
     return changes_unseen(state, module.training) or name in _changing.get(module, ())
 

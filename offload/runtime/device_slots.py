@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from offload.runtime.registry import Event, Streams
+from offload.runtime.registry import Event, Stream, Streams
+from offload.runtime.tensor_parts import parts, wraps
 from offload.runtime.torch_internals import storage_address
 
 
@@ -12,7 +13,8 @@ class DeviceSlot:
     """One reusable device buffer: `bytes` is a uint8 tensor.
 
     `ready` marks the end of the copy that filled the slot, `free` the end of the last work that read it. `readers` are
-    the streams that have read it since it was filled. `content` is set by the owner of the slots: the unit in it.
+    the streams that have read it since it was filled; `read_by` is the one whose reads are over, by `free`, if any.
+    `content` is set by the owner of the slots: the unit in it.
     """
 
     def __init__(self, index: int, nbytes: int, streams: Streams):
@@ -21,6 +23,7 @@ class DeviceSlot:
         self.ready: Event = streams.event()
         self.free: Event = streams.event()
         self.readers: list = []
+        self.read_by: Stream | None = None
         self.content: object | None = None
         self.source: object | None = None
 
@@ -43,7 +46,9 @@ class DeviceSlots:
         return sum(slot.bytes.numel() for slot in self.all)
 
     def slot_of(self, tensor: torch.Tensor) -> DeviceSlot | None:
-        """Returns the slot in which the storage of `tensor` lies, or None."""
+        """Returns the slot in which the storage of `tensor` lies, or that of a tensor which it wraps; or None."""
+        if wraps(tensor):
+            return next(filter(None, map(self.slot_of, parts(tensor))), None)
         if tensor.layout is not torch.strided:
             return None
         return self._by_address.get(_address(tensor))

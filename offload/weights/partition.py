@@ -13,7 +13,10 @@ from torch.nn.parameter import is_lazy
 
 from offload.runtime.byte_sizes import parse_bytes
 from offload.runtime.errors import KnobError
-from offload.weights.units import ModuleAttribute, OffloadUnit, UnitTensor
+from offload.runtime.tensor_parts import true_bytes, wraps
+from offload.weights.layouts import check_frozen
+from offload.weights.placement import ModuleAttribute
+from offload.weights.units import OffloadUnit, UnitTensor
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class CutModel:
 
     @property
     def resident_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor, _ in self.resident)
+        return sum(true_bytes(tensor) for tensor, _ in self.resident)
 
     @property
     def unit_bytes(self) -> int:
@@ -99,15 +102,15 @@ class CutPoint:
         yield from self.module.buffers(recurse=self.deep)
 
 
-def cut(model: nn.Module, cut_points: Sequence[CutPoint]) -> CutModel:
+def cut(model: nn.Module, cut_points: Sequence[CutPoint], trained_stays: bool = False) -> CutModel:
     """Cuts `model` at the cut points: one unit for the parameters and buffers of each name.
 
     Changes nothing, so it works on a model of the meta device too. A module without tensors makes no unit; a module
     that is named twice makes one, under its first name. Tensors that a module outside every cut uses as well stay
-    resident. A tensor that two units use belongs to the first.
+    resident. A tensor that two units use belongs to the first. `trained_stays`: parameters that train stay resident.
 
     Raises ValueError when one cut point lies inside another, and for a scripted module that is cut inside: TorchScript
-    calls and reads what is in it.
+    calls and reads what is in it. It raises it for a parameter to be streamed that trains and wraps other tensors.
     """
     cut_points = list({point.module: point for point in reversed(cut_points)}.values())[::-1]
     point_of = _cut_points_by_module(cut_points)
@@ -126,9 +129,10 @@ def cut(model: nn.Module, cut_points: Sequence[CutPoint]) -> CutModel:
     resident = []
     for tensor, holders in attributes.items():
         owners = [point_of.get(holder.module) for holder in holders]
-        if None in owners:
+        if None in owners or (trained_stays and tensor.requires_grad):
             resident.append((tensor, holders))
             continue
+        check_frozen(names[tensor], tensor)
         name = owners[0].name
         unit = units.setdefault(name, OffloadUnit(name, len(units)))
         unit.tensors.append(UnitTensor(names[tensor], tensor, holders, unit.nbytes))
@@ -244,6 +248,7 @@ def _check_memory(names: dict[torch.Tensor, str]) -> None:
             not tensor.is_meta
             and tensor.layout is torch.strided
             and isinstance(tensor, nn.Parameter)
+            and not wraps(tensor)
             and tensor.numel()
         ):
             start = tensor.data_ptr()

@@ -7,8 +7,17 @@
 - Read. The first `fetch` after that makes compute wait for `ready` and adds it to `readers`. `write_home` adds the d2h
   stream, which copies changed buffers out of the slot. The slot keeps its unit while a window is open on the unit,
   while the unit is among those fetched last in backward, and inside `retain_recent`.
-- Released. `_evict` records `free` on every reader and makes the h2d stream wait for it, so that the next copy into the
-  slot comes after all that reads it: the slot is free.
+- Read so far. `no_window_left` records `free` on compute: what is queued later does not read the slot, until the next
+  `fetch` of the unit.
+- Released. `_evict` records `free` on the other readers, on compute if the unit was fetched since, and makes the h2d
+  stream wait for it, so that the next copy into the slot comes after all that reads it: the slot is free. Recorded only
+  now, `free` would come after the work of other units that compute was given meanwhile, and the copy would wait for it.
+
+[Note: when a unit stays in its slot]
+
+The host may change the weights at home, and not every change shows. So a slot keeps its unit only while they are
+promised to stay as they are: inside a step, inside `inference`, and during a forward. At the end of each, the slots are
+emptied and the host waits for the copies in. In a step and in `inference` units are fetched ahead of use.
 """
 
 from __future__ import annotations
@@ -21,8 +30,10 @@ import torch
 
 from offload.runtime.device_slots import DeviceSlot, DeviceSlots
 from offload.runtime.registry import Event
+from offload.runtime.torch_internals import is_in_backward
 from offload.runtime.transfer import Transfer
 from offload.weights.access_order import AccessOrder
+from offload.weights.repeated_order import RepeatedOrder
 from offload.weights.units import OffloadUnit, UnitTensor
 from offload.weights.updates import NO_UPDATES, Updates
 
@@ -48,8 +59,12 @@ class Prefetcher:
         self._prefetch = prefetch
         self._poison = poison
         self._access_order = AccessOrder()
+        self._inference_order = RepeatedOrder()
+        # The one of the two that is followed now, if any.
+        self._followed: AccessOrder | RepeatedOrder | None = None
         self._slot_of: dict[OffloadUnit, DeviceSlot] = {}
-        self._in_step = False
+        # Units that were copied in since `begin_inference` or `begin_forward`.
+        self._copied: set[OffloadUnit] = set()
         # Units fetched last outside of windows: an operation of backward that is not queued yet may read them.
         self._recent: deque[OffloadUnit] = deque(maxlen=1)
         self._retained: set[OffloadUnit] = set()
@@ -62,8 +77,7 @@ class Prefetcher:
     def begin_step(self) -> None:
         """Starts fetching the units that the step will use first."""
         self._access_order.begin()
-        self._in_step = True
-        self._fetch_ahead(len(self._slots.all))
+        self._begin(self._access_order)
 
     def end_step(self) -> None:
         """Empties every slot, because the weights at home may change before the next step.
@@ -71,27 +85,41 @@ class Prefetcher:
         The caller waits for the device afterwards.
         """
         self._access_order.end()
-        self._in_step = False
+        self._followed = None
         self.evict_all()
         self._unawaited.clear()
 
-    def evict_all(self) -> None:
-        """Empties every slot."""
-        for unit in list(self._slot_of):
-            self._evict(unit)
-        self._recent.clear()
+    def begin_inference(self) -> None:
+        """Starts fetching the units that a forward will use first, if forwards were seen before."""
+        self._begin(self._inference_order)
 
-    def evict_between_steps(self, unit: OffloadUnit) -> None:
-        """Empties the slot of `unit`, if it has one. Afterwards the host may change the weights at home."""
-        if unit not in self._slot_of:
-            return
-        slot = self._evict(unit)
-        slot.ready.synchronize()
+    def begin_forward(self) -> None:
+        """Begins a forward outside of steps and inference, in which units stay in their slots."""
+        self._begin(None)
+
+    def let_host_write(self) -> None:
+        """Ends inference or a forward: empties every slot. Afterwards the host may change the weights at home."""
+        self._followed = None
+        copied = self._streams.event()
+        # Before slots are released, for which h2d waits for compute.
+        copied.record(self._streams.h2d)
+        self.evict_all()
+        copied.synchronize()
+        for unit in self._copied:
+            if unit.written is not None:
+                unit.written.synchronize()
+            self._streams.writes(None, unit.weights, "the host's next change")
+        self._copied.clear()
+        self._unawaited.clear()
         # No step will end and do so: the events of many forwards would wait.
         self._transfer.telemetry.collect()
-        if unit.written is not None:
-            unit.written.synchronize()
-        self._streams.writes(None, unit.weights, "the host's next change")
+
+    def evict_all(self) -> None:
+        """Empties every slot on which no window is open."""
+        for unit in list(self._slot_of):
+            if not unit.open_windows:
+                self._evict(unit)
+        self._recent.clear()
 
     def slot_of(self, unit: OffloadUnit) -> DeviceSlot:
         """Returns the slot of a unit that has one, as a unit with an open window does."""
@@ -115,8 +143,10 @@ class Prefetcher:
         until as many other units have been fetched as one operation may read. Raises RuntimeError when every slot has a
         unit in use.
         """
-        if self._in_step:
-            self._access_order.record(unit.index)
+        if self._followed is self._access_order:
+            self._access_order.record(unit.index, in_backward=is_in_backward())
+        elif self._followed is not None:
+            self._followed.record(unit.index)
         if in_window:
             # Operations of backward whose weights were unpacked before have been queued by now.
             self._recent.clear()
@@ -128,6 +158,7 @@ class Prefetcher:
             self._evict(unit)
             slot = None
         slot = slot or self._fill(unit, self._make_room())
+        slot.read_by = None
         if in_window:
             unit.open_windows += 1
             self._allow_for_open_windows()
@@ -140,14 +171,21 @@ class Prefetcher:
             self._transfer.await_on(stream, unit.written)
         self._streams.reads(stream, slot, f"use of {unit}")
         self._unawaited.pop(unit, None)
-        if self._in_step:
-            self._fetch_ahead(self._prefetch)
+        self._fetch_ahead(self._prefetch)
         return slot
 
     def close_window(self, unit: OffloadUnit) -> bool:
         """Closes a window on `unit` that `fetch` opened. Returns True if no other is open."""
         unit.open_windows -= 1
         return not unit.open_windows
+
+    def no_window_left(self, unit: OffloadUnit) -> None:
+        """Notes that nothing which compute is given from now on reads the slot of `unit`, until the next `fetch`."""
+        slot, stream = self._slot_of[unit], self._streams.compute
+        if stream in slot.readers:
+            self._streams.reads(stream, slot, f"use of {unit}")
+            slot.free.record(stream)
+            slot.read_by = stream
 
     @contextmanager
     def retain_recent(self) -> Iterator[None]:
@@ -176,10 +214,18 @@ class Prefetcher:
         streams.writes(streams.d2h, unit.weights, f"write back of {unit}")
         unit.written = streams.event()
         for tensor in tensors:
-            home = tensor.view_of(unit.weights.bytes)
-            self._transfer.copy_out(home, tensor.device, done=unit.written, what=tensor.name)
+            homes = tensor.views_of(unit.weights.bytes)
+            for home, changed in zip(homes, tensor.parts_of(tensor.device), strict=True):
+                self._transfer.copy_out(home, changed, done=unit.written, what=tensor.name)
         if streams.d2h not in slot.readers:
             slot.readers.append(streams.d2h)
+
+    def _begin(self, order: AccessOrder | RepeatedOrder | None) -> None:
+        # A backward outside of steps may have left units there, whose weights may have changed.
+        self.evict_all()
+        self._copied.clear()
+        self._followed = order
+        self._fetch_ahead(len(self._slots.all))
 
     def _put_back(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
         for other in (unit, slot.content):
@@ -200,7 +246,9 @@ class Prefetcher:
         self._recent.append(unit)
 
     def _fetch_ahead(self, count: int) -> None:
-        for index in self._access_order.upcoming(count):
+        if self._followed is None:
+            return
+        for index in self._followed.upcoming(count):
             unit = self._units[index]
             if unit in self._slot_of:
                 continue
@@ -219,7 +267,9 @@ class Prefetcher:
             return slot
         # Retained units make way only if nothing else can.
         not_open = [other for other in self._slot_of if not other.open_windows and other not in self._recent]
-        farthest = self._access_order.farthest(other.index for other in self._evictable() or not_open)
+        # Where no order is followed, the one that came in first.
+        candidates = [other.index for other in self._evictable() or not_open]
+        farthest = self._followed.farthest(candidates) if self._followed else next(iter(candidates), None)
         if farthest is None:
             in_use = ", ".join(str(other) for other in self._slot_of)
             raise RuntimeError(
@@ -236,8 +286,9 @@ class Prefetcher:
         return [unit for unit in self._slot_of if not unit.open_windows and unit not in kept]
 
     def _evict_later_than(self, wanted: OffloadUnit) -> DeviceSlot | None:
-        farthest = self._access_order.farthest(unit.index for unit in self._evictable())
-        if farthest is None or self._access_order.next_use(farthest) <= self._access_order.next_use(wanted.index):
+        order = self._followed
+        farthest = order.farthest(unit.index for unit in self._evictable())
+        if farthest is None or order.next_use(farthest) <= order.next_use(wanted.index):
             return None
         return self._evict(self._units[farthest])
 
@@ -249,12 +300,16 @@ class Prefetcher:
 
     def _release(self, slot: DeviceSlot) -> None:
         h2d = self._streams.h2d
+        if slot.read_by is not None:
+            h2d.wait_event(slot.free)
         for reader in slot.readers:
+            if reader is slot.read_by:
+                continue
             # Recorded now, it covers every kernel launched so far, the last reader's among them.
             self._streams.reads(reader, slot, "last use")
             slot.free.record(reader)
             h2d.wait_event(slot.free)
-        slot.readers = []
+        slot.readers, slot.read_by = [], None
         if self._poison:
             self._streams.writes(h2d, slot, "poison")
             with self._streams.on(h2d), torch.no_grad():
@@ -267,9 +322,11 @@ class Prefetcher:
         self._streams.writes(self._streams.h2d, slot, f"onload of {unit}")
         self._transfer.copy_in(slot.bytes[: unit.nbytes], unit.weights.bytes, done=slot.ready, what=unit.name)
         for tensor in unit.strays():
-            self._transfer.copy_in(tensor.view_of(slot.bytes), tensor.host.data, done=slot.ready, what=tensor.name)
+            for view, given in zip(tensor.views_of(slot.bytes), tensor.parts_of(tensor.host), strict=True):
+                self._transfer.copy_in(view, given.data, done=slot.ready, what=tensor.name)
         slot.source = unit.weights_now()
         self._unawaited[unit] = slot.ready
+        self._copied.add(unit)
         slot.content = unit
         self._slot_of[unit] = slot
         return slot

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from offload.weights.placement import ModuleAttribute
 from offload.weights.stand_ins import like_host, share_of
-from offload.weights.units import ModuleAttribute
 
 
 class ResidentShares:

@@ -8,7 +8,7 @@ the same hooks, and so sees in its recompute exactly the tensors that it saw in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from offload.runtime.device_slots import DeviceSlots
 from offload.runtime.saved_tensor_hooks import Kept, PackHook, Passed, active_hooks
+from offload.runtime.tensor_parts import parts, wraps
 from offload.runtime.torch_internals import (
     is_in_backward,
     is_in_selective_checkpoint,
@@ -43,6 +44,17 @@ class _SavedWeight:
     version: int
 
 
+@dataclass(frozen=True)
+class _SavedParts:
+    """A tensor of class `kind` that wraps others, at least one of them in a slot: those by name, as they were saved."""
+
+    kind: type
+    context: object
+    shape: torch.Size
+    strides: tuple[int, ...]
+    inner: dict[str, object]
+
+
 class SavedWeights:
     """The pack and unpack hooks of one attached model. `note_use` is called for every weight that backward asks for."""
 
@@ -58,9 +70,8 @@ class SavedWeights:
             return nullcontext()
 
         def pack(tensor: torch.Tensor) -> object:
-            slot = self._slots.slot_of(tensor)
-            if slot is not None:
-                return self._saved(tensor, slot.content)
+            if self._slots.slot_of(tensor) is not None:
+                return self._saved(tensor)
             if outer is not None:
                 return Passed.to(outer, tensor)
             return Kept.of(tensor)
@@ -82,13 +93,31 @@ class SavedWeights:
             if slot is not None:
                 name = "a weight"
                 if slot.content is not None and not is_in_backward():
-                    name = slot.content.tensor_at(kept.storage_offset() * kept.itemsize).name
+                    first = next(part for part in parts(kept) if self._slots.slot_of(part) is not None)
+                    name = slot.content.tensor_at(first.storage_offset() * first.itemsize).name
                 raise RuntimeError(
                     f"a selective checkpoint saves the result of {operation}, which is a view of {name} and not on the"
                     " device for backward: its policy must return PREFER_RECOMPUTE for this operation"
                 )
 
-    def _saved(self, tensor: torch.Tensor, unit: OffloadUnit) -> _SavedWeight:
+    def named(self, tensor: torch.Tensor, units: Collection[OffloadUnit]) -> object | None:
+        """Returns the name of a tensor that lies in the slot of one of `units`, for `brought_back`; else None."""
+        slot = self._slots.slot_of(tensor)
+        return None if slot is None or slot.content not in units else self._saved(tensor)
+
+    def brought_back(self, name: object) -> torch.Tensor:
+        """Returns the tensor of that name, in the slot where its unit is now."""
+        return self._unpack(name)
+
+    def _saved(self, tensor: torch.Tensor) -> _SavedWeight | _SavedParts | Kept:
+        if wraps(tensor):
+            names, context = tensor.__tensor_flatten__()
+            inner = {name: self._saved(getattr(tensor, name)) for name in names}
+            return _SavedParts(type(tensor), context, tensor.shape, tensor.stride(), inner)
+        slot = self._slots.slot_of(tensor)
+        if slot is None:
+            return Kept.of(tensor)
+        unit = slot.content
         offset = tensor.storage_offset()
         whole = unit.tensor_at(offset * tensor.itemsize)
         return _SavedWeight(unit, tensor.dtype, offset, tensor.shape, tensor.stride(), whole, whole.version)
@@ -97,6 +126,9 @@ class SavedWeights:
     def _unpack(self, saved: object) -> torch.Tensor:
         if isinstance(saved, _SavedWeight):
             return self._bring_back(saved)
+        if isinstance(saved, _SavedParts):
+            inner = {name: self._unpack(part) for name, part in saved.inner.items()}
+            return saved.kind.__tensor_unflatten__(inner, saved.context, saved.shape, saved.strides)
         if isinstance(saved, Passed):
             # Unpacking may recompute a block, and a weight unpacked just before belongs to the same operation.
             with self._prefetcher.retain_recent():

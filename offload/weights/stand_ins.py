@@ -13,8 +13,11 @@ from torch import nn
 from offload.runtime.buffer_states import changes_unseen, may_change, version
 from offload.runtime.device_slots import DeviceSlot, DeviceSlots
 from offload.runtime.running_microbatch import running_microbatch
+from offload.runtime.tensor_parts import STATE, parts, replaced_in, state_of, wraps
 from offload.runtime.torch_internals import left_out_of_graphs, set_sequence_number, tree_leaves, tree_map
-from offload.weights.units import ModuleAttribute, OffloadUnit, UnitTensor
+from offload.weights.layouts import over
+from offload.weights.placement import ModuleAttribute, give_memory
+from offload.weights.units import OffloadUnit, UnitTensor
 
 
 class GradientSink(Protocol):
@@ -75,7 +78,8 @@ def remove_stand_ins(unit: OffloadUnit, slot: DeviceSlot) -> list[UnitTensor]:
             if may_have_changed:
                 changed.append(tensor)
                 if tensor.own_copy is not None:
-                    tensor.device.data.copy_(tensor.own_copy)
+                    for target, source in zip(parts(tensor.device), parts(tensor.own_copy), strict=True):
+                        target.data.copy_(source)
         tensor.own_copy = None
         tensor.installed.clear()
     return changed
@@ -94,15 +98,15 @@ def drop_stand_ins(unit: OffloadUnit) -> None:
 
 def copy_of_stand_in(unit: OffloadUnit, tensor: UnitTensor, slot: DeviceSlot, sink: GradientSink) -> torch.Tensor:
     """Returns a copy of the stand-in, which needs no slot. For autograd it is a use of the stand-in."""
-    view = tensor.view_of(slot.bytes).data
+    views = [view.data for view in tensor.views_of(slot.bytes)]
     if not tensor.trains:
-        copy = view.clone()
-    else:
-        copy = _joined(unit, tensor, view, sink).clone()
-        if copy.grad_fn is not None:
-            # Its gradient is added to those of other uses when it is made, as without the copy.
-            set_sequence_number(copy.grad_fn, AT_ONCE)
-    return copy if tensor.is_buffer else like_host(copy, tensor.host)
+        copies = [view.clone() for view in views]
+        return over(tensor.host, copies) if tensor.is_buffer else _frozen(tensor.host, copies)
+    copy = _joined(unit, tensor, views[0], sink).clone()
+    if copy.grad_fn is not None:
+        # Its gradient is added to those of other uses when it is made, as without the copy.
+        set_sequence_number(copy.grad_fn, AT_ONCE)
+    return like_host(copy, tensor.host)
 
 
 def copy_what_leaves(result: object, slots: DeviceSlots, closing: Callable[[OffloadUnit], bool]) -> object:
@@ -157,19 +161,30 @@ class _Share(torch.autograd.Function):
 def _stand_in(unit: OffloadUnit, tensor: UnitTensor, slot: DeviceSlot, sink: GradientSink) -> torch.Tensor:
     with torch.inference_mode(False):
         # `.data` has a version counter of its own, which shows whether forward changed a buffer.
-        view = tensor.view_of(slot.bytes).data
+        views = [view.data for view in tensor.views_of(slot.bytes)]
         if tensor.is_buffer:
-            tensor.device = view
+            tensor.device = view = over(tensor.host, views)
             if any(may_change((attribute.module, attribute.name)) for attribute in tensor.attributes):
                 # Autograd would save a view of the slot by name, and find there what later forwards make of it.
                 tensor.own_copy = view.clone()
         elif tensor.trains:
-            tensor.device = _joined(unit, tensor, view, sink)
+            tensor.device = _joined(unit, tensor, views[0], sink)
         else:
-            tensor.device = like_host(nn.Parameter(view, requires_grad=False), tensor.host)
-        tensor.device_version = tensor.device._version
+            tensor.device = _frozen(tensor.host, views)
+        tensor.device_version += tensor.new_writes
         tensor.device.__dict__.pop(_DATA_TAKEN, None)
     return tensor.device if tensor.own_copy is None else tensor.own_copy
+
+
+def _frozen(host: nn.Parameter, memory: list[torch.Tensor]) -> torch.Tensor:
+    """Returns a frozen parameter like `host` over `memory`, a tensor for each of its parts."""
+    if wraps(host):
+        return over(host, memory)
+    stand_in = like_host(nn.Parameter(memory[0], requires_grad=False), host)
+    state = state_of(host)
+    if state is not None:
+        stand_in.__dict__[STATE] = replaced_in(state, memory[1:])
+    return stand_in
 
 
 def _joined(unit: OffloadUnit, tensor: UnitTensor, view: torch.Tensor, sink: GradientSink) -> torch.Tensor:
@@ -244,7 +259,7 @@ def data_was_taken(stand_in: torch.Tensor) -> bool:
 def _take_replacement(tensor: UnitTensor, attribute: ModuleAttribute) -> bool:
     """Takes over a tensor that forward assigned in place of a stand-in. Returns False where its module keeps it."""
     new = attribute.tensor
-    if new is not None and (new.shape, new.dtype) == (tensor.shape, tensor.dtype):
+    if new is not None and tensor.layout.fits(new):
         with torch.no_grad():
             tensor.device.copy_(new)
         tensor.own_copy = None
@@ -264,29 +279,30 @@ def _put_back(tensor: UnitTensor, attribute: ModuleAttribute, there: torch.Tenso
 
 def _may_have_changed(tensor: UnitTensor) -> bool:
     held = tensor.device if tensor.own_copy is None else tensor.own_copy
-    writes = tensor.new_writes + version(tensor.own_copy)
+    writes = version(tensor.own_copy)
     tensor.writes += writes
-    tensor.device_version = tensor.device._version
-    return writes > 0 or any(changes_unseen(held, attribute.module.training) for attribute in tensor.attributes)
+    return (
+        tensor.count_writes()
+        or writes > 0
+        or any(changes_unseen(held, attribute.module.training) for attribute in tensor.attributes)
+    )
 
 
 def _was_changed(tensor: UnitTensor, slot: DeviceSlot) -> bool:
     """Tells whether a forward changed a parameter: in place, or by giving it other data, which goes into the slot."""
-    device = tensor.device
-    if device.untyped_storage().data_ptr() != slot.bytes.untyped_storage().data_ptr():
-        if (device.shape, device.dtype) != (tensor.shape, tensor.dtype):
+    device, there = tensor.device, slot.bytes.untyped_storage().data_ptr()
+    if any(part.untyped_storage().data_ptr() != there for part in tensor.parts_of(device)):
+        if not tensor.layout.fits(device):
             raise RuntimeError(
                 f"{tensor.name} was {tensor.dtype} of shape {tuple(tensor.shape)}, and its forward made it"
                 f" {device.dtype} of shape {tuple(device.shape)}: a parameter that streams keeps dtype and shape"
             )
-        view = tensor.view_of(slot.bytes).data
+        views = [view.data for view in tensor.views_of(slot.bytes)]
         with torch.no_grad():
-            view.copy_(device.data)
-        device.data = view
+            for view, part in zip(views, tensor.parts_of(device), strict=True):
+                view.copy_(part.data)
+        tensor.device = give_memory(device, views, ())
         tensor.writes += 1
-    elif not tensor.new_writes:
-        # A write through `.data` does not count for autograd.
-        return data_was_taken(device)
-    tensor.writes += tensor.new_writes
-    tensor.device_version = device._version
-    return True
+        return True
+    # A write through `.data` does not count for autograd.
+    return tensor.count_writes() or data_was_taken(device)

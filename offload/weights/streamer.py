@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -29,9 +30,10 @@ from offload.runtime.torch_internals import (
 from offload.runtime.transfer import Telemetry, Transfer
 from offload.weights.gradients import FinalGradients, GradientOffloader
 from offload.weights.partition import CutModel
+from offload.weights.placement import DevicePlacement
 from offload.weights.prefetcher import Prefetcher
 from offload.weights.saved_weights import SavedWeights
-from offload.weights.units import DevicePlacement, OffloadUnit, UnitTensor
+from offload.weights.units import OffloadUnit, UnitTensor
 from offload.weights.updates import NO_UPDATES, Updates
 from offload.weights.windows import Windows
 
@@ -57,7 +59,7 @@ class WeightStreamer:
         self._slots = DeviceSlots(slots, cut.largest_unit_bytes, streams)
         self._final = FinalGradients()
         self._updates: Updates = NO_UPDATES
-        self._in_step = False
+        self._in_step = self._in_inference = False
         # Inside `accumulate` the step alone ends with readable gradients, else each backward does.
         self._accumulates = False
         self._will_settle = False
@@ -70,6 +72,8 @@ class WeightStreamer:
                 undo.callback(arrived, unit.buffer_places)
             self._placement = DevicePlacement(cut.resident, streams.device)
             undo.callback(self._placement.put_back)
+            # What was found has no use any more, and may be memory that nobody else needs.
+            self.cut = cut = replace(cut, resident=self._placement.held)
             poison = not streams.asynchronous
             self.prefetcher = Prefetcher(cut.units, self._slots, self.transfer, prefetch, poison)
             self.gradients = GradientOffloader(self.transfer, GRADIENT_SLOTS * cut.largest_unit_bytes)
@@ -95,6 +99,8 @@ class WeightStreamer:
         """
         if self._in_step:
             raise RuntimeError("a step is open already: close it before the next")
+        if self._in_inference:
+            raise RuntimeError("a step inside mode.inference(), where weights stay as they are: end it before the step")
         for unit in self.cut.units:
             unit.gather(self.arena)
         self._updates.begin_step()
@@ -107,6 +113,28 @@ class WeightStreamer:
             yield
         finally:
             self._end_step()
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Goes around forwards without gradients, between which nothing changes the weights: they follow without a gap.
+
+        Slots keep their units, and the units that the next forward uses first come in while this one ends. Inside a
+        step, and inside itself, it does nothing more. Raises RuntimeError for a parameter that was moved.
+        """
+        if self._in_step or self._in_inference:
+            yield
+            return
+        for unit in self.cut.units:
+            unit.gather(self.arena)
+        self._in_inference = True
+        try:
+            self.prefetcher.begin_inference()
+            self._windows.begin_inference()
+            yield
+        finally:
+            self._in_inference = False
+            self._windows.end_inference()
+            self.prefetcher.let_host_write()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -213,10 +241,17 @@ class WeightStreamer:
 
     # Before and after all steps.
 
+    def check_weights_may_change(self) -> None:
+        """Raises RuntimeError inside `inference`, where the weights stay as they are."""
+        if self._in_inference:
+            raise RuntimeError("optimizer.step() inside mode.inference(), where weights stay as they are: end it first")
+
     def check_between_steps(self) -> None:
         """Raises RuntimeError inside a step, where the model cannot be given back."""
         if self._in_step:
             raise RuntimeError("detach inside a step: close the step first")
+        if self._in_inference:
+            raise RuntimeError("detach inside mode.inference(): end it first")
 
     def detach(self) -> None:
         """Gives the model back: its own forwards, tensors where they were found (host memory for meta tensors)."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from offload.runtime.module_contexts import before_each_call
+from offload.runtime.tensor_parts import parts, wraps
 from offload.runtime.torch_internals import is_function_transform_tensor
 
 # NaN in every floating-point dtype of two bytes or more (in those of two, every second element), and no value of bool.
@@ -30,7 +31,12 @@ def mark(memory: torch.Tensor) -> None:
 
 
 def is_marked(tensor: torch.Tensor) -> bool:
-    """Tells whether `tensor` begins and ends with the mark. It does not where it is empty, or on the meta device."""
+    """Tells whether `tensor`, or one that it wraps, begins and ends with the mark.
+
+    It does not where it is empty, or on the meta device.
+    """
+    if wraps(tensor):
+        return any(map(is_marked, parts(tensor)))
     ends = _ends(tensor)
     return bool(ends) and all(end.tolist() == _marks(end) for end in ends)
 

@@ -30,7 +30,6 @@ next begins, `gather` takes over what the user has changed meanwhile: replaced p
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -39,45 +38,19 @@ from torch import nn
 
 from offload.runtime.host_memory import HostArena, HostBlock, aligned
 from offload.runtime.registry import Event
-from offload.runtime.torch_internals import count_references, refresh_flat_weights
-from offload.weights.unfilled import mark
-
-
-@dataclass(frozen=True)
-class ModuleAttribute:
-    """The attribute of a module that holds a parameter or buffer."""
-
-    module: nn.Module
-    name: str
-    is_buffer: bool
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor | None]:
-        """The dictionary of the module that has the tensor by its name."""
-        return self.module._buffers if self.is_buffer else self.module._parameters
-
-    @property
-    def tensor(self) -> torch.Tensor | None:
-        """The tensor that the module holds; None where its user has set None or deleted the attribute."""
-        tensors = self.tensors
-        if isinstance(tensors, dict):
-            return tensors.get(self.name)
-        # Those of a scripted module have no `get`.
-        return tensors[self.name] if self.name in tensors else None  # noqa: SIM401
-
-    def assign(self, tensor: torch.Tensor | None) -> None:
-        """Makes the module hold `tensor`."""
-        self.tensors[self.name] = tensor
-        if isinstance(self.module, nn.RNNBase):
-            refresh_flat_weights(self.module)
+from offload.runtime.tensor_parts import parts, version_of
+from offload.runtime.torch_internals import count_references
+from offload.weights.layouts import Layout, check_frozen, over
+from offload.weights.placement import ModuleAttribute, held_by, move_into, move_to
 
 
 @dataclass(eq=False)
 class UnitTensor:
     """A parameter or buffer of a unit: the modules that hold it, and its bytes in the unit's flat buffer.
 
-    `host` is the tensor that modules hold outside of windows; once the unit is at home, its data lies in the host
-    block. `origin` is the device on which it was found, and `found` is the tensor itself if that was the meta device.
+    `layout` says how it lies there. `host` is the tensor that modules hold outside of windows; once the unit is at
+    home, its data lies in the host block. `origin` is the device on which it was found, and `found` is the tensor
+    itself if that was the meta device.
     `device` is its stand-in for the current step, and `writes` counts the changes that forwards of this step have made
     to it; `stand_ins` writes both. `gradient` is host memory for its gradient. `GradientOffloader` writes the rest:
     `landed` ends the last copy into `gradient`, `landed_version` is autograd's version counter after that copy, and
@@ -111,7 +84,7 @@ class UnitTensor:
     def __post_init__(self) -> None:
         self.found, self.origin = (self.host if self.host.is_meta else None), self.host.device
         self.shape, self.dtype = self.host.shape, self.host.dtype
-        self.strides = self.host.stride() if _is_dense(self.host) else _contiguous_strides(self.shape)
+        self.layout = Layout(self.host)
 
     @property
     def is_buffer(self) -> bool:
@@ -130,35 +103,51 @@ class UnitTensor:
     @property
     def version(self) -> int:
         """Counts the changes at home and by forwards of this step."""
-        return self.host._version + self.writes + self.new_writes
+        return self._version_of(self.host) + self.writes + self.new_writes
 
     @property
     def new_writes(self) -> int:
         """Counts the changes to `device` that are not in `writes` yet."""
-        return 0 if self.device is None else self.device._version - self.device_version
+        return 0 if self.device is None else self._version_of(self.device) - self.device_version
 
     @property
     def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
+        return self.layout.nbytes
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Returns a view of each plain tensor in `flat` (uint8, laid out as the unit), in the order of `parts`."""
+        start = self.offset
+        return self.layout.views(lambda offset, nbytes: flat[start + offset : start + offset + nbytes])
 
     def view_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns this tensor's shape, strides and dtype over its bytes in `flat` (uint8, laid out as the unit)."""
-        return self.over(flat[self.offset : self.offset + self.nbytes])
+        """Returns this tensor's data over its bytes in `flat` (uint8, laid out as the unit)."""
+        return over(self.host, self.views_of(flat))
 
-    def over(self, piece: torch.Tensor) -> torch.Tensor:
-        """Returns this tensor's shape, strides and dtype over `piece`: uint8, contiguous, of as many bytes."""
-        return piece.view(self.dtype).as_strided(self.shape, self.strides)
+    def parts_of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the plain tensors of `host`, of its stand-in or of another tensor like it."""
+        return parts(tensor) if self.layout.is_compound else [tensor]
+
+    def count_writes(self) -> bool:
+        """Adds to `writes` the changes to `device` that are not in it yet. Returns True if there are any."""
+        new_writes = self.new_writes
+        self.writes += new_writes
+        self.device_version += new_writes
+        return new_writes > 0
+
+    def _version_of(self, tensor: torch.Tensor) -> int:
+        return version_of(tensor) if self.layout.is_compound else tensor._version
 
     def is_at(self, address: int) -> bool:
         """True if the data of the host tensor is at `address`: its user has not given it other data."""
-        return not self.nbytes or self.host.data_ptr() == address
+        pairs = zip(self.layout.pieces, self.parts_of(self.host), strict=False)
+        return all(not piece.nbytes or part.data_ptr() == address + piece.offset for piece, part in pairs)
 
     def check_data(self, host: torch.Tensor, home: torch.device) -> None:
         """Raises RuntimeError in one line if `host` is a tensor that cannot be streamed in this one's place.
 
         `home` is the device of the unit's block: the host, and in a dry run the meta device.
         """
-        if (host.shape, host.dtype, host.device) != (self.shape, self.dtype, home):
+        if (host.shape, host.dtype, host.device) != (self.shape, self.dtype, home) or not self.layout.fits(host):
             raise RuntimeError(
                 f"{self.name} is {host.dtype} of shape {tuple(host.shape)} on {host.device} now and was {self.dtype} of"
                 f" shape {tuple(self.shape)} in host memory when the mode was attached: it was moved or replaced;"
@@ -191,7 +180,7 @@ class UnitTensor:
     def make_gradient(self, memory: torch.Tensor) -> None:
         """Gives the gradient host memory: uint8 with a storage of its own, so that its users can be counted."""
         # `.data` has a version counter of its own, which shows whether this gradient was changed.
-        self.gradient = self.over(memory).data
+        self.gradient = self.layout.pieces[0].over(memory).data
 
     @property
     def gradient_is_held(self) -> bool:
@@ -233,6 +222,11 @@ class OffloadUnit:
         return sum(aligned(tensor.nbytes) for tensor in self.trained)
 
     @cached_property
+    def has_compound(self) -> bool:
+        """True if a tensor of the unit consists of several plain ones."""
+        return any(tensor.layout.is_compound for tensor in self.tensors)
+
+    @cached_property
     def buffer_places(self) -> list[tuple[nn.Module, str]]:
         """The modules that hold buffers of the unit, with the names there."""
         attributes = (attribute for tensor in self.tensors for attribute in tensor.attributes if tensor.is_buffer)
@@ -254,8 +248,8 @@ class OffloadUnit:
         return strays
 
     def weights_now(self) -> list[tuple[int, int]]:
-        """Returns what changes where the user changes a tensor at home: its address and autograd's version."""
-        hosts = (tensor.host for tensor in self.tensors)
+        """Returns what changes where the user changes a tensor at home: addresses and autograd's versions."""
+        hosts = (part for tensor in self.tensors for part in tensor.parts_of(tensor.host))
         return [(host.data_ptr(), 0 if host.is_inference() else host._version) for host in hosts]
 
     def gather(self, arena: HostArena) -> None:
@@ -271,6 +265,7 @@ class OffloadUnit:
             self._move_into(arena.allocate(self.nbytes, old.name))
             arena.release(old)
         for tensor in self.trained:
+            check_frozen(tensor.name, tensor.host)
             self.ensure_gradient(tensor, arena)
 
     def ensure_gradient(self, tensor: UnitTensor, arena: HostArena) -> None:
@@ -294,8 +289,7 @@ class OffloadUnit:
         """Takes `bring_home` back, also one that failed: meta tensors are in their modules again."""
         for tensor in self.tensors:
             if tensor.found is not None:
-                for attribute in tensor.attributes:
-                    attribute.assign(tensor.found)
+                held_by(tensor.attributes, tensor.found)
         self.restore()
 
     def restore(self) -> None:
@@ -303,94 +297,15 @@ class OffloadUnit:
         for tensor in self.tensors:
             current = tensor.attributes[0].tensor if tensor.is_buffer else tensor.host
             if current is not None and tensor.origin.type not in ("cpu", "meta"):
-                move_to(current, tensor.origin)
+                move_to(current, tensor.origin, tensor.attributes)
 
     def _move_into(self, block: HostBlock) -> None:
         self.weights = block
         for tensor in self.tensors:
             # A storage for each: a file of one tensor would have all bytes of a storage that they share.
-            memory = tensor.over(block.piece(tensor.offset, tensor.nbytes))
+            start = tensor.offset
+            memory = tensor.layout.views(lambda offset, nbytes, start=start: block.piece(start + offset, nbytes))
             tensor.host = move_into(memory, tensor.host, tensor.attributes)
 
     def __str__(self) -> str:
         return self.name
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Tells whether the elements of a tensor fill its memory without holes and overlaps, in whichever order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
-
-
-def move_into(memory: torch.Tensor, tensor: torch.Tensor, attributes: Iterable[ModuleAttribute]) -> torch.Tensor:
-    """Makes `memory` the data of a parameter or buffer, keeping its values.
-
-    A meta tensor has none: its memory is marked, so that it shows later whether somebody has filled it (`unfilled`).
-    Returns the tensor that the modules hold afterwards: the same one, except for a meta tensor.
-    """
-    if not tensor.is_meta:
-        memory.copy_(tensor.data)
-        tensor.data = memory
-        return tensor
-    # `.data` has a version counter of its own: in a dry run all tensors of a unit share their memory's.
-    memory = memory.data
-    mark(memory)
-    real = nn.Parameter(memory, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory
-    for attribute in attributes:
-        attribute.assign(real)
-    return real
-
-
-def move_to(tensor: torch.Tensor, device: torch.device) -> None:
-    """Moves a parameter or buffer to `device`, with its values and its gradient."""
-    tensor.data = tensor.data.to(device)
-    if tensor.grad is not None:
-        tensor.grad = tensor.grad.to(device)
-
-
-class DevicePlacement:
-    """Puts parameters and buffers, given with the attributes that hold them, on `device`; `restore` puts them back.
-
-    Tensors keep their identity, except those on the meta device, which are replaced by memory for the caller to
-    fill; `restore` moves these to the host. After an exception all are as they were found.
-    """
-
-    def __init__(self, tensors: Iterable[tuple[torch.Tensor, list[ModuleAttribute]]], device: torch.device):
-        # What was found, where it was, what it is now, and the attributes that hold it.
-        self._moved: list[tuple[torch.Tensor, torch.device, torch.Tensor, list[ModuleAttribute]]] = []
-        try:
-            for found, attributes in tensors:
-                origin, tensor = found.device, found
-                if origin != device:
-                    memory = torch.empty_like(found, device=device, requires_grad=False)
-                    tensor = move_into(memory, found, attributes)
-                self._moved.append((found, origin, tensor, attributes))
-        except BaseException:
-            self.put_back()
-            raise
-
-    def put_back(self) -> None:
-        """Gives every tensor back as it was found: meta tensors are in their modules again."""
-        for found, origin, _, attributes in self._moved:
-            if origin.type == "meta":
-                for attribute in attributes:
-                    attribute.assign(found)
-            else:
-                move_to(found, origin)
-
-    def restore(self) -> None:
-        """Moves every tensor back to the device where it was found, with its values and its gradient."""
-        for _, origin, tensor, attributes in self._moved:
-            # A module may have replaced a buffer, or have none any more.
-            current = attributes[0].tensor if attributes[0].is_buffer else tensor
-            if current is not None:
-                has_no_origin = origin.type == "meta" and not current.is_meta
-                move_to(current, torch.device("cpu") if has_no_origin else origin)

@@ -33,10 +33,12 @@ from offload.runtime.torch_internals import (
     has_hooks_around_forward,
     is_in_backward,
     left_out_of_graphs,
+    next_sequence_number,
     node_in_progress,
     unseen_by_selective_checkpoints,
 )
 from offload.weights.held_tensors import end_watch, watch_reads
+from offload.weights.kept_by_functions import name_kept_weights
 from offload.weights.partition import CutModel, open_at_once
 from offload.weights.prefetcher import Prefetcher
 from offload.weights.saved_weights import SavedWeights
@@ -102,7 +104,9 @@ class Windows:
         self._streams = streams
         self._sink = sink
         self._note_use = note_use
-        self._in_step = False
+        self._in_step = self._in_inference = False
+        # Units with windows since the forward began that runs outside of steps and inference.
+        self._opened: dict[OffloadUnit, None] = {}
         self._local = threading.local()
         read = {window.module: window.read for window in cut.windows} | dict.fromkeys(cut.around, ())
         hooked = [module for module in read if module is cut.model or has_hooks_around_forward(module)]
@@ -127,7 +131,20 @@ class Windows:
     def end_step(self) -> None:
         """Ends the step: stand-ins are dropped, and scopes that an interrupt has left open are closed."""
         self._in_step = False
+        self._end()
+
+    def begin_inference(self) -> None:
+        """Begins a run of forwards without gradients, in which units keep their slots."""
+        self._in_inference = True
+
+    def end_inference(self) -> None:
+        """Ends it as a step ends."""
+        self._in_inference = False
+        self._end()
+
+    def _end(self) -> None:
         self._calls.close_open()
+        self._opened.clear()
         for unit in self._units:
             drop_stand_ins(unit)
 
@@ -152,7 +169,7 @@ class Windows:
             for unit, tensor in read:
                 self._note_use(unit, tensor)
             with self._saved.hooks():
-                yield functools.partial(self._finish, scope)
+                yield functools.partial(self._finish, scope, next_sequence_number())
             self._saved.check_selective_checkpoints()
 
     @contextmanager
@@ -161,6 +178,8 @@ class Windows:
         scopes, scope = self._scopes(), _Scope(module)
         with ExitStack() as stack:
             if not scopes:
+                if not (self._in_step or self._in_inference):
+                    stack.enter_context(self._lone_forward())
                 stack.enter_context(self._streams.device_work(self._homes))
             scopes.append(scope)
             try:
@@ -172,6 +191,20 @@ class Windows:
         with unseen_by_selective_checkpoints():
             scope.check_copies()
 
+    @contextmanager
+    def _lone_forward(self) -> Iterator[None]:
+        """Surrounds a forward outside of steps and inference. Before and after it weights may change at any time."""
+        with unseen_by_selective_checkpoints():
+            self._prefetcher.begin_forward()
+        try:
+            yield
+        finally:
+            with unseen_by_selective_checkpoints():
+                self._prefetcher.let_host_write()
+            for unit in self._opened:
+                drop_stand_ins(unit)
+            self._opened.clear()
+
     def _scopes(self) -> list[_Scope]:
         # Those of a thread: microbatches that run side by side have each their own.
         if not hasattr(self._local, "scopes"):
@@ -182,7 +215,8 @@ class Windows:
         homes: list[Home] = []
         for unit in self._units:
             homes.append((unit.weights.bytes, unit.name))
-            homes += [(tensor.host.data, tensor.name) for tensor in unit.strays()]
+            strays = ((part, tensor) for tensor in unit.strays() for part in tensor.parts_of(tensor.host))
+            homes += [(part.data, tensor.name) for part, tensor in strays]
         return homes
 
     def _open(self, unit: OffloadUnit, scope: _Scope) -> None:
@@ -192,6 +226,7 @@ class Windows:
         with unseen_by_selective_checkpoints():
             slot = self._prefetcher.fetch(unit, in_window=True)
             scope.units.append(unit)
+            self._opened[unit] = None
             if unit.open_windows == 1:
                 install_stand_ins(unit, slot, self._sink)
                 arrived(unit.buffer_places)
@@ -204,13 +239,14 @@ class Windows:
             changed = remove_stand_ins(unit, self._prefetcher.slot_of(unit))
             if changed:
                 self._prefetcher.write_home(unit, changed)
-            if not self._in_step:
-                # Between steps the weights at home may change at any time: no copy of them is kept.
-                self._prefetcher.evict_between_steps(unit)
-                drop_stand_ins(unit)
+            self._prefetcher.no_window_left(unit)
 
-    def _finish(self, scope: _Scope, result: object) -> object:
-        """Replaces tensors of slots that leave the last window on their units."""
+    def _finish(self, scope: _Scope, since: int, result: object) -> object:
+        """Replaces tensors of slots that leave the last window on their units.
+
+        `since` is the number that the first of the forward's nodes has in autograd's graph.
+        """
+        name_kept_weights(result, since, [unit for unit in scope.units if unit.has_compound], self._saved)
         with unseen_by_selective_checkpoints():
             return copy_what_leaves(
                 result, self._slots, closing=lambda unit: unit.open_windows == 1 and unit in scope.units
@@ -251,11 +287,12 @@ class Windows:
     def _copy(self, unit: OffloadUnit, tensor: UnitTensor) -> torch.Tensor:
         self._note_use(unit, tensor)
         slot = self._prefetcher.fetch(unit, in_window=True)
+        self._opened[unit] = None
         try:
             return copy_of_stand_in(unit, tensor, slot, self._sink)
         finally:
-            if self._prefetcher.close_window(unit) and not self._in_step:
-                self._prefetcher.evict_between_steps(unit)
+            if self._prefetcher.close_window(unit):
+                self._prefetcher.no_window_left(unit)
 
     def _is_device_work_of_backward(self) -> bool:
         if not (self._in_step and is_in_backward()):

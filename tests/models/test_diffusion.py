@@ -8,7 +8,6 @@ import torch
 from omegaconf import OmegaConf
 
 from models.diffusion import DiffusionModel, build_diffusion, config_folder, needed_condition
-from models.initialise import initialise
 from tests.offload.helpers.diffusion_architectures import UNET
 
 SMALL = {
@@ -70,7 +69,7 @@ def test_it_is_built_where_the_caller_says() -> None:
 
 def test_initialised_as_all_models_it_computes() -> None:
     model = small()
-    initialise(model, 0)
+    model.initialise(0)
     velocity = model(torch.randn(2, 1, 8, 8), TIMES, labels=torch.tensor([0, 3]))
     assert velocity.isfinite().all()
     assert velocity.std() > 0

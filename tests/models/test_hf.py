@@ -135,11 +135,10 @@ class TestCausalLanguageModel:
         with pytest.raises(ValueError, match="must have the shape of input_ids"):
             tiny("gpt2")(*(part[:, :n] for part, n in zip(batch("gpt2"), (4, 3), strict=True)))
 
-    def test_no_model_keeps_a_cache_or_generates(self):
+    def test_no_model_keeps_a_cache_in_training(self):
         for name in ("qwen3", "mamba", "gpt2"):
             model = tiny(name, "meta")
             assert not any(getattr(part, "use_cache", False) for part in sub_configs(model.hf.config))
-            assert not can_generate(model)
 
 
 class TestImageClassifier:
@@ -211,3 +210,34 @@ def test_mean_cross_entropy_leaves_out_ignored_labels():
     labels = torch.tensor([[1, -100, 4], [-100, -100, 0]])
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
     torch.testing.assert_close(mean_cross_entropy(logits, labels), expected)
+
+
+WITHOUT_CACHE = {"openai-gpt", "mamba"}
+
+
+class TestKeysAndValues:
+    @pytest.mark.parametrize("name", [name for name in LANGUAGE if name not in WITHOUT_CACHE])
+    def test_one_position_after_another_gives_the_logits_of_all(self, name: str):
+        model = tiny(name).eval()
+        ids = batch(name)[0][:1]
+        assert can_generate(model)
+        with torch.no_grad():
+            cache = model.key_value_cache(ids.shape[1])
+            parts = [model(part, cache=cache) for part in (ids[:, :3], *ids[:, 3:].split(1, dim=1))]
+            expected = model.hf(input_ids=ids).logits[:, 2:]
+        assert [tuple(part.shape[:2]) for part in parts] == [(1, 1)] * 4
+        torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("name", WITHOUT_CACHE)
+    def test_an_architecture_without_them_cannot_generate(self, name: str):
+        assert not can_generate(tiny(name, "meta"))
+
+    def test_slips_are_refused(self, monkeypatch: pytest.MonkeyPatch):
+        model = tiny("gpt2").eval()
+        ids = batch("gpt2")[0]
+        with pytest.raises(ValueError, match="labels and a cache were given"):
+            model(ids, ids, cache=model.key_value_cache(8))
+        forward = model.hf.forward
+        monkeypatch.setattr(model.hf, "forward", lambda past_key_values, **given: forward(**given))
+        with pytest.raises(ValueError, match="gpt2 does not store keys and values, so no text can be generated"):
+            model(ids, cache=model.key_value_cache(8))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,13 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification, PreTrainedModel
 
-from models.hf import TransformersModel, build_hf
-from models.hf_buffers import fill_buffers
-from models.hf_files import load_hf, save_hf, stored_form
+from models.hf import TransformersModel
+from models.hf_files import load_hf
+from models.hf_saving import save_hf
 from offload import LayerStream
-from tests.models.helpers.hf_models import LANGUAGE, MODELS, batch, tiny, without_values
+from tests.models.helpers.hf_models import MODELS, logits, tiny, trained, without_values
 from tests.offload.helpers.models import attached
 
 FILE = "model.safetensors"
@@ -22,32 +20,9 @@ FILE = "model.safetensors"
 SHARD_BYTES = 3000
 
 
-def trained(name: str) -> TransformersModel:
-    """A model in which no tensor is as it was first, norms and statistics included."""
-    model = tiny(name).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for tensor in model.state_dict().values():
-            if tensor.is_floating_point():
-                tensor.add_(torch.rand(tensor.shape, generator=generator) / 8)
-    return model
-
-
-def by_transformers(name: str, folder: Path) -> PreTrainedModel:
-    auto = AutoModelForCausalLM if name in LANGUAGE else AutoModelForImageClassification
-    model, report = auto.from_pretrained(folder, output_loading_info=True)
-    assert not any(report.values()), report
-    return model.eval()
-
-
-def logits(name: str, model: PreTrainedModel) -> Tensor:
-    first = batch(name)[0]
-    return model(**{"input_ids" if name in LANGUAGE else "pixel_values": first}).logits
-
-
 def loaded(name: str, folder: Path) -> TransformersModel:
     model = without_values(name).eval()
-    fill_buffers(model)
+    model.fill_buffers()
     load_hf(model, folder)
     return model
 
@@ -72,13 +47,6 @@ def changed(tmp_path: Path) -> Callable[[str, Callable[[dict[str, Tensor]], obje
 
 
 class TestBothWays:
-    @pytest.mark.parametrize("name", ["gpt2", "qwen3", "qwen3_tied", "mixtral", "mamba", "deepseek_v3", "vit"])
-    def test_transformers_reads_what_was_saved(self, name: str, tmp_path: Path):
-        model = trained(name)
-        save_hf(model, tmp_path, SHARD_BYTES)
-        assert len(list(tmp_path.glob("*.safetensors"))) >= 3
-        assert torch.equal(logits(name, by_transformers(name, tmp_path)), logits(name, model.hf))
-
     @pytest.mark.parametrize("name", MODELS)
     def test_what_transformers_saved_is_loaded(self, name: str, tmp_path: Path):
         model = trained(name)
@@ -87,29 +55,11 @@ class TestBothWays:
         assert same_state(found, model)
         assert torch.equal(logits(name, found.hf), logits(name, model.hf))
 
-    @pytest.mark.parametrize("name", MODELS)
-    def test_files_are_those_of_transformers(self, name: str, tmp_path: Path):
-        model = trained(name)
-        save_hf(model, tmp_path / "ours")
-        model.hf.save_pretrained(tmp_path / "theirs")
-        ours, theirs = (load_file(tmp_path / who / FILE) for who in ("ours", "theirs"))
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-
-    def test_the_folder_is_a_source(self, tmp_path: Path):
-        model = trained("qwen3")
-        save_hf(model, tmp_path)
-        with torch.device("meta"):
-            again = build_hf(str(tmp_path), "causal_lm")
-        assert again.hf.config.to_dict() | {"architectures": []} == model.hf.config.to_dict()
-        assert again.hf.config.architectures == ["Qwen3ForCausalLM"]
-        assert json.loads((tmp_path / "config.json").read_text())["use_cache"]
-
     def test_a_mode_loads_and_saves(self, tmp_path: Path):
         save_hf(trained("mixtral"), tmp_path / "a")
         model = tiny("mixtral", "meta")
         with attached(LayerStream(), model):
-            fill_buffers(model)
+            model.fill_buffers()
             load_hf(model, tmp_path / "a")
             save_hf(model, tmp_path / "b")
         first, second = (load_file(tmp_path / folder / FILE) for folder in "ab")
@@ -239,15 +189,3 @@ class TestRefuses:
         for use in (lambda model: load_hf(model, tmp_path), lambda model: save_hf(model, tmp_path / "b")):
             with pytest.raises(ValueError, match="is on the meta device: allocate its memory"):
                 use(tiny("gpt2", "meta"))
-
-    @pytest.mark.parametrize("present", ["model-00001-of-00002.safetensors", "model.safetensors.index.json"])
-    def test_a_folder_with_weights_is_not_written_to(self, tmp_path: Path, present: str):
-        (tmp_path / present).write_text("{}")
-        with pytest.raises(ValueError, match=f"has {present} already"):
-            save_hf(tiny("gpt2"), tmp_path)
-        assert [file.name for file in tmp_path.iterdir()] == [present]
-
-    def test_tensors_that_cannot_be_converted_back(self):
-        experts = {"model.layers.0.mlp.experts.gate_up_proj": torch.ones(4)}
-        with pytest.raises(ValueError, match=r"gate_up_proj cannot be converted to the form of files"):
-            stored_form(tiny("mixtral", "meta").hf, experts)

@@ -161,7 +161,7 @@ class TestWritesOfAnyKind:
         assert not torch.equal(first.hf.table, other.hf.table)
 
     def test_a_parameter_that_is_only_changed_is_refused(self):
-        with pytest.raises(ValueError, match=r"^table: transformers gives it no first value"):
+        with pytest.raises(ValueError, match=r"^table: its library gives it no first value"):
             initialise_hf(own(lambda module: module.table.mul_(2)), 1)
 
     def test_a_parameter_that_is_left_has_the_value_it_is_made_with(self):
@@ -177,7 +177,7 @@ class TestWritesOfAnyKind:
         assert 0 < one.min() < one.max() < 1
         assert torch.equal(one, same)
         assert not torch.equal(one, other)
-        with pytest.raises(ValueError, match=r"^table: transformers gives it no first value"):
+        with pytest.raises(ValueError, match=r"^table: its library gives it no first value"):
             made_with(lambda: torch.empty(6, 4), 1)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 
-from models.hf_buffers import fill_buffers
 from models.hf_initialise import initialise_hf
 from offload import BounceLinear, Counters, LayerStream, Mode, Resident, ShardOffload, TensorSwap, find_blocks
 from offload.modes import shard_offload, tensor_swap
@@ -36,7 +35,7 @@ def trained(name: str, mode: Mode, microbatches: int | None) -> tuple[list[dict[
     model = tiny(name, "meta").train()
     with attached(mode, model):
         initialise_hf(model, seed=1)
-        fill_buffers(model)
+        model.fill_buffers()
         records = run_steps(model, [(batch(name, 0), {})], mode, microbatches)
         before = mode.counters()
         records += run_steps(model, [(batch(name, 1), {})], mode, microbatches)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.initialise import HashNormal, initialise
+from models.initialise import HashNormal, HashUniform, initialise
 from models.llama import Llama
 
 SIZES = {
@@ -68,6 +68,21 @@ def test_distribution_is_close_to_normal():
     assert 3.2 < values.abs().max() <= 12**0.5
     within = (values.abs() < 1).double().mean()
     assert within == pytest.approx(0.6827, abs=0.02)
+
+
+def test_uniform_numbers_are_uniform():
+    values = torch.empty(300, 1000)
+    HashUniform(torch.device("cpu")).fill(values, "key", std=2.0)
+    bound = 2 * 3**0.5
+    assert values.abs().max() <= bound
+    assert values.mean().abs() < 0.02
+    assert abs(values.std() - 2) < 0.01
+    counts = torch.histc(values, 20, -bound, bound)
+    assert (counts - 15_000).abs().max() < 600
+    # Whatever the size of the pieces.
+    some = torch.empty(10)
+    HashUniform(torch.device("cpu"), 4).fill(some, "key", std=2.0)
+    assert torch.equal(some, values.view(-1)[:10])
 
 
 def test_nothing_correlates():

@@ -212,6 +212,13 @@ def test_flops_per_token_counts_what_torch_counts():
     assert counter.get_total_flops() / ids.numel() == model.flops_per_token(seq_len=12) + masked
 
 
+def test_a_frozen_matrix_needs_no_gradient_of_its_own():
+    model = make_model()
+    whole, head = model.flops_per_token(seq_len=12), model.lm_head.weight.numel()
+    model.lm_head.requires_grad_(False)
+    assert model.flops_per_token(seq_len=12) == whole - 2 * head
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -49,6 +49,13 @@ def test_the_library_reads_what_is_written(tmp_path):
         assert handle.metadata() == {"format": "pt"}
 
 
+def test_metadata_is_beside_what_the_library_requires(tmp_path):
+    with (tmp_path / "a.safetensors").open("wb") as file:
+        write_tensors(file.write, {"x": torch.ones(2)}, {"key": "value"})
+    with safe_open(tmp_path / "a.safetensors", "pt") as opened:
+        assert opened.metadata() == {"format": "pt", "key": "value"}
+
+
 def test_every_tensor_is_aligned_to_its_elements(tmp_path):
     path = write(tmp_path / "a.safetensors", one_of_each_dtype())
     with open_file(path) as handle:

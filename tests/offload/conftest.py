@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from offload.runtime import registry
+from offload.weights import joining
 from offload.weights.prefetcher import Prefetcher
 from tests.offload.helpers.late import make_late
 from tests.offload.helpers.swapping import Swap
@@ -65,3 +66,9 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 def delayed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Delays one stream, or none."""
     make_late(monkeypatch, request.param)
+
+
+@pytest.fixture(autouse=True)
+def small_units_travel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has bounce_linear cut the tiny models of the tests into layers: all of them are too small to travel alone."""
+    monkeypatch.setattr(joining, "SMALL_BYTES", 0)

@@ -31,7 +31,7 @@ from tests.offload.helpers.models import Stack, attached, stack_inputs, train
 
 ENGINE = Path(offload.__file__).parent
 # Call sites of waits and records that the parts below reach. Fewer means that the mutations miss a part of the engine.
-PLACES = 43
+PLACES = 46
 CALLS = (
     (CheckedStream, "wait_event"),
     (CheckedEvent, "record"),
@@ -127,6 +127,9 @@ def _without_backward() -> None:
                 model.blocks[0](torch.ones(5, 16))
         with torch.no_grad():
             model(stack_inputs(0, 0))
+        with mode.inference():
+            for _ in range(3):
+                model(stack_inputs(0, 0))
 
 
 def _buffers(slots: int) -> None:
@@ -134,6 +137,9 @@ def _buffers(slots: int) -> None:
     train(model, mode, stack_inputs, steps=2)
     with attached(mode, model), torch.no_grad():
         model(stack_inputs(0, 0))
+        with mode.inference():
+            model(stack_inputs(0, 0))
+            model(stack_inputs(0, 0))
 
 
 @contextmanager

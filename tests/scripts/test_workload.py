@@ -42,6 +42,14 @@ def test_a_model_brings_its_task_and_data():
         assert torch.isfinite(made.step())
 
 
+@pytest.mark.parametrize("spec", ["none", "layer_stream:slots=1"])
+def test_forwards_in_a_row_have_no_gradients(spec: str):
+    with workload(spec, *MODEL, "--forward", "3") as made:
+        loss = made.step()
+        assert not loss.requires_grad
+        assert torch.equal(loss, made.step())
+
+
 def test_updates_are_part_of_the_step_of_modes_alone():
     resident, updated = losses("none", *MODEL, "--optimizer"), losses("layer_stream", *MODEL, "--optimizer")
     # Every step of a model has the same batch.

@@ -11,14 +11,14 @@ from huggingface_hub import constants
 
 from tests.training.helpers.in_process import SMALL_MODEL, composed, run_here
 from training.errors import UserError
-from training.model_weights import PATTERNS, ModelWeights
+from training.model_weights import CONFIG_FILE, PATTERNS, ModelWeights, weight_files_in
 from training.planning.plan import plan_only
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     """A Hub with one model, which has the file model.safetensors; `asked` has the requests."""
-    hub = SimpleNamespace(asked=[], files=["config.json", "model.safetensors"], fails=None, cached=False)
+    hub = SimpleNamespace(asked=[], files=["config.json", "model.safetensors"], fails=None, cached=False, part="")
 
     def model_info(_, name: str, timeout: float):
         hub.asked.append(name)
@@ -26,10 +26,13 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
             raise hub.fails
         return SimpleNamespace(siblings=[SimpleNamespace(rfilename=file) for file in hub.files])
 
-    def snapshot_download(name: str, *, cache_dir, allow_patterns=None, local_files_only=False):
+    def snapshot_download(name: str, *, cache_dir, allow_patterns, ignore_patterns=(), local_files_only=False):
         if (local_files_only and not hub.cached) or hub.fails:
             raise hub.fails or OSError("not cached")
-        assert (cache_dir, allow_patterns) == (str(tmp_path), None if local_files_only else list(PATTERNS))
+        assert cache_dir == str(tmp_path)
+        if not local_files_only:
+            assert allow_patterns == [f"{hub.part}{name}" for name in (*PATTERNS, CONFIG_FILE)]
+            assert ("*/*" in ignore_patterns) == (hub.part == "")
         (tmp_path / "model.safetensors").touch()
         return str(tmp_path)
 
@@ -58,6 +61,23 @@ def test_a_cached_model_needs_no_network(tmp_path: Path, hub):
     hub.cached = True
     assert ModelWeights.find("me/llama").hub_name == "me/llama"
     assert not hub.asked
+
+
+def test_of_a_pipeline_the_part_with_the_model_is_downloaded(tmp_path: Path, hub):
+    hub.part = "unet/"
+    hub.files = ["model_index.json", "whole.safetensors", "vae/config.json", "unet/config.json", "unet/a.safetensors"]
+    assert ModelWeights.find("me/pipeline").path() == tmp_path
+    hub.files.remove("unet/a.safetensors")
+    with pytest.raises(UserError, match=r"that model has no \.safetensors file"):
+        ModelWeights.find("me/pipeline")
+
+
+def test_a_local_pipeline_has_weights_in_its_part(tmp_path: Path, hub):
+    (tmp_path / "transformer").mkdir()
+    for name in ("config.json", "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.fp16.safetensors"):
+        (tmp_path / "transformer" / name).touch()
+    assert ModelWeights.find(str(tmp_path)).path() == tmp_path
+    assert [file.name for file in weight_files_in(tmp_path)] == ["diffusion_pytorch_model.safetensors"]
 
 
 def test_without_a_network_the_line_says_how_to_do_it_by_hand(hub):

@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from training.checkpoints.manifest import damage_of
+from training.config.schema import has_adapter
 from training.errors import UserError
 from training.runs.bounded_files import parse_yaml, read_yaml
 from training.runs.files import CONFIG_FILE
@@ -28,6 +29,8 @@ MAY_CHANGE = (
     "task.guidance",
     "offload.*",
     "recompute.*",
+    "quantize.cache",
+    "quantize.compare",
     "tracking.*",
     "checkpoint.*",
     "resume",
@@ -61,7 +64,9 @@ def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key:
     `key` is what the user gave, with which the message begins. Raises UserError listing the changes that are refused.
     """
     changed = changed_values(config, saved)
-    refused = [name for name in changed if not any(fnmatchcase(name, pattern) for pattern in MAY_CHANGE)]
+    # The files of a frozen base may lie elsewhere now: they are compared by their contents.
+    may_change = (*MAY_CHANGE, "model.weights") if has_adapter(config) else MAY_CHANGE
+    refused = [name for name in changed if not any(fnmatchcase(name, pattern) for pattern in may_change)]
     if refused:
         listed = "; ".join(f"{name}: was {changed[name][0]}, is {changed[name][1]}" for name in refused)
         raise UserError(

@@ -11,8 +11,12 @@ MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 RANDOM_FILE = "random.safetensors"
 HUGGING_FACE_FILE = "config.json"
+# Of a run that trains an adapter: what its frozen base is made from.
+BASE_FILE = "base.json"
 # The files of weights and of optimizer states are WEIGHTS_STEM.safetensors or WEIGHTS_STEM-00001-of-00002.safetensors.
 WEIGHTS_STEM = "model"
+# The files of an adapter have the names that peft gives them.
+ADAPTER_STEM = "adapter"
 OPTIMIZER_STEM = "optimizer"
 # A run that resumes from an earlier checkpoint renames later ones to this.
 SET_ASIDE_SUFFIX = ".aside"

@@ -68,7 +68,7 @@ def verify(folder: Path, files: Mapping[str, FileRecord]) -> None:
             nbytes = os.fstat(file.fileno()).st_size
         if nbytes != record.nbytes:
             raise DamagedError(f"{path} has {nbytes} bytes where {record.nbytes} were written")
-    digests = side_by_side([partial(_digest, folder / name) for name in files], THREADS)
+    digests = side_by_side([partial(sha256_of_file, folder / name) for name in files], THREADS)
     for (name, record), digest in zip(files.items(), digests, strict=True):
         if digest != record.sha256:
             raise DamagedError(f"{folder / name} is not what was written: its SHA-256 differs")
@@ -104,7 +104,8 @@ def _record(path: Path, name: str, entry: Any) -> FileRecord:
     return FileRecord(nbytes, digest)
 
 
-def _digest(path: Path) -> str:
+def sha256_of_file(path: Path) -> str:
+    """Returns the SHA-256 of a file. Raises DamagedError if it cannot be read."""
     digest = hashlib.sha256()
     piece = memoryview(bytearray(PIECE_BYTES))
     with damage_of(path), bounded_files.opened(path) as file:

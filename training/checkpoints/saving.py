@@ -11,16 +11,22 @@ from time import perf_counter
 
 import torch
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 
+from models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG_FILE
+from models.adapter_files import WEIGHTS_FILE as ADAPTER_FILE
+from models.adapter_files import adapter_config, adapter_tensors
 from models.llama import Llama
+from models.quantise import is_quantised
 from models.safetensors_files import split_into_files, write_tensors
 from models.weights import INDEX_FILE, MAX_SHARD_BYTES, weight_files
 from offload import Streams, format_bytes
+from training.checkpoints.base import BaseReference
 from training.checkpoints.changes import config_text
 from training.checkpoints.durable import remove_folder, remove_leftover, write_folder
 from training.checkpoints.hugging_face import hugging_face_config
 from training.checkpoints.layout import (
+    BASE_FILE,
     HUGGING_FACE_FILE,
     OPTIMIZER_STEM,
     RANDOM_FILE,
@@ -43,11 +49,18 @@ logger = logging.getLogger(__name__)
 class Checkpoints:
     """Saves the checkpoints of one run in its directory.
 
-    Training waits meanwhile: tensors are written one by one from where they are, and a step would change them.
+    Training waits meanwhile: tensors are written one by one from where they are, and a step would change them. With
+    `base`, that of a run that trains an adapter, they hold the adapter and this reference, and not the model.
     """
 
     def __init__(
-        self, config: DictConfig, run_dir: Path, model: nn.Module, optimizer: torch.optim.Optimizer, streams: Streams
+        self,
+        config: DictConfig,
+        run_dir: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        streams: Streams,
+        base: BaseReference | None = None,
     ):
         self.on_signal_after_s = _on_signal_after_s(config)
         """From this many seconds of training on, a signal saves the run; infinity: none does."""
@@ -56,6 +69,7 @@ class Checkpoints:
         self._model = model
         self._optimizer = optimizer
         self._streams = streams
+        self._base = base
 
     def due(self, step: int) -> bool:
         """Tells whether to save after `step`: every `checkpoint.every` steps, and after the last."""
@@ -106,16 +120,25 @@ class Checkpoints:
         return checkpoints_in(folder_of(self._run_dir, 0).parent)[0]
 
     def _files(self, state: RunState) -> dict:
-        weights, index = weight_files(self._model, MAX_SHARD_BYTES)
+        weights, texts = self._weights()
         states = split_into_files(OPTIMIZER_STEM, optimizer_tensors(self._model, self._optimizer), MAX_SHARD_BYTES)
         random = {RANDOM_FILE: random_states(self._streams.device)}
         files = {name: partial(write_tensors, tensors=tensors) for name, tensors in (weights | states | random).items()}
-        texts = {STATE_FILE: state.to_json(), CONFIG_FILE: config_text(self._config).encode()}
-        if index is not None:
-            texts[INDEX_FILE] = index
-        if isinstance(self._model, Llama):
-            texts[HUGGING_FACE_FILE] = hugging_face_config(self._config)
+        texts |= {STATE_FILE: state.to_json(), CONFIG_FILE: config_text(self._config).encode()}
         return files | {name: partial(_write_text, text=text) for name, text in texts.items()}
+
+    def _weights(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, bytes]]:
+        """Returns the tensors of each file of weights, and the texts that belong to them: of all, or of the adapter."""
+        if self._base is not None:
+            texts = {BASE_FILE: self._base.to_json()}
+            texts[ADAPTER_CONFIG_FILE] = adapter_config(self._model, self._base.weights)
+            return {ADAPTER_FILE: adapter_tensors(self._model)}, texts
+        weights, index = weight_files(self._model, MAX_SHARD_BYTES)
+        texts = {} if index is None else {INDEX_FILE: index}
+        # transformers cannot load quantised weights.
+        if isinstance(self._model, Llama) and not is_quantised(self._model):
+            texts[HUGGING_FACE_FILE] = hugging_face_config(self._config)
+        return weights, texts
 
     def _refused(self, folder: Path, error: OSError, required: bool) -> None:
         cause = f"{folder} could not be saved ({_reason(error, folder)})"

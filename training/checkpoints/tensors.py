@@ -9,6 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from models.adapter_files import WEIGHTS_FILE as ADAPTER_FILE
+from models.adapter_files import load_adapter_tensors
+from models.adapters import is_adapted
+from models.quantise import stored_tensors
 from models.safetensors_files import DTYPE_NAMES, StoredTensor, read_headers, read_into
 from models.weights import INDEX_FILE, SINGLE_FILE, checkpoint_files, load_weights
 from training.checkpoints.layout import MANIFEST_FILE, OPTIMIZER_STEM, WEIGHTS_STEM
@@ -33,6 +37,8 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def load_tensors(folder: Path, names: Iterable[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Copies a checkpoint into the model and the optimizer's states, which exist already, on any device.
 
+    Of a model with adapters the checkpoint has these, and its base has been filled before.
+
     `names` are the files of the checkpoint in `folder`; no other file is read. Raises DamagedError naming a file that
     is not among them or a tensor that does not fit, before anything is changed.
     """
@@ -41,8 +47,15 @@ def load_tensors(folder: Path, names: Iterable[str], model: nn.Module, optimizer
     try:
         stored = read_headers(folder / name for name in names if _has_stem(name, OPTIMIZER_STEM))
         _check(states, stored, folder)
+        if is_adapted(model):
+            load_adapter_tensors(model, folder / _listed(ADAPTER_FILE, names, folder))
+            read_into(states, stored)
+            return _renew_masters(model, optimizer)
         weights = read_headers(folder / name for name in names if _has_stem(name, WEIGHTS_STEM) and name != INDEX_FILE)
-        _check({name: tensor for name, tensor in model.state_dict().items() if name in weights}, weights, folder)
+        held = {}
+        for name, tensor in model.state_dict().items():
+            held |= stored_tensors(name, tensor)
+        _check({name: tensor for name, tensor in held.items() if name in weights}, weights, folder)
         root = folder / (INDEX_FILE if INDEX_FILE in names else SINGLE_FILE)
         if unlisted := {root, *checkpoint_files(root)} - {folder / name for name in names}:
             raise ValueError(f"{folder / MANIFEST_FILE} lists no {min(unlisted).name}")
@@ -51,6 +64,12 @@ def load_tensors(folder: Path, names: Iterable[str], model: nn.Module, optimizer
         raise DamagedError(str(error)) from None
     read_into(states, stored)
     _renew_masters(model, optimizer)
+
+
+def _listed(name: str, names: Iterable[str], folder: Path) -> str:
+    if name not in names:
+        raise ValueError(f"{folder / MANIFEST_FILE} lists no {name}")
+    return name
 
 
 def _has_stem(name: str, stem: str) -> bool:

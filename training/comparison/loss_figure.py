@@ -1,8 +1,9 @@
-"""The figure of the training losses of all runs."""
+"""The figures of the training losses of all runs, and of what evaluations score besides."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -14,6 +15,14 @@ from training.comparison.rows import Row, losses, mean, split_by_seed
 NAMED = 3
 # Of the first seven lines, the next seven, and so on.
 DASHES = ("-", "--", ":", "-.")
+
+
+# What the loss of a task is; of other tasks a loss.
+LOSSES = {
+    "CausalLM": "training loss, nats a token",
+    "FlowMatching": "training loss, squared error of the velocity",
+    "Classification": "training loss, cross-entropy of the labels",
+}
 
 
 @dataclass(frozen=True)
@@ -39,12 +48,30 @@ class Curve:
 
 
 def loss_figure(rows: Sequence[Row]) -> Figure:
-    """Draws one line for each curve, the mean of its seeds in a band of their range.
+    """Draws the training losses as `curve_figure` does; the axis says what the loss of the runs' task is."""
+    targets = {str(task.get("_target_", "")) for row in rows for run in row.runs if (task := _task(run.config))}
+    tasks = {LOSSES.get(target.rpartition(".")[2]) for target in targets}
+    label = tasks.pop() if len(tasks) == 1 else None
+    return curve_figure(rows, "train/loss", "Training loss", label or "training loss")
+
+
+def accuracy_figure(rows: Sequence[Row]) -> Figure:
+    """Draws the shares of held-out examples that were classified rightly, as `curve_figure` does."""
+    return curve_figure(rows, "eval/accuracy", "Accuracy on the held-out split", "share of the examples")
+
+
+def _task(config: dict[str, Any]) -> dict[str, Any]:
+    task = config.get("task")
+    return task if isinstance(task, dict) else {}
+
+
+def curve_figure(rows: Sequence[Row], key: str, title: str, label: str) -> Figure:
+    """Draws one line for each curve of the values under `key`, the mean of its seeds in a band of their range.
 
     The legend beside the lines names them in the order in which they end, the highest loss first; losses that are never
     finite come before all others. The picture is as high as the names need.
     """
-    curves = distinct_curves(rows)
+    curves = distinct_curves(rows, key)
     figure, axes = canvas(max(5.0, 1.0 + LINE_IN * sum(curve.label.count("\n") + 1.4 for curve in curves)))
     lines, colours = [], line_colours()
     for i, curve in enumerate(curves):
@@ -65,29 +92,30 @@ def loss_figure(rows: Sequence[Row]) -> Figure:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(x=0.01, y=0.06)
     axes.set_xlabel("step")
-    axes.set_ylabel("training loss")
+    axes.set_ylabel(label)
     seeds = max(len(split_by_seed(row.measured)) for row in rows)
-    axes.set_title("Training loss" + (", mean and range of the seeds" if seeds > 1 else ""))
+    axes.set_title(title + (", mean and range of the seeds" if seeds > 1 else ""))
     last = [curve.end[1] if curve.end else math.inf for curve in curves]
     ordered = [lines[i] for i in sorted(range(len(curves)), key=lambda i: -last[i])]
     figure.legend(handles=ordered, loc="outside right upper", fontsize=LABEL_SIZE, labelspacing=0.4, frameon=False)
     return figure
 
 
-def distinct_curves(rows: Sequence[Row]) -> list[Curve]:
-    """Returns the curves of `rows`; rows whose losses are equal in every bit share one."""
+def distinct_curves(rows: Sequence[Row], key: str = "train/loss") -> list[Curve]:
+    """Returns the curves of the values under `key`; rows whose values are equal in every bit share one."""
     names: dict[str, list[str]] = {}
     members: dict[str, Row] = {}
     for row in rows:
         # Compared as text, in which NaN equals NaN. Runs that repeat each other count once.
-        key = repr(sorted({(str(run.seed), repr(losses(run.records))) for run in row.measured}))
-        names.setdefault(key, []).append(row.name)
-        members[key] = row
-    return [_curve(names[key], row) for key, row in members.items()]
+        same = repr(sorted({(str(run.seed), repr(losses(run.records, key))) for run in row.measured}))
+        names.setdefault(same, []).append(row.name)
+        members[same] = row
+    return [_curve(names[same], row, key) for same, row in members.items()]
 
 
-def _curve(names: Sequence[str], row: Row) -> Curve:
-    repeated = [[dict(found) for run in same if (found := losses(run.records))] for same in split_by_seed(row.measured)]
+def _curve(names: Sequence[str], row: Row, key: str) -> Curve:
+    seeded = split_by_seed(row.measured)
+    repeated = [[dict(found) for run in same if (found := losses(run.records, key))] for same in seeded]
     seeds = [{step: mean(found) for step, found in _by_step(same).items()} for same in repeated if same]
     by_step = _by_step(seeds)
     values = list(by_step.values())

@@ -11,12 +11,13 @@ from matplotlib.figure import Figure
 
 from training.comparison.canvas import png, style
 from training.comparison.columns import COLUMNS, MISSING, NOTE
-from training.comparison.loss_figure import loss_figure
+from training.comparison.loss_figure import accuracy_figure, loss_figure
 from training.comparison.memory_figure import memory_figure, memory_key
 from training.comparison.rows import EQUAL, REFERENCE, Row, losses
+from training.comparison.samples import LastSample, last_samples
 from training.comparison.table import WORDS, cells, explanations
 from training.comparison.time_figure import time_figure
-from training.runs.files import LOSS_FIGURE_FILE, MEMORY_FIGURE_FILE, TIME_FIGURE_FILE
+from training.runs.files import ACCURACY_FIGURE_FILE, LOSS_FIGURE_FILE, MEMORY_FIGURE_FILE, TIME_FIGURE_FILE
 from training.visible_text import visible
 
 
@@ -33,7 +34,7 @@ class RenderedFigure:
 def render_figures(rows: Sequence[Row]) -> list[RenderedFigure]:
     """Draws each figure for the rows that have what it shows; a figure without rows is left out.
 
-    Memory and time are shown for rows with a finished run, losses for all rows.
+    Memory and time are shown for rows with a finished run, losses and accuracies for all rows.
     """
     timed = [row for row in rows if row.finished and row.mean("perf/step_ms")]
     # Beside runs on a GPU, a run on the CPU would seem to need no memory.
@@ -41,10 +42,12 @@ def render_figures(rows: Sequence[Row]) -> list[RenderedFigure]:
     # A plan does not predict how long compute waits.
     with_waits = [row for row in timed if "transfer/stall_ms" in row.statistics]
     with_losses = [row for row in rows if any(losses(run.records) for run in row.measured)]
+    with_accuracy = [row for row in rows if any(losses(run.records, "eval/accuracy") for run in row.measured)]
     figures = (
         (MEMORY_FIGURE_FILE, memory_figure, with_memory, _memory_caption(with_memory)),
         (TIME_FIGURE_FILE, time_figure, with_waits, TIME_CAPTION),
         (LOSS_FIGURE_FILE, loss_figure, with_losses, LOSS_CAPTION),
+        (ACCURACY_FIGURE_FILE, accuracy_figure, with_accuracy, ACCURACY_CAPTION),
     )
     return [
         RenderedFigure(file, caption, _drawn(draw, shown, dark=False), _drawn(draw, shown, dark=True))
@@ -70,6 +73,7 @@ FINE = ("ok", "stopped", "planned", "running")
 NAMED = 4
 TIME_CAPTION = "The time of a step: compute, waiting for copies, waiting for the optimizer."
 LOSS_CAPTION = "Training loss. Runs whose losses are equal in every bit share a line."
+ACCURACY_CAPTION = "Accuracy on the held-out split. Runs whose accuracies are equal share a line."
 STYLE = """
 :root { color-scheme: light dark; --ink: #1f2328; --paper: #ffffff; --soft: #59636e; --line: #d1d9e0; --band: #f6f8fa;
   --good: #1a7f37; --bad: #cf222e; }
@@ -95,6 +99,14 @@ tbody tr:nth-child(even) td { background: var(--band); }
 figure { margin: 2rem 0; }
 figure img { display: block; width: 100%; max-width: 800px; height: auto; border-radius: 6px; }
 code { font-size: 13px; overflow-wrap: anywhere; }
+.samples { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 210px), 1fr)); gap: 1rem; }
+.samples.texts { grid-template-columns: repeat(auto-fill, minmax(min(100%, 420px), 1fr)); }
+.samples figure { margin: 0; min-width: 0; }
+.samples figure img { width: 100%; border-radius: 0; image-rendering: pixelated; }
+.samples figcaption { overflow-wrap: anywhere; }
+.samples strong { color: var(--ink); }
+pre { margin: 0; padding: 0.6rem; max-height: 20rem; overflow-y: auto; background: var(--band); font-size: 12.5px;
+  white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--line); border-radius: 6px; }
 /* On a phone each row is a card: a line for each value, with the column's title before it. */
 @media (max-width: 700px) {
   body { margin: 1rem auto; }
@@ -109,6 +121,8 @@ code { font-size: 13px; overflow-wrap: anywhere; }
   tr:last-child td:last-child, td:last-child { border-bottom: 0; }
   tbody tr:nth-child(even) td:not(:first-child) { background: none; }
   ul { padding-left: 1.2rem; }
+  .samples { grid-template-columns: repeat(2, minmax(0, 1fr)); }
+  .samples.texts { grid-template-columns: minmax(0, 1fr); }
   figure { overflow-x: auto; }
   figure img { width: 640px; max-width: none; }
 }
@@ -116,7 +130,7 @@ code { font-size: 13px; overflow-wrap: anywhere; }
 
 
 def to_html(rows: Sequence[Row], figures: Sequence[RenderedFigure], title: str, common: str) -> str:
-    """Returns the whole file: where the runs ran, the table, why runs did not finish, the figures, and the commands."""
+    """Returns the whole file: where the runs ran, the table, why runs did not finish, figures, samples, commands."""
     reasons = "".join(f"<li>{escape(line)}</li>" for line in explanations(rows))
     return f"""<!doctype html>
 <html lang="en">
@@ -136,6 +150,7 @@ def to_html(rows: Sequence[Row], figures: Sequence[RenderedFigure], title: str, 
 {f"<ul>{reasons}</ul>" if reasons else ""}
 <p>{escape(NOTE)}</p>
 {"".join(_figure(figure) for figure in figures)}
+{_samples(last_samples(rows))}
 <h2>Runs</h2>
 <ul>{"".join(_commands(row) for row in rows)}</ul>
 </body>
@@ -183,6 +198,28 @@ def _figure(figure: RenderedFigure) -> str:
     image = f'<img src="{light}" alt="{caption}">'
     picture = f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">{image}</picture>'
     return f"<figure>{picture}<figcaption>{caption}</figcaption></figure>\n"
+
+
+def _samples(samples: Sequence[LastSample]) -> str:
+    """Returns the section of the last samples, pictures before texts; it is empty without samples."""
+    pictures = [_sample(sample) for sample in samples if sample.picture is not None]
+    texts = [_sample(sample) for sample in samples if sample.picture is None]
+    grids = [f'<div class="samples">\n{"".join(pictures)}</div>'] if pictures else []
+    grids += [f'<div class="samples texts">\n{"".join(texts)}</div>'] if texts else []
+    return "\n".join(["<h2>Last samples</h2>", *grids]) if grids else ""
+
+
+def _sample(sample: LastSample) -> str:
+    if sample.picture is None:
+        lines = "\n".join(escape(line) for line in sample.text.split("\n"))
+        shown, caption = f'<pre tabindex="0">{lines}</pre>', ""
+    else:
+        encoded = base64.b64encode(sample.picture).decode()
+        alt = escape(f"{sample.row}: {sample.text}")
+        shown, caption = f'<img src="data:image/png;base64,{encoded}" alt="{alt}">', f", {sample.text}"
+    equal = f", the same as {sample.equal_to}" if sample.equal_to is not None else ""
+    about = escape(f"after step {sample.step}{caption}{equal}")
+    return f"<figure>{shown}<figcaption><strong>{escape(sample.row)}</strong> {about}</figcaption></figure>\n"
 
 
 def _commands(row: Row) -> str:

@@ -5,4 +5,4 @@ from __future__ import annotations
 AUTO = "auto"
 
 # A run writes down what it took; one that was refused before that has auto there still.
-SETTLED = ("precision", "microbatches", "offload.resident", "offload.weights.resident")
+SETTLED = ("precision", "microbatches", "offload.resident", "offload.weights.resident", "model.weights")

@@ -55,7 +55,8 @@ def _rows(node: DictConfig, key: str) -> Iterator[tuple[str, str]]:
     schema = OmegaConf.get_type(node)
     if schema not in SCHEMAS[key.partition(".")[0]].values():
         return
-    explained = explanations(get_class(schema._target_))
+    # An adapter is explained where its keys are: one of them is no argument of its class.
+    explained = explanations(schema) or (explanations(get_class(schema._target_)) if "_target_" in node else {})
     for name, value in node.items():
         if OmegaConf.is_dict(value):
             yield from _rows(value, f"{key}.{name}")

@@ -5,31 +5,25 @@ dataclass, so that an unknown key, a wrong type or a wrong choice is refused whi
 `training.config.validation` checks what types cannot express.
 
 Offload modes and optimizers declare their keys themselves, as the arguments of their classes, with types and defaults.
-Their dataclasses are made from these (`schema_of`).
+Their dataclasses are made from these (`training.config.declare.schema_of`).
 """
 
-import dataclasses
-import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, get_type_hints
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.utils import get_class
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from offload import HostAdamW
+from training.config.declare import Built, number, schema_of
 from training.config.modes import mode_options
+from training.config.quantize import OPTIONS as QUANTIZE_OPTIONS
 from training.optim import AdamW
 from training.tasks.causal_lm import CausalLM
 from training.tasks.classification import Classification
 from training.tasks.flow_matching import FlowMatching
-
-
-def number(at_least: float | None = None, above: float | None = None, at_most: float | None = None) -> Any:
-    """Declares a numeric key, whose range `training.config.validation` checks. Its value comes from YAML."""
-    return field(default=MISSING, metadata={"at_least": at_least, "above": above, "at_most": at_most})
 
 
 class Precision(StrEnum):
@@ -57,44 +51,6 @@ class TrackingMode(StrEnum):
     online = "online"
     offline = "offline"
     disabled = "disabled"
-
-
-@dataclass
-class Built:
-    """An option that becomes an object: its keys are the arguments of `_target_`, as plain Python values."""
-
-    _target_: str = MISSING
-    _convert_: str = "all"
-
-
-def schema_of(target: type, given: frozenset[str] = frozenset()) -> type:
-    """Makes the dataclass of a class: a key for each argument, with its type and default.
-
-    Arguments that code gives (`given`) are left out. The mode of the weights is an option of its own.
-    """
-    keys = [
-        (name, kind, field(default_factory=default.copy) if isinstance(default, list) else field(default=default))
-        for name, kind, default in _arguments(target)
-        if name not in given
-    ]
-    path = ("_target_", str, field(default=f"{target.__module__}.{target.__qualname__}"))
-    return dataclasses.make_dataclass(target.__name__, [path, *keys], bases=(Built,))
-
-
-def _arguments(target: type) -> Iterator[tuple[str, Any, Any]]:
-    """Yields name, type and default of the arguments of a class."""
-    if not dataclasses.is_dataclass(target):
-        hints = get_type_hints(target.__init__)
-        for name, argument in inspect.signature(target).parameters.items():
-            yield name, hints[name], MISSING if argument.default is argument.empty else argument.default
-        return
-    hints = get_type_hints(target)
-    for entry in dataclasses.fields(target):
-        has_default = entry.default is not dataclasses.MISSING
-        if not has_default and entry.default_factory is dataclasses.MISSING:
-            yield entry.name, Any, MISSING
-        else:
-            yield entry.name, hints[entry.name], entry.default if has_default else entry.default_factory()
 
 
 @dataclass
@@ -250,6 +206,43 @@ class RecomputeBlocks:
 
 
 @dataclass
+class NoAdapter:
+    pass
+
+
+@dataclass
+class LoraAdapter(Built):
+    """What `models.adapters` makes, and where its first values are from.
+
+    Args:
+        rank: of the two matrices beside a layer.
+        alpha: scales what they compute, by alpha / rank (rslora: by alpha over the root of rank).
+        dropout: share of their input that is dropped in training.
+        targets: patterns over the names of layers, such as [q_proj,v_proj]; null is every linear layer of the blocks.
+        modules_to_save: patterns over the names of modules that train in full beside the adapters; null is none.
+        weights: a folder of peft with an adapter to start from, such as a checkpoint; null starts from the seed.
+    """
+
+    _target_: str = "models.adapters.Lora"
+    rank: int = number(at_least=1)
+    alpha: float = number(above=0)
+    dropout: float = number(at_least=0, at_most=0.999)
+    targets: list[str] | None = MISSING
+    modules_to_save: list[str] | None = MISSING
+    weights: str | None = MISSING
+
+
+@dataclass
+class DoraAdapter(LoraAdapter):
+    _target_: str = "models.adapters.Dora"
+
+
+@dataclass
+class RsLoraAdapter(LoraAdapter):
+    _target_: str = "models.adapters.RsLora"
+
+
+@dataclass
 class Tracking:
     mode: TrackingMode = MISSING
     project: str = MISSING
@@ -309,11 +302,13 @@ class TrainConfig:
 
     offload: Any = MISSING
     model: Any = MISSING
+    adapter: Any = MISSING
     dataset: Any = MISSING
     task: Any = MISSING
     optimizer: Any = MISSING
     schedule: Any = MISSING
     recompute: Any = MISSING
+    quantize: Any = MISSING
     tracking: Any = MISSING
     hardware: Any = MISSING
     plan: bool = MISSING
@@ -345,6 +340,7 @@ OPTIMIZERS = {"adamw": AdamW, "host_adamw": HostAdamW}
 SCHEMAS = {
     "offload": {name: schema_of(get_class(option.target)) for name, option in mode_options().items() if option.target},
     "model": {"llama": Llama, "hf": HuggingFace, "diffusers": Diffusers},
+    "adapter": {"none": NoAdapter, "lora": LoraAdapter, "dora": DoraAdapter, "rslora": RsLoraAdapter},
     "dataset": {
         "stdlib": StdlibText,
         "text": TextFiles,
@@ -359,6 +355,7 @@ SCHEMAS = {
     "optimizer": {name: schema_of(optimizer, frozenset({"params"})) for name, optimizer in OPTIMIZERS.items()},
     "schedule": {"constant": ConstantSchedule, "linear": LinearSchedule, "cosine": CosineSchedule},
     "recompute": {"none": RecomputeNothing, "block": RecomputeBlocks},
+    "quantize": QUANTIZE_OPTIONS,
     "tracking": {"wandb": Tracking},
     "hardware": {"figures": Hardware},
 }
@@ -367,11 +364,22 @@ SCHEMAS = {
 def register() -> None:
     """Stores the dataclasses under the group `schema`, where the defaults lists of conf/ find them.
 
-    Makes `${unless:OTHER,VALUE}` known to OmegaConf: the value, or null where the other one is given.
+    Makes two resolvers known to OmegaConf: `${unless:OTHER,VALUE}` is the value, or null where the other one is given;
+    `${with_adapter:A,B}` is A where the run trains an adapter, else B.
     """
+    OmegaConf.register_new_resolver("with_adapter", _with_adapter, replace=True)
     OmegaConf.register_new_resolver("unless", lambda other, value: value if other is None else None, replace=True)
     store = ConfigStore.instance()
     store.store(group="schema", name="train", node=TrainConfig)
     for group, options in SCHEMAS.items():
         for name, schema in options.items():
             store.store(group=f"schema/{group}", name=name, node=schema)
+
+
+def has_adapter(config: DictConfig) -> bool:
+    """Tells whether the run of `config` trains an adapter beside a frozen model."""
+    return OmegaConf.get_type(config, "adapter") not in (NoAdapter, dict, type(None))
+
+
+def _with_adapter(adapter: str, whole: str, *, _root_: DictConfig) -> str:
+    return adapter if has_adapter(_root_) else whole

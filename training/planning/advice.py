@@ -19,7 +19,7 @@ from offload import ActivationMode
 from offload.planning import GRADIENT_SLOTS
 from training.checkpoints.changes import MAY_CHANGE
 from training.components import Components, recomputes, weights_node
-from training.config.schema import SCHEMAS, Precision, RecomputeBlocks
+from training.config.schema import SCHEMAS, Precision, RecomputeBlocks, has_adapter
 from training.config.validation import check
 from training.errors import UserError
 from training.planning.optimizer import PlannedUpdate
@@ -111,6 +111,8 @@ def _changes(components: Components, plan: RunPlan) -> Iterator[Change]:
     others = () if components.mode.recomputes and not recomputes(config) else OTHER_MODES
     for name in others:
         node = _node_of("offload", name, weights)
+        if node is not None and "trained" in node and "trained" not in weights:
+            node.trained = "device" if has_adapter(config) else "stream"
         if node is not None and node._target_ != weights._target_ and not _lost(components, key, node):
             yield _option(config, key, name, node)
     if "slots" in weights:
@@ -155,6 +157,10 @@ def _node_of(group: str, option: str, current: DictConfig) -> DictConfig | None:
             continue
         if name in node and group == "optimizer":
             node[name] = value
+        elif name == "trained":
+            # Where the two modes put what trains is a property of what trains.
+            if name in node:
+                node[name] = value
         elif OmegaConf.is_missing(defaults, name) or value != defaults[name]:
             return None
     return node

@@ -9,8 +9,9 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from training.components import Components
+from training.components import WEIGHTS, Components, weights_node
 from training.config.auto import AUTO
+from training.config.schema import has_adapter
 
 MODELS = Path(__file__).resolve().parents[2] / "conf" / "model"
 
@@ -29,18 +30,36 @@ def chosen_values(components: Components, resident_key: str | None) -> dict[str,
     if "microbatches" in components.settled:
         per_part = -(-components.task.units(config) // config.microbatches)
         lines["microbatches"] = f"{config.microbatches}, of {per_part:,} {components.task.unit}"
+    if WEIGHTS in components.settled:
+        begin = "the weights begin from the seed, because model.source names an architecture alone"
+        lines[WEIGHTS] = begin if config.model.weights is None else f"{config.model.weights}, those of model.source"
     if brought := brought_by_model(config, choices, given):
         lines[f"model={choices['model']}"] = "brings " + ", ".join(f"{key}={value}" for key, value in brought.items())
     if components.updates_overlap and components.footprint.units and "optimizer" not in given:
         lines["optimizer"] = f"{choices['optimizer']}, because offload={choices['offload']} keeps weights on the host"
     budget = config.vram_budget
     fills = "there is no vram_budget to fill" if budget is None else f"fills vram_budget={budget}"
+    lines |= _beside_a_frozen_base(components)
     if resident_key is not None:
         units = OmegaConf.select(config, resident_key)
         lines[resident_key] = f"{units} of {units + components.footprint.units} units: {fills}"
     if config.optimizer.get("device_share") == AUTO and components.footprint.units:
         left = "what the first step leaves free" if budget is not None else "nothing"
         lines["optimizer.device_share"] = f"{left}: {fills}"
+    return lines
+
+
+def _beside_a_frozen_base(components: Components) -> dict[str, str]:
+    """Returns the lines of what a run has because it trains an adapter."""
+    config, choices, given = components.config, components.invocation.choices, components.invocation.overridden
+    if not has_adapter(config):
+        return {}
+    lines, (key, weights) = {}, weights_node(config)
+    adapter = f"adapter={choices['adapter']}"
+    if weights.get("trained") == "device" and f"{key}.trained" not in given:
+        lines[f"{key}.trained"] = f"device, because {adapter} is small: only frozen weights stream"
+    if "optimizer" not in given and not components.updates_overlap:
+        lines["optimizer"] = f"{choices['optimizer']}, because {adapter} trains on the device"
     return lines
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.loss import Head, tokens_per_chunk
 from offload import GIB, parse_bytes
@@ -65,12 +65,12 @@ def plan_only(config: DictConfig, invocation: Invocation) -> dict:
     The summary's status is "planned"; its reason names what does not fit, and is None if everything does. Raises
     UserError as a run would.
     """
-    if config.model.weights is not None:
-        # A plan does without them, and asks nobody.
-        ModelWeights.find(config.model.weights, ask=False)
     device = resolve_device("auto" if is_complete(config) else config.device)
     on_gpu = config.hardware.vram_gib is not None or device.type == "cuda"
     components = Components.of(config, invocation, device, on_gpu=on_gpu)
+    if config.model.weights is not None:
+        # A plan does without them, and asks nobody.
+        ModelWeights.find(config.model.weights, ask=False)
     with phase("measuring the machine"):
         machine = machine_of(components)
     with phase("planning"):
@@ -268,6 +268,7 @@ def _assembled(
     phases = (*step.phases[:-1], replace(last, d2h_bytes=last.d2h_bytes + update.placed_gradient_bytes))
     times, simulated_ms = update.time(components, machine, has_gpu), _simulated_ms(components, machine, phases, timed)
     expected = forecast(phases, machine.bandwidth, machine.flops_per_s(components.dtype), times, simulated_ms)
+    everything, trained = parameter_counts(components.model)
     return RunPlan(
         device_bytes=device,
         host_bytes=host,
@@ -280,7 +281,7 @@ def _assembled(
             "activations out": step.total("activation_d2h_bytes"),
         },
         forecast=expected,
-        model_flops=components.task.flops(components.model, config) or _model_flops(phases),
+        model_flops=components.task.flops(components.model, config) or _model_flops(phases, trained / everything),
         floor_ms=_floor_ms(machine, components.dtype, phases) if has_gpu else None,
         budgets={
             "vram_budget": vram_budget,
@@ -288,13 +289,24 @@ def _assembled(
         },
         machine=machine,
         has_gpu=has_gpu,
+        parameters=everything,
+        trained_parameters=trained,
         timeline=(*timed.work, *update_work(times, expected.phases_ms, timed.step_ms)) if timed else (),
     )
 
 
-def _model_flops(phases: Sequence[Phase]) -> float:
-    """Returns the FLOPs of a step without recomputation: backward has twice those of forward."""
-    return 3 * sum(phase.flops for phase in phases if phase.forward)
+def parameter_counts(model: nn.Module) -> tuple[int, int]:
+    """Returns how many numbers the parameters of `model` are, and how many of these train; tied ones count once."""
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
+
+def _model_flops(phases: Sequence[Phase], trained_share: float) -> float:
+    """Returns the FLOPs of a step without recomputation.
+
+    Backward has those of forward for the gradients of activations, and as many for those of weights, where they train.
+    """
+    return (2 + trained_share) * sum(phase.flops for phase in phases if phase.forward)
 
 
 def _floor_ms(machine: Machine, dtype: torch.dtype, phases: Sequence[Phase]) -> float | None:

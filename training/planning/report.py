@@ -34,7 +34,8 @@ class RunPlan:
     `logits_bytes` are part of the activations on the device, and so are `kept_bytes`, which offload.budget=auto is
     taken to keep there; a run keeps fewer where the GPU has no room. `streamed` is the share of weights that stream,
     None where none do. `timeline` is the work of forward and backward, as far as the dry run went, and of the update.
-    `chosen` explains values that were not given. Without a GPU the bytes of the device are on the host. A budget is
+    `chosen` explains values that were not given. `parameters` counts those of the model, and `trained_parameters` those
+    of them that train. Without a GPU the bytes of the device are on the host. A budget is
     what was asked for or what the machine has, whichever is less, and None if neither is known. `model_flops` are those
     of a step without recomputation, 0 where nobody knows them. `floor_ms` is that of `cost_model.floor_ms`; None on the
     CPU, whose figures are no bound.
@@ -56,6 +57,8 @@ class RunPlan:
     timeline: tuple[Work, ...] = ()
     notes: tuple[str, ...] = ()
     chosen: Mapping[str, str] = field(default_factory=dict)
+    parameters: int = 0
+    trained_parameters: int = 0
 
     @property
     def totals(self) -> dict[str, int]:
@@ -89,9 +92,10 @@ class RunPlan:
         return known
 
     def summary(self) -> dict[str, float]:
-        """Returns `metrics` under the names that they have in a run's summary, and the floor of a step."""
+        """Returns `metrics` under the names that they have in a run's summary, the floor and the parameters."""
         planned = {f"{PLANNED}{key}": value for key, value in self.metrics().items()}
-        return planned if self.floor_ms is None else {"perf/floor_ms": self.floor_ms, **planned}
+        counts = {"model/parameters": self.parameters, "model/trained_parameters": self.trained_parameters}
+        return {**counts, **planned} if self.floor_ms is None else {**counts, "perf/floor_ms": self.floor_ms, **planned}
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the whole plan, for plan.json: sizes in bytes, times in ms."""
@@ -100,6 +104,8 @@ class RunPlan:
             "budget_bytes": dict(self.budgets),
             "device_bytes": {**self.device_bytes, "total": self.totals["vram_budget"]},
             "host_bytes": {**self.host_bytes, "total": self.totals["host_budget"]},
+            "parameters": self.parameters,
+            "trained_parameters": self.trained_parameters,
             "logits_bytes": self.logits_bytes,
             "page_locked_bytes": self.pinned_bytes,
             "step_bytes": dict(self.step_bytes),
@@ -121,6 +127,7 @@ class RunPlan:
         return {
             "hardware": f"{self.machine.name} ({self.machine.source})",
             **self.chosen,
+            **({} if self.trained_parameters == self.parameters else {"parameters that train": self._trained()}),
             **{f"{device}: {name}": format_bytes(part) for name, part in self.device_bytes.items() if part},
             f"{device}: at its peak": self._against("vram_budget"),
             **{f"host: {name}": format_bytes(part) for name, part in self.host_bytes.items() if part},
@@ -136,6 +143,9 @@ class RunPlan:
             "predicted step": f"{self.forecast.step_ms:,.1f} ms, bound by {self.forecast.bound}",
             **{f"note {number}": note for number, note in enumerate(self.notes, start=1)},
         }
+
+    def _trained(self) -> str:
+        return f"{self.trained_parameters:,} of {self.parameters:,}, {self.trained_parameters / self.parameters:.2%}"
 
     def _against(self, budget: str) -> str:
         total, limit = format_bytes(self.totals[budget]), self.limits().get(budget)

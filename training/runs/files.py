@@ -40,7 +40,8 @@ COMPARE_PAGE_FILE = "compare.html"
 MEMORY_FIGURE_FILE = "compare_memory.png"
 TIME_FIGURE_FILE = "compare_time.png"
 LOSS_FIGURE_FILE = "compare_loss.png"
-FIGURE_FILES = (MEMORY_FIGURE_FILE, TIME_FIGURE_FILE, LOSS_FIGURE_FILE)
+ACCURACY_FIGURE_FILE = "compare_accuracy.png"
+FIGURE_FILES = (MEMORY_FIGURE_FILE, TIME_FIGURE_FILE, LOSS_FIGURE_FILE, ACCURACY_FIGURE_FILE)
 # The workspace that scripts/dashboard.py writes.
 WORKSPACE_FILE = "wandb_workspace.json"
 

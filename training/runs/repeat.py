@@ -64,10 +64,13 @@ def overrides_of(run_dir: Path, prefix: str, others: Sequence[str], more_options
     Raises UserError, beginning with `prefix`, which ends with the directory, if the run cannot be repeated as it was.
     """
     replaced = _replaced(prefix, others)
-    choices, values = _choices(prefix, run_dir), dict(_leaves(_saved(prefix, run_dir)))
+    choices, saved = _choices(prefix, run_dir), _saved(prefix, run_dir)
     config = _composed(prefix, choices, replaced, more_options)
+    values = dict(_leaves(saved, config))
     if new := [
-        key for key, _ in _leaves(_plain(config)) if not (key in values or _is_own(key) or _under(key, replaced))
+        key
+        for key, _ in _leaves(_plain(config), config)
+        if not (key in values or _is_own(key) or _under(key, replaced))
     ]:
         kept = ", ".join(f"{key}={_shown(OmegaConf.select(config, key))}" for key in new)
         print(f"note: {visible(prefix)}: keys that the run did not have: {visible(kept)}", file=sys.stderr)
@@ -185,7 +188,7 @@ def _changes(
                     and _refers(config, key) == follows
                     and _plain(OmegaConf.select(config, key)) != value
                 ):
-                    OmegaConf.update(config, key, _each_text(value, _escaped))
+                    OmegaConf.update(config, key, _each_text(value, _escaped), merge=False)
                     changes[key] = value
                 problem = None if _has(config, key) else "a key that does not exist any more"
             except OmegaConfBaseException as error:
@@ -221,12 +224,22 @@ def _plain(value: Any) -> Any:
     return OmegaConf.to_container(value, enum_to_str=True)
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(values: Mapping[str, Any], config: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields keys with their values. A dictionary of any keys, as `config` has it, is one value (model.overrides)."""
     for name, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        elif not isinstance(value, dict):
-            yield f"{prefix}{name}", value
+        key = f"{prefix}{name}"
+        if not isinstance(value, dict) or _is_free(config, key):
+            yield key, value
+        else:
+            yield from _leaves(value, config, f"{key}.")
+
+
+def _is_free(config: DictConfig, key: str) -> bool:
+    """Tells whether `config` has a dictionary without a schema under `key`, or null in its place."""
+    if not _has(config, key):
+        return False
+    node = OmegaConf.select(config, key)
+    return node is None or OmegaConf.get_type(node) is dict
 
 
 def _is_own(key: str) -> bool:

@@ -101,6 +101,11 @@ def check_vocabulary(model: nn.Module, vocab_size: int) -> None:
 def refuse_model(model: nn.Module, given: str) -> None:
     """Raises UserError, which begins with `given`, if the model cannot generate text."""
     if not can_generate(model):
+        if hasattr(model, "hf"):
+            raise UserError(
+                f"{given}: {model.hf.config.model_type} cannot generate text here, because transformers keeps no keys"
+                " and values of it: take another model.source, or no samples (sample.every=null)"
+            )
         raise UserError(
             f"{given}: {type(model).__name__} cannot generate text: give it a method key_value_cache, as"
             " CONTRIBUTING.md describes it"

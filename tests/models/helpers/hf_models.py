@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from models.hf import TransformersModel, build_hf
 
@@ -127,3 +128,20 @@ def batch(name: str, seed: int = 0) -> tuple[Tensor, ...]:
         return (torch.randn(BATCH, 3, 16, 16, generator=generator),)
     row = torch.randint(3, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
     return row[:, :-1], row[:, 1:]
+
+
+def trained(name: str) -> TransformersModel:
+    """A model in which no tensor is as it was first, norms and statistics included."""
+    model = tiny(name).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.add_(torch.rand(tensor.shape, generator=generator) / 8)
+    return model
+
+
+def logits(name: str, model: PreTrainedModel) -> Tensor:
+    """The logits of a batch."""
+    first = batch(name)[0]
+    return model(**{"input_ids" if name in LANGUAGE else "pixel_values": first}).logits

@@ -33,6 +33,7 @@ MODES: dict[str, tuple[Callable[[], Mode], int | None]] = {
     **{name: (make, None) for name, make in STREAMING.items()},
     "shard_offload": (lambda: ShardOffload(shard_bytes="16KiB"), 1),
     "shard_offload_2": (lambda: ShardOffload(shard_bytes="16KiB"), 2),
+    "shard_offload_all": (lambda: ShardOffload(outside="stream", shard_bytes="16KiB", slots=4), 2),
     "tensor_swap": (lambda: TensorSwap(Resident(), min_bytes=1), None),
     "layer_stream_swap": (lambda: TensorSwap(LayerStream(slots=2), min_bytes=1), None),
 }

@@ -223,8 +223,8 @@ def weight_modes(draw: st.DrawFn) -> tuple[str, dict]:
         knobs["outside"] = draw(st.sampled_from(["resident", "stream"]))
         return name, knobs
     knobs["layers"] = draw(st.sampled_from([None, "blocks"]))
+    knobs["outside"] = draw(st.sampled_from(["resident", "stream"]))
     if name == "layer_stream":
-        knobs["outside"] = draw(st.sampled_from(["resident", "stream"]))
         return name, knobs
     knobs["shards"] = draw(st.none() | st.integers(1, 3))
     knobs["shard_bytes"] = draw(st.sampled_from([0, 1, 3000, "8KiB", "512MiB"]))

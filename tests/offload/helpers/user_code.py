@@ -51,6 +51,7 @@ class NoMode:
     """The resident model: a step is nothing special."""
 
     step = nullcontext
+    inference = torch.no_grad
 
 
 def evaluate(model: nn.Module, inputs: torch.Tensor | None = None) -> torch.Tensor:

@@ -12,7 +12,7 @@ from offload.modes.mode import Mode
 from offload.runtime.counters import Counters
 from offload.runtime.errors import KnobError
 from offload.runtime.knobs import explanations, knob
-from tests.offload.helpers.models import Stack, attached, same_as_resident, stack_inputs
+from tests.offload.helpers.models import Stack, attached, same_as_resident, stack_inputs, with_copy
 from tests.offload.helpers.modes import mode_classes, small
 
 MODES = sorted(mode_classes())
@@ -45,6 +45,17 @@ class TestEveryMode:
         mode = small(name)
         with attached(mode, Stack()), pytest.raises(RuntimeError, match="has a model already"):
             mode.attach(Stack(), None)
+
+    def test_has_no_gradients_in_inference_and_the_numbers_of_the_resident_model(self, name: str):
+        model, resident = with_copy(Stack())
+        expected = [resident(stack_inputs(0, index)).detach() for index in range(3)]
+        with attached(mode := small(name), model):
+            with mode.inference():
+                found = [model(stack_inputs(0, index)) for index in range(3)]
+            assert torch.is_grad_enabled()
+            assert mode.counters().d2h_bytes == 0
+        assert not any(tensor.requires_grad for tensor in found)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
     def test_counts_what_it_copies(self, name: str):
         model, mode = Stack(), small(name)

@@ -60,6 +60,15 @@ def test_a_sequential_of_linear_layers(precision: torch.dtype, checkpoint: bool,
     same_as_resident(model, mode, inputs, microbatches=microbatches)
 
 
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize(("shards", "slots"), [(1, 1), (2, 1), (6, 2), (None, 3)])
+def test_what_is_outside_the_blocks_streams_too(shards: int | None, slots: int, microbatches: int):
+    mode = ShardOffload(outside="stream", shards=shards, shard_bytes=1, slots=slots)
+    assert mode.footprint(Stack()).resident_bytes == 0
+    assert mode.footprint(Stack()).units == (shards or 6)
+    same_as_resident(Stack(dropout=0.3), mode, microbatches=microbatches, steps=3)
+
+
 def test_an_output_of_one_column_keeps_its_shape():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     with attached(ShardOffload(shards=2), model), torch.no_grad():
@@ -253,13 +262,15 @@ def weight_bytes(mode: ShardOffload, model: nn.Module, microbatches: int) -> flo
 
 
 @pytest.mark.parametrize("checkpoint", [True, False])
+@pytest.mark.parametrize("outside", ["resident", "stream"])
 @pytest.mark.parametrize("shards", [2, 3, 4])
-def test_weights_come_in_once_each_way_whatever_the_microbatches(shards: int, checkpoint: bool):
-    traffic = {
-        count: weight_bytes(ShardOffload(shards=shards, checkpoint=checkpoint), Stack(), count) for count in (1, 2, 5)
-    }
+def test_weights_come_in_once_each_way_whatever_the_microbatches(shards: int, outside: str, checkpoint: bool):
+    def mode() -> ShardOffload:
+        return ShardOffload(shards=shards, outside=outside, checkpoint=checkpoint)
+
+    traffic = {count: weight_bytes(mode(), Stack(), count) for count in (1, 2, 5)}
     assert traffic[1] == traffic[2] == traffic[5]
-    plan = ShardOffload(shards=shards, checkpoint=checkpoint).footprint(Stack())
+    plan = mode().footprint(Stack())
     # On the turn from forward to backward the slots hold what comes next.
     assert plan.host_weight_bytes <= traffic[5] < plan.h2d_bytes
     assert plan.for_microbatches(5) == plan
@@ -335,8 +346,10 @@ def test_wrong_values_name_the_key_and_the_range():
     ):
         with pytest.raises(ValueError, match=message):
             ShardOffload(**arguments)
-    with pytest.raises(ValueError, match=r"shards=9: must be between 1 and the number of blocks, 4"):
+    with pytest.raises(ValueError, match=r"shards=9: must be between 1 and 4, the number of blocks"):
         ShardOffload(shards=9).footprint(Stack())
+    with pytest.raises(ValueError, match=r"shards=9: must be between 1 and 6, the number of blocks and of modules"):
+        ShardOffload(shards=9, outside="stream").footprint(Stack())
 
 
 def test_shards_are_packed_by_bytes():

@@ -11,7 +11,7 @@ from offload.modes.layer_stream import LayerStream
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.weight_mode import WeightMode
 from offload.runtime.errors import KnobError
-from tests.offload.helpers.models import Stack, attached, stack_inputs
+from tests.offload.helpers.models import Stack, attached, same_as_resident, stack_inputs
 
 MODES = (BounceLinear, LayerStream, ShardOffload)
 
@@ -48,13 +48,34 @@ def test_knobs_that_fit_no_model_are_refused_when_the_mode_is_made(mode: type, k
         (LayerStream(resident=99), "resident=99: the model has 4 units"),
         (LayerStream(layers="model.layers"), "layers=model.layers: no list of blocks there"),
         (ShardOffload(layers="head"), "layers=head: no list of blocks there"),
-        (ShardOffload(shards=5), "shards=5: must be between 1 and the number of blocks, 4"),
+        (ShardOffload(shards=5), "shards=5: must be between 1 and 4, the number of blocks"),
     ],
 )
 def test_knobs_that_do_not_fit_the_model_are_refused_by_footprint_and_attach(mode, message: str, call: str):
     with pytest.raises(KnobError) as caught:
         getattr(mode, call)(Stack(), *([None] if call == "attach" else []))
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_trains_beside_frozen_weights_may_stay_on_the_device(mode: type):
+    model = Stack().requires_grad_(False)
+    for block in model.blocks:
+        block.up.bias.requires_grad_(True)
+    small = sum(block.up.bias.nbytes for block in model.blocks)
+    stays, streams = mode(trained="device").footprint(model), mode().footprint(model)
+    assert stays.units == streams.units
+    assert streams.d2h_bytes > stays.d2h_bytes == 0
+    assert (stays.resident_gradient_bytes, stays.resident_bytes) == (small, streams.resident_bytes + small)
+    same_as_resident(model, mode(trained="device"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_trains_stays_only_beside_frozen_weights(mode: type):
+    with pytest.raises(KnobError, match=r"^trained=device: nothing of the model is frozen, so nothing would stream"):
+        mode(trained="device").footprint(Stack())
+    with pytest.raises(KnobError, match=r"^trained=host: must be stream or device$"):
+        mode(trained="host")
 
 
 def test_layers_that_are_used_together_need_a_slot_each():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from offload.runtime.blocks import find_blocks
+from offload.runtime.blocks import find_blocks, outside_blocks
 
 
 def layers(count: int, width: int = 4) -> list[nn.Module]:
@@ -101,3 +101,12 @@ def test_without_a_module_list_the_largest_sequential_has_the_blocks():
 def test_a_path_without_blocks_is_refused_with_the_lists_that_there_are(model: nn.Module, path: str, message: str):
     with pytest.raises(ValueError, match=message):
         find_blocks(model, path, key="k")
+
+
+def test_outside_the_blocks_are_the_owners_of_other_parameters():
+    stem = nn.Sequential(*layers(1))
+    model = Model(layers=nn.ModuleList(layers(2)), stem=stem, empty=nn.ReLU(), head=nn.Linear(4, 4))
+    blocks = [block for _, block in find_blocks(model)]
+    assert [name for name, _ in outside_blocks(model, blocks)] == ["stem.0", "head"]
+    model.scale = nn.Parameter(nn.Linear(4, 4).bias)
+    assert next(iter(outside_blocks(model, blocks))) == ("Model", model)

@@ -67,3 +67,35 @@ def test_first_use_is_by_the_record_and_else_by_number():
     assert [order.first_use(unit) for unit in (0, 3)] == [0, 3]
     replay(order, [2, 1, 2, 0])
     assert [order.first_use(unit) for unit in (2, 1, 0, 7)] == [0, 1, 3, 11]
+
+
+def test_forwards_in_the_first_step_are_the_forecast_of_the_next():
+    order = AccessOrder()
+    order.begin()
+    for unit in [0, 1, 2, 0, 1]:
+        order.record(unit)
+    assert list(order.upcoming(3)) == [2, 0, 1]
+    assert [order.next_use(unit) for unit in (2, 0, 1)] == [1, 2, 3]
+    assert order.farthest([2, 1]) == 1
+
+
+def test_a_step_of_more_forwards_than_the_last_goes_on_after_the_record():
+    order = AccessOrder()
+    replay(order, [0, 1, 2] * 2)
+    order.begin()
+    for unit in [0, 1, 2] * 2:
+        order.record(unit)
+    # The record ends here, as a step may.
+    assert list(order.upcoming(2)) == []
+    order.record(0)
+    assert list(order.upcoming(2)) == [1, 2]
+
+
+def test_what_backward_computes_again_is_not_taken_for_a_forward():
+    order = AccessOrder()
+    order.begin()
+    for unit in (0, 1, 2, 3):
+        order.record(unit)
+    for unit in (1, 2):
+        order.record(unit, in_backward=True)
+        assert list(order.upcoming(1)) == []

@@ -43,6 +43,19 @@ def test_weights_shared_with_the_rest_of_the_model_stay_resident():
     assert len(parts.resident) == 1
 
 
+def test_what_trains_may_stay():
+    model = Stack()
+    model.requires_grad_(False)
+    model.blocks[1].up.weight.requires_grad_(True)
+    points = [CutPoint("blocks.0", model.blocks[0]), CutPoint("blocks.1", model.blocks[1])]
+    all_stream, some_stay = cut(model, points), cut(model, points, trained_stays=True)
+    assert all_stream.gradient_bytes > some_stay.gradient_bytes == 0
+    assert some_stay.unit_bytes == all_stream.unit_bytes - model.blocks[1].up.weight.nbytes
+    assert any(tensor is model.blocks[1].up.weight for tensor, _ in some_stay.resident)
+    # Its bias streams, so its module has a window all the same.
+    assert model.blocks[1].up in [window.module for window in some_stay.windows]
+
+
 def test_overlapping_cut_points_are_refused():
     model = Stack()
     with pytest.raises(ValueError, match=r"blocks\.0\.up lies inside blocks\.0"):

@@ -41,7 +41,8 @@ def test_a_unit_comes_in_while_the_one_before_computes(slots: int, pending: bool
         if pending:
             monkeypatch.setattr(UpdateWorker, "is_pending", lambda updates, unit: True)
         for block in model.blocks:
-            block.register_forward_hook(lambda *_: computed.append(streams.compute.advance()))
+            # Inside the block's forward, after which its slot may be filled anew.
+            block.dropout.register_forward_hook(lambda *_: computed.append(streams.compute.advance()))
         with mode.step():
             model(stack_inputs(0, 0)).sum().backward()
         registry.release(streams)

@@ -9,7 +9,7 @@ from torch import nn
 from offload.runtime.host_memory import HostArena
 from offload.weights.partition import CutPoint, cut
 from offload.weights.unfilled import unfilled
-from offload.weights.units import DevicePlacement, ModuleAttribute, OffloadUnit
+from offload.weights.units import OffloadUnit
 
 
 def test_home_keeps_values_dtypes_and_identity():
@@ -108,36 +108,6 @@ def test_the_users_of_a_gradient_are_seen():
     assert same is tensor.gradient
 
 
-def test_an_attribute_assigns_to_its_module_and_to_the_list_of_a_recurrent_layer():
-    layer = nn.GRU(3, 4)
-    attribute = ModuleAttribute(layer, "weight_hh_l0", False)
-    replacement = nn.Parameter(torch.zeros_like(attribute.tensor))
-    attribute.assign(replacement)
-    assert layer.weight_hh_l0 is attribute.tensor is replacement
-    assert any(weight is replacement for weight in layer._flat_weights)
-
-
-def test_resident_tensors_are_memory_on_the_device_and_keep_what_was_written_there():
-    real, meta = nn.BatchNorm1d(3), nn.BatchNorm1d(3, device="meta")
-    weight = real.weight
-    weight.grad = torch.ones(3)
-    resident = [(module.weight, [ModuleAttribute(module, "weight", False)]) for module in (real, meta)]
-    resident += [(module.running_mean, [ModuleAttribute(module, "running_mean", True)]) for module in (real, meta)]
-    placement = DevicePlacement(resident, torch.device("cpu"))
-    assert not meta.weight.is_meta
-    assert unfilled(meta) == ["weight", "running_mean"]
-    assert not unfilled(real)
-    with torch.no_grad():
-        meta.weight.fill_(2.0)
-    # A module may replace its buffer.
-    meta.running_mean = torch.full((3,), 5.0)
-    placement.restore()
-    assert real.weight is weight
-    assert weight.grad.tolist() == [1.0] * 3
-    assert isinstance(meta.weight, nn.Parameter)
-    assert (meta.weight.tolist(), meta.running_mean.tolist()) == ([2.0] * 3, [5.0] * 3)
-
-
 def test_meta_tensors_are_put_back_in_their_modules():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
@@ -148,37 +118,6 @@ def test_meta_tensors_are_put_back_in_their_modules():
     assert before.keys() == after.keys()
     assert all(after[name] is tensor for name, tensor in before.items())
     assert model[1].weight.tolist() == [1.0] * 5
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_resident_tensors_are_put_back_as_they_were_found(fails: bool, monkeypatch: pytest.MonkeyPatch):
-    model = nn.BatchNorm1d(3, device="meta")
-    found = [model.weight, model.bias]
-    resident = [(getattr(model, name), [ModuleAttribute(model, name, False)]) for name in ("weight", "bias")]
-    if fails:
-        made = []
-
-        def empty_like(tensor: torch.Tensor, **options: object) -> torch.Tensor:
-            made.append(tensor)
-            if len(made) > 1:
-                raise MemoryError
-            return torch.zeros(tensor.shape)
-
-        monkeypatch.setattr(torch, "empty_like", empty_like)
-        with pytest.raises(MemoryError):
-            DevicePlacement(resident, torch.device("cpu"))
-    else:
-        DevicePlacement(resident, torch.device("cpu")).put_back()
-    assert all(one is other for one, other in zip(model.parameters(), found, strict=True))
-
-
-def test_a_buffer_that_is_gone_is_not_restored():
-    model = nn.BatchNorm1d(3)
-    resident = [(model.running_mean, [ModuleAttribute(model, "running_mean", True)])]
-    placement = DevicePlacement(resident, torch.device("cpu"))
-    model.running_mean = None
-    placement.restore()
-    assert model.running_mean is None
 
 
 def test_what_the_user_changes_at_home_shows_buffers_too():

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from training.comparison.loss_figure import distinct_curves, loss_figure
+from training.comparison.loss_figure import accuracy_figure, distinct_curves, loss_figure
 
 NAN = math.nan
 
@@ -104,3 +104,31 @@ def test_names_stay_on_the_figure_and_do_not_cover_each_other(write_run, files: 
     assert all(box.y0 >= 0 and box.y1 <= figure.bbox.y1 for box in boxes)
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
     assert figure.axes[0].bbox.width > 0.3 * figure.bbox.width
+
+
+@pytest.mark.parametrize(
+    ("tasks", "label"),
+    [
+        (("training.tasks.causal_lm.CausalLM",) * 2, "training loss, nats a token"),
+        (("training.tasks.flow_matching.FlowMatching",) * 2, "training loss, squared error of the velocity"),
+        (("training.tasks.causal_lm.CausalLM", "training.tasks.flow_matching.FlowMatching"), "training loss"),
+        (("mine.Own",) * 2, "training loss"),
+        ((None, None), "training loss"),
+    ],
+)
+def test_the_axis_says_what_the_loss_is(write_run, tasks: tuple[str | None, ...], label: str):
+    for slots, task in enumerate(tasks):
+        write_run("layer_stream", knobs={"slots": slots}, top={"task": {"_target_": task}} if task else {"task": "x"})
+    assert loss_figure(write_run.rows()).axes[0].get_ylabel() == label
+
+
+def test_accuracies_have_a_figure_of_their_own(write_run):
+    write_run("none", losses=(4.0, 3.0), eval__accuracy=0.25)
+    write_run("layer_stream", losses=(4.0, 2.0), eval__accuracy=0.25)
+    write_run("tensor_swap", losses=(4.0, 2.0), eval__accuracy=0.5)
+    (axes,) = accuracy_figure(write_run.rows()).axes
+    assert [list(line.get_ydata()) for line in axes.lines] == [[0.25, 0.25], [0.5, 0.5]]
+    assert (axes.get_title(), axes.get_ylabel()) == (
+        "Accuracy on the held-out split",
+        "share of the examples",
+    )

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.training.comparison.conftest import PICTURE, write_sample
 from training.comparison.page import render_figures
 from training.comparison.report import compare
 from training.runs.files import FIGURE_FILES
@@ -64,7 +65,7 @@ def files(figures) -> list[str]:
 def test_every_figure_is_drawn(write_run, count: int):
     for i in range(count):
         write_run("layer_stream", knobs={"slots": i}, step_ms=10.0 * 2**i, memory__vram_peak_gib=20.0 - i,
-                  transfer__stall_ms=3.0, losses=(4.0, 3.0 + i))  # fmt: skip
+                  transfer__stall_ms=3.0, eval__accuracy=0.5, losses=(4.0, 3.0 + i))  # fmt: skip
     assert files(render_figures(write_run.rows())) == list(FIGURE_FILES)
 
 
@@ -139,6 +140,8 @@ def test_nothing_is_wider_than_the_window(write_run):
         for offload in ("none", "layer_stream"):
             write_run(offload, seed=seed, step_ms=1234.5 + seed, perf__floor_ms=12.0, perf__mfu=0.4, **metrics)
     write_run("tensor_swap", status="failed", reason="x" * 300, losses=None)
+    write_sample(write_run("none", knobs={"slots": 1}), 10, text="x" * 1000)
+    write_sample(write_run("none", knobs={"slots": 2}), 10, picture=PICTURE, caption="y" * 100)
     compare([write_run.folder], write_run.folder)
     widest = "Math.max(...[...f.document.querySelectorAll('html, .wide')].map(e => e.scrollWidth))"
     script = f"document.title = Array.from(frames).map(f => {widest}).join(' ')"
@@ -168,3 +171,23 @@ def test_the_page_has_the_table_the_reasons_and_the_figures(write_run):
         assert image["alt"]
         embedded = base64.b64decode(image["src"].partition(",")[2])
         assert embedded == (write_run.folder / f"compare_{file}.png").read_bytes()
+
+
+def test_the_last_samples_stand_side_by_side(write_run):
+    for slots, text in enumerate(("<b>a\nc", "<b>a\nc", "d")):
+        write_sample(write_run("layer_stream", knobs={"slots": slots}), 10, text=text)
+    write_sample(write_run("none"), 20, picture=PICTURE, caption="4 images")
+    compare([write_run.folder], write_run.folder)
+    page = read(write_run.folder)
+    assert page.open == []
+    assert page.text.count("<b>a\nc") == 2
+    assert "d" in page.text
+    assert [text.strip() for text in page.text if "after step" in text] == [
+        "after step 20, 4 images",
+        "after step 10",
+        "after step 10, the same as layer_stream slots=0",
+        "after step 10",
+    ]
+    pictures = [attributes for tag, attributes in page.tags if tag == "img" and "4 images" in attributes["alt"]]
+    assert [picture["alt"] for picture in pictures] == ["none: 4 images"]
+    assert base64.b64decode(pictures[0]["src"].partition(",")[2]) == PICTURE

@@ -15,7 +15,14 @@ from training.planning.plan import plan_filled
 def test_settled_keys_hold_the_choice(offload: str):
     components = components_of(f"offload={offload}", "hardware=h200")
     plan_filled(components, machine_of(components), has_gpu=True)
-    values = [OmegaConf.select(components.config, key) for key in SETTLED]
+    # Null is a choice for the weights of the model.
+    values = [OmegaConf.select(components.config, key) for key in SETTLED if key != "model.weights"]
     # The mode has one of the two keys of resident units.
     assert values.count(None) == 1
     assert AUTO not in values
+
+
+def test_weights_of_a_source_that_is_an_architecture_are_those_of_the_seed():
+    components = components_of("model=hf", "model.source=gpt2", "dataset=synthetic")
+    assert "model.weights" in components.settled
+    assert components.config.model.weights is None

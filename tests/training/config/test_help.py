@@ -68,6 +68,16 @@ def test_optimizers_explain_their_keys(name: str):
     assert all(f"optimizer.{key} " in page for key in keys)
 
 
+@pytest.mark.parametrize("name", ["lora", "dora", "rslora"])
+def test_adapters_explain_their_keys(name: str):
+    page = knobs("adapter", f"adapter={name}", "adapter.rank=7")
+    assert "adapter.rank             of the two matrices beside a layer. [7]" in page
+    keys = {key for key in schema.SCHEMAS["adapter"][name].__dataclass_fields__ if not key.startswith("_")}
+    assert keys <= explanations(schema.LoraAdapter).keys()
+    assert all(f"adapter.{key} " in page for key in keys)
+    assert knobs("adapter") == "adapter: no keys"
+
+
 def test_no_line_is_too_long():
     for option in mode_options():
         assert all(len(line) <= help.WIDTH for line in knobs("offload", f"offload={option}").splitlines())

@@ -19,7 +19,7 @@ from training.errors import UserError
 from training.runs.compose_errors import explain_refusal
 
 CONF = ROOT / "conf"
-GROUPS = ("offload", "model", "dataset", "optimizer", "schedule", "recompute", "tracking")
+GROUPS = ("offload", "model", "adapter", "dataset", "optimizer", "schedule", "recompute", "tracking")
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 EXPERIMENTS = [path.stem for path in sorted((CONF / "experiment").glob("*.yaml"))]
 OFFLOADS = (
@@ -252,7 +252,7 @@ ADDED = {
     "optimizer": {"params"},
     "schedule": {"optimizer", "steps"},
 }
-TAKEN = {"model": {"weights"}}
+TAKEN = {"model": {"weights"}, "adapter": {"weights"}}
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,16 @@
-"""A stand-in for the Hugging Face Hub: one public dataset, `me/tiny`, two shards of JSON lines, over HTTP."""
+"""A stand-in for the Hugging Face Hub, over HTTP: one public dataset, `me/tiny`, and the models that are given."""
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from typing import ClassVar
 from urllib.parse import parse_qs
 
 COMMIT = "a" * 40
-BLOB = "b" * 40
 FILES = {
     "README.md": b"---\nlicense: mit\n---\n",
     **{
@@ -21,8 +22,15 @@ FILES = {
 }
 
 
+def blob(path: str) -> str:
+    """The hash of a file, which the client takes for its name."""
+    return hashlib.sha1(path.encode()).hexdigest()
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    repositories: ClassVar[dict[str, dict[str, bytes]]] = {"datasets/me/tiny": FILES}
+    """the files of each, by `datasets/OWNER/NAME` or `models/OWNER/NAME`"""
 
     def log_message(self, *_: object) -> None:
         """Keeps the test's output clean."""
@@ -32,34 +40,40 @@ class Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if path == "/api/agent-harnesses":
             return self.send(200, b'{"harnesses": []}')
-        request = re.fullmatch(r"/(api/)?datasets/([^/]+/[^/]+)/?([^/]*)/?([^/]*)/?(.*)", path)
-        if request is None or request[2] != "me/tiny":
+        if not path.startswith(("/api/", "/datasets/")):
+            path = f"/models{path}"
+        request = re.fullmatch(r"/(api/)?((?:datasets|models)/[^/]+/[^/]+)/?([^/]*)/?([^/]*)/?(.*)", path)
+        if request is None or request[2] not in self.repositories:
             return self.send(401, b"{}", {"X-Error-Code": "RepoNotFound"})
-        _, is_api, _, action, _, name = request.group(0, 1, 2, 3, 4, 5)
+        is_api, repository, action, name = request.group(1, 2, 3, 5)
+        self.files = self.repositories[repository]
         if is_api:
-            return self.describe(action, name, body)
+            return self.describe(repository.partition("/")[2], action, name, body)
         return self.file(name)
 
     do_GET = do_HEAD = do_POST = answer  # noqa: N815 (the names http.server looks for)
 
-    def describe(self, action: str, name: str, body: bytes) -> None:
-        entries = [{"type": "file", "oid": BLOB, "size": len(FILES[path]), "path": path} for path in FILES]
+    def describe(self, repository: str, action: str, name: str, body: bytes) -> None:
+        sizes = {path: len(content) for path, content in self.files.items()}
+        entries = [{"type": "file", "oid": blob(path), "size": sizes[path], "path": path} for path in sizes]
         if action in ("", "revision"):
-            names = [{"rfilename": path} for path in FILES]
-            answer = {"id": "me/tiny", "sha": COMMIT, "siblings": names, "private": False, "tags": []}
+            names = [{"rfilename": path} for path in self.files]
+            answer = {"id": repository, "sha": COMMIT, "siblings": names, "private": False, "tags": []}
         elif action == "tree":
-            folders = [{"type": "directory", "oid": BLOB, "size": 0, "path": "data"}]
-            answer = [entry for entry in entries + folders if entry["path"].rpartition("/")[0] == name]
+            parents = {path.rpartition("/")[0] for path in self.files} - {""}
+            folders = [{"type": "directory", "oid": blob(path), "size": 0, "path": path} for path in sorted(parents)]
+            everything = "recursive=true" in self.path.lower()
+            answer = [e for e in entries + folders if everything or e["path"].rpartition("/")[0] == name]
         else:
             wanted = json.loads(body)["paths"] if body.startswith(b"{") else parse_qs(body.decode())["paths"]
             answer = [entry for entry in entries if entry["path"] in wanted]
         self.send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
     def file(self, name: str) -> None:
-        if name not in FILES:
+        if name not in self.files:
             return self.send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
-        content = FILES[name]
-        headers = {"ETag": f'"{BLOB}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        content = self.files[name]
+        headers = {"ETag": f'"{blob(name)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         if "Range" not in self.headers:
             return self.send(200, content, headers)
         first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
@@ -77,9 +91,14 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def hub_server() -> Iterator[str]:
-    """Serves for as long as the context lasts; gives the address for HF_ENDPOINT."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+def hub_server(models: dict[str, dict[str, bytes]] | None = None) -> Iterator[str]:
+    """Serves for as long as the context lasts; gives the address for HF_ENDPOINT.
+
+    `models`: the files of each model, by OWNER/NAME.
+    """
+    given = {f"models/{name}": files for name, files in (models or {}).items()}
+    handler = type("Handler", (Handler,), {"repositories": Handler.repositories | given})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

@@ -131,3 +131,18 @@ def test_advice_on_gradients_that_are_not_finite(overrides: tuple[str, ...], adv
     assert nonfinite_advice(composed(*overrides)[0]) == advice
     for piece in pieces(advice):
         check(composed(*overrides, *(f"{key}={value}" for key, value in piece.items()))[0])
+
+
+def test_advice_for_an_adapter_composes_and_keeps_what_trains_on_the_device(plans):
+    overrides = BASE | {"adapter": "lora", "adapter.rank": "2", "precision": "bf16", **SIZES[1]}
+    components, plan = plans(overrides)
+    advice = memory_advice(components, plan, "vram_budget", 10_000)
+    assert {"offload": "bounce_linear"} in pieces(advice)
+    for changes in pieces(advice):
+        after, less = plans(overrides | changes)
+        assert less.totals["vram_budget"] < plan.totals["vram_budget"], changes
+        assert (less.host_bytes["gradients"], less.host_bytes["optimizer"]) == (0, 0)
+        assert not after.updates_overlap
+    streamed, plan = plans(overrides | {"offload": "layer_stream", "optimizer": "host_adamw"})
+    # Moments of a few numbers on the device are no way to save host memory.
+    assert "state_dtype" not in memory_advice(streamed, plan, "host_budget", 1000)

@@ -28,3 +28,12 @@ def test_what_follows_the_offload_mode_is_explained():
 
 def test_a_run_without_choices_has_no_lines():
     assert chosen_values(components_of("precision=fp32", "microbatches=2"), None) == {}
+
+
+def test_what_follows_an_adapter_is_explained():
+    lines = chosen_values(components_of("offload=layer_stream_swap", "adapter=lora", "precision=fp32"), None)
+    assert lines["offload.weights.trained"] == "device, because adapter=lora is small: only frozen weights stream"
+    assert lines["optimizer"] == "adamw, because adapter=lora trains on the device"
+    given = ("offload.trained=stream", "optimizer=host_adamw", "microbatches=1", "precision=fp32")
+    lines = chosen_values(components_of("offload=layer_stream", "adapter=lora", *given), None)
+    assert lines.keys() == {"optimizer.device_share"}

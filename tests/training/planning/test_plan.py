@@ -143,3 +143,23 @@ def test_a_dry_run_that_ends_early_gives_neither_a_timeline_nor_a_time(planned, 
     plan = planned("offload=layer_stream")
     assert plan.timeline == ()
     assert plan.forecast.step_ms >= sum(plan.forecast.phases_ms)
+
+
+@pytest.mark.parametrize("mode", ["none", "layer_stream", "shard_offload"])
+def test_a_frozen_base_has_neither_gradients_nor_states(planned, mode: str):
+    small = ("adapter=lora", "adapter.rank=2", "adapter.targets=[q_proj]", f"offload={mode}", "precision=bf16")
+    plan = planned(*small)
+    # Four layers of two matrices, [2, 128] and [128, 2].
+    trained = 4 * 2 * 2 * 128
+    assert plan.trained_parameters == trained < plan.parameters / 100
+    # At the peak of activations not all of them are there.
+    assert plan.device_bytes["gradients"] <= 2 * trained
+    # Two moments, a master, and the steps.
+    assert plan.device_bytes["optimizer"] == 12 * trained + 4 * 8
+    assert (plan.host_bytes["gradients"], plan.host_bytes["optimizer"]) == (0, 0)
+    assert plan.step_bytes["out"] == plan.step_bytes["activations out"]
+    assert plan.rows()["parameters that train"].startswith(f"{trained:,} of {plan.parameters:,}, ")
+    whole = planned(f"offload={mode}", "precision=bf16")
+    assert 0.6 * whole.model_flops < plan.model_flops < 0.75 * whole.model_flops
+    assert plan.summary()["model/trained_parameters"] == trained
+    assert "parameters that train" not in whole.rows()

@@ -49,3 +49,11 @@ def test_planned_bytes_are_measured(tmp_path: Path, mode: str, precision: str, r
 def test_of_microbatches_that_are_not_alike(tmp_path: Path, mode: str):
     """More microbatches than the dry run computes, of two sequences and of one."""
     moved(tmp_path, mode, "batch_size=11", "microbatches=6")
+
+
+@pytest.mark.parametrize("head", ["own", "tied"])
+def test_of_shards_that_hold_what_is_outside_the_blocks(tmp_path: Path, head: str):
+    """The embedding and the head come in once for all microbatches."""
+    asked = ("offload.outside=stream", "offload.shard_bytes=1", f"model.tie_word_embeddings={head == 'tied'}")
+    once = moved(tmp_path / "1", "shard_offload", *asked)
+    assert moved(tmp_path / "4", "shard_offload", *asked, "microbatches=4") == once

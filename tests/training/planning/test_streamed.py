@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.training.helpers import streamed_shapes
 from tests.training.helpers.in_process import SMALL_MODEL, components_of
 from training.planning.machine import machine_of
 from training.planning.plan import plan_run
@@ -38,3 +39,13 @@ def test_what_stays_is_named_with_the_key_that_streams_it():
 def test_no_note_where_all_streams_or_the_user_keeps_some(asked: str):
     components = components_of(*MODEL, asked)
     assert staying_note(components) is None
+
+
+@pytest.mark.parametrize("name", streamed_shapes.SHAPES)
+def test_every_mode_streams_models_of_all_kinds(name: str):
+    """Blocks are found in all lists: encoder and decoder, down, mid and up, double and single."""
+    model = streamed_shapes.built(name)
+    for mode in streamed_shapes.MODES:
+        assert streamed_shapes.share(model, mode, "stream") > 0.99, mode
+        # By default what stays is embedding tables and the head of a language model.
+        assert streamed_shapes.share(model, mode, "resident") > 0.95 - streamed_shapes.share_of_tables(model), mode

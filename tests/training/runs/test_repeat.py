@@ -17,6 +17,13 @@ SWAPS = ("offload=layer_stream_swap", "offload.weights.slots=3", "offload.layers
 TEXT = ("dataset=text", r"dataset.files='a\ b\'s \${x} \\\${y},=.txt'", "tracking.tags=['null','1','a,b']", "epochs=2")
 LARGE = ("experiment=fit_7b_24gib", "model.vocab_size=777", "dataset=synthetic", "optimizer.lr=3e-7")
 
+FREE = (
+    "model=hf",
+    "model.source=gpt2",
+    r"model.overrides={n_layer: 2, activation_function: gelu, rope: {kind: default, list: [1, 2]}}",
+)
+IMAGES = ("model=flux_small", "dataset.condition.pooled_projections=[4]")
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
@@ -45,7 +52,7 @@ def again(folder: Path, *overrides: str) -> dict:
     return OmegaConf.to_container(config, resolve=True)
 
 
-@pytest.mark.parametrize("overrides", [SWAPS, TEXT, LARGE])
+@pytest.mark.parametrize("overrides", [SWAPS, TEXT, LARGE, FREE, IMAGES])
 def test_everything_is_as_it_was(tmp_path: Path, overrides: tuple[str, ...]):
     was = run_of(tmp_path, *overrides)
     assert again(tmp_path) == was | {"resume": None}

@@ -1,0 +1,144 @@
+"""Adapters in peft's files: written and read tensor by tensor, from and to wherever they are.
+
+A folder has `adapter_model.safetensors` and `adapter_config.json`, which `PeftModel.from_pretrained(base, folder)`
+reads. That of a model of diffusers also has `pytorch_lora_weights.safetensors`, for `load_lora_weights` of a pipeline
+and `load_lora_adapter` of a model; it has no `modules_to_save`, which diffusers does not know.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from models.adapters import NAME, config_of, root_of
+from models.safetensors_files import open_file, read_headers, read_into, write_tensors
+from models.weights import check_fits, first_and_count
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
+# The key of the header in which diffusers looks for the configuration.
+DIFFUSERS_METADATA = "lora_adapter_metadata"
+PREFIX = "base_model.model."
+# A thousand times the largest.
+MAX_CONFIG_BYTES = 2**24
+# The keys of peft's configuration that change what the same tensors compute, with the knobs that set them.
+SAME = {"r": "rank", "lora_alpha": "alpha", "use_dora": "dora", "use_rslora": "rslora"}
+# Those that this program does not have, with the only values that it can load.
+ONLY = {"peft_type": ("LORA",), "bias": ("none",), "rank_pattern": (None, {}), "alpha_pattern": (None, {})}
+ONLY |= {"lora_bias": (None, False), "layer_replication": (None,), "trainable_token_indices": (None,)}
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Returns all that trains in `model` under the names that it has in peft's files, in the model's order."""
+    from peft import get_peft_model_state_dict
+
+    root = root_of(model)
+    trained = {name: parameter for name, parameter in root.named_parameters() if parameter.requires_grad}
+    low_rank = get_peft_model_state_dict(root, state_dict=trained, adapter_name=NAME, save_embedding_layers=False)
+    saved = config_of(model).modules_to_save or ()
+    full = {
+        f"{name}.{own}": parameter
+        for name in saved
+        for own, parameter in root.get_submodule(name).named_parameters(remove_duplicate=False)
+    }
+    return {f"{PREFIX}{name}": parameter.detach() for name, parameter in (low_rank | full).items()}
+
+
+def adapter_config(model: nn.Module, base: str | None = None) -> bytes:
+    """Returns the content of adapter_config.json; `base` is the name or folder of the base's weights."""
+    values = _plain(config_of(model).to_dict())
+    return json.dumps(values | {"base_model_name_or_path": base, "inference_mode": True}, indent=2).encode()
+
+
+def save_adapter(model: nn.Module, folder: str | Path, base: str | None = None) -> None:
+    """Writes the adapters of `model` into `folder`, which is made. Raises OSError where the disk refuses."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = adapter_tensors(model)
+    _write(folder / WEIGHTS_FILE, tensors)
+    (folder / CONFIG_FILE).write_bytes(adapter_config(model, base))
+    if type(root_of(model)).__module__.startswith("diffusers."):
+        prefix = "unet" if "UNet" in type(root_of(model)).__name__ else "transformer"
+        low_rank = {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
+        renamed = {name.replace(PREFIX, f"{prefix}.", 1): tensor for name, tensor in low_rank.items()}
+        metadata = {f"{prefix}.{key}": value for key, value in _plain(config_of(model).to_dict()).items()}
+        # diffusers hands every other key to its own version of peft.
+        metadata = {key: value for key, value in metadata.items() if not key.endswith(("peft_version", "peft_type"))}
+        metadata[f"{prefix}.modules_to_save"] = None
+        _write(folder / DIFFUSERS_FILE, renamed, {DIFFUSERS_METADATA: json.dumps(metadata, sort_keys=True)})
+
+
+def load_adapter(model: nn.Module, folder: str | Path) -> None:
+    """Copies an adapter of peft's files into that of `model`, converting to its dtype.
+
+    Raises ValueError in one line if the folder has no adapter, or one of another shape or scale; nothing is changed
+    then.
+    """
+    folder = Path(folder)
+    _check_config(model, folder / CONFIG_FILE)
+    load_adapter_tensors(model, folder / WEIGHTS_FILE)
+
+
+def load_adapter_tensors(model: nn.Module, file: Path) -> None:
+    """Copies the tensors of one file of peft's into `model`. Raises ValueError if they are not those of its adapter."""
+    targets = adapter_tensors(model)
+    stored = read_headers([file])
+    if absent := [name for name in targets if name not in stored]:
+        raise ValueError(f"{file} lacks tensor {first_and_count(absent)}, which this adapter has: choose its targets")
+    if unknown := [name for name in stored if name not in targets]:
+        raise ValueError(f"{file} has tensor {first_and_count(unknown)}, which this adapter lacks: choose its targets")
+    for name, tensor in targets.items():
+        check_fits(name, tensor, stored[name])
+    read_into(targets, stored)
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ValueError in one line if `folder` has no adapter that can be read. Reads headers alone."""
+    _read_config(folder / CONFIG_FILE)
+    with open_file(folder / WEIGHTS_FILE):
+        pass
+
+
+def _check_config(model: nn.Module, file: Path) -> None:
+    stored, own = _read_config(file), config_of(model).to_dict()
+    for key, knob in SAME.items():
+        if stored.get(key, own[key] if key in ("r", "lora_alpha") else False) != own[key]:
+            raise ValueError(f"{file} has {key}={stored[key]}, and this adapter {own[key]}: give the same {knob}")
+    for key, values in ONLY.items():
+        if key in stored and stored[key] not in values:
+            raise ValueError(f"{file} has {key}={stored[key]}, which cannot be loaded here")
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        if file.stat().st_size > MAX_CONFIG_BYTES:
+            raise ValueError("it is too large")
+        values = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror}): give a folder that peft has saved") from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"{file} is not JSON: give a folder that peft has saved") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} is no configuration of an adapter: give a folder that peft has saved")
+    return values
+
+
+def _write(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    with file.open("wb") as opened:
+        partial(write_tensors, tensors=tensors, metadata=metadata)(opened.write)
+
+
+def _plain(value: Any) -> Any:
+    """Returns `value` in types that JSON has; sets become sorted lists."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(_plain, value))
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

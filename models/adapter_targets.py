@@ -1,0 +1,127 @@
+"""Chooses the layers of a model that get an adapter, and the modules that train in full beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from models.loss import Head
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# They read the weights of the layers inside them without calling these: an adapter there would have no effect.
+READS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+# As above, by the `model_type` of transformers: peft refuses the first two, and no kernel calls the third.
+READ_IN_MAMBA = ("out_proj", "conv1d", "dt_proj")
+MAMBAS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+# Layers beside experts that are one tensor: peft takes these names for the experts, which are no layers.
+OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+# Names in a message.
+NAMED = 12
+
+
+def target_names(root: nn.Module, patterns: Sequence[str] | None) -> list[str]:
+    """Returns the names of the layers that get an adapter, in the order of the model.
+
+    `patterns`: as in `matches`, over Linear and Conv layers. None stands for every linear layer inside a list of
+    blocks: peft's "all-linear", without what comes before and after the blocks. Raises ValueError for a pattern without
+    a match.
+    """
+    layers = dict(_layers(root))
+    if patterns is None:
+        in_blocks = set(_names_in_lists(root))
+        names = [name for name, layer in layers.items() if name in in_blocks and not isinstance(layer, CONVOLUTIONS)]
+        if not names:
+            raise ValueError(f"targets=null: the model has no linear layer in a list of blocks{_existing(layers)}")
+        return names
+    return _matched("targets", patterns, layers, layers)
+
+
+def saved_names(root: nn.Module, patterns: Sequence[str], targets: Sequence[str]) -> list[str]:
+    """Returns the names of the modules that train in full; none of them lies inside another.
+
+    Those that share a parameter with a chosen one are among them, so that a file has it under all its names. Raises
+    ValueError for a pattern without a match, and for a module that is or holds one of `targets`.
+    """
+    modules = {name: module for name, module in root.named_modules() if name and _owns(module)}
+    owners = {name: module for name, module in modules.items() if _owns(module, recurse=False)}
+    names = _matched("modules_to_save", patterns, modules, owners)
+    chosen = {parameter for name in names for parameter in modules[name].parameters()}
+    names += [name for name, module in owners.items() if name not in names and chosen & {*module.parameters(False)}]
+    outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    for name in outermost:
+        for target in targets:
+            if f"{target}.".startswith(f"{name}."):
+                raise ValueError(
+                    f"modules_to_save={name}: {target} gets an adapter, and cannot train in full as well: leave it out"
+                    " of one of the two"
+                )
+    return outermost
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Tells whether a pattern with `*` and `?` matches the name of a module, or the end of it behind a dot."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def short_names(root: nn.Module, names: Sequence[str]) -> list[str]:
+    """Returns the last parts of `names`, if no other layer of `root` ends in one of them; else `names`.
+
+    peft matches the ends of names too, and short ones are what people read.
+    """
+    last = sorted({name.rpartition(".")[2] for name in names})
+    ending = {name for name, module in root.named_modules() if name.rpartition(".")[2] in last}
+    return last if ending == set(names) else sorted(names)
+
+
+def _matched(key: str, patterns: Sequence[str], among: Mapping[str, nn.Module], shown: Mapping) -> list[str]:
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in among):
+            raise ValueError(f"{key}={pattern}: matches no module{_existing(shown)}")
+    if not patterns and key == "targets":
+        raise ValueError(f"targets=[]: give patterns, or null for all linear layers of the blocks{_existing(shown)}")
+    return [name for name in among if any(matches(name, pattern) for pattern in patterns)]
+
+
+def _existing(modules: Mapping[str, nn.Module]) -> str:
+    last = sorted({name.rpartition(".")[2] for name in modules})
+    more = f" and {len(last) - NAMED} more" if len(last) > NAMED else ""
+    return f"; the model has {', '.join(last[:NAMED])}{more}" if last else ""
+
+
+def _owns(module: nn.Module, recurse: bool = True) -> bool:
+    return next(module.parameters(recurse), None) is not None
+
+
+def _layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the layers that an adapter has an effect on."""
+    hidden = [name for name, module in root.named_modules() if isinstance(module, READS_INSIDE)]
+    is_mamba = getattr(getattr(root, "config", None), "model_type", None) in MAMBAS
+    left_out = (*(READ_IN_MAMBA if is_mamba else ()), *(OF_EXPERTS if _has_fused_experts(root) else ()))
+    for name, module in root.named_modules():
+        if not name or isinstance(module, Head) or any(name.startswith(f"{parent}.") for parent in hidden):
+            continue
+        if name.rpartition(".")[2] in left_out:
+            continue
+        if isinstance(module, (nn.Linear, *CONVOLUTIONS)) or _is_transposed_linear(module):
+            yield name, module
+
+
+def _has_fused_experts(root: nn.Module) -> bool:
+    return any(
+        name.endswith("experts") and parameter.ndim > 2
+        for name, module in root.named_modules()
+        for parameter in module.parameters(recurse=False)
+    )
+
+
+def _is_transposed_linear(module: nn.Module) -> bool:
+    """Tells whether it is the Conv1D of transformers, a linear layer whose weight is [in, out]."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def _names_in_lists(root: nn.Module) -> Iterator[str]:
+    for name, module in root.named_modules():
+        if isinstance(module, nn.ModuleList):
+            yield from (f"{name}.{inner}" if name else inner for inner, _ in module.named_modules() if inner)

@@ -1,0 +1,212 @@
+"""Low-rank adapters of peft: small matrices that train beside the frozen layers of a model.
+
+LoRA (Hu et al. 2021), DoRA (Liu et al. 2024) and rank-stabilised LoRA (Kalajdzievski 2023), with peft's layers and
+peft's files (`models.adapter_files`). A model gets its adapters on the meta device, after its layers are what they will
+be (quantised ones too). Then a mode makes its memory, the base is filled inside `without_adapters`, and
+`initialise_adapters` fills the rest.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from models.adapter_targets import saved_names, short_names, target_names
+from models.initialise import HashUniform
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
+
+# The name of the adapter inside peft's layers; files do not have it.
+NAME = "default"
+# The attribute of wrappers that holds the library's own model, whose names files have.
+INNER = ("hf", "network")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """LoRA: `base(x) + alpha / rank * B(A(dropout(x)))`; only A and B train.
+
+    Attributes:
+        rank, alpha, dropout: of every adapter.
+        targets: patterns over the names of layers (`models.adapter_targets.matches`); None for all linear layers of the
+            blocks.
+        modules_to_save: patterns over the names of modules that train in full beside the adapters.
+    """
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    targets: Sequence[str] | None = None
+    modules_to_save: Sequence[str] | None = None
+
+    def peft_config(self, targets: Sequence[str], saved: Sequence[str] = ()) -> LoraConfig:
+        """Returns peft's configuration of the same adapter on the layers `targets`; it has no biases."""
+        from peft import LoraConfig
+
+        return LoraConfig(
+            r=self.rank,
+            lora_alpha=self.alpha,
+            lora_dropout=self.dropout,
+            target_modules=list(targets),
+            modules_to_save=list(saved) or None,
+            bias="none",
+            use_dora=isinstance(self, Dora),
+            use_rslora=isinstance(self, RsLora),
+        )
+
+
+@dataclass(frozen=True)
+class Dora(Lora):
+    """DoRA: the direction of the weight is that of LoRA, and the length of each of its rows trains by itself."""
+
+
+@dataclass(frozen=True)
+class RsLora(Lora):
+    """LoRA scaled by `alpha / sqrt(rank)`, so that the size of an update does not shrink with the rank."""
+
+
+def inject(model: nn.Module, adapter: Lora, dtype: torch.dtype) -> None:
+    """Puts adapters into `model` in place, and freezes all else but `modules_to_save`. Its interface stays as it is.
+
+    The adapters are on the device of the layers, the meta device too, and of `dtype`. Raises ValueError in one line,
+    beginning with the name of the attribute, for targets that the model does not have.
+    """
+    from peft import inject_adapter_in_model
+
+    root = root_of(model)
+    _refuse_statistics(root)
+    targets = target_names(root, adapter.targets)
+    saved = saved_names(root, adapter.modules_to_save or (), targets)
+    config = adapter.peft_config(short_names(root, targets))
+    with warnings.catch_warnings():
+        # About settings that peft corrects itself, such as that of transposed layers.
+        warnings.simplefilter("ignore")
+        inject_adapter_in_model(config, root, NAME)
+    if [name for name, _ in adapter_layers(root)] != targets:
+        raise ValueError(f"targets={adapter.targets}: peft puts adapters elsewhere in a {type(root).__name__}")
+    # peft wraps such modules in a copy of each; training the modules themselves is the same and takes no more memory.
+    config.modules_to_save = saved or None
+    for _, layer in adapter_layers(root):
+        for child_name, child in layer.named_children():
+            if child_name != "base_layer":
+                child.to(dtype)
+    for name in saved:
+        root.get_submodule(name).requires_grad_(True)
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Tells whether `inject` has put adapters into `model`."""
+    return hasattr(root_of(model), "peft_config")
+
+
+def config_of(model: nn.Module) -> LoraConfig:
+    """Returns peft's configuration of the adapters of `model`."""
+    return root_of(model).peft_config[NAME]
+
+
+def root_of(model: nn.Module) -> nn.Module:
+    """Returns the model under whose names files have tensors: `model`, or the library's model inside it."""
+    return next((inner for name in INNER if isinstance(inner := getattr(model, name, None), nn.Module)), model)
+
+
+def adapter_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
+    """Yields the layers that have an adapter, with their names, in order."""
+    from peft.tuners.lora import LoraLayer
+
+    # A layer inside one would be its base, or the adapter itself.
+    yield from ((name, module) for name, module in list(model.named_modules()) if isinstance(module, LoraLayer))
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside the block, `model` is the base: each layer with an adapter is replaced by its own base layer.
+
+    So the base can be filled, loaded and saved under its own names, by code that knows nothing of adapters. The model
+    is not to be called meanwhile. For a model without adapters it does nothing.
+    """
+    layers = list(adapter_layers(model)) if is_adapted(model) else []
+    try:
+        for name, layer in layers:
+            _replace(model, name, layer.get_base_layer())
+        yield
+    finally:
+        for name, layer in layers:
+            _replace(model, name, layer)
+
+
+@torch.no_grad()
+def initialise_adapters(model: nn.Module, seed: int, device: torch.device | str | None = None) -> None:
+    """Fills the adapters in place; the base must have its values.
+
+    As in peft, A is uniform (Kaiming, a=sqrt(5)), B is zero, and the magnitudes of DoRA are the lengths of the rows of
+    the base's weights: so the model computes what its base does. The numbers of A are a function of the seed and the
+    parameter's name alone, as in `models.initialise`.
+
+    Args:
+        device: where numbers are computed before they are copied, one weight at a time; by default where the parameter
+            is. Lengths may differ in the last bit between devices, so give the same for every offload mode.
+    """
+    generators: dict[torch.device, HashUniform] = {}
+    for name, layer in adapter_layers(root_of(model)):
+        first, second = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+        source = torch.device(device) if device is not None else first.device
+        if source not in generators:
+            generators[source] = HashUniform(source)
+        bound = first[0].numel() ** -0.5
+        generators[source].fill(first.detach(), f"{seed}/{name}.lora_A", bound)
+        second.detach().zero_()
+        if NAME in layer.lora_magnitude_vector:
+            _fill_magnitude(layer, source)
+
+
+def merge_adapters(model: nn.Module) -> None:
+    """Adds the adapters to the weights of the base and takes them out of `model`, which is a plain model afterwards.
+
+    Its parameters and their names are those of the base. Raises ValueError, with the model as it was, for a quantised
+    base, and where the base and the adapters are on different devices, as under a mode that streams: detach it first.
+    """
+    layers = list(adapter_layers(model))
+    for name, layer in layers:
+        devices = {str(parameter.device) for parameter in layer.parameters()}
+        if len(devices) > 1 or "meta" in devices:
+            raise ValueError(f"{name} is on {' and '.join(sorted(devices))}: merge a model that is on one device")
+        weight = layer.get_base_layer().weight
+        if type(weight) is not nn.Parameter or not weight.is_floating_point():
+            raise ValueError(f"{name} is quantised: merge the adapter into weights that are not")
+    with torch.no_grad():
+        for name, layer in layers:
+            layer.merge()
+            _replace(model, name, layer.get_base_layer())
+    del root_of(model).peft_config
+    model.requires_grad_(True)
+
+
+def _refuse_statistics(root: nn.Module) -> None:
+    for name, module in root.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            raise ValueError(
+                f"targets: {name} is a batch norm, whose statistics would change in training and be lost with the"
+                " frozen base: choose a model without"
+            )
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def _fill_magnitude(layer: LoraLayer, device: torch.device) -> None:
+    from peft.utils.integrations import dequantize_module_weight
+
+    magnitude = layer.lora_magnitude_vector[NAME]
+    weight = dequantize_module_weight(layer.get_base_layer()).detach().to(device)
+    nothing = torch.zeros((), device=device, dtype=weight.dtype)
+    magnitude.weight.detach().copy_(magnitude.get_weight_norm(weight, nothing, layer.scaling[NAME]))

@@ -1,0 +1,97 @@
+"""Builds a model a second time, on the CPU and without memory for its weights: for what construction computes.
+
+A model that was made on the meta device lacks these values, and no file of weights has them. So it is the library that
+computes them, and no architecture needs a line here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+Model = TypeVar("Model", bound=nn.Module)
+Build = Callable[[], Model]
+"""makes the same model anew"""
+
+# A model whose buffers differ between these seeds has random ones.
+SEEDS = (0, 1)
+
+
+def without_weights(build: Build, kept: Collection[tuple[type[nn.Module], str]] = ()) -> Model:
+    """Builds the model with its buffers on the CPU and its parameters on the meta device.
+
+    Every parameter goes to the meta device as it is registered. Until then its memory is reserved and not written, so
+    that none of the system's is used, as a rule. Random numbers are those of torch's generator as it is.
+
+    `kept`: parameters that keep their memory and the values that they are made with, as class and attribute of their
+    module.
+    """
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta or (type(module), name) in kept:
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(to_meta)
+    try:
+        with torch.device("cpu"):
+            return build()
+    finally:
+        hook.remove()
+
+
+def with_buffers(build: Build) -> Model:
+    """Builds as `without_weights` does; random numbers of the caller are not changed.
+
+    Raises ValueError if buffers have random values.
+    """
+    built = []
+    with torch.random.fork_rng(devices=[]):
+        for seed in SEEDS:
+            torch.manual_seed(seed)
+            state = torch.get_rng_state()
+            built.append(without_weights(build))
+            if torch.equal(state, torch.get_rng_state()):
+                break
+    first, last = (dict(one.named_buffers()) for one in (built[0], built[-1]))
+    for name, value in first.items():
+        if not value.is_meta and not torch.equal(value, last[name]):
+            raise ValueError(f"{name}: its values are random, so build this model on the CPU")
+    return built[0]
+
+
+def as_made(model: nn.Module, build: Build, names: Iterable[str], seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yields parameters of `model`, by name, with the values that construction makes them with.
+
+    Random ones come from torch's generator on the CPU, seeded by `seed`. Raises ValueError for a parameter that
+    construction gives no value.
+    """
+    names = list(names)
+    if not names:
+        return
+    places = [name.rpartition(".") for name in names]
+    kinds = {(type(model.get_submodule(path)), own) for path, _, own in places}
+    # Memory that nothing is written to is NaN then.
+    settings = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(digest(f"{seed}"))
+            made = without_weights(build, kinds)
+    finally:
+        torch.use_deterministic_algorithms(settings[0], warn_only=settings[1])
+    for name in names:
+        value = made.get_parameter(name)
+        if value.isnan().any():
+            raise ValueError(f"{name}: its library gives it no first value: load weights instead")
+        yield name, value
+
+
+def digest(key: str) -> int:
+    """Returns the seed that a text stands for, an int64."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)

@@ -1,0 +1,88 @@
+"""First values of the parameters of a diffusion model: its library's own distributions, as a function of seed and name.
+
+diffusers leaves layers as torch makes them, and draws from one generator in one order. Here the house's hash gives the
+numbers. What the papers of an architecture start otherwise is in `Family.first_stds`: above all the modulation of
+adaLN-Zero and the last projection, which start at zero (Peebles and Xie 2023).
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+from models.built_again import Build, as_made
+from models.initialise import HashNormal, HashUniform
+
+NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
+
+
+@torch.no_grad()
+def initialise_diffusion(
+    network: nn.Module,
+    build: Build,
+    first_stds: dict[str, float],
+    seed: int,
+    device: torch.device | str | None = None,
+) -> None:
+    """Fills every parameter in place, on its own device.
+
+    * A layer whose name fits a pattern of `first_stds`: normal weights of that standard deviation, zeros for 0; its
+      bias is zero.
+    * Linear and convolution layers, weight and bias: uniform within 1 / sqrt(fan_in), as torch's `reset_parameters`.
+    * Tables: normal with standard deviation 1, zeros in the row of `padding_idx`. Norms: ones, and zeros for the bias.
+    * Any other parameter (the norms of diffusers, tables of modulations): the value that its module is made with, on
+      the CPU with torch's generator seeded by `seed`.
+
+    Random numbers of layers and tables come from the hash of (seed, name, index): so a value depends neither on the
+    order of filling nor on mode, device or dtype, but for rounding to it. Buffers are not changed.
+
+    Args:
+        build: makes the same network anew.
+        device: where hashed numbers are computed before they are copied; by default the parameter's own device.
+
+    Raises:
+        ValueError: a parameter is on the meta device or has no floating-point dtype, and nothing has been written then;
+            or diffusers gives it no value.
+    """
+    _check_initialisable(network)
+    numbers: dict[tuple[type, torch.device], HashNormal | HashUniform] = {}
+
+    def draw(kind: type, parameter: nn.Parameter, name: str, scale: float) -> None:
+        source = torch.device(device) if device is not None else parameter.device
+        if (kind, source) not in numbers:
+            numbers[kind, source] = kind(source)
+        numbers[kind, source].fill(parameter.detach(), f"{seed}/{name}", scale)
+
+    others = []
+    for path, module in network.named_modules():
+        std = next((std for pattern, std in first_stds.items() if fnmatchcase(path, pattern)), None)
+        for own, parameter in module.named_parameters(recurse=False):
+            name = f"{path}.{own}" if path else own
+            if std == 0 or (std is not None and own == "bias"):
+                parameter.zero_()
+            elif std is not None:
+                draw(HashNormal, parameter, name, std)
+            elif isinstance(module, (nn.Linear, _ConvNd)):
+                draw(HashUniform, parameter, name, (module.weight.shape[1] * module.weight[0][0].numel()) ** -0.5)
+            elif isinstance(module, nn.Embedding):
+                draw(HashNormal, parameter, name, 1.0)
+                if module.padding_idx is not None:
+                    parameter[module.padding_idx].zero_()
+            elif isinstance(module, NORMS):
+                parameter.fill_(1.0 if own == "weight" else 0.0)
+            else:
+                others.append(name)
+    for name, value in as_made(network, build, others, seed):
+        network.get_parameter(name).copy_(value)
+
+
+def _check_initialisable(network: nn.Module) -> None:
+    for name, parameter in network.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"{name} is on the meta device: allocate its memory before initialising it")
+        if not parameter.is_floating_point():
+            raise ValueError(f"{name} has dtype {parameter.dtype}: only floating-point parameters can be initialised")

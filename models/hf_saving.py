@@ -1,0 +1,156 @@
+"""Writes transformers models as transformers does: config.json, and weights under the names of published checkpoints.
+
+`models.hf_files` loads such files, and so does `from_pretrained`.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from models.hf_source import CONFIG_FILE, one_line, sub_configs
+from models.safetensors_files import write_tensors
+from models.weights import (
+    INDEX_FILE,
+    MAX_SHARD_BYTES,
+    SINGLE_FILE,
+    distinct_tensors,
+    first_and_count,
+    index_of,
+    named_tensors,
+)
+from models.whole_folder import Fill, bytes_of, write_whole_folder
+
+Read = Callable[[str], Tensor]
+
+
+@torch.no_grad()
+def save_hf(model: nn.Module, folder: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Writes config.json and the weights to `folder`, for transformers' `from_pretrained` and for `load_hf`.
+
+    Names and shapes are those of the architecture's published checkpoints. The folder is complete or not there.
+
+    Args:
+        folder: a new or an empty one.
+        max_shard_bytes: a file has at most so many bytes, or one layer.
+
+    Raises:
+        ValueError: the folder has files, a tensor is on the meta device or cannot be converted back. Nothing has been
+            written then.
+    """
+    write_whole_folder(Path(folder), hf_files(model, max_shard_bytes))
+
+
+def hf_files(
+    model: nn.Module,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    read: Read | None = None,
+    eos_token_id: int | None = None,
+) -> dict[str, Fill]:
+    """Returns the files of a saved model: what fills each, by name. One layer is converted at a time.
+
+    Args:
+        read: returns the values of a tensor, given one of its names in `model.hf`; by default they are the model's own.
+        eos_token_id: the token that ends a text, for config.json; None leaves the one that is there.
+
+    Raises:
+        ValueError: a tensor is on the meta device, and there is no `read`; or it cannot be converted back.
+    """
+    hf = model.hf
+    if read is None:
+        own = {name: tensor.detach() for tensor, names in distinct_tensors(hf) for name in names}
+        read = own.__getitem__
+    config = copy.deepcopy(hf.config)
+    config.architectures = [type(hf).__name__]
+    config.dtype = hf.dtype
+    for part in sub_configs(config):
+        if hasattr(part, "use_cache"):
+            part.use_cache = True
+    if eos_token_id is not None:
+        config.eos_token_id = eos_token_id
+    files = {CONFIG_FILE: bytes_of(config.to_json_string(use_diff=True).encode())}
+    shards = _shards(hf, max_shard_bytes)
+    names = [SINGLE_FILE]
+    if len(shards) > 1:
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    stored = {}
+    for name, layers in zip(names, shards, strict=True):
+        shard = _Shard(hf, layers, read)
+        stored[name] = shard.tensors
+        files[name] = partial(write_tensors, tensors=shard.tensors, read=shard.read)
+    if len(shards) > 1:
+        files[INDEX_FILE] = bytes_of(index_of(stored))
+    return files
+
+
+def stored_form(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors of a model, all those of some layers, under the names and in the shapes of files.
+
+    Raises ValueError if one cannot be converted back.
+    """
+    try:
+        return revert_weight_conversion(model, dict(tensors))
+    except Exception as error:
+        names = first_and_count(list(tensors))
+        raise ValueError(f"{names} cannot be converted to the form of files: {one_line(error)}") from error
+
+
+class _Shard:
+    """The tensors of some layers in the form of files; `tensors` has them without values, by their name there."""
+
+    def __init__(self, model: PreTrainedModel, layers: list[dict[str, Tensor]], read: Read):
+        self._model, self._read = model, read
+        self.tensors: dict[str, Tensor] = {}
+        self._layer_of: dict[str, dict[str, Tensor]] = {}
+        for layer in layers:
+            empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in layer.items()}
+            made = stored_form(model, empty)
+            self.tensors |= made
+            self._layer_of |= dict.fromkeys(made, layer)
+        # Those of the layer that was converted last: the next tensor is of the same one, as a rule.
+        self._converted: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+
+    @torch.no_grad()
+    def read(self, name: str) -> Tensor:
+        """Returns a tensor with its values."""
+        layer = self._layer_of[name]
+        if self._converted[0] is not layer:
+            self._converted = {}, {}
+            self._converted = layer, stored_form(self._model, {own: self._read(own) for own in layer})
+        return self._converted[1][name]
+
+
+def _shards(model: PreTrainedModel, max_bytes: int) -> list[list[dict[str, Tensor]]]:
+    """Divides the tensors of the state dict between files, each tied one once, without dividing a layer."""
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in _saved(model):
+        # All that a conversion joins is within a layer: "model.layers.3.".
+        layer = re.match(r".*?\.\d+\.", name)
+        layers.setdefault(layer[0] if layer else "", {})[name] = tensor
+    shards: list[list[dict[str, Tensor]]] = [[]]
+    used = 0
+    for tensors in layers.values():
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if shards[-1] and used + size > max_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(tensors)
+        used += size
+    return shards
+
+
+def _saved(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    derived, left_out = model.all_tied_weights_keys, model._keys_to_ignore_on_save or ()
+    for tensor, names in named_tensors(model):
+        # transformers reads a tied weight under the name that the others are tied to.
+        name = next((name for name in names if name not in derived), names[0])
+        if name not in left_out:
+            yield name, tensor

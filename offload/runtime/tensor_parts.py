@@ -1,0 +1,144 @@
+"""The plain tensors of which a tensor consists.
+
+Two kinds of tensor consist of others. A tensor subclass may wrap tensors, and says which by `__tensor_flatten__` and
+`__tensor_unflatten__` (torch's traceable wrapper subclasses): a quantised weight of torchao has its integers and its
+scales inside, and no memory of its own. A parameter of bitsandbytes has packed bytes as its data, and the scales in an
+object, its attribute `quant_state`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+# The attribute in which bitsandbytes keeps what a packed parameter needs besides its data.
+STATE = "quant_state"
+
+
+def wraps(tensor: Tensor) -> bool:
+    """Tells whether `tensor` is of a subclass that wraps other tensors."""
+    return _wraps(type(tensor))
+
+
+def any_wraps(kinds: Iterable[type]) -> bool:
+    """Tells whether a class among `kinds`, as a dispatch mode gets them, wraps other tensors."""
+    return any(map(_wraps, kinds))
+
+
+def state_of(tensor: Tensor) -> object | None:
+    """Returns the quantisation state that hangs on a packed parameter, or None."""
+    return tensor.__dict__.get(STATE) if type(tensor) is not Tensor else None
+
+
+def is_compound(tensor: Tensor) -> bool:
+    """Tells whether `tensor` consists of several plain tensors, in either way."""
+    return wraps(tensor) or state_of(tensor) is not None
+
+
+def parts(tensor: Tensor) -> list[Tensor]:
+    """Returns the plain tensors of which `tensor` consists: itself, where it is a plain one."""
+    if wraps(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in parts(getattr(tensor, name))]
+    state = state_of(tensor)
+    return [tensor] if state is None else [tensor, *tensors_in(state)]
+
+
+def true_bytes(tensor: Tensor) -> int:
+    """Returns the bytes of the parts of `tensor`. A quantised weight's own `nbytes` are those of what it stands for."""
+    return sum(part.nbytes for part in parts(tensor)) if is_compound(tensor) else tensor.nbytes
+
+
+def version_of(tensor: Tensor) -> int:
+    """Returns the sum of autograd's version counters of the tensor and its parts; without those in inference mode."""
+    counted = [tensor, *parts(tensor)] if is_compound(tensor) else [tensor]
+    return sum(each._version for each in counted if not each.is_inference())
+
+
+def wrapped(tensor: Tensor, memory: Iterable[Tensor]) -> Tensor:
+    """Returns a tensor that wraps `memory`, which has a tensor for each part of `tensor`, as `tensor` wraps its own."""
+    return _wrapped(tensor, iter(memory))
+
+
+def dressed(new: Tensor, like: Tensor) -> Tensor:
+    """Makes `new`, which wraps tensors, a parameter if `like` is one. Gives it the attributes of `like` that it lacks.
+
+    Its class cannot be changed afterwards, as that of a plain tensor can: it has a table of operations.
+    """
+    if isinstance(like, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=False)
+    for name, value in like.__dict__.items():
+        new.__dict__.setdefault(name, value)
+    return new
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Yields the tensors in a value: in sequences, dictionaries and attributes of plain objects, nested as they are."""
+    found: list[Tensor] = []
+    mapped(value, lambda tensor: found.append(tensor) or tensor)
+    yield from found
+
+
+def replaced_in(value: object, memory: Iterable[Tensor]) -> object:
+    """Returns a copy of `value` that has the tensors of `memory` in place of its own, in the order of `tensors_in`."""
+    new = iter(memory)
+    return mapped(value, lambda tensor: next(new))
+
+
+def mapped(value: object, change: Callable[[Tensor], object]) -> object:
+    """Returns `value` with `change` of each of its tensors in their place; itself, where nothing changes.
+
+    Modules and what they have are left out, and so is an object that is met inside itself.
+    """
+    return _mapped(value, change, ())
+
+
+def give_state(tensor: Tensor, memory: Iterable[Tensor]) -> None:
+    """Makes the tensors of `memory` those of the parameter's state. The object stays: its module has it as well."""
+    state = state_of(tensor)
+    state.__dict__.update(replaced_in(state, memory).__dict__)
+
+
+@functools.cache
+def _wraps(kind: type) -> bool:
+    return kind not in (Tensor, nn.Parameter) and hasattr(kind, "__tensor_flatten__")
+
+
+def _wrapped(tensor: Tensor, memory: Iterator[Tensor]) -> Tensor:
+    if not wraps(tensor):
+        return next(memory)
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: _wrapped(getattr(tensor, name), memory) for name in names}
+    with torch.no_grad():
+        return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+
+
+def _mapped(value: object, change: Callable[[Tensor], object], above: tuple[int, ...]) -> object:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (nn.Module, type)) or id(value) in above:
+        return value
+    above = (*above, id(value))
+    if type(value) in (list, tuple):
+        items = [_mapped(item, change, above) for item in value]
+        return value if _same(items, value) else type(value)(items)
+    if type(value) is dict:
+        items = {key: _mapped(item, change, above) for key, item in value.items()}
+        return value if _same(items.values(), value.values()) else items
+    attributes = getattr(value, "__dict__", None)
+    if not isinstance(attributes, dict) or callable(value):
+        return value
+    new = {name: _mapped(item, change, above) for name, item in attributes.items()}
+    if _same(new.values(), attributes.values()):
+        return value
+    changed = copy.copy(value)
+    changed.__dict__.update(new)
+    return changed
+
+
+def _same(new: Iterable[object], old: Iterable[object]) -> bool:
+    return all(one is other for one, other in zip(new, old, strict=True))

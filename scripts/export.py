@@ -1,0 +1,49 @@
+"""Writes the model of a run, from its newest checkpoint or the one that is given, in the form of its library.
+
+    python scripts/export.py outputs/DATE/TIME exported
+    python scripts/export.py runs/a/checkpoints/step-00000500 exported
+
+A model of transformers, and our Llama, becomes config.json and model.safetensors with the tokenizer's files, for
+AutoModelForCausalLM and AutoTokenizer; a model of diffusers config.json and diffusion_pytorch_model.safetensors. Large
+models are written in several files with an index. KEY=VALUE changes the run's configuration, for a tokenizer's file
+that was moved (dataset.tokenizer=FILE). OUT is complete or not there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from offload import KnobError, parse_bytes
+from training.errors import UserError
+from training.runs import compose_errors, console
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", metavar="RUN|CHECKPOINT", help="the directory of a run, or of one of its checkpoints")
+    parser.add_argument("out", metavar="OUT", help="a new folder, or an empty one")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes of the run's configuration")
+    parser.add_argument(
+        "--max-shard",
+        default="4GiB",
+        metavar="BYTES",
+        help="the most bytes of a file of weights, but for one layer [%(default)s]",
+    )
+    options = parser.parse_intermixed_args()
+    from training.export import export
+
+    try:
+        limit = parse_bytes("--max-shard", options.max_shard)
+    except KnobError as error:
+        raise UserError(str(error)) from None
+    names = export(options.run, options.out, options.overrides, limit)
+    print(f"{options.out}: {', '.join(names)}")
+
+
+if __name__ == "__main__":
+    console.may_fail()
+    compose_errors.run(main)

@@ -1,0 +1,195 @@
+"""Adapters in peft's files: read by peft and by diffusers with equal outputs, and read again here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, StableDiffusionPipeline
+from peft import PeftModel
+from safetensors import safe_open
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from models.adapter_files import (
+    CONFIG_FILE,
+    DIFFUSERS_FILE,
+    WEIGHTS_FILE,
+    adapter_tensors,
+    check_folder,
+    load_adapter,
+    save_adapter,
+)
+from models.adapters import Dora, Lora, RsLora, initialise_adapters, inject, root_of, without_adapters
+from models.diffusion import build_diffusion
+from models.initialise import initialise
+from models.llama import Llama
+from tests.models.helpers.hf_models import tiny
+
+KINDS = (Lora, Dora, RsLora)
+IDS = torch.arange(12).view(2, 6)
+SIZES = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
+UNET = {
+    "sample_size": 8,
+    "in_channels": 4,
+    "out_channels": 4,
+    "block_out_channels": [8, 16],
+    "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+    "norm_num_groups": 4,
+    "cross_attention_dim": 8,
+    "attention_head_dim": 2,
+    "layers_per_block": 1,
+}
+
+
+def filled(model: nn.Module, adapter: Lora, seed: int = 0) -> nn.Module:
+    """The model with an adapter whose values are those after some training."""
+    inject(model, adapter, torch.float32)
+    model.to_empty(device="cpu").eval()
+    if hasattr(root_of(model), "tie_weights"):
+        root_of(model).tie_weights()
+    with without_adapters(model):
+        if hasattr(model, "fill_buffers"):
+            model.fill_buffers()
+        getattr(model, "initialise", lambda seed: initialise(model, seed))(0)
+    initialise_adapters(model, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def llama(adapter: Lora, seed: int = 0) -> Llama:
+    with torch.device("meta"):
+        model = Llama(**SIZES, **HEADS)
+    return filled(model, adapter, seed)
+
+
+def base_of(model: nn.Module, twin: nn.Module) -> nn.Module:
+    """Gives `twin`, a plain model of a library, the base's weights."""
+    with without_adapters(model):
+        twin.load_state_dict(root_of(model).state_dict())
+    return twin.eval()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_reads_the_adapter_of_our_model(tmp_path: Path, kind: type[Lora]):
+    model = llama(kind(4, 8, 0.5, ["q_proj", "layers.1.mlp.*"], ["lm_head", "model.norm"]))
+    save_adapter(model, tmp_path, "some/base")
+    base = base_of(model, LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, rms_norm_eps=1e-5)))
+    plain = base(IDS).logits
+    loaded = PeftModel.from_pretrained(base, tmp_path).eval()
+    assert loaded.peft_config["default"].base_model_name_or_path == "some/base"
+    # The two models add in another order.
+    torch.testing.assert_close(loaded(IDS).logits, model(IDS))
+    assert not torch.allclose(plain, model(IDS), atol=1e-2)
+    assert [file.name for file in sorted(tmp_path.iterdir())] == [CONFIG_FILE, WEIGHTS_FILE]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_tied", "mixtral"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_reads_the_adapter_of_a_model_of_transformers(tmp_path: Path, name: str, kind: type[Lora]):
+    saved = ["embed_tokens"] if name == "qwen3_tied" else None
+    model = filled(tiny(name, "meta"), kind(4, 8, modules_to_save=saved))
+    save_adapter(model, tmp_path)
+    loaded = PeftModel.from_pretrained(base_of(model, type(model.hf)(model.hf.config)), tmp_path).eval()
+    assert torch.equal(loaded(IDS).logits, model.hf(IDS).logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_diffusers_reads_the_adapter_of_its_models(tmp_path: Path, kind: type[Lora]):
+    with torch.device("meta"):
+        model = build_diffusion("UNet2DConditionModel", UNET)
+    filled(model, kind(4, 8, targets=["to_q", "to_v", "conv1"]))
+    save_adapter(model, tmp_path)
+    network = base_of(model, type(model.network).from_config(model.network.config))
+    images, text = torch.ones(2, 4, 8, 8), torch.ones(2, 3, 8)
+    plain = network(images, 3, text).sample
+    if kind is Lora:
+        network.load_lora_adapter(tmp_path, prefix="unet", weight_name=DIFFUSERS_FILE)
+    else:
+        parts = dict.fromkeys(("vae", "text_encoder", "tokenizer", "safety_checker", "feature_extractor"))
+        pipeline = StableDiffusionPipeline(
+            **parts, unet=network, scheduler=DDIMScheduler(), requires_safety_checker=False
+        )
+        pipeline.load_lora_weights(tmp_path)
+    assert torch.equal(network(images, 3, text).sample, model.network(images, 3, text).sample)
+    assert not torch.equal(network(images, 3, text).sample, plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_saved_is_loaded_again(tmp_path: Path, kind: type[Lora]):
+    adapter = kind(4, 8, modules_to_save=["lm_head"])
+    model, other = llama(adapter), llama(adapter, seed=1)
+    save_adapter(model, tmp_path)
+    assert not torch.equal(model(IDS), other(IDS))
+    load_adapter(other, tmp_path)
+    assert torch.equal(model(IDS), other(IDS))
+
+
+def test_what_peft_saves_is_loaded(tmp_path: Path):
+    model, other = llama(Dora(4, 8)), llama(Dora(4, 8), seed=1)
+    save_adapter(model, tmp_path / "ours")
+    base = base_of(model, LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)))
+    PeftModel.from_pretrained(base, tmp_path / "ours").save_pretrained(tmp_path / "pefts")
+    load_adapter(other, tmp_path / "pefts")
+    assert torch.equal(model(IDS), other(IDS))
+    with (
+        safe_open(tmp_path / "pefts" / WEIGHTS_FILE, "pt") as pefts,
+        safe_open(tmp_path / "ours" / WEIGHTS_FILE, "pt") as ours,
+    ):
+        assert set(pefts.keys()) == set(ours.keys()) == set(adapter_tensors(model))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        (Lora(2, 8), r"has r=4, and this adapter 2: give the same rank$"),
+        (Lora(4, 4), r"has lora_alpha=8, and this adapter 4: give the same alpha$"),
+        (Dora(4, 8), r"has use_dora=False, and this adapter True: give the same dora$"),
+        (RsLora(4, 8), r"has use_rslora=False, and this adapter True: give the same rslora$"),
+        (Lora(4, 8, targets=["q_proj"]), r"has tensor base_model.* \(and \d+ more\), which this adapter lacks"),
+        (Lora(4, 8, modules_to_save=["lm_head"]), r"lacks tensor base_model\.model\.lm_head\.weight, which"),
+    ],
+)
+def test_another_adapter_is_refused_and_nothing_changed(tmp_path: Path, adapter: Lora, message: str):
+    save_adapter(llama(Lora(4, 8)), tmp_path)
+    model = llama(adapter)
+    before = model(IDS)
+    with pytest.raises(ValueError, match=message) as refusal:
+        load_adapter(model, tmp_path)
+    assert "\n" not in str(refusal.value)
+    assert torch.equal(model(IDS), before)
+
+
+def test_settings_of_peft_that_cannot_be_had_are_refused(tmp_path: Path):
+    save_adapter(llama(Lora(4, 8)), tmp_path)
+    config = json.loads((tmp_path / CONFIG_FILE).read_text())
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config | {"alpha_pattern": {"q_proj": 16}}))
+    with pytest.raises(ValueError, match=r"has alpha_pattern=\{'q_proj': 16\}, which cannot be loaded here$"):
+        load_adapter(llama(Lora(4, 8)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "cannot be read .*: give a folder that peft has saved"), ("{", "is not JSON"), ("[]", "is no config")],
+)
+def test_a_folder_without_an_adapter_is_refused(tmp_path: Path, content: str | None, message: str):
+    if content is not None:
+        (tmp_path / CONFIG_FILE).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        check_folder(tmp_path)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path):
+    save_adapter(llama(Lora(4, 8)), tmp_path)
+    check_folder(tmp_path)
+    (tmp_path / WEIGHTS_FILE).unlink()
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors is missing"):
+        check_folder(tmp_path)

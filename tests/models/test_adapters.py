@@ -1,0 +1,217 @@
+"""Adapters in a model: what trains, what they begin with, the base beneath them, and merging."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models.adapters import (
+    Dora,
+    Lora,
+    RsLora,
+    adapter_layers,
+    config_of,
+    initialise_adapters,
+    inject,
+    is_adapted,
+    merge_adapters,
+    root_of,
+    without_adapters,
+)
+from models.diffusion import build_diffusion
+from models.initialise import initialise
+from models.llama import Llama
+from tests.models.helpers.hf_models import batch, tiny
+
+KINDS = (Lora, Dora, RsLora)
+IDS = torch.arange(12).view(2, 6)
+UNET = {
+    "sample_size": 8,
+    "in_channels": 1,
+    "out_channels": 1,
+    "block_out_channels": [8, 16],
+    "down_block_types": ["DownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "UpBlock2D"],
+    "norm_num_groups": 4,
+    "layers_per_block": 1,
+}
+
+
+def plain() -> Llama:
+    with torch.device("meta"):
+        return Llama(40, 16, 32, 2, 2, 2)
+
+
+def adapted(adapter: Lora, seed: int = 0, dtype: torch.dtype = torch.float32) -> Llama:
+    """A model whose base is made from seed 0."""
+    model = plain().to(dtype)
+    inject(model, adapter, dtype)
+    model.to_empty(device="cpu")
+    with without_adapters(model):
+        initialise(model, 0)
+    initialise_adapters(model, seed)
+    return model
+
+
+def disturb(model: nn.Module) -> None:
+    """Gives what trains other values, so that an adapter has an effect."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_adapter_computes_what_the_base_does(kind: type[Lora]):
+    base = plain().to_empty(device="cpu")
+    initialise(base, 0)
+    model = adapted(kind(4, 8))
+    assert torch.equal(model(IDS), base(IDS))
+    with without_adapters(model):
+        assert model.state_dict().keys() == base.state_dict().keys()
+        assert all(torch.equal(tensor, base.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert len(list(adapter_layers(model))) == 14
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_adapter_trains_and_nothing_else(kind: type[Lora]):
+    model = adapted(kind(4, 8, dropout=0.1))
+    model(IDS, IDS).backward()
+    found = trained(model)
+    assert all(".lora_" in name and parameter.grad is not None for name, parameter in found.items())
+    assert len(found) == 14 * (3 if kind is Dora else 2)
+    assert all(p.grad is None for name, p in model.named_parameters() if name not in found)
+    # B is zero, so nothing reaches A in the first step.
+    assert all(parameter.grad.any() for name, parameter in found.items() if "lora_B" in name)
+
+
+def test_the_kinds_are_those_of_peft():
+    configs = [config_of(adapted(kind(4, 8, 0.25, ["q_proj"]))) for kind in KINDS]
+    assert [(config.use_dora, config.use_rslora) for config in configs] == [
+        (False, False),
+        (True, False),
+        (False, True),
+    ]
+    assert all((c.r, c.lora_alpha, c.lora_dropout, c.bias) == (4, 8, 0.25, "none") for c in configs)
+    scales = [next(adapter_layers(adapted(kind(4, 8))))[1].scaling["default"] for kind in KINDS]
+    assert scales == [2, 2, 4]
+
+
+def test_first_values_are_a_function_of_seed_and_name():
+    one, same, other = (trained(adapted(Lora(4, 8), seed)) for seed in (1, 1, 2))
+    assert all(torch.equal(tensor, same[name]) for name, tensor in one.items())
+    firsts = [name for name in one if "lora_A" in name]
+    assert not any(torch.equal(one[name], other[name]) for name in firsts)
+    assert len({one[name].sum().item() for name in firsts}) == len(firsts)
+    # Fewer targets leave the values of the others as they are.
+    fewer = trained(adapted(Lora(4, 8, targets=["v_proj"]), 1))
+    assert len(fewer) == 4
+    assert all(torch.equal(tensor, one[name]) for name, tensor in fewer.items())
+    some = one[firsts[0]]
+    assert some.abs().max() <= 16**-0.5 < some.abs().max() * 1.1
+
+
+def test_the_magnitudes_of_dora_are_the_lengths_of_the_rows():
+    model = adapted(Dora(4, 8))
+    for _, layer in adapter_layers(model):
+        expected = torch.linalg.norm(layer.get_base_layer().weight, dim=1)
+        assert torch.equal(layer.lora_magnitude_vector["default"].weight, expected)
+
+
+def test_adapters_have_the_dtype_that_is_asked_for():
+    model = adapted(Dora(4, 8), dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert torch.isfinite(model(IDS)).all()
+
+
+def test_modules_to_save_train_in_full_and_are_not_copied():
+    count = len(list(adapted(Lora(4, 8)).parameters()))
+    model = adapted(Lora(4, 8, modules_to_save=["lm_head", "model.norm"]))
+    assert len(list(model.parameters())) == count
+    assert {"lm_head.weight", "model.norm.weight"} == {name for name in trained(model) if ".lora_" not in name}
+    model(IDS, IDS).backward()
+    assert model.lm_head.weight.grad.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_merged_model_is_a_plain_one_that_computes_the_same(kind: type[Lora]):
+    model = adapted(kind(4, 8, modules_to_save=["lm_head"]))
+    disturb(model)
+    expected = model(IDS)
+    merge_adapters(model)
+    assert not is_adapted(model)
+    assert model.state_dict().keys() == plain().state_dict().keys()
+    torch.testing.assert_close(model(IDS), expected)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_model_without_values_is_not_merged():
+    model = plain()
+    inject(model, Lora(4, 8), torch.float32)
+    with pytest.raises(ValueError, match=r"q_proj is on meta: merge a model that is on one device$"):
+        merge_adapters(model)
+
+
+def test_a_quantised_base_is_not_merged():
+    model = adapted(Lora(4, 8))
+    _, layer = list(adapter_layers(model))[-1]
+    layer.get_base_layer().weight = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match=r"^model\.layers\.1\.mlp\.down_proj is quantised: merge the adapter into"):
+        merge_adapters(model)
+    assert is_adapted(model)
+
+
+def test_without_adapters_puts_them_back_after_an_error():
+    model = adapted(Lora(4, 8))
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(ArithmeticError), without_adapters(model):
+        raise ArithmeticError
+    assert [name for name, _ in model.named_parameters()] == names
+    untouched = nn.Linear(2, 2)
+    with without_adapters(untouched):
+        assert not is_adapted(untouched)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3_next", "vit"])
+def test_models_of_transformers_keep_their_interface(name: str):
+    """Every adapter has an effect: that of a layer whose weight others read would get no gradient."""
+    model = tiny(name, "meta")
+    inject(model, Dora(2, 4), torch.float32)
+    model.to_empty(device="cpu")
+    model.hf.tie_weights()
+    with without_adapters(model):
+        model.fill_buffers()
+        model.initialise(0)
+    initialise_adapters(model, 0)
+    assert root_of(model) is model.hf
+    model(*batch(name)).square().mean().backward()
+    assert all(p.grad is not None and p.grad.any() for n, p in trained(model).items() if "lora_B" in n)
+
+
+def test_layers_of_images_can_be_named():
+    """Convolutions too, which by default have no adapter."""
+    for targets, kinds in ((None, {nn.Linear}), (["conv1", "time_emb_proj"], {nn.Linear, nn.Conv2d})):
+        with torch.device("meta"):
+            model = build_diffusion("UNet2DModel", UNET)
+        inject(model, Dora(2, 4, targets=targets), torch.float32)
+        model.to_empty(device="cpu")
+        with without_adapters(model):
+            model.fill_buffers()
+            initialise(model, 0)
+        initialise_adapters(model, 0)
+        assert {type(layer.get_base_layer()) for _, layer in adapter_layers(model)} == kinds
+        images, times = torch.ones(2, 1, 8, 8), torch.tensor([0.1, 0.9])
+        given = model(images, times)
+        with without_adapters(model):
+            torch.testing.assert_close(model(images, times), given)
+
+
+def test_a_model_with_statistics_is_refused():
+    with pytest.raises(ValueError, match=r"^targets: .* is a batch norm, whose statistics would change in training"):
+        inject(tiny("resnet", "meta"), Lora(2, 4), torch.float32)

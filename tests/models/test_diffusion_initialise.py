@@ -1,0 +1,157 @@
+"""First values of diffusion models: diffusers' distributions and the papers', as a function of seed and name."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.diffusion import DiffusionModel, build_diffusion
+from models.diffusion_families import FAMILIES
+from models.diffusion_initialise import initialise_diffusion
+from offload import BounceLinear
+from tests.offload.helpers.models import attached
+
+HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
+SMALL: dict[str, dict] = {
+    "DiTTransformer2DModel": {**HEADS, "sample_size": 4, "in_channels": 4, "num_layers": 1, "num_embeds_ada_norm": 9},
+    "FluxTransformer2DModel": {
+        **HEADS,
+        "in_channels": 16,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "joint_attention_dim": 24,
+        "pooled_projection_dim": 24,
+        "axes_dims_rope": [4, 6, 6],
+        "guidance_embeds": True,
+    },
+    "LTXVideoTransformer3DModel": {
+        **HEADS,
+        "in_channels": 8,
+        "out_channels": 8,
+        "num_layers": 1,
+        "cross_attention_dim": 32,
+        "caption_channels": 24,
+    },
+    "SD3Transformer2DModel": {
+        **HEADS,
+        "sample_size": 8,
+        "num_layers": 2,
+        "joint_attention_dim": 24,
+        "caption_projection_dim": 32,
+        "pooled_projection_dim": 24,
+        "pos_embed_max_size": 8,
+    },
+    "UNet2DConditionModel": {
+        "sample_size": 8,
+        "block_out_channels": [32, 64],
+        "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+        "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+        "cross_attention_dim": 24,
+        "attention_head_dim": 8,
+        "layers_per_block": 1,
+    },
+    "UNet2DModel": {
+        "sample_size": 8,
+        "block_out_channels": [32, 64],
+        "down_block_types": ["DownBlock2D", "AttnDownBlock2D"],
+        "up_block_types": ["AttnUpBlock2D", "UpBlock2D"],
+        "layers_per_block": 1,
+        "num_class_embeds": 20,
+    },
+    "WanTransformer3DModel": {
+        **HEADS,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 24,
+        "freq_dim": 16,
+        "ffn_dim": 48,
+        "num_layers": 1,
+    },
+}
+
+
+def built(name: str, device: str = "cpu") -> DiffusionModel:
+    torch.manual_seed(0)
+    with torch.device(device):
+        return build_diffusion(name, SMALL[name])
+
+
+def initialised(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> DiffusionModel:
+    model = built(name, "meta").to(dtype).to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.detach().fill_(torch.nan)
+    model.initialise(seed)
+    return model
+
+
+def moments(value: Tensor) -> tuple[float, float, float]:
+    return value.mean().item(), value.std().item(), value.abs().max().item()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_begin_as_diffusers_makes_them_or_as_the_papers_say(name: str):
+    own, stds = built(name).network, FAMILIES[name].first_stds
+    found = dict(initialised(name).network.named_parameters())
+    for key, made in own.named_parameters():
+        value, path = found[key], key.rpartition(".")[0]
+        std = next((std for pattern, std in stds.items() if fnmatchcase(path, pattern)), None)
+        if std is not None:
+            expected = 0.0 if key.endswith("bias") else std
+            assert value.std().item() == pytest.approx(expected, rel=0.3), key
+        elif made.unique().numel() == 1:
+            assert torch.equal(value, made), key
+        elif made.numel() >= 500:
+            # The mean is of that many numbers; the largest of uniform ones is near the bound.
+            (mean, deviation, largest), expected = moments(value), moments(made.detach())
+            assert abs(mean) < 5 * expected[1] / made.numel() ** 0.5, key
+            assert deviation == pytest.approx(expected[1], rel=0.15), key
+            assert largest == pytest.approx(expected[2], rel=0.5 if "embedding" in key else 0.25), key
+        assert value.isfinite().all()
+    assert all(any(fnmatchcase(path, pattern) for path, _ in own.named_modules()) for pattern in stds)
+
+
+@pytest.mark.parametrize("name", ["DiTTransformer2DModel", "FluxTransformer2DModel", "LTXVideoTransformer3DModel"])
+def test_the_first_velocity_is_zero(name: str):
+    model = initialised(name)
+    model.fill_buffers()
+    shapes = {"DiTTransformer2DModel": (1, 4, 4, 4), "FluxTransformer2DModel": (1, 4, 4, 4)}
+    noisy = torch.randn(shapes.get(name, (1, 8, 2, 2, 2)))
+    condition = {
+        key: torch.zeros(1, dtype=torch.int64) if key == "labels" else torch.randn(1, *shape)
+        for key, shape in model.condition_shapes.items()
+    }
+    assert not model(noisy, torch.tensor([0.5]), **condition).any()
+
+
+def test_values_are_a_function_of_seed_and_name_in_every_mode_and_dtype():
+    name = "WanTransformer3DModel"
+    expected = dict(initialised(name).named_parameters())
+    assert not any(
+        torch.equal(p, expected[n]) for n, p in initialised(name, 1).named_parameters() if p.unique().numel() > 1
+    )
+    model = built(name, "meta")
+    with attached(BounceLinear(slots=8), model):
+        model.initialise(0)
+        for key, parameter in model.named_parameters():
+            assert torch.equal(parameter, expected[key]), key
+    for key, parameter in initialised(name, dtype=torch.bfloat16).named_parameters():
+        assert torch.equal(parameter, expected[key].bfloat16()), key
+
+
+def test_random_numbers_and_buffers_stay():
+    model, state = built("SD3Transformer2DModel"), torch.get_rng_state()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.initialise(3)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+def test_what_cannot_be_initialised_is_refused():
+    with pytest.raises(ValueError, match="is on the meta device: allocate its memory before initialising it"):
+        built("UNet2DModel", "meta").initialise(0)
+    whole = torch.nn.ParameterDict({"table": torch.nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)})
+    with pytest.raises(ValueError, match=r"table has dtype torch\.int64: only floating-point parameters"):
+        initialise_diffusion(whole, lambda: whole, {}, 0)

@@ -1,0 +1,169 @@
+"""Quantised weights: products, gradients, what is saved for backward, and how values get in."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from models.initialise import initialise
+from models.quantise import QuantisedWeight, is_quantised, quantisable, quantise, settled, stored_tensors, values_of
+from models.quantise_formats import Float8, Format, Int4, Int8, Nf4
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.none import Resident
+from offload.modes.shard_offload import ShardOffload
+from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs
+
+EACH = pytest.mark.parametrize("format", [Int8(), Float8(), Int4(group=16), Nf4()], ids=lambda format: format.name)
+
+
+def quantised(format: Format, rows: int = 12, columns: int = 20) -> tuple[nn.Linear, torch.Tensor]:
+    """Returns a layer, and the matrix that its weight was made from."""
+    layer = nn.Linear(columns, rows)
+    given = layer.weight.detach().clone()
+    quantise(layer, [""], format)
+    with torch.no_grad():
+        layer.weight.copy_(given)
+    return layer, given
+
+
+@EACH
+def test_a_product_and_its_gradients_are_those_of_the_matrix_that_it_stands_for(format: Format):
+    layer, given = quantised(format)
+    matrix = layer.weight.dequantised()
+    assert not torch.equal(matrix, given)
+    results = []
+    for weight in (layer.weight, matrix):
+        rows = torch.randn(2, 3, 20, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        bias = layer.bias.detach().clone().requires_grad_()
+        F.linear(rows, weight, bias).square().sum().backward()
+        results.append((rows.grad, bias.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.allclose(results[0][1], results[1][1])
+    assert not layer.weight.requires_grad
+
+
+@EACH
+def test_only_quantised_tensors_are_saved_for_backward(format: Format):
+    layer, _ = quantised(format)
+    saved = []
+    with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        layer(torch.randn(3, 20, requires_grad=True))
+    assert sum(tensor.nbytes for tensor in saved) == layer.weight.nbytes
+    assert layer.weight.nbytes == sum(tensor.nbytes for tensor in layer.weight.inner.values())
+
+
+@EACH
+def test_it_is_a_parameter_of_the_shape_and_dtype_of_its_matrix(format: Format):
+    layer, _ = quantised(format)
+    weight = layer.weight
+    assert isinstance(weight, nn.Parameter)
+    assert (weight.shape, weight.dtype, weight.numel()) == ((12, 20), torch.float32, 240)
+    other = copy.deepcopy(layer)
+    assert_same(list(other.weight.inner.values()), list(weight.inner.values()))
+    assert other.weight.inner["qdata"].data_ptr() != weight.inner["qdata"].data_ptr()
+    assert copy.deepcopy(layer).to("meta").weight.is_meta
+    assert torch.equal(weight + 1, weight.dequantised() + 1)
+    assert torch.linalg.norm(weight, dim=1).shape == (12,)
+    halved = copy.deepcopy(layer).to(torch.bfloat16)
+    assert halved(torch.randn(3, 20, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match=f"would write into a weight quantised as {format.name}"), torch.no_grad():
+        weight.mul_(2)
+
+
+@EACH
+def test_values_get_in_one_weight_at_a_time(format: Format):
+    layer, given = quantised(format)
+    expected = layer.weight.dequantised()
+    quantise(layer, [""], format)
+    with values_of(layer.weight) as values:
+        values[:5].copy_(given[:5])
+        values[5:].copy_(given[5:])
+    assert torch.equal(layer.weight.dequantised(), expected)
+    with settled([layer.weight]), values_of(layer.weight) as values:
+        values.fill_(7)
+    assert torch.equal(layer.weight.dequantised(), expected)
+    with values_of(layer.bias) as values:
+        values.fill_(7)
+    assert layer.bias.tolist() == [7.0] * 12
+    with torch.no_grad():
+        layer.weight.fill_(0.5)
+    assert torch.allclose(layer.weight.dequantised(), torch.full((12, 20), 0.5), rtol=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_initial_values_are_those_of_the_seed_quantised(dtype: torch.dtype):
+    plain = Stack().to(dtype)
+    initialise(plain, 1)
+    for device in (None, "cpu"):
+        model = Stack().to(dtype)
+        quantise(model, quantisable(model, ["blocks.0", "blocks.1"], (), ()), Int8())
+        initialise(model, 1, device)
+        assert is_quantised(model)
+        for name, parameter in model.named_parameters():
+            expected = plain.get_parameter(name)
+            if isinstance(parameter, QuantisedWeight):
+                made = Int8().quantise(expected.detach())
+                assert_same(list(parameter.inner.values()), list(made.values()))
+            else:
+                assert torch.equal(parameter, expected)
+    assert not is_quantised(plain)
+
+
+def test_the_linear_layers_of_blocks_are_chosen_by_patterns():
+    model = Stack(depth=2)
+    blocks = ["blocks.0", "blocks.1"]
+    assert quantisable(model, blocks, (), ()) == [f"blocks.{n}.{name}" for n in (0, 1) for name in ("up", "down")]
+    assert quantisable(model, blocks, ["*.up"], ["blocks.1.*"]) == ["blocks.0.up"]
+    # One of a block that is used outside, and one of a name that only begins alike.
+    model.head.weight = model.blocks[0].up.weight
+    assert "blocks.0.up" not in quantisable(model, blocks, (), ())
+    assert quantisable(model, ["block"], (), ()) == []
+
+
+def test_a_weight_that_two_layers_share_stays_shared():
+    model = Stack(depth=2)
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    names = quantisable(model, ["blocks.0", "blocks.1"], (), ())
+    quantise(model, names, Int8())
+    assert model.blocks[1].up.weight is model.blocks[0].up.weight
+
+
+def test_a_file_has_the_tensors_of_the_format():
+    layer, _ = quantised(Int8())
+    assert set(stored_tensors("a.weight", layer.weight)) == {"a.weight.qdata", "a.weight.scale"}
+    assert set(stored_tensors("a.bias", layer.bias)) == {"a.bias"}
+
+
+@EACH
+@pytest.mark.parametrize("mode", [BounceLinear, ShardOffload])
+def test_a_model_made_on_meta_trains_as_resident(mode, format: Format):
+    results = []
+    for made in (Resident(), mode(slots=1)):
+        with torch.device("meta"):
+            model = Stack(depth=3)
+            quantise(model, quantisable(model, [f"blocks.{n}" for n in range(3)], (), ()), format)
+        footprint = made.footprint(model)
+        true_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        assert footprint.resident_bytes + footprint.host_weight_bytes < true_bytes + 256 * 100
+        with attached(made, model):
+            initialise(model, 0)
+            for step in range(2):
+                with made.step():
+                    losses = [
+                        lambda part=part, step=step, model=model: model(stack_inputs(step, part)).square().mean()
+                        for part in (0, 1)
+                    ]
+                    results.append([loss.clone() for loss in made.accumulate(losses)])
+                trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+                results[-1] += [parameter.grad.clone() for parameter in trained]
+                with torch.no_grad():
+                    for parameter in trained:
+                        parameter -= parameter.grad
+                        parameter.grad = None
+    for resident, moved in zip(results[:2], results[2:], strict=True):
+        assert_same(resident, moved)

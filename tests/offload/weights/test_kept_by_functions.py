@@ -1,0 +1,87 @@
+"""Weights that an autograd function keeps as attributes of its context."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from tests.offload.helpers.models import attached
+from tests.offload.helpers.quantised import WIDTH, Model, Nested, same_as_resident
+
+
+class Product(torch.autograd.Function):
+    """Keeps its weight on the context, in a dictionary, as code does that goes past `save_for_backward`."""
+
+    @staticmethod
+    def forward(ctx, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.kept = {"weight": [weight], "rows": len(rows)}
+        return rows @ weight.dequantize().t()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        return gradient @ ctx.kept["weight"][0].dequantize(), None
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(Nested.of(torch.randn(WIDTH, WIDTH)), requires_grad=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return Product.apply(rows, self.weight)
+
+
+def model(wrap=lambda layer: layer) -> Model:
+    made = Model("nested")
+    for block in made.blocks:
+        block.second = wrap(Layer())
+    return made
+
+
+class Recomputed(nn.Module):
+    def __init__(self, layer: nn.Module, reentrant: bool):
+        super().__init__()
+        self.layer, self.reentrant = layer, reentrant
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layer, rows, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("mode", [BounceLinear(slots=1), LayerStream(slots=1)], ids=["layers", "blocks"])
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "recomputed", "recomputed reentrantly"])
+def test_a_function_gets_its_weight_again_wherever_it_kept_it(mode, reentrant: bool | None):
+    wrap = (lambda layer: layer) if reentrant is None else lambda layer: Recomputed(layer, reentrant)
+    same_as_resident(model(wrap), mode)
+
+
+def test_a_graph_that_is_kept_is_run_twice_and_leaves_nothing_behind():
+    made = model()
+    mode = LayerStream(slots=1)
+    rows = torch.randn(5, 8, requires_grad=True)
+    with attached(mode, made):
+        with mode.step():
+            loss = made(rows).square().mean()
+            (first,) = torch.autograd.grad(loss, rows, retain_graph=True)
+            (second,) = torch.autograd.grad(loss, rows)
+        assert torch.equal(first, second)
+        alive = [weakref.ref(each) for each in gc.get_objects() if type(each) is Product._backward_cls]
+        assert len(alive) == len(made.blocks)
+        del loss
+        assert all(node() is None for node in alive)
+
+
+def test_a_weight_that_changed_since_forward_is_refused():
+    made = model()
+    mode = LayerStream(slots=1)
+    with attached(mode, made), mode.step():
+        loss = made(torch.randn(5, 8, requires_grad=True)).square().mean()
+        made.blocks[1].second.weight.scale.mul_(2)
+        with pytest.raises(RuntimeError, match=r"blocks\.1\.second\.weight, needed for gradient .* modified"):
+            loss.backward()

@@ -1,0 +1,49 @@
+"""What a checkpoint says of the frozen base of an adapter."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from training.checkpoints.base import BaseReference
+from training.errors import UserError
+from training.model_weights import ModelWeights
+
+
+def weights_in(folder: Path, *values: float) -> ModelWeights:
+    folder.mkdir()
+    for number, value in enumerate(values):
+        save_file({f"x{number}": torch.tensor([value])}, folder / f"model-{number}.safetensors")
+    return ModelWeights(str(folder))
+
+
+def saved(reference: BaseReference, folder: Path) -> Path:
+    (folder / "base.json").write_bytes(reference.to_json())
+    return folder
+
+
+def test_a_base_is_its_seed(tmp_path: Path):
+    folder = saved(BaseReference.of(3, None), tmp_path)
+    BaseReference.of(3, None).check(folder, "resume=x")
+    with pytest.raises(UserError, match=r"^resume=x: the frozen base was made from seed=3, and is seed=4: give model"):
+        BaseReference.of(4, None).check(folder, "resume=x")
+
+
+def test_or_the_contents_of_its_files_wherever_they_are(tmp_path: Path):
+    reference = BaseReference.of(3, weights_in(tmp_path / "a", 1, 2))
+    digest = hashlib.sha256((tmp_path / "a" / "model-1.safetensors").read_bytes()).hexdigest()
+    assert reference.sha256["model-1.safetensors"] == digest
+    folder = saved(reference, tmp_path)
+    BaseReference.of(4, weights_in(tmp_path / "b", 1, 2)).check(folder, "resume=x")
+    for other in (BaseReference.of(3, weights_in(tmp_path / "c", 1, 3)), BaseReference.of(3, None)):
+        with pytest.raises(UserError, match=rf"was loaded from model\.weights={tmp_path / 'a'}, and is .*: give files"):
+            other.check(folder, "resume=x")
+
+
+def test_a_checkpoint_without_it_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match=r"^resume=x: .*base\.json is missing$"):
+        BaseReference.of(3, None).check(tmp_path, "resume=x")

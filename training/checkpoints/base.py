@@ -1,0 +1,63 @@
+"""The frozen base of a run that trains an adapter: a checkpoint names it and does not hold it.
+
+`base.json` has the seed from which the base is made again, or the files of weights with their SHA-256. A run that
+resumes makes or loads the base again; other files than those are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from models.weights import checkpoint_files
+from training.checkpoints.layout import BASE_FILE
+from training.checkpoints.manifest import THREADS, DamagedError, read_json, sha256_of_file
+from training.checkpoints.side_by_side import side_by_side
+from training.errors import UserError
+from training.model_weights import ModelWeights
+
+
+@dataclass(frozen=True)
+class BaseReference:
+    """Where a base comes from: `seed`, or `weights` as they were given, with the SHA-256 of each of their files."""
+
+    seed: int | None
+    weights: str | None
+    sha256: dict[str, str]
+
+    @classmethod
+    def of(cls, seed: int, weights: ModelWeights | None) -> BaseReference:
+        """Reads and hashes the files of `weights`, if there are any. Raises UserError for one that cannot be read."""
+        if weights is None:
+            return cls(seed, None, {})
+        files = sorted(checkpoint_files(weights.path()))
+        try:
+            digests = side_by_side([partial(sha256_of_file, file) for file in files], THREADS)
+        except DamagedError as error:
+            raise UserError(f"model.weights={weights.given}: {error}") from error
+        return cls(None, weights.given, {file.name: found for file, found in zip(files, digests, strict=True)})
+
+    def to_json(self) -> bytes:
+        """Returns the content of a checkpoint's base.json."""
+        return json.dumps(asdict(self), indent=2).encode()
+
+    def check(self, folder: Path, key: str) -> None:
+        """Raises UserError, which begins with `key`, unless this is the base of the checkpoint in `folder`.
+
+        Its files may lie elsewhere.
+        """
+        try:
+            saved = read_json(folder / BASE_FILE)
+        except DamagedError as error:
+            raise UserError(f"{key}: {error}") from error
+        if (saved.get("seed"), saved.get("sha256")) == (self.seed, self.sha256):
+            return
+        if saved.get("weights") is None:
+            was, advice = f"was made from seed={saved.get('seed')}", "give model.weights=null and that seed"
+        else:
+            was = f"was loaded from model.weights={saved['weights']}"
+            advice = "give files with the same SHA-256"
+        now = f"seed={self.seed}" if self.weights is None else f"model.weights={self.weights}, with other contents"
+        raise UserError(f"{key}: the frozen base {was}, and is {now}: {advice}")

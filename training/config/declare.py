@@ -1,0 +1,52 @@
+"""Declares keys of the configuration: numbers with ranges, and dataclasses made from the arguments of a class."""
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, get_type_hints
+
+from omegaconf import MISSING
+
+
+def number(at_least: float | None = None, above: float | None = None, at_most: float | None = None) -> Any:
+    """Declares a numeric key, whose range `training.config.validation` checks. Its value comes from YAML."""
+    return field(default=MISSING, metadata={"at_least": at_least, "above": above, "at_most": at_most})
+
+
+@dataclass
+class Built:
+    """An option that becomes an object: its keys are the arguments of `_target_`, as plain Python values."""
+
+    _target_: str = MISSING
+    _convert_: str = "all"
+
+
+def schema_of(target: type, given: frozenset[str] = frozenset()) -> type:
+    """Makes the dataclass of a class: a key for each argument, with its type and default.
+
+    Arguments that code gives (`given`) are left out. The mode of the weights is an option of its own.
+    """
+    keys = [
+        (name, kind, field(default_factory=default.copy) if isinstance(default, list) else field(default=default))
+        for name, kind, default in _arguments(target)
+        if name not in given
+    ]
+    path = ("_target_", str, field(default=f"{target.__module__}.{target.__qualname__}"))
+    return dataclasses.make_dataclass(target.__name__, [path, *keys], bases=(Built,))
+
+
+def _arguments(target: type) -> Iterator[tuple[str, Any, Any]]:
+    """Yields name, type and default of the arguments of a class."""
+    if not dataclasses.is_dataclass(target):
+        hints = get_type_hints(target.__init__)
+        for name, argument in inspect.signature(target).parameters.items():
+            yield name, hints[name], MISSING if argument.default is argument.empty else argument.default
+        return
+    hints = get_type_hints(target)
+    for entry in dataclasses.fields(target):
+        has_default = entry.default is not dataclasses.MISSING
+        if not has_default and entry.default_factory is dataclasses.MISSING:
+            yield entry.name, Any, MISSING
+        else:
+            yield entry.name, hints[entry.name], entry.default if has_default else entry.default_factory()

@@ -1,0 +1,88 @@
+"""The quantised weights of a run: put into the model on the meta device, filled as all weights are.
+
+Weights that were loaded and quantised are left in a file beside `model.weights` (`models.quantise_cache`), which the
+next run reads in their place.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from omegaconf import DictConfig
+from torch import nn
+
+from models.quantise import quantisable, quantise, settled
+from models.quantise_cache import CacheFile, quantised_weights
+from models.quantise_formats import FORMATS, Format
+from offload import find_blocks
+from training.config.quantize import chosen_format, quantises
+from training.errors import UserError, first_line
+
+logger = logging.getLogger(__name__)
+
+
+def quantise_blocks(model: nn.Module, config: DictConfig) -> None:
+    """Makes the Linear weights in the blocks of `model`, which is on the meta device, quantised ones, where asked for.
+
+    Raises UserError in one line where no layer is chosen or a package is missing.
+    """
+    if not quantises(config):
+        return
+    format = _format(config)
+    chosen = f"quantize={format.name}"
+    try:
+        blocks = [name for name, _ in find_blocks(model, config.quantize.blocks, key="quantize.blocks")]
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    names = quantisable(model, blocks, config.quantize.include or (), config.quantize.exclude or ())
+    if not names:
+        patterns = f"include={config.quantize.include}, exclude={config.quantize.exclude}"
+        raise UserError(
+            f"{chosen}: no Linear layer of the model's blocks is chosen ({patterns}): quantize=none, or others"
+        )
+    try:
+        format.check_package()
+    except ValueError as error:
+        raise UserError(f"{chosen}: {error}") from error
+    quantise(model, names, format)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(f"{chosen}: nothing of the model is left to train: leave layers out with quantize.exclude")
+
+
+@contextmanager
+def quantised_from_cache(model: nn.Module, config: DictConfig, path: Path) -> Iterator[None]:
+    """Surrounds the loading of the weights at `path`: what a file beside them has quantised is not quantised again.
+
+    Without such a file, it is written afterwards. Raises UserError if it is there and of other weights, and ValueError
+    or FileNotFoundError if the weights cannot be read.
+    """
+    if not (quantises(config) and config.quantize.cache):
+        yield
+        return
+    cache = CacheFile.beside(path, model)
+    if not cache.exists:
+        yield
+        try:
+            cache.write(model)
+        except OSError as error:
+            logger.warning("%s could not be written (%s): the next run quantises again", cache.path, first_line(error))
+        return
+    try:
+        cache.check()
+        cache.read(model)
+    except ValueError as error:
+        raise UserError(f"quantize.cache=true: {error}, or give quantize.cache=false") from error
+    logger.info("quantised weights of %s", cache.path)
+    with settled(weight for _, weight in quantised_weights(model)):
+        yield
+
+
+def _format(config: DictConfig) -> Format:
+    name, arguments = chosen_format(config)
+    try:
+        return FORMATS[name](**arguments)
+    except ValueError as error:
+        raise UserError(f"quantize.{error}") from error
