@@ -66,9 +66,11 @@ def move_into(memory: list[torch.Tensor], tensor: torch.Tensor, attributes: Iter
 
 def move_to(tensor: torch.Tensor, device: torch.device, attributes: Iterable[ModuleAttribute]) -> torch.Tensor:
     """Moves a parameter or buffer to `device`, with its values and its gradient. Returns it, as `move_into` does."""
+    moved = give_memory(tensor, [part.data.to(device) for part in parts(tensor)], attributes)
+    # Afterwards: torch refuses a gradient on another device than the parameter's data.
     if tensor.grad is not None:
-        tensor.grad = tensor.grad.to(device)
-    return give_memory(tensor, [part.data.to(device) for part in parts(tensor)], attributes)
+        moved.grad = tensor.grad.to(device)
+    return moved
 
 
 def held_by(attributes: Iterable[ModuleAttribute], tensor: torch.Tensor) -> torch.Tensor:

@@ -206,7 +206,8 @@ def train(
             for parameter in model.parameters():
                 assert (parameter.grad is not None) == parameter.requires_grad
                 if parameter.requires_grad:
-                    seen.append(parameter.grad.clone())
+                    # A mode may leave it on the host.
+                    seen.append(parameter.grad.to(device, copy=True))
                     with torch.no_grad():
                         parameter -= 0.1 * parameter.grad.to(parameter.device)
                     parameter.grad = None

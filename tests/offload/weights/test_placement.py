@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from offload.runtime.tensor_parts import parts
+from offload.weights import placement
 from offload.weights.placement import DevicePlacement, ModuleAttribute, move_into, move_to
 from offload.weights.unfilled import unfilled
 from tests.offload.helpers.quantised import Nested
@@ -27,7 +28,7 @@ def test_resident_tensors_are_memory_on_the_device_and_keep_what_was_written_the
     weight.grad = torch.ones(3)
     resident = [(module.weight, [ModuleAttribute(module, "weight", False)]) for module in (real, meta)]
     resident += [(module.running_mean, [ModuleAttribute(module, "running_mean", True)]) for module in (real, meta)]
-    placement = DevicePlacement(resident, torch.device("cpu"))
+    placed = DevicePlacement(resident, torch.device("cpu"))
     assert not meta.weight.is_meta
     assert unfilled(meta) == ["weight", "running_mean"]
     assert not unfilled(real)
@@ -35,11 +36,22 @@ def test_resident_tensors_are_memory_on_the_device_and_keep_what_was_written_the
         meta.weight.fill_(2.0)
     # A module may replace its buffer.
     meta.running_mean = torch.full((3,), 5.0)
-    placement.restore()
+    placed.restore()
     assert real.weight is weight
     assert weight.grad.tolist() == [1.0] * 3
     assert isinstance(meta.weight, nn.Parameter)
     assert (meta.weight.tolist(), meta.running_mean.tolist()) == ([2.0] * 3, [5.0] * 3)
+
+
+def test_a_gradient_moves_after_the_data(monkeypatch: pytest.MonkeyPatch):
+    """torch refuses a gradient on another device than the data. The meta device stands for a GPU here."""
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    # torch moves no parameter's data between the CPU and the meta device.
+    monkeypatch.setattr(placement, "give_memory", lambda tensor, memory, attributes: nn.Parameter(memory[0]))
+    moved = move_to(parameter, torch.device("meta"), [])
+    assert moved.is_meta
+    assert moved.grad.is_meta
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -67,9 +79,9 @@ def test_resident_tensors_are_put_back_as_they_were_found(fails: bool, monkeypat
 def test_a_buffer_that_is_gone_is_not_restored():
     model = nn.BatchNorm1d(3)
     resident = [(model.running_mean, [ModuleAttribute(model, "running_mean", True)])]
-    placement = DevicePlacement(resident, torch.device("cpu"))
+    placed = DevicePlacement(resident, torch.device("cpu"))
     model.running_mean = None
-    placement.restore()
+    placed.restore()
     assert model.running_mean is None
 
 
