@@ -167,7 +167,7 @@ def initialise_adapters(model: nn.Module, seed: int, device: torch.device | str 
             _fill_magnitude(layer, source)
 
 
-def merge_adapters(model: nn.Module) -> None:
+def merge_adapter(model: nn.Module) -> None:
     """Adds the adapters to the weights of the base and takes them out of `model`, which is a plain model afterwards.
 
     Its parameters and their names are those of the base. Raises ValueError, with the model as it was, for a quantised

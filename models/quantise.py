@@ -98,12 +98,11 @@ class QuantisedWeight(torch.Tensor):
             own._write(arguments[1])
             return own
         if function is aten.fill_.Scalar:
-            own._write(torch.full(own.shape, arguments[1], dtype=own.dtype))
+            own._write(torch.full(own.shape, arguments[1], dtype=own.dtype, device="cpu"))
             return own
-        if function._schema.is_mutable:
-            raise RuntimeError(
-                f"{function} would write into a weight quantised as {_first(cls, arguments).format.name}"
-            )
+        written = (own, *keywords.values())
+        if function._schema.is_mutable and any(isinstance(each, cls) for each in written):
+            raise RuntimeError(f"{function} would write into a weight quantised as {_first(cls, written).format.name}")
         plain = [_plain(each) for each in arguments]
         return function(*plain, **{name: _plain(each) for name, each in keywords.items()})
 
@@ -216,7 +215,7 @@ def values_of(tensor: Tensor) -> Iterator[Tensor]:
     if id(tensor) in _settled:
         yield torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return
-    memory = torch.empty(tensor.shape, dtype=tensor.dtype)
+    memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     yield memory
     with torch.no_grad():
         tensor.detach().copy_(memory)

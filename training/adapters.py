@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from training.runs.paths import home_expanded
 
 KEY = "adapter.weights"
 
+logger = logging.getLogger(__name__)
+
 
 def add_adapter(model: nn.Module, config: DictConfig, dtype: torch.dtype) -> None:
     """Puts the adapter of `config` into `model`, which freezes. Raises UserError for targets that it lacks."""
@@ -28,6 +31,26 @@ def add_adapter(model: nn.Module, config: DictConfig, dtype: torch.dtype) -> Non
         inject(model, get_class(values["_target_"])(**keys), dtype)
     except ValueError as error:
         raise UserError(f"adapter.{error}") from error
+    except ModuleNotFoundError as error:
+        raise UserError(f"adapter: the package {error.name} is not installed: pip install {error.name}") from error
+
+
+def warn_of_unused(model: nn.Module) -> None:
+    """After the first backward: warns in one line of adapters that got no gradient, which have no effect on the loss.
+
+    So it is where other modules read the weight of a layer and do not call it.
+    """
+    unused = [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None
+    ]
+    if unused:
+        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+        logger.warning(
+            "adapter: %s%s got no gradient in the first step: their layers were not computed, or other modules read the"
+            " weights; leave them out with adapter.targets",
+            unused[0],
+            more,
+        )
 
 
 @dataclass(frozen=True)

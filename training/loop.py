@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from offload import Mode
+from training.adapters import warn_of_unused
 from training.batches import Batch, examples_in, split_into, uploaded
 from training.build import Job, place_states_in_spare_vram
-from training.config.schema import OnNonfinite
+from training.config.schema import OnNonfinite, has_adapter
 from training.errors import UserError
 from training.planning.advice import nonfinite_advice
 from training.recorder import Recorder
@@ -143,6 +144,8 @@ def run_step(job: Job, step: int, batch: Batch) -> StepResult:
     batch = uploaded(task.prepared(batch, seed_of(config.seed, step)), components.device)
     with mode.step(norms=True):
         loss = forward_backward(task, mode, model, batch, config.microbatches, config.seed, step)
+    if step == job.start.step + 1 and has_adapter(config):
+        warn_of_unused(model)
     norm = gradient_norm(model, mode.gradient_norms())
     lr = job.schedule.get_last_lr()[0]
     finite = math.isfinite(norm)

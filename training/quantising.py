@@ -56,13 +56,12 @@ def quantise_blocks(model: nn.Module, config: DictConfig) -> None:
 def quantised_from_cache(model: nn.Module, config: DictConfig, path: Path) -> Iterator[None]:
     """Surrounds the loading of the weights at `path`: what a file beside them has quantised is not quantised again.
 
-    Without such a file, it is written afterwards. Raises UserError if it is there and of other weights, and ValueError
-    or FileNotFoundError if the weights cannot be read.
+    Without such a file, it is written afterwards. Raises UserError if it is there and of other weights.
     """
-    if not (quantises(config) and config.quantize.cache):
+    cache = _cache_of(model, path) if quantises(config) and config.quantize.cache else None
+    if cache is None:
         yield
         return
-    cache = CacheFile.beside(path, model)
     if not cache.exists:
         yield
         try:
@@ -78,6 +77,14 @@ def quantised_from_cache(model: nn.Module, config: DictConfig, path: Path) -> It
     logger.info("quantised weights of %s", cache.path)
     with settled(weight for _, weight in quantised_weights(model)):
         yield
+
+
+def _cache_of(model: nn.Module, path: Path) -> CacheFile | None:
+    try:
+        return CacheFile.beside(path, model)
+    except (ValueError, FileNotFoundError):
+        # Those of a pipeline are in a folder inside, and what is wrong with others, loading says.
+        return None
 
 
 def _format(config: DictConfig) -> Format:

@@ -133,7 +133,7 @@ class ShardOffload(WeightMode):
         sizes = [sum(true_bytes(tensor) for tensor in point.tensors() if self._streams(tensor)) for point in cut_points]
         if self.shards is not None and self.shards > len(cut_points):
             kinds = "blocks" if self.outside == "resident" else "blocks and of modules outside them"
-            problem = f"must be between 1 and {len(cut_points)}, the number of {kinds}"
+            problem = f"must be between 1 and the number of {kinds}, {len(cut_points)}"
             raise KnobError("shards", self.shards, problem)
         if self.shards is not None:
             runs = cut_evenly(sizes, self.shards)

@@ -92,9 +92,10 @@ def replaced_in(value: object, memory: Iterable[Tensor]) -> object:
 def mapped(value: object, change: Callable[[Tensor], object]) -> object:
     """Returns `value` with `change` of each of its tensors in their place; itself, where nothing changes.
 
-    Modules and what they have are left out, and so is an object that is met inside itself.
+    Modules and what they have are left out, and so is an object that is met inside itself. Each object is looked into
+    once, however often it is met.
     """
-    return _mapped(value, change, ())
+    return _mapped(value, change, {})
 
 
 def give_state(tensor: Tensor, memory: Iterable[Tensor]) -> None:
@@ -117,22 +118,29 @@ def _wrapped(tensor: Tensor, memory: Iterator[Tensor]) -> Tensor:
         return type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
 
 
-def _mapped(value: object, change: Callable[[Tensor], object], above: tuple[int, ...]) -> object:
+def _mapped(value: object, change: Callable[[Tensor], object], seen: dict[int, object]) -> object:
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, (nn.Module, type)) or id(value) in above:
+    if isinstance(value, (nn.Module, type)):
         return value
-    above = (*above, id(value))
+    if id(value) not in seen:
+        # Met again inside itself, it stays.
+        seen[id(value)] = value
+        seen[id(value)] = _mapped_object(value, change, seen)
+    return seen[id(value)]
+
+
+def _mapped_object(value: object, change: Callable[[Tensor], object], seen: dict[int, object]) -> object:
     if type(value) in (list, tuple):
-        items = [_mapped(item, change, above) for item in value]
+        items = [_mapped(item, change, seen) for item in value]
         return value if _same(items, value) else type(value)(items)
     if type(value) is dict:
-        items = {key: _mapped(item, change, above) for key, item in value.items()}
+        items = {key: _mapped(item, change, seen) for key, item in value.items()}
         return value if _same(items.values(), value.values()) else items
     attributes = getattr(value, "__dict__", None)
     if not isinstance(attributes, dict) or callable(value):
         return value
-    new = {name: _mapped(item, change, above) for name, item in attributes.items()}
+    new = {name: _mapped(item, change, seen) for name, item in attributes.items()}
     if _same(new.values(), attributes.values()):
         return value
     changed = copy.copy(value)

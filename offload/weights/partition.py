@@ -237,13 +237,16 @@ def amount_bytes(text: str, total: int) -> int:
 def _check_memory(names: dict[torch.Tensor, str]) -> None:
     """Raises ValueError for parameters that cannot be given memory.
 
-    Those of lazy modules have no shape before the first forward, and two that share bytes without being one would each
+    Those of lazy modules have no shape before the first forward, those of bitsandbytes get their bytes when they move
+    to a device, and two that share bytes without being one would each
     get memory of its own.
     """
     spans = []
     for tensor, name in names.items():
         if is_lazy(tensor):
             raise ValueError(f"{name} has no shape yet: run the model once before the mode attaches to it")
+        if getattr(tensor, "bnb_quantized", True) is False and not tensor.is_meta:
+            raise ValueError(f"{name} is not quantised yet: call .to(device) of its layer before the mode attaches")
         if (
             not tensor.is_meta
             and tensor.layout is torch.strided

@@ -63,7 +63,7 @@ class Prefetcher:
         # The one of the two that is followed now, if any.
         self._followed: AccessOrder | RepeatedOrder | None = None
         self._slot_of: dict[OffloadUnit, DeviceSlot] = {}
-        # Units that were copied in since `begin_inference` or `begin_forward`.
+        # Units that were copied in since the host last might change the weights.
         self._copied: set[OffloadUnit] = set()
         # Units fetched last outside of windows: an operation of backward that is not queued yet may read them.
         self._recent: deque[OffloadUnit] = deque(maxlen=1)
@@ -87,6 +87,7 @@ class Prefetcher:
         self._access_order.end()
         self._followed = None
         self.evict_all()
+        self._copied.clear()
         self._unawaited.clear()
 
     def begin_inference(self) -> None:
@@ -98,18 +99,21 @@ class Prefetcher:
         self._begin(None)
 
     def let_host_write(self) -> None:
-        """Ends inference or a forward: empties every slot. Afterwards the host may change the weights at home."""
+        """Ends inference or a forward: empties every slot, but for units with open windows, which a later call lets go.
+
+        Afterwards the host may change the weights at home.
+        """
         self._followed = None
         copied = self._streams.event()
         # Before slots are released, for which h2d waits for compute.
         copied.record(self._streams.h2d)
         self.evict_all()
         copied.synchronize()
-        for unit in self._copied:
+        for unit in [unit for unit in self._copied if not unit.open_windows]:
             if unit.written is not None:
                 unit.written.synchronize()
             self._streams.writes(None, unit.weights, "the host's next change")
-        self._copied.clear()
+            self._copied.remove(unit)
         self._unawaited.clear()
         # No step will end and do so: the events of many forwards would wait.
         self._transfer.telemetry.collect()
@@ -223,7 +227,6 @@ class Prefetcher:
     def _begin(self, order: AccessOrder | RepeatedOrder | None) -> None:
         # A backward outside of steps may have left units there, whose weights may have changed.
         self.evict_all()
-        self._copied.clear()
         self._followed = order
         self._fetch_ahead(len(self._slots.all))
 

@@ -14,7 +14,13 @@ from offload.runtime.buffer_states import changes_unseen, may_change, version
 from offload.runtime.device_slots import DeviceSlot, DeviceSlots
 from offload.runtime.running_microbatch import running_microbatch
 from offload.runtime.tensor_parts import STATE, parts, replaced_in, state_of, wraps
-from offload.runtime.torch_internals import left_out_of_graphs, set_sequence_number, tree_leaves, tree_map
+from offload.runtime.torch_internals import (
+    left_out_of_graphs,
+    set_sequence_number,
+    storage_address,
+    tree_leaves,
+    tree_map,
+)
 from offload.weights.layouts import over
 from offload.weights.placement import ModuleAttribute, give_memory
 from offload.weights.units import OffloadUnit, UnitTensor
@@ -71,7 +77,9 @@ def remove_stand_ins(unit: OffloadUnit, slot: DeviceSlot) -> list[UnitTensor]:
         for attribute, stand_in, own in tensor.installed:
             if own is not None:
                 _put_back(tensor, attribute, stand_in, own)
-            elif attribute.tensor is stand_in or (tensor.is_buffer and _take_replacement(tensor, attribute)):
+            elif _is_stand_in(attribute.tensor, stand_in, slot) or (
+                tensor.is_buffer and _take_replacement(tensor, attribute)
+            ):
                 attribute.assign(tensor.host)
         if tensor.device is not None and tensor.installed:
             may_have_changed = _may_have_changed(tensor) if tensor.is_buffer else _was_changed(tensor, slot)
@@ -277,6 +285,14 @@ def _put_back(tensor: UnitTensor, attribute: ModuleAttribute, there: torch.Tenso
     attribute.assign(own if current is there or current is None else current.to(own.device))
 
 
+def _is_stand_in(held: torch.Tensor | None, stand_in: torch.Tensor, slot: DeviceSlot) -> bool:
+    """Tells whether a module holds its stand-in, or another parameter that forward has made of its memory."""
+    if held is stand_in or not isinstance(held, nn.Parameter):
+        return held is stand_in
+    here = storage_address(slot.bytes.untyped_storage())
+    return all(storage_address(part.untyped_storage()) == here for part in parts(held))
+
+
 def _may_have_changed(tensor: UnitTensor) -> bool:
     held = tensor.device if tensor.own_copy is None else tensor.own_copy
     writes = version(tensor.own_copy)
@@ -304,5 +320,5 @@ def _was_changed(tensor: UnitTensor, slot: DeviceSlot) -> bool:
         tensor.device = give_memory(device, views, ())
         tensor.writes += 1
         return True
-    # A write through `.data` does not count for autograd.
-    return tensor.count_writes() or data_was_taken(device)
+    # A write through `.data` does not count for autograd. Quantised weights are read so, and not written.
+    return tensor.count_writes() or (data_was_taken(device) and not tensor.layout.is_compound)

@@ -75,7 +75,7 @@ class _Scope:
             if tensor in self.before:
                 changed = not torch.equal(copy, self.before[tensor])
             else:
-                changed = copy._version > 0 or data_was_taken(copy)
+                changed = copy._version > 0 or (data_was_taken(copy) and not tensor.layout.is_compound)
             if changed:
                 raise RuntimeError(
                     f"{tensor.name} was changed in a forward while all device slots are in use, and the change would be"
@@ -104,8 +104,9 @@ class Windows:
         self._streams = streams
         self._sink = sink
         self._note_use = note_use
-        self._in_step = self._in_inference = False
-        # Units with windows since the forward began that runs outside of steps and inference.
+        # The last: in a forward outside of steps and inference.
+        self._in_step = self._in_inference = self._in_forward = False
+        # Units that had windows since it began.
         self._opened: dict[OffloadUnit, None] = {}
         self._local = threading.local()
         read = {window.module: window.read for window in cut.windows} | dict.fromkeys(cut.around, ())
@@ -130,7 +131,6 @@ class Windows:
 
     def end_step(self) -> None:
         """Ends the step: stand-ins are dropped, and scopes that an interrupt has left open are closed."""
-        self._in_step = False
         self._end()
 
     def begin_inference(self) -> None:
@@ -139,11 +139,11 @@ class Windows:
 
     def end_inference(self) -> None:
         """Ends it as a step ends."""
-        self._in_inference = False
         self._end()
 
     def _end(self) -> None:
         self._calls.close_open()
+        self._in_step = self._in_inference = False
         self._opened.clear()
         for unit in self._units:
             drop_stand_ins(unit)
@@ -163,7 +163,7 @@ class Windows:
     @contextmanager
     def _forward(self, module: nn.Module, read: Read) -> Iterator[Callable[[object], object]]:
         """Surrounds the forward of a module that may read these tensors. Gives the function that checks its result."""
-        with self._scope(module) as scope:
+        with self._kept(), self._scope(module) as scope:
             for unit in dict.fromkeys(unit for unit, _ in read):
                 self._open(unit, scope)
             for unit, tensor in read:
@@ -178,8 +178,6 @@ class Windows:
         scopes, scope = self._scopes(), _Scope(module)
         with ExitStack() as stack:
             if not scopes:
-                if not (self._in_step or self._in_inference):
-                    stack.enter_context(self._lone_forward())
                 stack.enter_context(self._streams.device_work(self._homes))
             scopes.append(scope)
             try:
@@ -192,18 +190,36 @@ class Windows:
             scope.check_copies()
 
     @contextmanager
-    def _lone_forward(self) -> Iterator[None]:
-        """Surrounds a forward outside of steps and inference. Before and after it weights may change at any time."""
+    def _kept(self) -> Iterator[None]:
+        """Surrounds a forward, in which units keep their slots. Outside of the outermost, weights may change."""
+        if self._keeps_units:
+            yield
+            return
         with unseen_by_selective_checkpoints():
             self._prefetcher.begin_forward()
+        self._in_forward = True
         try:
             yield
+        except Exception:
+            raise
+        except BaseException:
+            # torch calls no hook after an interrupt.
+            self._calls.close_open()
+            raise
         finally:
-            with unseen_by_selective_checkpoints():
-                self._prefetcher.let_host_write()
-            for unit in self._opened:
-                drop_stand_ins(unit)
-            self._opened.clear()
+            self._in_forward = False
+            self._let_host_write()
+
+    @property
+    def _keeps_units(self) -> bool:
+        return self._in_step or self._in_inference or self._in_forward
+
+    def _let_host_write(self) -> None:
+        with unseen_by_selective_checkpoints():
+            self._prefetcher.let_host_write()
+        for unit in [unit for unit in self._opened if not unit.open_windows]:
+            drop_stand_ins(unit)
+            del self._opened[unit]
 
     def _scopes(self) -> list[_Scope]:
         # Those of a thread: microbatches that run side by side have each their own.
@@ -240,6 +256,9 @@ class Windows:
             if changed:
                 self._prefetcher.write_home(unit, changed)
             self._prefetcher.no_window_left(unit)
+        if (scope.units or scope.copies) and not self._keeps_units:
+            # A hook around the outermost forward has read weights.
+            self._let_host_write()
 
     def _finish(self, scope: _Scope, since: int, result: object) -> object:
         """Replaces tensors of slots that leave the last window on their units.

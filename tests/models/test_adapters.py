@@ -15,7 +15,7 @@ from models.adapters import (
     initialise_adapters,
     inject,
     is_adapted,
-    merge_adapters,
+    merge_adapter,
     root_of,
     without_adapters,
 )
@@ -144,7 +144,7 @@ def test_a_merged_model_is_a_plain_one_that_computes_the_same(kind: type[Lora]):
     model = adapted(kind(4, 8, modules_to_save=["lm_head"]))
     disturb(model)
     expected = model(IDS)
-    merge_adapters(model)
+    merge_adapter(model)
     assert not is_adapted(model)
     assert model.state_dict().keys() == plain().state_dict().keys()
     torch.testing.assert_close(model(IDS), expected)
@@ -155,7 +155,7 @@ def test_a_model_without_values_is_not_merged():
     model = plain()
     inject(model, Lora(4, 8), torch.float32)
     with pytest.raises(ValueError, match=r"q_proj is on meta: merge a model that is on one device$"):
-        merge_adapters(model)
+        merge_adapter(model)
 
 
 def test_a_quantised_base_is_not_merged():
@@ -163,7 +163,7 @@ def test_a_quantised_base_is_not_merged():
     _, layer = list(adapter_layers(model))[-1]
     layer.get_base_layer().weight = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
     with pytest.raises(ValueError, match=r"^model\.layers\.1\.mlp\.down_proj is quantised: merge the adapter into"):
-        merge_adapters(model)
+        merge_adapter(model)
     assert is_adapted(model)
 
 

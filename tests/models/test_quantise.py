@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from models.hf import build_hf
+from models.hf_files import save_hf
+from models.hf_source import CAUSAL_LM
 from models.initialise import initialise
 from models.quantise import QuantisedWeight, is_quantised, quantisable, quantise, settled, stored_tensors, values_of
 from models.quantise_formats import Float8, Format, Int4, Int8, Nf4
@@ -18,6 +23,15 @@ from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs
 
+SHAPE = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
 EACH = pytest.mark.parametrize("format", [Int8(), Float8(), Int4(group=16), Nf4()], ids=lambda format: format.name)
 
 
@@ -69,6 +83,7 @@ def test_it_is_a_parameter_of_the_shape_and_dtype_of_its_matrix(format: Format):
     assert copy.deepcopy(layer).to("meta").weight.is_meta
     assert torch.equal(weight + 1, weight.dequantised() + 1)
     assert torch.linalg.norm(weight, dim=1).shape == (12,)
+    assert torch.equal(torch.zeros(12, 20).copy_(weight.detach()), weight.dequantised())
     halved = copy.deepcopy(layer).to(torch.bfloat16)
     assert halved(torch.randn(3, 20, dtype=torch.bfloat16)).dtype == torch.bfloat16
     with pytest.raises(RuntimeError, match=f"would write into a weight quantised as {format.name}"), torch.no_grad():
@@ -167,3 +182,29 @@ def test_a_model_made_on_meta_trains_as_resident(mode, format: Format):
                         parameter.grad = None
     for resident, moved in zip(results[:2], results[2:], strict=True):
         assert_same(resident, moved)
+
+
+def test_models_of_transformers_are_filled_and_loaded_as_theirs_quantised(tmp_path: Path):
+    build = functools.partial(build_hf, "qwen3", CAUSAL_LM, SHAPE)
+    plain = build()
+    plain.initialise(3)
+    save_hf(plain, tmp_path)
+    made, loaded, left = build(), build(), build()
+    for model in (made, loaded, left):
+        names = quantisable(model, [f"hf.model.layers.{n}" for n in range(2)], (), ())
+        assert len(names) == 14
+        quantise(model, names, Int8())
+    made.initialise(3)
+    loaded.load(tmp_path)
+    with settled(each for each in left.parameters() if isinstance(each, QuantisedWeight)):
+        left.load(tmp_path)
+    for name, parameter in made.named_parameters():
+        values, other = plain.get_parameter(name), loaded.get_parameter(name)
+        if isinstance(parameter, QuantisedWeight):
+            expected = list(Int8().quantise(values.detach()).values())
+            assert_same(list(parameter.inner.values()), expected)
+            assert_same(list(other.inner.values()), expected)
+        else:
+            assert torch.equal(parameter, values)
+            assert torch.equal(other, values)
+            assert torch.equal(left.get_parameter(name), values)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from models.adapter_files import CONFIG_FILE, WEIGHTS_FILE
-from models.adapters import config_of, is_adapted
+from models.adapters import Lora, config_of, inject, is_adapted
 from tests.training.helpers import results
 from tests.training.helpers.in_process import TINY_RUN, components_of, run_here
 from tests.training.test_build import is_free
-from training.adapters import RunAdapter
+from training.adapters import RunAdapter, warn_of_unused
 from training.errors import UserError
 
 RUN = (*TINY_RUN, "steps=4", "log_every=1", "checkpoint.every=2", "seq_len=16")
@@ -144,6 +146,37 @@ def test_an_adapter_is_made_of_its_configuration():
     without = components_of()
     assert not is_adapted(without.model)
     assert RunAdapter.of(without.config, starts=True) is None
+
+
+class Reads(nn.Module):
+    """The second layer is not called."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.layers[0](inputs), self.layers[1].weight)
+
+
+def test_an_adapter_without_effect_is_a_warning(caplog: pytest.LogCaptureFixture):
+    model = Reads()
+    inject(model, Lora(2, 4, targets=["0"]), torch.float32)
+    model(torch.ones(1, 4)).sum().backward()
+    warn_of_unused(model)
+    assert not caplog.records
+    model = Reads()
+    inject(model, Lora(2, 4), torch.float32)
+    model(torch.ones(1, 4)).sum().backward()
+    warn_of_unused(model)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("adapter: layers.1.lora_A.default.weight and 1 more got no gradient in the")
+
+
+def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UserError, match=r"^adapter: the package peft is not installed: pip install peft$"):
+        components_of("adapter=lora")
 
 
 def test_peft_is_quiet(caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder):

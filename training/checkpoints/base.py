@@ -32,12 +32,15 @@ class BaseReference:
         """Reads and hashes the files of `weights`, if there are any. Raises UserError for one that cannot be read."""
         if weights is None:
             return cls(seed, None, {})
-        files = sorted(checkpoint_files(weights.path()))
+        path = weights.path()
         try:
+            files = _files(path)
             digests = side_by_side([partial(sha256_of_file, file) for file in files], THREADS)
-        except DamagedError as error:
+        except (DamagedError, ValueError, FileNotFoundError) as error:
             raise UserError(f"model.weights={weights.given}: {error}") from error
-        return cls(None, weights.given, {file.name: found for file, found in zip(files, digests, strict=True)})
+        within = path if path.is_dir() else path.parent
+        names = [str(file.relative_to(within)) for file in files]
+        return cls(None, weights.given, dict(zip(names, digests, strict=True)))
 
     def to_json(self) -> bytes:
         """Returns the content of a checkpoint's base.json."""
@@ -61,3 +64,14 @@ class BaseReference:
             advice = "give files with the same SHA-256"
         now = f"seed={self.seed}" if self.weights is None else f"model.weights={self.weights}, with other contents"
         raise UserError(f"{key}: the frozen base {was}, and is {now}: {advice}")
+
+
+def _files(path: Path) -> list[Path]:
+    """Returns the files of weights at `path`, in order; those of a pipeline are in folders inside."""
+    try:
+        return sorted(checkpoint_files(path))
+    except ValueError:
+        inside = sorted(path.glob("*/*.safetensors"))
+        if not inside:
+            raise
+        return inside

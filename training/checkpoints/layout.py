@@ -17,6 +17,8 @@ BASE_FILE = "base.json"
 WEIGHTS_STEM = "model"
 # The files of an adapter have the names that peft gives them.
 ADAPTER_STEM = "adapter"
+# How the names of the files begin from which a model is filled.
+MODEL_FILES = (WEIGHTS_STEM, ADAPTER_STEM, BASE_FILE)
 OPTIMIZER_STEM = "optimizer"
 # A run that resumes from an earlier checkpoint renames later ones to this.
 SET_ASIDE_SUFFIX = ".aside"

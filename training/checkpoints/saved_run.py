@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, open_dict
 
 from training import sweep
-from training.checkpoints.layout import ADAPTER_STEM, BASE_FILE, MANIFEST_FILE, WEIGHTS_STEM, checkpoints_in, step_of
+from training.checkpoints.layout import MANIFEST_FILE, MODEL_FILES, checkpoints_in, step_of
 from training.checkpoints.manifest import DamagedError, read_manifest, verify
 from training.config import schema
 from training.config.modes import FOLDER
@@ -18,9 +18,6 @@ from training.runs.files import CHECKPOINTS_FOLDER
 from training.runs.invocation import Invocation
 from training.runs.paths import home_expanded
 from training.runs.repeat import overrides_of
-
-# How the names of the files begin from which a model is filled.
-PARTS = (WEIGHTS_STEM, ADAPTER_STEM, BASE_FILE)
 
 
 def found(given: str) -> tuple[Path, Path | None]:
@@ -61,6 +58,6 @@ def refuse_damage(checkpoint: Path) -> None:
     """Raises UserError if the weights in `checkpoint` are not those that were saved."""
     try:
         files = read_manifest(checkpoint)
-        verify(checkpoint, {name: record for name, record in files.items() if name.startswith(PARTS)})
+        verify(checkpoint, {name: record for name, record in files.items() if name.startswith(MODEL_FILES)})
     except DamagedError as error:
         raise UserError(f"{error}: give another checkpoint") from error

@@ -27,7 +27,11 @@ def staying_note(components: Components) -> str | None:
     names = {id(t): name for name, t in (*components.model.named_parameters(), *components.model.named_buffers())}
     footprint = components.footprint
     worth = SMALL * (footprint.host_weight_bytes + footprint.resident_bytes)
-    largest = sorted((t for t in footprint.resident if t.nbytes >= worth), key=lambda t: -t.nbytes)[:NAMED]
+    # What trains stays by choice then.
+    others = (t for t in footprint.resident if not (t.requires_grad and mode.get("trained") == "device"))
+    largest = sorted((t for t in others if t.nbytes >= worth), key=lambda t: -t.nbytes)[:NAMED]
+    if not largest:
+        return None
     shown = ", ".join(f"{names.get(id(tensor), 'a tensor')} ({format_bytes(tensor.nbytes)})" for tensor in largest)
     advice = f"; {key}.outside=stream streams them too" if mode.get("outside") == "resident" else ""
     return f"{1 - share:.0%} of the weights stay on the device: {shown}{advice}"

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
+from offload.modes.mode import Mode
 from offload.modes.none import Resident
 from offload.runtime import registry
 from offload.runtime.host_memory import HostArena
@@ -51,6 +52,25 @@ def test_equals_resident_in_bf16_with_convolutions():
         train(streamed, BounceLinear(slots=1), signal, device="cuda"),
         train(resident, Resident(), signal, device="cuda"),
     )
+
+
+@pytest.mark.usefixtures("delayed", "poisoned")
+@pytest.mark.parametrize("where", ["inference", "lone forwards"])
+@pytest.mark.parametrize("mode", [BounceLinear, LayerStream])
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_forwards_in_a_row_and_weights_that_change_right_after(slots: int, mode: type, where: str):
+    def run(model: nn.Module, mode: Mode) -> list[torch.Tensor]:
+        seen = []
+        with attached(mode, model, "cuda"):
+            for _ in range(3):
+                with mode.inference() if where == "inference" else torch.no_grad():
+                    seen += [model(inputs(0, index)) for index in range(3)]
+                for parameter in model.parameters():
+                    parameter.data.mul_(1.5)
+        return [result.cpu() for result in seen]
+
+    streamed, resident = with_copy(Stack(width=64))
+    assert_same(run(streamed, mode(slots=slots)), run(resident, Resident()))
 
 
 class Statistics(nn.Module):

@@ -200,19 +200,19 @@ def train(
                 between(model)
             given = [inputs(step, microbatch).to(device).detach().requires_grad_() for microbatch in range(2)]
             with mode.step():
-                losses = [lambda each=each: model(each).square().mean() for each in given]
-                seen += [loss.clone() for loss in mode.accumulate(losses)]
+                losses = [lambda each=each: model(each.to(device)).square().mean() for each in given]
+                seen += [loss.cpu() for loss in mode.accumulate(losses)]
             seen += [each.grad.clone() for each in given]
             for parameter in model.parameters():
                 assert (parameter.grad is not None) == parameter.requires_grad
                 if parameter.requires_grad:
                     # A mode may leave it on the host.
-                    seen.append(parameter.grad.to(device, copy=True))
+                    seen.append(parameter.grad.detach().cpu().clone())
                     with torch.no_grad():
                         parameter -= 0.1 * parameter.grad.to(parameter.device)
                     parameter.grad = None
         with torch.no_grad():
-            seen.append(model(inputs(9, 9).to(device)))
+            seen.append(model(inputs(9, 9).to(device)).cpu())
         undo()
     return seen
 

@@ -34,7 +34,7 @@ MODES = {
 }
 
 
-@SOME
+@pytest.mark.parametrize("kind", ["nf4", "nested"])
 @pytest.mark.parametrize("name", mode_classes())
 def test_a_quantised_base_trains_what_is_beside_it_as_resident(name: str, kind: str):
     same_as_resident(Model(kind), small(name))
@@ -64,7 +64,7 @@ def twice_as_large(model: Model) -> None:
     assert third is not model.blocks[2].second.weight
 
 
-@EACH
+@SOME
 def test_what_its_user_changes_between_steps_is_used(kind: str):
     same_as_resident(Model(kind), LayerStream(slots=1), between=twice_as_large)
 
@@ -82,7 +82,7 @@ def test_what_its_user_changes_inside_a_step_is_used(kind: str):
         assert torch.equal(made(inputs(0, 1)), resident(inputs(0, 1)))
 
 
-@EACH
+@SOME
 def test_a_state_dict_of_an_attached_model_is_saved_and_loaded(kind: str):
     made, other = Model(kind), Model(kind)
     expected = bytes_of(made)
@@ -139,6 +139,13 @@ def test_one_that_trains_is_refused_and_the_model_is_as_it_was():
         made.blocks[1].second.weight.requires_grad_(False)
 
 
+def test_one_that_is_not_quantised_yet_is_refused():
+    layer = pytest.importorskip("bitsandbytes").nn.Linear4bit(64, 64, quant_type="nf4")
+    with pytest.raises(ValueError, match=r"^weight is not quantised yet: call \.to\(device\) of its layer"):
+        BounceLinear().footprint(layer)
+    assert BounceLinear().footprint(layer.to("cpu")).units == 1
+
+
 def test_another_kind_in_its_place_is_refused():
     made = Model("nested")
     with attached(mode := LayerStream(), made):
@@ -180,6 +187,41 @@ def test_a_weight_is_read_by_a_module_that_does_not_own_it(slots: int, kind: str
     for block in made.blocks:
         block.second = Reader(block.second)
     same_as_resident(made, BounceLinear(slots=slots))
+
+
+class Renewing(nn.Module):
+    """Makes another parameter of the memory of its layer's weight in each forward, as peft does on a CPU."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        rows = self.layer(rows)
+        weight = self.layer.weight
+        is_packed = state_of(weight) is not None
+        self.layer.weight = weight.to("cpu") if is_packed else nn.Parameter(weight.detach(), requires_grad=False)
+        return rows
+
+
+@pytest.mark.parametrize("kind", ["plain", "int8", "nf4", "nested"])
+def test_a_parameter_that_forward_makes_of_a_weight_does_not_stay_in_the_slot(kind: str):
+    made = Model("nested" if kind == "plain" else kind)
+    for block in made.blocks:
+        layer = nn.Linear(64, 64).requires_grad_(False) if kind == "plain" else block.second
+        block.second = Renewing(layer)
+    same_as_resident(made, LayerStream(slots=1))
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_adapters_of_peft_train_beside_packed_weights(dora: bool):
+    peft = pytest.importorskip("peft")
+    made = Model("nf4")
+    chosen = peft.LoraConfig(r=2, target_modules=["second"], init_lora_weights=False, use_dora=dora)
+    peft.inject_adapter_in_model(chosen, made, "default")
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_("lora" in name)
+    same_as_resident(made, LayerStream(slots=1))
 
 
 @pytest.mark.parametrize("early", [False, True])

@@ -47,3 +47,17 @@ def test_or_the_contents_of_its_files_wherever_they_are(tmp_path: Path):
 def test_a_checkpoint_without_it_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match=r"^resume=x: .*base\.json is missing$"):
         BaseReference.of(3, None).check(tmp_path, "resume=x")
+
+
+def test_files_of_a_pipeline_are_inside_and_those_of_an_index_are_its_own(tmp_path: Path):
+    weights_in(tmp_path / "pipeline", 1)
+    (tmp_path / "pipeline" / "model-0.safetensors").rename(tmp_path / "x.safetensors")
+    (tmp_path / "pipeline" / "unet").mkdir()
+    (tmp_path / "x.safetensors").rename(tmp_path / "pipeline" / "unet" / "x.safetensors")
+    reference = BaseReference.of(0, ModelWeights(str(tmp_path / "pipeline")))
+    assert list(reference.sha256) == ["unet/x.safetensors"]
+    file = weights_in(tmp_path / "one", 1).path() / "model-0.safetensors"
+    assert list(BaseReference.of(0, ModelWeights(str(file))).sha256) == ["model-0.safetensors"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"^model\.weights=.*empty: .* contains no \.safetensors file"):
+        BaseReference.of(0, ModelWeights(str(tmp_path / "empty")))

@@ -57,3 +57,10 @@ def test_of_shards_that_hold_what_is_outside_the_blocks(tmp_path: Path, head: st
     asked = ("offload.outside=stream", "offload.shard_bytes=1", f"model.tie_word_embeddings={head == 'tied'}")
     once = moved(tmp_path / "1", "shard_offload", *asked)
     assert moved(tmp_path / "4", "shard_offload", *asked, "microbatches=4") == once
+
+
+@pytest.mark.parametrize("mode", ["bounce_linear", "layer_stream", "layer_stream_swap", "shard_offload"])
+def test_of_an_adapter_beside_frozen_weights(tmp_path: Path, mode: str):
+    measured = moved(tmp_path, mode, "adapter=dora", "adapter.rank=2", "microbatches=2", "recompute=block")
+    assert measured["transfer/d2h_gib"] == measured["transfer/activations_d2h_gib"]
+    assert measured["transfer/h2d_gib"] > measured["transfer/activations_h2d_gib"]

@@ -49,3 +49,10 @@ def test_every_mode_streams_models_of_all_kinds(name: str):
         assert streamed_shapes.share(model, mode, "stream") > 0.99, mode
         # By default what stays is embedding tables and the head of a language model.
         assert streamed_shapes.share(model, mode, "resident") > 0.95 - streamed_shapes.share_of_tables(model), mode
+
+
+def test_adapters_that_stay_by_choice_are_not_named():
+    components = components_of(*MODEL, "adapter=lora", "adapter.rank=32")
+    note = staying_note(components)
+    assert "model.embed_tokens.weight (0.06 MiB), lm_head.weight (0.06 MiB)" in note
+    assert "lora" not in note
