@@ -19,6 +19,7 @@ from torch import nn
 
 from models.adapter_targets import saved_names, short_names, target_names
 from models.initialise import HashUniform
+from models.quiet_imports import import_quantisers, without_remarks
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -79,7 +80,9 @@ def inject(model: nn.Module, adapter: Lora, dtype: torch.dtype) -> None:
     The adapters are on the device of the layers, the meta device too, and of `dtype`. Raises ValueError in one line,
     beginning with the name of the attribute, for targets that the model does not have.
     """
-    from peft import inject_adapter_in_model
+    import_quantisers()
+    with without_remarks():
+        from peft import inject_adapter_in_model
 
     root = root_of(model)
     _refuse_statistics(root)

@@ -18,6 +18,7 @@ from models.diffusion_families import FAMILIES, Family, Shape
 from models.diffusion_files import CONFIG_FILE, config_folder, load_diffusion
 from models.diffusion_initialise import initialise_diffusion
 from models.diffusion_shapes import SHAPES
+from models.quiet_imports import import_quantisers, without_remarks
 
 # A thousand times the largest.
 MAX_CONFIG_BYTES = 2**22
@@ -111,9 +112,12 @@ def build_diffusion(source: str | Path, overrides: Mapping[str, Any] | None = No
     family = FAMILIES.get(name)
     if family is None:
         raise ValueError(f"{source}: {name} is not supported; classes of diffusers that are: {', '.join(FAMILIES)}")
-    import diffusers
+    import_quantisers()
+    with without_remarks():
+        import diffusers
 
-    made = getattr(diffusers, name)
+        # Its modules are imported by this.
+        made = getattr(diffusers, name)
     keys = [key for key in inspect.signature(made.__init__).parameters if key != "self"]
     for key in config:
         if key not in keys and config[key] not in (None, False):

@@ -23,6 +23,7 @@ from models.hf_head import use_plain_head
 from models.hf_host_reads import one_sequence_a_row, without_padding_warning
 from models.hf_source import CAUSAL_LM, find_source, one_line, same_again
 from models.loss import IGNORED_LABEL
+from models.quiet_imports import import_quantisers
 
 # transformers chooses the attention backend.
 AUTO = "auto"
@@ -47,6 +48,7 @@ def build_hf(
         ValueError: the source, an override or the backend cannot be had. The message is one line.
     """
     avoid_cudnn_attention()
+    import_quantisers()
     config = find_source(source, task).config(overrides)
     auto = AutoModelForCausalLM if task == CAUSAL_LM else AutoModelForImageClassification
     # Of several classes for a task transformers takes the one that is named here, or the first.

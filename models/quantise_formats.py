@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
-import warnings
 from collections.abc import Mapping
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
@@ -18,6 +15,8 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from models.quiet_imports import without_remarks
 
 TORCHAO, BITSANDBYTES = "torchao==0.18.0", "bitsandbytes==0.50.2"
 
@@ -206,14 +205,8 @@ FORMATS: dict[str, type[Format]] = {kind.name: kind for kind in (Int8, Float8, I
 
 def _imported(format: Format, module: str) -> ModuleType:
     package = format.package.partition("=")[0]
-    shown = logging.root.manager.disable
-    # On the first import they remark on kernels for other machines, none of which are used here.
-    logging.disable(logging.WARNING)
     try:
-        with redirect_stdout(None), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with without_remarks():
             return importlib.import_module(f"{package}.{module}")
     except ImportError as error:
         raise ValueError(f"{format.name} cannot import {package} ({error}): pip install {format.package}") from error
-    finally:
-        logging.disable(shown)

@@ -1,0 +1,62 @@
+"""Packages that remark on the machine when they are imported."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from models import quiet_imports
+from models.quiet_imports import import_quantisers, without_remarks
+from tests import ROOT
+
+LOUD = """
+import logging, sys, warnings
+print("printed")
+logging.warning("logged")
+warnings.warn("warned")
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["", "raise OSError('no such library')"])
+def test_a_loud_package_is_imported_without_a_word(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    (tmp_path / "loud_package.py").write_text(LOUD.format(end=end))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(quiet_imports, "QUANTISERS", ("loud_package", "package_that_is_not_there"))
+    import_quantisers()
+    assert ("loud_package" in sys.modules) == (end == "")
+    sys.modules.pop("loud_package", None)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_afterwards_all_is_heard_again(capfd: pytest.CaptureFixture[str]):
+    with pytest.raises(KeyError), without_remarks():
+        raise KeyError
+    print("printed")
+    assert logging.root.manager.disable == 0
+    with pytest.warns(UserWarning, match="warned"):
+        warnings.warn("warned", stacklevel=1)
+    assert capfd.readouterr().out == "printed\n"
+
+
+ADAPTED = """
+import torch
+from models.adapters import Lora, inject
+from models.llama import Llama
+
+with torch.device("meta"):
+    model = Llama(8, 8, 8, 1, 1, 1)
+inject(model, Lora(rank=1, alpha=1), torch.float32)
+"""
+
+
+def test_an_adapter_is_made_without_a_word():
+    ended = subprocess.run([sys.executable, "-c", ADAPTED], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == ("", "")
