@@ -1,12 +1,8 @@
-"""Draws the README's picture from the measured values of docs/measurements.md: python docs/figures/draw_modes_7b.py."""
+"""Draws the README's picture from measured values (docs/measurements.md): python -m docs.figures.draw_modes_7b."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-
-FOLDER = Path(__file__).resolve().parent
-sys.path.insert(0, str(FOLDER.parents[1]))
 
 from training.comparison.canvas import GREY, LABEL_SIZE, canvas, line_colours, png, style
 
@@ -36,7 +32,7 @@ def main() -> None:
         axes.set_xlabel("peak GPU memory (GiB)")
         axes.set_ylabel("step time, of none in the same run")
         axes.set_title("16k tokens with recompute: a fifth of the memory for 1% more time", loc="left")
-        (FOLDER / "modes_7b.png").write_bytes(png(figure))
+        Path(__file__).with_name("modes_7b.png").write_bytes(png(figure))
 
 
 if __name__ == "__main__":
