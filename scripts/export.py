@@ -5,7 +5,8 @@
 
 A model of transformers, and our Llama, becomes config.json and model.safetensors with the tokenizer's files, for
 AutoModelForCausalLM and AutoTokenizer; a model of diffusers config.json and diffusion_pytorch_model.safetensors. Large
-models are written in several files with an index. KEY=VALUE changes the run's configuration, for a tokenizer's file
+models are written in several files with an index. Of a run that trained an adapter OUT has the adapter in peft's form,
+or with --merge the whole model. KEY=VALUE changes the run's configuration, for a tokenizer's file
 that was moved (dataset.tokenizer=FILE). OUT is complete or not there.
 """
 
@@ -33,6 +34,7 @@ def main() -> None:
         metavar="BYTES",
         help="the most bytes of a file of weights, but for one layer [%(default)s]",
     )
+    parser.add_argument("--merge", action="store_true", help="an adapter: the model with the adapter merged into it")
     options = parser.parse_intermixed_args()
     from training.export import export
 
@@ -40,7 +42,7 @@ def main() -> None:
         limit = parse_bytes("--max-shard", options.max_shard)
     except KnobError as error:
         raise UserError(str(error)) from None
-    names = export(options.run, options.out, options.overrides, limit)
+    names = export(options.run, options.out, options.overrides, limit, options.merge)
     print(f"{options.out}: {', '.join(names)}")
 
 

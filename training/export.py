@@ -31,19 +31,25 @@ from training.checkpoints.hugging_face import hugging_face_config
 from training.checkpoints.layout import HUGGING_FACE_FILE, WEIGHTS_STEM
 from training.checkpoints.saved_run import configuration, found, newest_checkpoint, refuse_damage
 from training.components import Components
-from training.config.schema import Precision
+from training.config.schema import Precision, has_adapter
 from training.data.tokenizer import load_tokenizer
 from training.data.tokenizer_files import tokenizer_files
 from training.errors import UserError
+from training.export_adapter import adapter_files, merged_model
+from training.runs.invocation import Invocation
 from training.runs.paths import home_expanded
 
 Read = Callable[[str], Tensor]
 
 
-def export(given: str, out: str, overrides: list[str], max_shard_bytes: int = MAX_SHARD_BYTES) -> list[str]:
+def export(
+    given: str, out: str, overrides: list[str], max_shard_bytes: int = MAX_SHARD_BYTES, merge: bool = False
+) -> list[str]:
     """Writes the model of a run, or of one of its checkpoints, to the folder `out`; returns the names of its files.
 
-    The folder is complete or not there. Weights have the dtype of the run: bf16, or float32.
+    The folder is complete or not there. Weights have the dtype of the run: bf16, or float32. Of a run that trained an
+    adapter, it has the adapter alone in peft's form; with `merge`, the model into which the adapter is merged, which is
+    in host memory meanwhile.
 
     Args:
         given: the directory of a run, or of one of its checkpoints.
@@ -59,6 +65,12 @@ def export(given: str, out: str, overrides: list[str], max_shard_bytes: int = MA
         config, invocation = configuration(run_dir, overrides)
         checkpoint = checkpoint or newest_checkpoint(run_dir)
         refuse_damage(checkpoint)
+        if has_adapter(config):
+            files = _of_adapter(config, invocation, checkpoint, max_shard_bytes, merge)
+            write_whole_folder(folder, files)
+            return sorted(files)
+        if merge:
+            raise UserError(f"--merge: {run_dir} trained no adapter: leave --merge out")
         stored = read_checkpoint_headers(checkpoint)
         config.precision = Precision.bf16 if any(t.dtype == "BF16" for t in stored.values()) else Precision.fp32
         model = Components.of(config, invocation, torch.device("cpu")).model
@@ -93,6 +105,17 @@ def files_of(model: nn.Module, config: DictConfig, read: Read, max_shard_bytes: 
 
         return diffusion_files(model, max_shard_bytes, lambda name: read(f"network.{name}"))
     raise UserError(f"{type(model).__name__} is the model of no library: its checkpoint has its weights already")
+
+
+def _of_adapter(
+    config: DictConfig, invocation: Invocation, checkpoint: Path, max_shard_bytes: int, merge: bool
+) -> dict[str, Fill]:
+    if not merge:
+        return adapter_files(checkpoint)
+    # Where the weights are while they are filled changes nothing.
+    components = Components.of(config, invocation, torch.device("cpu"))
+    model, read = merged_model(components, checkpoint)
+    return files_of(model, config, read, max_shard_bytes)
 
 
 @contextmanager
