@@ -9,6 +9,8 @@ from training import sweep
 from training.config import help, schema
 from training.config.validation import check
 from training.errors import UserError
+from training.parallel.launch import connected
+from training.parallel.world import World, settle_devices
 from training.runs import command_line, compose_errors, console
 from training.runs.directory import locked, refuse_records
 from training.runs.failures import failures_recorded, print_failure, refusals_reported
@@ -26,6 +28,8 @@ def main(config: DictConfig) -> None:
     run_dir = invocation.run_dir
     with refusals_reported(), locked(run_dir), failures_recorded(run_dir) as directory:
         directory.propose(config, invocation)
+        world = World.of_environment()
+        settle_devices(config, world, invocation.overridden)
         check(config)
         # These modules import torch, which takes seconds: only after the configuration was checked.
         if config.plan:
@@ -37,12 +41,13 @@ def main(config: DictConfig) -> None:
             if summary["reason"]:
                 sys.exit(print_failure(UserError(summary["reason"])))
             return
-        from training.build import build
-        from training.loop import train
-        from training.metrics.progress import print_summary
+        with connected(config, world) as ranks:
+            from training.build import build
+            from training.loop import train
+            from training.metrics.progress import print_summary
 
-        with build(config, invocation, begin=lambda: directory.take(config, invocation)) as job:
-            summary = train(job)
+            with build(config, invocation, lambda: directory.take(config, invocation), ranks) as job:
+                summary = train(job)
         print_summary(summary, run_dir)
 
 
@@ -53,5 +58,9 @@ def start() -> None:
 
 if __name__ == "__main__":
     console.may_fail()
+    if World.is_follower():
+        from training.parallel import follow
+
+        sys.exit(follow.main())
     end_with_parent()
     compose_errors.run(start)

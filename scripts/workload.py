@@ -24,7 +24,7 @@ from models.llama import Llama, rotary_tables
 from offload import Footprint, HostAdamW, Mode, acquire, find_blocks, parse_bytes, recompute, release, upload
 from training import sweep
 from training.adapters import RunAdapter
-from training.batches import Batch, uploaded
+from training.batches import Batch, examples_in, uploaded
 from training.build import attached, build_dataset
 from training.components import Components
 from training.config import schema
@@ -34,6 +34,7 @@ from training.config.validation import check
 from training.filling import fill_buffers, fill_parameters
 from training.loop import clip_scale, forward_backward, gradient_norm
 from training.metrics.step_timer import StepTimer
+from training.parallel.ranks import ALONE, Share
 from training.runs.invocation import Invocation
 from training.seeds import seed_of
 from training.tasks.causal_lm import CausalLM
@@ -140,7 +141,8 @@ class Workload(ABC):
                 return [self.task.loss(self.model, batch) for _ in range(options.forward)][-1]
         clips = self.optimizer is not None and options.clip_norm is not None
         with self.mode.step(norms=clips):
-            loss = forward_backward(self.task, self.mode, self.model, batch, self.microbatches, seed=0, step=0)
+            share = Share(batch, examples_in(batch))
+            loss = forward_backward(self.task, self.mode, self.model, share, self.microbatches, ALONE, seed=0, step=0)
         if self.optimizer is not None:
             norm = gradient_norm(self.model, self.mode.gradient_norms()) if clips else 0.0
             self.optimizer.step(scale=clip_scale(norm, options.clip_norm))

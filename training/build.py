@@ -30,6 +30,7 @@ from training.metrics.progress import phase, print_plan
 from training.metrics.wandb_tracker import Tracker, chosen_options, plain, run_name, run_tags
 from training.model_weights import ModelWeights
 from training.optim import build_schedule
+from training.parallel.ranks import ALONE, Ranks
 from training.planning.fit import refuse_misfit
 from training.planning.machine import machine_of
 from training.planning.oom_advice import memory_explained
@@ -44,31 +45,44 @@ from training.samples import Samples
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
+    """What every rank of a run has, to compute its steps."""
+
+    components: Components
+    streams: Streams
+    optimizer: HostAdamW
+    schedule: torch.optim.lr_scheduler.LambdaLR
+    ranks: Ranks
+
+
+@dataclass(frozen=True)
+class Job(RankJob):
     """A run that is ready for its loop.
 
     Attributes:
         start: how far the run was when it was saved; for a new run, step 0.
     """
 
-    components: Components
     plan: RunPlan
     dataset: object
     evaluation: Evaluation
     samples: Samples
     start: RunState
-    streams: Streams
-    optimizer: HostAdamW
-    schedule: torch.optim.lr_scheduler.LambdaLR
     tracker: Tracker
     checkpoints: Checkpoints
 
 
 @contextmanager
-def build(config: DictConfig, invocation: Invocation, begin: Callable[[], None] = lambda: None) -> Iterator[Job]:
+def build(
+    config: DictConfig,
+    invocation: Invocation,
+    begin: Callable[[], None] = lambda: None,
+    ranks: Ranks = ALONE,
+) -> Iterator[Job]:
     """Builds the job that `config` describes, and gives model, memory, streams and tracking back afterwards.
 
-    Calls `begin` once nothing of the run can be refused any more, before files of an earlier run are overwritten.
+    Calls `begin` once nothing of the run can be refused any more, before files of an earlier run are overwritten. Then
+    the other `ranks` build their parts, and get weights and states from this one, which is rank 0.
 
     Raises UserError for everything that the user can fix, if possible before anything large is allocated.
     """
@@ -99,6 +113,7 @@ def build(config: DictConfig, invocation: Invocation, begin: Callable[[], None] 
     with phase("planning"):
         components, plan = plan_filled(components, machine, has_gpu=components.device.type == "cuda")
     refuse_misfit(components, plan)
+    ranks.check_model(components.model)
     base = None
     if adapter is not None:
         with phase("hashing the frozen weights"):
@@ -117,6 +132,7 @@ def build(config: DictConfig, invocation: Invocation, begin: Callable[[], None] 
         explained = memory_explained(components, plan)
         with tracker.failing_with():
             base_loss = None if checkpoint is not None else loss_of_base(components, streams, dataset, weights)
+        ranks.begin(components.config, invocation)
         with tracker.failing_with(), explained, keys_under("offload"), attached(components, streams) as model:
             fill_buffers(model)
             if checkpoint is None or adapter is not None:
@@ -132,10 +148,11 @@ def build(config: DictConfig, invocation: Invocation, begin: Callable[[], None] 
                 with phase("restoring the checkpoint"):
                     checkpoint.restore(model, optimizer, schedule, components.device)
                 checkpoint.set_aside_later(invocation.run_dir)
+            ranks.equalise(model, optimizer, start.step)
             checkpoints = Checkpoints(config, invocation.run_dir, model, optimizer, streams, base)
             checkpoints.remove_leftovers(start.step)
-            made = streams, optimizer, schedule, tracker, checkpoints
-            yield Job(components, plan, dataset, evaluation, samples, start, *made)
+            parts = components, streams, optimizer, schedule, ranks
+            yield Job(*parts, plan, dataset, evaluation, samples, start, tracker, checkpoints)
 
 
 def check_threads(config: DictConfig) -> None:
@@ -220,7 +237,7 @@ def build_optimizer(components: Components) -> HostAdamW:
     return optimizer
 
 
-def place_states_in_spare_vram(job: Job) -> None:
+def place_states_in_spare_vram(job: RankJob) -> None:
     """After the first step: moves optimizer states to the device memory that the step left free under vram_budget.
 
     Does nothing unless optimizer.device_share=auto and a budget is set.

@@ -16,7 +16,8 @@ from offload import Footprint, HostAdamW, Mode, Streams, acquire, find_blocks, r
 from training.adapters import add_adapter
 from training.config.auto import AUTO
 from training.config.construct import keys_under, make_mode, make_task
-from training.config.schema import OnNonfinite, Precision, RecomputeBlocks, has_adapter
+from training.config.no_adapter import has_adapter
+from training.config.schema import OnNonfinite, Precision, RecomputeBlocks
 from training.errors import UserError
 from training.model_source import local_source, weights_of_source
 from training.quantising import quantise_blocks
@@ -78,7 +79,8 @@ class Components:
         if "precision" in settled:
             config.precision = _precision(device.type == "cuda" if on_gpu is None else on_gpu)
         if "microbatches" in settled:
-            config.microbatches = task.microbatches(config)
+            of_rank = -(-task.microbatches(config) // config.devices)
+            config.microbatches = min(of_rank, config.batch_size // config.devices)
         if WEIGHTS in settled:
             config.model.weights = weights_of_source(config.model)
         dtype = DTYPES[config.precision]
@@ -97,9 +99,11 @@ class Components:
     def updates_begin_early(self) -> bool:
         """True if an update may begin inside backward.
 
-        Clipping needs the norm of all gradients first, and `on_nonfinite=skip` needs to know that all are finite.
+        Clipping needs the norm of all gradients first, and `on_nonfinite=skip` needs to know that all are finite. On
+        several devices gradients are sums over these, which are made after backward.
         """
-        return self.config.clip_norm is None and self.config.on_nonfinite == OnNonfinite.stop
+        one_by_one = self.config.clip_norm is None and self.config.on_nonfinite == OnNonfinite.stop
+        return one_by_one and self.config.devices == 1
 
     @property
     def state_dtype(self) -> str:

@@ -16,12 +16,17 @@ from torch import nn
 from offload import Streams
 from training.batches import Batch, add_to_digest, examples_in, split_by, uploaded
 from training.errors import UserError
+from training.parallel.ranks import ALONE, Ranks
 from training.seeds import seed_of
 from training.step_intervals import due
 from training.tasks.task import Task
 
 # In the key of random numbers: those of an evaluation.
 EVALUATION = "evaluation"
+
+
+PartScores = tuple[int, dict[str, float]]
+"""the number of examples of a part, and its scores, means over them"""
 
 
 @dataclass(frozen=True)
@@ -78,13 +83,21 @@ class Evaluation:
             add_to_digest(digest, batch)
         return digest.hexdigest()
 
-    def metrics(self, model: nn.Module, streams: Streams, stopped: Callable[[], bool]) -> dict[str, float]:
-        """Evaluates the model: returns its scores and the ms that it took, or nothing once `stopped` returns True."""
+    def metrics(
+        self, model: nn.Module, streams: Streams, stopped: Callable[[], bool], ranks: Ranks = ALONE
+    ) -> dict[str, float]:
+        """Evaluates the model: returns its scores and the ms that it took, or nothing once `stopped` returns True.
+
+        All `ranks` take part, and the scores are those of one device in every bit.
+        """
         streams.synchronize()
         start = perf_counter()
         # The largest microbatch of a step: a forward without its gradients needs no more memory than that step.
-        rows = -(-self.config.batch_size // self.config.microbatches)
-        scores = held_out_scores(self.task, model, self.batches, rows, self.config.seed, streams.device, stopped)
+        rows = -(-self.config.batch_size // (self.config.microbatches * ranks.count))
+        seed = self.config.seed
+        parts = ranks.hand_out_evaluation(prepared_parts(self.task, self.batches, rows, seed))
+        found = scores_of_parts(self.task, model, parts, seed, streams.device, stopped)
+        scores = mean_scores(ranks.collect_evaluation(found))
         if scores is None:
             return {}
         return {f"eval/{name}": score for name, score in scores.items()} | {"eval/ms": (perf_counter() - start) * 1e3}
@@ -101,20 +114,48 @@ def held_out_scores(
 ) -> dict[str, float] | None:
     """Returns the task's scores, means over all examples in `batches`, `rows` of which are computed at a time.
 
+    Returns None once `stopped` returns True.
+    """
+    parts = prepared_parts(task, batches, rows, seed)
+    return mean_scores(scores_of_parts(task, model, parts, seed, device, stopped))
+
+
+def prepared_parts(task: Task, batches: Sequence[Batch], rows: int, seed: int) -> list[Batch]:
+    """Returns the batches as the task prepares them, in parts of `rows` examples."""
+    return [
+        part
+        for number, batch in enumerate(batches)
+        for part in split_by(task.prepared(batch, seed_of(seed, EVALUATION, number)), rows)
+    ]
+
+
+def scores_of_parts(
+    task: Task, model: nn.Module, parts: Sequence[Batch], seed: int, device: torch.device, stopped: Callable[[], bool]
+) -> list[PartScores] | None:
+    """Returns the number of examples and the scores of each part.
+
     No gradient is made, and random numbers, modes of modules and gradients that exist are afterwards as they were. The
     host waits for each part, so that nothing is queued beyond it, and a stop is heeded soon: then None is returned.
     """
-    totals: dict[str, float] = {}
-    count = 0
+    found = []
     with observed(model, seed, device):
-        for number, batch in enumerate(batches):
-            for part in split_by(task.prepared(batch, seed_of(seed, EVALUATION, number)), rows):
-                if stopped():
-                    return None
-                examples = examples_in(part)
-                for name, score in task.scores(model, uploaded(part, device)).items():
-                    totals[name] = totals.get(name, 0.0) + score.item() * examples
-                count += examples
+        for part in parts:
+            if stopped():
+                return None
+            scores = task.scores(model, uploaded(part, device))
+            found.append((examples_in(part), {name: score.item() for name, score in scores.items()}))
+    return found
+
+
+def mean_scores(parts: Sequence[PartScores] | None) -> dict[str, float] | None:
+    """Returns the means over all examples of the scores of parts; None for None."""
+    if parts is None:
+        return None
+    totals: dict[str, float] = {}
+    for examples, scores in parts:
+        for name, score in scores.items():
+            totals[name] = totals.get(name, 0.0) + score * examples
+    count = sum(examples for examples, _ in parts)
     return {name: total / count for name, total in totals.items()}
 
 

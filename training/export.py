@@ -31,7 +31,8 @@ from training.checkpoints.hugging_face import hugging_face_config
 from training.checkpoints.layout import HUGGING_FACE_FILE, WEIGHTS_STEM
 from training.checkpoints.saved_run import configuration, found, newest_checkpoint, refuse_damage
 from training.components import Components
-from training.config.schema import Precision, has_adapter
+from training.config.no_adapter import has_adapter
+from training.config.schema import Precision
 from training.data.tokenizer import load_tokenizer
 from training.data.tokenizer_files import tokenizer_files
 from training.errors import UserError

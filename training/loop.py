@@ -6,6 +6,7 @@ import gc
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 from offload import Mode
 from training.adapters import warn_of_unused
 from training.batches import Batch, examples_in, split_into, uploaded
-from training.build import Job, place_states_in_spare_vram
-from training.config.schema import OnNonfinite, has_adapter
+from training.build import Job, RankJob, place_states_in_spare_vram
+from training.config.no_adapter import has_adapter
+from training.config.schema import OnNonfinite
 from training.errors import UserError
+from training.parallel.ranks import RankLostError, Ranks, Share
 from training.planning.advice import nonfinite_advice
 from training.recorder import Recorder
 from training.runs.signals import StopRequest
@@ -58,21 +61,25 @@ def train(job: Job) -> dict:
         for step in range(first, config.steps + 1):
             batch = job.dataset.batch(step - 1)
             recorder.start_step(step)
-            result = run_step(job, step, batch)
+            with saved_if_rank_is_lost(job, recorder, stop, step - 1):
+                result = run_step(job, step, batch)
             if step == first:
                 place_states_in_spare_vram(job)
             if step == config.steps:
                 # An error in the last update must be raised before the run counts as complete.
                 job.optimizer.finish()
             recorder.end_step(result.skipped, result.loss)
-            make_sample(job, recorder, stop, step)
-            evaluation = evaluate(job, recorder, stop, step)
-            if step % config.log_every == 0 or step == config.steps:
-                recorder.record(step, result.loss, result.norm, result.lr, evaluation)
-            else:
-                recorder.record_evaluation(step, evaluation)
-            if save_or_stop(job, recorder, stop, step, batch):
-                return finish_stopped(job, recorder, stop, step)
+            with saved_if_rank_is_lost(job, recorder, stop, step):
+                make_sample(job, recorder, stop, step)
+                evaluation = evaluate(job, recorder, stop, step)
+                if step % config.log_every == 0 or step == config.steps:
+                    recorder.record(step, result.loss, result.norm, result.lr, evaluation)
+                else:
+                    recorder.record_evaluation(step, evaluation)
+                if save_or_stop(job, recorder, stop, step, batch):
+                    return finish_stopped(job, recorder, stop, step)
+        if not job.checkpoints.has(config.steps):
+            job.ranks.check_equal()
         stop.settle()
     return recorder.finish(config.steps, "ok")
 
@@ -111,8 +118,9 @@ def evaluate(job: Job, recorder: Recorder, stop: StopRequest, step: int) -> dict
     with recorder.outside_steps():
         # The mode would wait for the updates of a unit; those of what stays on the device, nobody waits for.
         job.optimizer.finish()
+        model, ranks = job.components.model, job.ranks
         with job.components.mode.inference():
-            return job.evaluation.metrics(job.components.model, job.streams, lambda: stop.signal is not None)
+            return job.evaluation.metrics(model, job.streams, lambda: stop.signal is not None, ranks)
 
 
 @contextmanager
@@ -138,15 +146,26 @@ def run_step(job: Job, step: int, batch: Batch) -> StepResult:
 
     The host waits for the device once, for the norm of the gradients, because the update depends on it.
     """
-    components = job.components
+    config, task = job.components.config, job.components.task
+    prepared = task.prepared(batch, seed_of(config.seed, step))
+    return run_share(job, step, job.ranks.hand_out(step, prepared, config.microbatches))
+
+
+def run_share(job: RankJob, step: int, share: Share) -> StepResult:
+    """Does `run_step` for this rank's share of the batch. All ranks get the same result, and the same parameters."""
+    components, ranks = job.components, job.ranks
     config, model, mode, task = components.config, components.model, components.mode, components.task
     # Before the step: inside it, the batch would queue behind the first weights on the bus.
-    batch = uploaded(task.prepared(batch, seed_of(config.seed, step)), components.device)
-    with mode.step(norms=True):
-        loss = forward_backward(task, mode, model, batch, config.microbatches, config.seed, step)
-    if step == job.start.step + 1 and has_adapter(config):
+    share = replace(share, batch=uploaded(share.batch, components.device))
+    # Norms of the gradients of one rank say nothing about those of their sums.
+    with mode.step(norms=ranks.count == 1):
+        loss = forward_backward(task, mode, model, share, config.microbatches, ranks, config.seed, step)
+    # What is drawn between steps depends neither on the last microbatch nor on the number of ranks.
+    torch.manual_seed(seed_of(config.seed, step))
+    known = ranks.reduce(model, mode.gradient_norms())
+    if has_adapter(config) and isinstance(job, Job) and step == job.start.step + 1:
         warn_of_unused(model)
-    norm = gradient_norm(model, mode.gradient_norms())
+    norm = gradient_norm(model, known)
     lr = job.schedule.get_last_lr()[0]
     finite = math.isfinite(norm)
     if finite:
@@ -161,12 +180,28 @@ def run_step(job: Job, step: int, batch: Batch) -> StepResult:
 def save_or_stop(job: Job, recorder: Recorder, stop: StopRequest, step: int, batch: Batch) -> bool:
     """After a step: saves the run if that is due or a signal asked it to stop; returns True if the run stops here."""
     last = step == job.components.config.steps
+    if job.checkpoints.due(step) or stop.signal is not None:
+        job.ranks.check_equal()
     saved = job.checkpoints.due(step) and recorder.save(step, batch, required=last)
     if stop.signal is None or (last and not lacks_observation(job, recorder, step)):
         return False
     if not saved:
         recorder.save(step, batch, required=True)
     return True
+
+
+@contextmanager
+def saved_if_rank_is_lost(job: Job, recorder: Recorder, stop: StopRequest, step: int) -> Iterator[None]:
+    """Saves the run after `step`, the last step that is done, if the block loses a rank, where a signal would save it.
+
+    The error goes on.
+    """
+    try:
+        yield
+    except RankLostError:
+        if stop.saves() and step > job.start.step and not job.checkpoints.has(step):
+            recorder.save(step, job.dataset.batch(step - 1), required=False)
+        raise
 
 
 def stop_before_first_step(job: Job, recorder: Recorder, stop: StopRequest) -> dict:
@@ -183,7 +218,7 @@ def finish_stopped(job: Job, recorder: Recorder, stop: StopRequest, step: int) -
     return recorder.finish(step, "stopped", f"{stop.signal}: resume with resume={job.checkpoints.latest()}")
 
 
-def skip_or_raise(job: Job, step: int, norm: float) -> None:
+def skip_or_raise(job: RankJob, step: int, norm: float) -> None:
     """Handles gradients that are not finite as `on_nonfinite` says. Raises UserError if that is to stop the run."""
     config = job.components.config
     if config.on_nonfinite == OnNonfinite.stop:
@@ -193,24 +228,23 @@ def skip_or_raise(job: Job, step: int, norm: float) -> None:
 
 
 def forward_backward(
-    task: Task, mode: Mode, model: nn.Module, batch: Batch, microbatches: int, seed: int, step: int
+    task: Task, mode: Mode, model: nn.Module, share: Share, microbatches: int, ranks: Ranks, seed: int, step: int
 ) -> Tensor:
-    """Computes the gradients of the mean loss over `batch`, which is on the model's device.
+    """Computes the gradients of the step's mean loss as far as they come from `share`, on the model's device.
 
-    The batch is split into `microbatches`, each weighted by its share of the examples, so that the sum does not depend
-    on the split, even if the sizes differ; `mode` chooses their order. Each one seeds the random numbers of its dropout
-    anew, so that they do not depend on that order either. Returns the loss, a float32 scalar.
+    The share is split into `microbatches`, each weighted by its part of the step's examples, so that the sum does not
+    depend on the split, even if the sizes differ; `mode` chooses their order. Each one seeds the random numbers of its
+    dropout anew, by its position in the step, so that they depend neither on that order nor on the number of ranks.
+    Returns the loss of the whole step, a float32 scalar.
     """
 
-    examples = examples_in(batch)
-
     def loss_of(index: int, part: Batch) -> Tensor:
-        torch.manual_seed(seed_of(seed, step, index))
-        return task.loss(model, part) * (examples_in(part) / examples)
+        torch.manual_seed(seed_of(seed, step, share.first + index))
+        return task.loss(model, part) * (examples_in(part) / share.examples)
 
-    parts = split_into(batch, microbatches)
+    parts = split_into(share.batch, microbatches)
     losses = mode.accumulate([partial(loss_of, index, part) for index, part in enumerate(parts)])
-    return torch.stack([loss.float() for loss in losses]).sum()
+    return ranks.total(torch.stack([loss.float() for loss in losses]))
 
 
 def gradient_norm(model: nn.Module, known: Mapping[nn.Parameter, Tensor]) -> float:

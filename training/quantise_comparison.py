@@ -14,8 +14,8 @@ from torch import nn
 
 from offload import Streams
 from training.components import Components
+from training.config.no_adapter import NoAdapter
 from training.config.quantize import NoQuantize, quantises
-from training.config.schema import NoAdapter
 from training.evaluation import held_out_scores
 from training.filling import fill_buffers, fill_parameters
 from training.metrics.progress import phase

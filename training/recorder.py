@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from offload import GIB, Counters
@@ -70,6 +71,8 @@ class Recorder:
         # The mode's counters at the last record.
         self._counters = self._mode.counters()
         self._save_ms: list[float] = []
+        # Of the whole run, on each rank.
+        self._rank_peaks: list[dict[str, float]] = [{} for _ in range(job.ranks.count)]
         reset_peaks(self._device)
 
     def start_step(self, step: int) -> None:
@@ -172,6 +175,9 @@ class Recorder:
             summary["perf/floor_ratio"] = summary["perf/step_ms"] / summary["perf/floor_ms"]
         if self._save_ms:
             summary.setdefault("checkpoint/save_ms", self._save_ms[-1])
+        if self._job.ranks.count > 1:
+            summary["devices"] = self._job.ranks.count
+            summary |= {f"rank{r}/{name}": v for r, peaks in enumerate(self._rank_peaks) for name, v in peaks.items()}
         self._job.tracker.finish(summary, exit_code=0)
         write_summary(self._run_dir, summary)
         return summary
@@ -196,14 +202,14 @@ class Recorder:
         return {f"train/{self._unit}": step * self._units} | ({"train/epoch": examples / blocks} if blocks else {})
 
     def _memory(self, counters: Counters) -> dict[str, float]:
+        """Returns the memory of the run: of GPUs that of the one that needs most, of the host that of all ranks."""
+        ranks = self._job.ranks.measured(memory_of_rank(self._device, counters))
+        for peaks, values in zip(self._rank_peaks, ranks, strict=True):
+            peaks.update({name: max(value, peaks.get(name, value)) for name, value in values.items()})
         memory = {
-            "memory/vram_peak_gib": vram_peak_gib(self._device),
-            "memory/vram_reserved_gib": vram_reserved_gib(self._device),
-            "memory/host_pinned_gib": counters.host_pinned_bytes / GIB,
-            "memory/rss_gib": rss_gib(),
+            name: (max if name.startswith("memory/vram") else sum)(values[name] for values in ranks)
+            for name in ranks[0]
         }
-        # A mode that adapts may need less from here on, which a peak of the whole run would hide.
-        reset_peaks(self._device)
         if not memory["memory/vram_reserved_gib"] and not memory["memory/vram_peak_gib"]:
             # Without a GPU there is none of its memory.
             del memory["memory/vram_peak_gib"], memory["memory/vram_reserved_gib"]
@@ -211,7 +217,11 @@ class Recorder:
 
     def _speed(self, step_s: float) -> dict[str, float]:
         flops = self._job.plan.model_flops
-        mfu = {"perf/mfu": flops / step_s / self._peak_flops} if flops and self._peak_flops is not None else {}
+        mfu = (
+            {"perf/mfu": flops / step_s / self._peak_flops / self._job.ranks.count}
+            if flops and self._peak_flops is not None
+            else {}
+        )
         return {"perf/step_ms": step_s * 1e3, f"perf/{self._unit}_per_s": self._units / step_s, **mfu}
 
     def _write(self, step: int, record: dict) -> None:
@@ -229,6 +239,19 @@ class Recorder:
         self._summary.add(record)
         if "eval/loss" in record:
             self.evaluated_step = record["train/step"]
+
+
+def memory_of_rank(device: torch.device, counters: Counters) -> dict[str, float]:
+    """Returns the memory of this process, in GiB: peaks on its device since the last call, and the host's now."""
+    memory = {
+        "memory/vram_peak_gib": vram_peak_gib(device),
+        "memory/vram_reserved_gib": vram_reserved_gib(device),
+        "memory/host_pinned_gib": counters.host_pinned_bytes / GIB,
+        "memory/rss_gib": rss_gib(),
+    }
+    # A mode that adapts may need less from here on, which a peak of the whole run would hide.
+    reset_peaks(device)
+    return memory
 
 
 def _traffic(moved: Counters, steps: int) -> dict[str, float]:

@@ -88,7 +88,8 @@ def test_peft_reads_the_adapter_of_our_model(tmp_path: Path, kind: type[Lora]):
     assert loaded.peft_config["default"].base_model_name_or_path == "some/base"
     # The two models add in another order.
     torch.testing.assert_close(loaded(IDS).logits, model(IDS))
-    assert not torch.allclose(plain, model(IDS), atol=1e-2)
+    # The logits are about 1, and differ by what two steps have changed.
+    assert not torch.allclose(plain, model(IDS), atol=1e-4)
     assert [file.name for file in sorted(tmp_path.iterdir())] == [CONFIG_FILE, WEIGHTS_FILE]
 
 

@@ -72,8 +72,7 @@ def test_distribution_is_close_to_normal():
 
 def test_uniform_numbers_are_uniform():
     values = torch.empty(300, 1000)
-    HashUniform(torch.device("cpu")).fill(values, "key", std=2.0)
-    bound = 2 * 3**0.5
+    HashUniform(torch.device("cpu")).fill(values, "key", bound := 2 * 3**0.5)
     assert values.abs().max() <= bound
     assert values.mean().abs() < 0.02
     assert abs(values.std() - 2) < 0.01
@@ -81,7 +80,7 @@ def test_uniform_numbers_are_uniform():
     assert (counts - 15_000).abs().max() < 600
     # Whatever the size of the pieces.
     some = torch.empty(10)
-    HashUniform(torch.device("cpu"), 4).fill(some, "key", std=2.0)
+    HashUniform(torch.device("cpu"), 4).fill(some, "key", bound)
     assert torch.equal(some, values.view(-1)[:10])
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from models.hf import build_hf
-from models.hf_files import save_hf
+from models.hf_saving import save_hf
 from models.hf_source import CAUSAL_LM
 from models.initialise import initialise
 from models.quantise import QuantisedWeight, is_quantised, quantisable, quantise, settled, stored_tensors, values_of

@@ -10,6 +10,7 @@ from dataclasses import fields
 import pytest
 
 from tests import ROOT
+from training.config.parallel import Parallel
 from training.config.schema import Checkpointing, TrainConfig
 
 
@@ -50,8 +51,9 @@ def test_help_names_every_group_option_and_key():
     options = [path for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name != "hydra"]
     wanted = {path.stem for path in options} | {path.parent.name for path in options}
     # A section is named by its keys.
-    wanted |= {entry.name for entry in fields(TrainConfig)} - {"checkpoint", "eval", "sample"}
+    wanted |= {entry.name for entry in fields(TrainConfig)} - {"checkpoint", "eval", "parallel", "sample"}
     wanted |= {f"checkpoint.{entry.name}" for entry in fields(Checkpointing)}
+    wanted |= {f"parallel.{entry.name}" for entry in fields(Parallel)}
     assert sorted(wanted - set(words)) == []
     assert "schema" not in process.stdout.partition("The options of each group are files")[0]
     assert max(len(line) for line in process.stdout.splitlines()) <= 120

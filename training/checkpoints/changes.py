@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from training.checkpoints.manifest import damage_of
-from training.config.schema import has_adapter
+from training.config.no_adapter import has_adapter
 from training.errors import UserError
 from training.runs.bounded_files import parse_yaml, read_yaml
 from training.runs.files import CONFIG_FILE
@@ -35,6 +35,8 @@ MAY_CHANGE = (
     "checkpoint.*",
     "resume",
     "device",
+    "devices",
+    "parallel.*",
     "hardware*",
     "vram_budget",
     "host_budget",
@@ -66,6 +68,16 @@ def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key:
     changed = changed_values(config, saved)
     # The files of a frozen base may lie elsewhere now: they are compared by their contents.
     may_change = (*MAY_CHANGE, "model.weights") if has_adapter(config) else MAY_CHANGE
+    if "devices" in changed or "microbatches" in changed:
+        if _parts(parse_yaml(config_text(config))) == _parts(saved):
+            # The same parts of a step, on other devices.
+            may_change = (*may_change, "microbatches")
+        elif "devices" in changed:
+            logger.warning(
+                "devices: was %s, is %s: the parts of a step are others than before, so the rest of the run differs in"
+                " rounding from what it would have been; devices times microbatches, as it was, changes nothing",
+                *changed["devices"],
+            )
     refused = [name for name in changed if not any(fnmatchcase(name, pattern) for pattern in may_change)]
     if refused:
         listed = "; ".join(f"{name}: was {changed[name][0]}, is {changed[name][1]}" for name in refused)
@@ -102,6 +114,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     with damage_of(path):
         return read_yaml(path)
+
+
+def _parts(values: dict[str, Any]) -> int:
+    """Returns the microbatches of a step on all devices, 0 if that is not settled; `values` are texts."""
+    # A checkpoint from before the key was of one device.
+    devices, microbatches = str(values.get("devices", 1)), str(values.get("microbatches", ""))
+    return int(devices) * int(microbatches) if devices.isdigit() and microbatches.isdigit() else 0
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def load_tensors(folder: Path, names: Iterable[str], model: nn.Module, optimizer
         if is_adapted(model):
             load_adapter_tensors(model, folder / _listed(ADAPTER_FILE, names, folder))
             read_into(states, stored)
-            return _renew_masters(model, optimizer)
+            return renew_masters(model, optimizer)
         weights = read_headers(folder / name for name in names if _has_stem(name, WEIGHTS_STEM) and name != INDEX_FILE)
         held = {}
         for name, tensor in model.state_dict().items():
@@ -63,7 +63,7 @@ def load_tensors(folder: Path, names: Iterable[str], model: nn.Module, optimizer
     except (ValueError, FileNotFoundError) as error:
         raise DamagedError(str(error)) from None
     read_into(states, stored)
-    _renew_masters(model, optimizer)
+    renew_masters(model, optimizer)
 
 
 def _listed(name: str, names: Iterable[str], folder: Path) -> str:
@@ -94,7 +94,7 @@ def _shown(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 @torch.no_grad()
-def _renew_masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def renew_masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Copies float32 parameters into their masters, which exist only if states are on the device."""
     for parameter in model.parameters():
         master = optimizer.state.get(parameter, {}).get(MASTER)

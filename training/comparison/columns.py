@@ -60,6 +60,7 @@ def _derived(attribute: str) -> Callable[[Row], Statistic | None]:
 
 
 COLUMNS = (
+    Column("devices", "devices", "devices that share each step", _measured("devices"), ",.0f"),
     Column("step ms", "step_ms", "time of one step", _measured("perf/step_ms"), ",.1f"),
     Column("to none", "ratio_to_none", "step time divided by that of its resident run", _derived("ratio"), ".2f"),
     Column(

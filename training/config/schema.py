@@ -19,6 +19,8 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from offload import HostAdamW
 from training.config.declare import Built, number, schema_of
 from training.config.modes import mode_options
+from training.config.no_adapter import NoAdapter, has_adapter
+from training.config.parallel import Parallel
 from training.config.quantize import OPTIONS as QUANTIZE_OPTIONS
 from training.optim import AdamW
 from training.tasks.causal_lm import CausalLM
@@ -206,11 +208,6 @@ class RecomputeBlocks:
 
 
 @dataclass
-class NoAdapter:
-    pass
-
-
-@dataclass
 class LoraAdapter(Built):
     """What `models.adapters` makes, and where its first values are from.
 
@@ -320,6 +317,7 @@ class TrainConfig:
     microbatches: int | str = MISSING
     seq_len: int = number(at_least=1)
     device: str = MISSING
+    devices: int = number(at_least=1, at_most=64)
     precision: Precision = MISSING
     clip_norm: float | None = number(above=0)
     on_nonfinite: OnNonfinite = MISSING
@@ -332,6 +330,7 @@ class TrainConfig:
     eval: Evaluating = field(default_factory=Evaluating)
     sample: Sampling = field(default_factory=Sampling)
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
+    parallel: Parallel = field(default_factory=Parallel)
     resume: str | None = MISSING
 
 
@@ -374,11 +373,6 @@ def register() -> None:
     for group, options in SCHEMAS.items():
         for name, schema in options.items():
             store.store(group=f"schema/{group}", name=name, node=schema)
-
-
-def has_adapter(config: DictConfig) -> bool:
-    """Tells whether the run of `config` trains an adapter beside a frozen model."""
-    return OmegaConf.get_type(config, "adapter") not in (NoAdapter, dict, type(None))
 
 
 def _with_adapter(adapter: str, whole: str, *, _root_: DictConfig) -> str:

@@ -89,11 +89,20 @@ def _check_ranges(prefix: str, node: DictConfig) -> None:
 
 
 def _check_rules(config: DictConfig) -> None:
-    parts = config.microbatches
-    if parts != AUTO and not (isinstance(parts, int) and 1 <= parts <= config.batch_size):
+    parts, share = config.microbatches, config.batch_size // config.devices
+    if not share:
         raise UserError(
-            f"microbatches={parts}: must be between 1 and batch_size={config.batch_size}, the sequences that it"
-            " divides, or auto"
+            f"devices={config.devices}: must be at most batch_size={config.batch_size}, the sequences that they share"
+        )
+    if parts != AUTO and not (isinstance(parts, int) and 1 <= parts <= share):
+        divided = f"batch_size={config.batch_size}" if config.devices == 1 else f"{share}, batch_size over devices"
+        raise UserError(
+            f"microbatches={parts}: must be between 1 and {divided}, the sequences that it divides, or auto"
+        )
+    if config.devices > 1 and config.device.startswith("cuda:"):
+        raise UserError(
+            f"device={config.device} with devices={config.devices}: each rank takes the GPU of its number: give"
+            " device=auto, and choose GPUs with CUDA_VISIBLE_DEVICES"
         )
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
         raise UserError(f"device={config.device}: must be auto, cuda, cuda:N (N counts from 0) or cpu")

@@ -51,6 +51,7 @@ METRIC_KEYS: dict[str, Metric] = {
 # Metrics that only a summary has.
 SUMMARY_KEYS: dict[str, Metric] = {
     "steps": Metric("steps", "optimizer steps done"),
+    "devices": Metric("", "devices that shared each step, if there were several"),
     "perf/floor_ms": Metric("ms", "planned: no step of this work can be shorter; not known on the CPU"),
     "perf/floor_ratio": Metric("", "step time over that floor"),
     "train/first_loss": Metric("", "loss of the first step"),
@@ -63,4 +64,4 @@ SUMMARY_KEYS: dict[str, Metric] = {
 UNITS = ("tokens", "images", "examples")
 
 # Whole numbers.
-COUNTS = ("train/step", "train/tokens", "train/images", "train/examples", "train/skipped_steps", "steps")
+COUNTS = ("train/step", "train/tokens", "train/images", "train/examples", "train/skipped_steps", "steps", "devices")

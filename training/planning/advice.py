@@ -19,7 +19,8 @@ from offload import ActivationMode
 from offload.planning import GRADIENT_SLOTS
 from training.checkpoints.changes import MAY_CHANGE
 from training.components import Components, recomputes, weights_node
-from training.config.schema import SCHEMAS, Precision, RecomputeBlocks, has_adapter
+from training.config.no_adapter import has_adapter
+from training.config.schema import SCHEMAS, Precision, RecomputeBlocks
 from training.config.validation import check
 from training.errors import UserError
 from training.planning.optimizer import PlannedUpdate
@@ -104,7 +105,7 @@ def _changes(components: Components, plan: RunPlan) -> Iterator[Change]:
         return Change({name: value}, changed, same_numbers)
 
     if not footprint.layer_major:
-        yield change("microbatches", min(2 * config.microbatches, config.batch_size))
+        yield change("microbatches", min(2 * config.microbatches, config.batch_size // config.devices))
     if not (recomputes(config) or components.mode.recomputes):
         yield _option(config, "recompute", "block", OmegaConf.structured(RecomputeBlocks(blocks=None)))
     # Another mode would keep activations that this one computes again.
@@ -133,7 +134,7 @@ def _changes(components: Components, plan: RunPlan) -> Iterator[Change]:
         switched = _option(config, "optimizer", "host_adamw", host_adamw)
         yield Change(switched.overrides | {"optimizer.state_dtype": "bf16"}, switched.config, same_numbers=False)
     yield change("precision", Precision.bf16, same_numbers=False)
-    smaller = max(config.batch_size // 2, config.microbatches)
+    smaller = max(config.batch_size // 2, config.microbatches * config.devices)
     yield change("batch_size", min(smaller, config.batch_size - 1), same_numbers=False)
     if components.task.unit == "tokens":
         yield change("seq_len", config.seq_len // 2, same_numbers=False)

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from training.components import WEIGHTS, Components, weights_node
 from training.config.auto import AUTO
-from training.config.schema import has_adapter
+from training.config.no_adapter import has_adapter
 
 MODELS = Path(__file__).resolve().parents[2] / "conf" / "model"
 
@@ -28,7 +28,7 @@ def chosen_values(components: Components, resident_key: str | None) -> dict[str,
         device = "a GPU" if str(config.precision) == "bf16" else "no GPU that computes in bf16"
         lines["precision"] = f"{config.precision}, because there is {device}"
     if "microbatches" in components.settled:
-        per_part = -(-components.task.units(config) // config.microbatches)
+        per_part = -(-components.task.units(config) // (config.microbatches * config.devices))
         lines["microbatches"] = f"{config.microbatches}, of {per_part:,} {components.task.unit}"
     if WEIGHTS in components.settled:
         begin = "the weights begin from the seed, because model.source names an architecture alone"

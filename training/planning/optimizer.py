@@ -58,7 +58,9 @@ class PlannedUpdate:
     def time(self, components: Components, machine: Machine, has_gpu: bool) -> UpdateTimes:
         """Returns how long the update takes on `machine`, and when it can begin."""
         hides = components.updates_overlap and bool(components.footprint.units)
-        rate = machine.update_gparams_s * 1e9 * (1 if components.updates_overlap else TORCH_KERNEL_SHARE)
+        # Every rank updates a copy of all parameters, with its part of the host's cores and bandwidth.
+        rate = machine.update_gparams_s * 1e9 / components.config.devices
+        rate *= 1 if components.updates_overlap else TORCH_KERNEL_SHARE
         if not has_gpu:
             return UpdateTimes(host_ms=(self.host_parameters + self.device_parameters) / rate * 1e3)
         device_bytes = self.device_parameters * DEVICE_UPDATE_BYTES[components.dtype]

@@ -31,11 +31,12 @@ from offload.planning import (
     update_work,
 )
 from training.batches import Batch, examples_in
-from training.components import Components
+from training.components import Components, trained_parameters
 from training.errors import UserError, first_line
 from training.metrics.files import write_summary
 from training.metrics.progress import phase, print_plan
 from training.model_weights import ModelWeights
+from training.parallel.buckets import exchange_bytes
 from training.planning.budget import resident_key, resident_units, with_resident
 from training.planning.chosen import chosen_values
 from training.planning.fit import misfit
@@ -55,6 +56,10 @@ MOST_DRY = 2
 NO_GPU = "no GPU here: the CPU is planned for; hardware=h200, a100 or rtx4090 plans for one"
 
 WAITS_FOR_UPDATES = "optimizer=host_adamw hides updates on the host behind the step, most of all with clip_norm=null"
+SEVERAL = (
+    "{count} devices: bytes of the device and copies are those of each, bytes of the host those of {count} processes,"
+    " each with its own copy; the time in which gradients are exchanged is not in the step"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +181,8 @@ def _plan_of(planned: PlannedStep, components: Components, machine: Machine, has
     waits = plan.forecast.bound == "host optimizer" and not components.updates_overlap
     if has_gpu and footprint.units and waits:
         notes.append(WAITS_FOR_UPDATES)
+    if components.config.devices > 1:
+        notes.append(SEVERAL.format(count=components.config.devices))
     if staying := staying_note(components):
         notes.append(staying)
     return replace(plan, kept_bytes=kept_bytes, streamed=streamed_share(components), notes=tuple(notes))
@@ -185,7 +192,7 @@ def dry_step(components: Components, has_gpu: bool, timed: SimulatedStreams | No
     """Runs a step on the meta device; of many microbatches it runs a few and derives the rest."""
     config = components.config
     count = config.microbatches
-    small, larger = divmod(config.batch_size, count)
+    small, larger = divmod(examples_of_rank(config), count)
     # The sizes that tensor_split makes.
     sizes = [small + 1] * larger + [small] * (count - larger)
     if count <= MOST_DRY:
@@ -197,6 +204,11 @@ def dry_step(components: Components, has_gpu: bool, timed: SimulatedStreams | No
     # The first one differs: it has no earlier gradients to add to. The others are alike if they have the same size.
     others = Counter(sizes[1:])
     return _dry_run(components, [sizes[0], *others], has_gpu, timed).repeated([1, *others.values()])
+
+
+def examples_of_rank(config: DictConfig) -> int:
+    """Returns the examples of a step that rank 0 computes, which no other rank exceeds."""
+    return -(-config.batch_size // config.devices)
 
 
 def _dry_run(
@@ -224,7 +236,7 @@ def _without_dry_run(components: Components) -> DryRun:
     """Returns the bounds that the mode's footprint gives, without activations, as two phases."""
     footprint, config = components.footprint, components.config
     traffic = footprint.for_microbatches(config.microbatches)
-    flops = components.task.flops(components.model, config) or 0.0
+    flops = (components.task.flops(components.model, config) or 0.0) / config.devices
     weights_in = min(footprint.host_weight_bytes, traffic.h2d_bytes)
     phases = (
         Phase(True, flops / 3, weights_in, 0, 0, 0),
@@ -251,6 +263,10 @@ def _assembled(
     fillable = vram_budget if config.vram_budget is not None and has_gpu else 0
     update = PlannedUpdate.of(components, spare_bytes=fillable - sum(device.values()))
     device["optimizer"] = update.device_bytes
+    if config.devices > 1:
+        # After backward, whose activations are gone by then.
+        exchanged = exchange_bytes(trained_parameters(components.model))
+        device["exchange"] = max(exchanged - step.activation_bytes, 0)
     if not components.updates_begin_early:
         # Early updates free these gradients while backward still frees activations, so they add nothing to the peak.
         device["gradients"] += update.placed_gradient_bytes
@@ -263,6 +279,8 @@ def _assembled(
     }
     if not has_gpu:
         host["device"] = sum(device.values())
+    # Each rank is a process with weights, gradients and states of its own.
+    host = {name: nbytes * config.devices for name, nbytes in host.items()}
     # Weights that were updated on the device are copied to the host.
     last = step.phases[-1]
     phases = (*step.phases[:-1], replace(last, d2h_bytes=last.d2h_bytes + update.placed_gradient_bytes))
@@ -273,7 +291,7 @@ def _assembled(
         device_bytes=device,
         host_bytes=host,
         logits_bytes=logits_bytes(components),
-        pinned_bytes=step.host_bytes if has_gpu and config.offload.get("pin", "auto") != "off" else 0,
+        pinned_bytes=step.host_bytes * config.devices if has_gpu and config.offload.get("pin", "auto") != "off" else 0,
         step_bytes={
             "in": sum(phase.h2d_bytes for phase in phases),
             "out": sum(phase.d2h_bytes for phase in phases),
@@ -281,7 +299,8 @@ def _assembled(
             "activations out": step.total("activation_d2h_bytes"),
         },
         forecast=expected,
-        model_flops=components.task.flops(components.model, config) or _model_flops(phases, trained / everything),
+        model_flops=components.task.flops(components.model, config)
+        or _model_flops(phases, trained / everything) * config.devices,
         floor_ms=_floor_ms(machine, components.dtype, phases) if has_gpu else None,
         budgets={
             "vram_budget": vram_budget,
@@ -329,7 +348,8 @@ def _simulated_ms(
         return None
     every = forecast(phases, machine.bandwidth, machine.flops_per_s(components.dtype), UpdateTimes()).phases_ms
     # Each microbatch has two phases. Of those after the first, the dry run has one of each size.
-    dry = every[:4] if components.config.batch_size % components.config.microbatches in (0, 1) else ()
+    sizes = examples_of_rank(components.config) % components.config.microbatches
+    dry = every[:4] if sizes in (0, 1) else ()
     return timed.step_ms / sum(dry) * sum(every) if dry else None
 
 
@@ -337,7 +357,7 @@ def logits_bytes(components: Components) -> int:
     """Returns the bytes of the logits that exist at once, in float32: as many tokens as the head computes at a time."""
     config = components.config
     heads = [module for module in components.model.modules() if isinstance(module, Head)]
-    tokens = -(-config.batch_size // config.microbatches) * config.seq_len
+    tokens = -(-examples_of_rank(config) // config.microbatches) * config.seq_len
     return max((4 * tokens_per_chunk(tokens, head.out_features) * head.out_features for head in heads), default=0)
 
 

@@ -13,10 +13,11 @@ PARENT_VARIABLE = "OFFLOAD_SWEEP_PROCESS"
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent() -> None:
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     """In a job of a sweep: from now on the system sends SIGTERM when the sweep's process ends, so that the job saves.
 
-    Only Linux does that; elsewhere, and outside a sweep, nothing happens.
+    So it is with any process whose environment has the number of another. Another signal than SIGTERM may be sent. Only
+    Linux does that; elsewhere, and where the environment has no such number, nothing happens.
     """
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is None:
@@ -25,7 +26,7 @@ def end_with_parent() -> None:
         prctl = ctypes.CDLL(None).prctl
     except (OSError, AttributeError):
         return
-    prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     # It may have ended before.
     if os.getppid() != int(parent):
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)

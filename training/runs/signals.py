@@ -47,7 +47,7 @@ class StopRequest:
 
     def settle(self) -> None:
         """Ignores signals until the process ends: the run is complete or saved, and must not end as a failure."""
-        if self._saves():
+        if self.saves():
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             self._before.clear()
@@ -57,12 +57,13 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None or not self._saves():
+        if self.signal is not None or not self.saves():
             signal.default_int_handler(number, frame)
         self.signal = signal.Signals(number).name
         logger.warning("%s: the run ends when this step is done and saved; once more ends it at once", self.signal)
 
-    def _saves(self) -> bool:
+    def saves(self) -> bool:
+        """Tells whether a signal that arrives now would save the run, and not end it at once."""
         return time.monotonic() - self._opened_s >= self._after_s
 
 

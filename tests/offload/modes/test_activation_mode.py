@@ -131,7 +131,7 @@ def test_weights_are_a_mode_of_weights(weights: ActivationMode):
         (LayerStream(resident=99), "weights.resident=99: the model has 4 units"),
         (BounceLinear(resident="4"), None),
         (LayerStream(layers="nowhere"), "weights.layers=nowhere: no list of blocks there"),
-        (ShardOffload(shards=9), "weights.shards=9: must be between 1 and 4, the number of blocks"),
+        (ShardOffload(shards=9), "weights.shards=9: must be between 1 and the number of blocks, 4"),
     ],
 )
 def test_a_knob_of_the_weights_is_named_with_its_path(mode: type, weights, message: str | None, call: str):

@@ -48,7 +48,7 @@ def test_knobs_that_fit_no_model_are_refused_when_the_mode_is_made(mode: type, k
         (LayerStream(resident=99), "resident=99: the model has 4 units"),
         (LayerStream(layers="model.layers"), "layers=model.layers: no list of blocks there"),
         (ShardOffload(layers="head"), "layers=head: no list of blocks there"),
-        (ShardOffload(shards=5), "shards=5: must be between 1 and 4, the number of blocks"),
+        (ShardOffload(shards=5), "shards=5: must be between 1 and the number of blocks, 4"),
     ],
 )
 def test_knobs_that_do_not_fit_the_model_are_refused_by_footprint_and_attach(mode, message: str, call: str):

@@ -42,7 +42,7 @@ def listed(name: str, instead: bool = True) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         manifest = json.loads((folder / "manifest.json").read_text())
         manifest["files"][name] = manifest["files"].pop("state.json") if instead else manifest["files"]["state.json"]
-        (folder / "manifest.json").write_text(json.dumps(manifest))
+        (folder / "manifest.json").write_text(json.dumps(manifest, indent=2))
 
     return damage
 

@@ -1,0 +1,27 @@
+"""Runs on several devices within the process of a test, which is rank 0: only the other ranks are started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.training.helpers.in_process import TINY_RUN, composed, signals_as_before
+from training.build import build
+from training.config.validation import check
+from training.loop import train
+from training.parallel.launch import connected
+from training.parallel.ranks import Ranks
+
+# Small enough that rank 0 computes it in a second.
+RUN = (*TINY_RUN, "eval.every=3", "eval.batches=2", "checkpoint.every=2", "checkpoint.keep=9", "log_every=1")
+
+
+def run_ranks(folder: Path, *overrides: str, watch: Callable[[Ranks], None] = lambda ranks: None) -> dict:
+    """Runs `python train.py OVERRIDES` with its files in `folder`; calls `watch` once the ranks are connected."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config, invocation = composed(*RUN, *overrides, run_dir=folder)
+    check(config)
+    with signals_as_before(), connected(config, None) as ranks:
+        watch(ranks)
+        with build(config, invocation, ranks=ranks) as job:
+            return train(job)

@@ -1,0 +1,69 @@
+"""The device of a rank, and its part of the cores."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload import usable_cores
+from tests.training.helpers.in_process import composed
+from training.config.validation import check
+from training.errors import UserError
+from training.parallel import devices
+from training.parallel.devices import device_of, share_cores, share_update_cores
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_ranks_on_the_cpu_share_it():
+    assert device_of("cpu", 3, 2) == torch.device("cpu")
+
+
+def test_each_rank_has_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch):
+    chosen = []
+    monkeypatch.setattr(devices, "resolve_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert device_of("auto", 2, 1) == torch.device("cuda", 1)
+    assert chosen == [torch.device("cuda", 1)]
+    with pytest.raises(UserError, match=r"^devices=3: torch finds 2"):
+        device_of("auto", 3, 1)
+
+
+def test_a_gpu_by_number_is_refused_for_several():
+    with pytest.raises(UserError, match=r"^device=cuda:1 with devices=2"):
+        check(composed("device=cuda:1", "devices=2")[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ("devices=9", "devices=9: must be at most batch_size=8"),
+        ("microbatches=3", "microbatches=3: .* between 1 and 2"),
+    ],
+)
+def test_each_rank_needs_a_sequence_for_each_microbatch(given: str, refused: str):
+    with pytest.raises(UserError, match=refused):
+        check(composed("batch_size=8", "devices=4", given)[0])
+
+
+def test_threads_are_shared():
+    cores = share_cores(10_000)
+    assert (cores, torch.get_num_threads()) == (1, 1)
+    assert share_cores(1) == usable_cores()
+
+
+def test_updates_take_the_rank_s_own_cores_unless_a_number_was_given():
+    config, _ = composed("optimizer=host_adamw")
+    share_update_cores(config, 8)
+    assert config.optimizer.threads == 7
+    share_update_cores(config, 2)
+    assert config.optimizer.threads == 7
+    config, _ = composed("optimizer=adamw")
+    share_update_cores(config, 8)
+    assert "threads" not in config.optimizer

@@ -1,0 +1,58 @@
+"""The ranks that follow: what goes wrong on one of them reaches the user, and torchrun may start them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import ROOT
+from tests.training.helpers.in_process import run_here
+from tests.training.helpers.results import content
+from tests.training.parallel.conftest import RUN, run_ranks
+from training import loop
+from training.errors import UserError
+from training.parallel import group
+from training.parallel.ranks import RankLostError, Share
+
+TWO = ("devices=2", "microbatches=1", "eval.every=null")
+
+
+def test_an_error_on_another_rank_is_told_by_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
+    # Tokens that are in no vocabulary.
+    wrong = torch.full((2, 33), 10**6)
+    monkeypatch.setattr(group, "_own_memory", lambda share: Share(wrong, share.examples, share.first))
+    with pytest.raises(RankLostError, match=r"^rank 1: IndexError: index out of range"):
+        run_ranks(tmp_path, *TWO)
+    # What the user cannot fix has a traceback, with the name of its rank.
+    assert "\nrank 1: Traceback" in "\n" + capfd.readouterr().err
+
+
+def test_ranks_that_differ_save_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    compute = loop.forward_backward
+
+    def and_changes(*arguments):
+        weight = next(arguments[2].parameters())
+        with torch.no_grad():
+            weight[3] += 1
+        return compute(*arguments)
+
+    monkeypatch.setattr(loop, "forward_backward", and_changes)
+    with pytest.raises(UserError, match=r"^\S+weight differs between rank 0 and rank 1"):
+        run_ranks(tmp_path, *TWO)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_torchrun_starts_the_same_run(tmp_path: Path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "train.py"]
+    keys = [*RUN, "microbatches=1", "steps=2", f"hydra.run.dir={tmp_path / 'two'}"]
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    done = subprocess.run([*command, *keys], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    run_here(tmp_path / "one", *RUN, "microbatches=2", "steps=2")
+    last = "checkpoints/step-00000002"
+    assert content(tmp_path / "two" / last) == content(tmp_path / "one" / last)

@@ -1,0 +1,105 @@
+"""Several processes on gloo compute what one computes with as many microbatches, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.helpers.in_process import run_here
+from tests.training.helpers.results import content
+from tests.training.parallel.conftest import RUN, run_ranks
+from training.parallel.group import Group
+from training.parallel.ranks import RankLostError
+
+
+def at(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step-{step:08d}"
+
+
+def records(run_dir: Path) -> dict[int, dict]:
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return {line["train/step"]: line for line in lines}
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps on one device, with two microbatches."""
+    folder = tmp_path_factory.mktemp("ranks") / "one"
+    run_here(folder, *RUN, "microbatches=2")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(one: Path) -> tuple[Path, dict]:
+    """The same run from its third step to its fourth, on two devices; and its summary."""
+    folder = one.with_name("two")
+    summary = run_ranks(folder, "devices=2", "microbatches=1", f"resume={at(one, 2)}", "steps=4")
+    return folder, summary
+
+
+def test_two_ranks_compute_what_one_device_does(one: Path, two: tuple[Path, dict]):
+    for step in (3, 4):
+        for key in ("train/loss", "train/grad_norm"):
+            assert records(two[0])[step][key] == records(one)[step][key]
+    assert content(at(two[0], 4)) == content(at(one, 4))
+
+
+def test_ranks_share_the_batches_of_an_evaluation(one: Path, two: tuple[Path, dict]):
+    assert records(two[0])[3]["eval/loss"] == records(one)[3]["eval/loss"]
+
+
+def test_a_run_moves_to_two_devices_and_back(one: Path, two: tuple[Path, dict]):
+    back = one.with_name("back")
+    run_here(back, *RUN, "microbatches=2", f"resume={two[0]}")
+    assert content(at(back, 6)) == content(at(one, 6))
+
+
+def test_the_summary_has_the_memory_of_each_rank(two: tuple[Path, dict]):
+    _folder, summary = two
+    assert summary["devices"] == 2
+    ranks = [summary[f"rank{rank}/memory/rss_gib"] for rank in (0, 1)]
+    assert all(0.05 < gib < 5 for gib in ranks)
+    assert summary["memory/rss_gib"] <= sum(ranks) * 1.01
+    assert summary["memory/rss_gib"] > max(ranks)
+
+
+def test_three_ranks_that_stream_weights_compute_what_one_device_does(one: Path):
+    """Four sequences, so that the first rank has two; weights are in host memory, some states on the device.
+
+    Updates would begin inside backward on one device.
+    """
+    folders = [one.with_name(name) for name in ("streamed", "three")]
+    mode = ("offload=layer_stream", "optimizer=host_adamw", "clip_norm=null", "steps=2", "optimizer.device_share=40KiB")
+    run_here(folders[0], *RUN, "microbatches=3", "steps=2", "clip_norm=null")
+    run_ranks(folders[1], *mode, "devices=3", "microbatches=1")
+    assert content(at(folders[1], 2)) == content(at(folders[0], 2))
+
+
+class Alone(Group):
+    """A group of which only this process is there."""
+
+    def __init__(self):
+        self.rank, self.count, self.timeout_s, self.is_exchanging = 0, 2, 5.0, False
+        self._cause = lambda rank: None
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def test_a_rank_s_own_lack_of_memory_is_not_taken_for_the_end_of_another():
+    group = Alone()
+    with pytest.raises(torch.OutOfMemoryError):
+        group._collective(lambda: fail(torch.OutOfMemoryError("Tried to allocate 2 GiB")))
+    assert group.is_exchanging
+
+
+def test_a_broken_exchange_is_the_end_of_another_rank():
+    group = Alone()
+    with pytest.raises(RankLostError, match=r"^a rank has ended"):
+        group._collective(lambda: fail(RuntimeError("Connection closed by peer")))
+    with pytest.raises(RankLostError, match=r"^a rank hangs"):
+        group._collective(lambda: fail(RuntimeError("Timed out waiting 5000ms")))

@@ -1,0 +1,92 @@
+"""Ranks that end, hang or are not needed: how the run ends, what it saved, and that no process is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.training.helpers.in_process import composed, run_here
+from tests.training.helpers.results import content
+from tests.training.helpers.sweeps import runs
+from tests.training.parallel.conftest import RUN, run_ranks
+from training import loop
+from training.parallel.launch import Followers, connected
+from training.parallel.ranks import ALONE, RankLostError
+
+SAVING = ("devices=2", "microbatches=1", "checkpoint.every=null", "checkpoint.on_signal=true")
+
+
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]], None]:
+    """Returns a function that makes rank 0 do something inside a step."""
+
+    def at_step(step: int, action: Callable[[], None]) -> None:
+        compute = loop.forward_backward
+
+        def watched(*arguments):
+            if arguments[-1] == step:
+                action()
+            return compute(*arguments)
+
+        monkeypatch.setattr(loop, "forward_backward", watched)
+
+    return at_step
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns the processes that are started, as they are."""
+    found = []
+    start = Followers._start
+
+    def noted(self: Followers, rank: int):
+        process = start(self, rank)
+        found.append(process.pid)
+        return process
+
+    monkeypatch.setattr(Followers, "_start", noted)
+    return found
+
+
+def test_one_device_needs_no_other_process(started: list[int]):
+    with connected(composed()[0], None) as ranks:
+        assert ranks is ALONE
+    assert not started
+
+
+def test_a_rank_that_is_killed_ends_the_run_which_is_saved(tmp_path: Path, at_step, started: list[int]):
+    at_step(3, lambda: started and os.kill(started.pop(), signal.SIGKILL))
+    with pytest.raises(RankLostError, match=r"^rank 1: its process was killed \(SIGKILL\)"):
+        run_ranks(tmp_path / "lost", *SAVING)
+    run_here(tmp_path / "rest", *RUN, "microbatches=2", f"resume={tmp_path / 'lost'}")
+    run_here(tmp_path / "whole", *RUN, "microbatches=2")
+    last = "checkpoints/step-00000006"
+    assert content(tmp_path / "rest" / last) == content(tmp_path / "whole" / last)
+
+
+def test_a_rank_that_hangs_is_named(tmp_path: Path, at_step, started: list[int]):
+    def stop() -> None:
+        os.kill(started[0], signal.SIGSTOP)
+        # Until it has stopped, it might still answer.
+        time.sleep(0.2)
+
+    at_step(2, stop)
+    begin = time.monotonic()
+    with pytest.raises(RankLostError, match=r"^rank 1 hangs: .* parallel.timeout_s=2"):
+        run_ranks(tmp_path, *SAVING, "parallel.timeout_s=2", "eval.every=null")
+    assert time.monotonic() - begin < 60
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    assert not runs(started[0])
+
+
+def test_a_signal_saves_the_run_and_ends_all_ranks(tmp_path: Path, at_step, started: list[int]):
+    at_step(2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    summary = run_ranks(tmp_path, *SAVING, "eval.every=null")
+    assert (summary["status"], summary["steps"]) == ("stopped", 2)
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+    assert not runs(started[0])

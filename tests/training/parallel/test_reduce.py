@@ -1,0 +1,100 @@
+"""Sums over two processes that are forked from this one: it costs no imports."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from training.parallel.reduce import SUMS, reduce_gradients
+
+
+def gradients(rank: int) -> list[Tensor | None]:
+    """Returns the gradients of a rank: of any order of magnitude, so that the order of additions shows."""
+    generator = torch.Generator().manual_seed(rank)
+    shapes = ((7, 3), (), (5,), (2, 3, 4, 4), (4,))
+    found = [
+        torch.randn(shape, generator=generator) * 10 ** torch.randn(shape, generator=generator) for shape in shapes
+    ]
+    # Nobody has one of the last parameter, and the last rank has none of the third.
+    return [*found[:2], None if rank == 2 else found[2], found[3].contiguous(memory_format=torch.channels_last), None]
+
+
+def model(dtype: torch.dtype) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros((7, 3), dtype=dtype)), nn.Parameter(torch.zeros((), dtype=dtype)),
+            nn.Parameter(torch.zeros(5, dtype=dtype)),
+            nn.Parameter(torch.zeros((2, 3, 4, 4), dtype=dtype).contiguous(memory_format=torch.channels_last)),
+            nn.Parameter(torch.zeros(4, dtype=dtype))]  # fmt: skip
+
+
+def with_gradients(rank: int, dtype: torch.dtype) -> list[nn.Parameter]:
+    parameters = model(dtype)
+    for parameter, gradient in zip(parameters, gradients(rank), strict=True):
+        parameter.grad = None if gradient is None else gradient.to(dtype)
+    return parameters
+
+
+def reduced(rank: int, folder: Path, count: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), count)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    results = {}
+    for name, add in SUMS.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            parameters = with_gradients(rank, dtype)
+            reduce_gradients(parameters, [True] * 4 + [False], torch.device("cpu"), dist.group.WORLD, add)
+            results[name, dtype] = [parameter.grad for parameter in parameters]
+    torch.save(results, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """The reduced gradients of three ranks, by way of adding and dtype."""
+    folder = tmp_path_factory.mktemp("reduced")
+    start: Callable = multiprocessing.get_context("fork").Process
+    processes = [start(target=reduced, args=(rank, folder, 3)) for rank in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    return [torch.load(folder / f"{rank}.pt") for rank in range(3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ordered_sums_are_those_of_autograd_over_microbatches(results, dtype: torch.dtype):
+    parameters = model(dtype)
+    for rank in range(3):
+        for parameter, gradient in zip(parameters, gradients(rank), strict=True):
+            if gradient is not None:
+                parameter.backward(gradient.to(dtype))
+    for found in results:
+        for parameter, gradient in zip(parameters, found["ordered", dtype], strict=True):
+            assert (parameter.grad is None) == (gradient is None)
+            assert gradient is None or (
+                torch.equal(gradient, parameter.grad) and gradient.stride() == parameter.stride()
+            )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fast_sums_are_the_same_on_all_ranks_and_near_the_ordered_ones(results, dtype: torch.dtype):
+    for rank, found in enumerate(results):
+        for gradient, first, ordered in zip(
+            found["fast", dtype], results[0]["fast", dtype], results[0]["ordered", dtype], strict=True
+        ):
+            assert gradient is None or torch.equal(gradient, first), rank
+            if gradient is not None:
+                torch.testing.assert_close(gradient, ordered, rtol=0.02, atol=0.5)
+
+
+def test_the_order_shows_in_these_gradients(results):
+    """Else the first test could not fail."""
+    a, b, c = (next(g for g in gradients(rank) if g is not None) for rank in range(3))
+    assert not torch.equal((a + b) + c, a + (b + c))
+    assert torch.equal((a + b) + c, results[0]["ordered", torch.float32][0])

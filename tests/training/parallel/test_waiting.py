@@ -1,0 +1,39 @@
+"""Waits that a signal can interrupt."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from training.parallel.waiting import Waiter
+
+
+def test_calls_are_made_one_after_another():
+    waiter, made = Waiter(), []
+    waiter.wait(lambda: made.append(1))
+    waiter.wait(lambda: made.append(2))
+    assert made == [1, 2]
+    waiter.close()
+
+
+def test_an_error_of_the_call_is_raised():
+    waiter = Waiter()
+    with pytest.raises(RuntimeError, match="broken"):
+        waiter.wait(lambda: (_ for _ in ()).throw(RuntimeError("broken")))
+    waiter.wait(lambda: None)
+    waiter.close()
+
+
+def test_a_signal_interrupts_the_wait_and_not_the_call():
+    waiter, go = Waiter(), threading.Event()
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        waiter.wait(lambda: go.wait(30))
+    assert time.monotonic() - begin < 10
+    go.set()
+    waiter.close()

@@ -1,0 +1,155 @@
+"""A rank other than the first: it obeys the orders of rank 0 until the run is over.
+
+It writes no file, and prints nothing but warnings. Why it cannot go on, it tells rank 0, which tells the user.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+
+from training.build import RankJob, attached, build_optimizer, build_schedule, place_states_in_spare_vram
+from training.components import Components, acquired
+from training.config import schema
+from training.config.construct import keys_under
+from training.evaluation import scores_of_parts
+from training.filling import fill_buffers
+from training.loop import run_share
+from training.optim import set_step
+from training.parallel.devices import device_of, share_cores, share_update_cores
+from training.parallel.group import FirstHungError, FirstLostError, Group, Setup
+from training.parallel.launch import HOST, START_S
+from training.parallel.world import World, is_torchrun
+from training.recorder import memory_of_rank
+from training.runs.failures import FAILED, explain
+from training.runs.invocation import Invocation
+from training.runs.parent import PARENT_VARIABLE, end_with_parent
+from training.runs.signals import SIGNALS
+from training.visible_text import visible_lines
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Joins the run and obeys its orders; returns the exit status of the process."""
+    parent = os.environ.setdefault(PARENT_VARIABLE, str(os.getppid()))
+    # Rank 0 decides what a signal means. This process ends with it, or with torchrun, whatever ends that.
+    end_with_parent(signal.SIGKILL)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    world = World.of_environment()
+    # Rank 0 shows what all are busy with.
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115, it is open until the process ends
+    logging.basicConfig(format=f"rank {world.rank}: %(message)s", level=logging.WARNING)
+    logging.captureWarnings(True)
+    schema.register()
+    joined = None
+    try:
+        joined = join(world)
+        obey(joined)
+    except FirstLostError:
+        return FAILED
+    except FirstHungError as error:
+        logger.error("error: %s", error)
+        if not is_torchrun():
+            os.kill(int(parent), signal.SIGKILL)
+        return FAILED
+    except Exception as error:
+        failure = explain(error)
+        if not failure.fixable:
+            logger.error("%s", visible_lines("".join(traceback.format_exception(error))).rstrip())
+        if joined is None or joined.is_exchanging:
+            logger.error("error: %s", failure.reason)
+        else:
+            joined.report_failure(failure.reason)
+        return FAILED
+    return 0
+
+
+def join(world: World) -> Group:
+    """Connects with the other ranks. Raises UserError if this rank's device is not there."""
+    if is_torchrun():
+        dist.init_process_group("gloo")
+    else:
+        limit = timedelta(seconds=START_S)
+        store = dist.TCPStore(HOST, int(os.environ["MASTER_PORT"]), world.size, is_master=False, timeout=limit)
+        store.set(f"ready{world.rank}", "1")
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    setup = Setup().shared()
+    return Group(device_of(setup.device, setup.devices, world.local_rank), setup)
+
+
+def obey(ranks: Group) -> None:
+    """Builds this rank's part of the run, and carries out orders until the one to end. Raises FirstLostError."""
+    match ranks.order():
+        case ("build", config, invocation):
+            with built(config, invocation, ranks) as job:
+                carry_out(job, ranks)
+        case ("end",):
+            ranks.leave()
+
+
+def carry_out(job: RankJob, ranks: Group) -> None:
+    """Carries out the orders of a run that is built."""
+    first = True
+    while True:
+        match ranks.order():
+            case ("step", step, share):
+                run_share(job, step, share)
+                if first:
+                    place_states_in_spare_vram(job)
+                    first = False
+            case ("evaluate", parts):
+                # The mode would wait for the updates of a unit; those of what stays on the device, nobody waits for.
+                job.optimizer.finish()
+                components = job.components
+                task, seed = components.task, components.config.seed
+                with components.mode.inference():
+                    scores = scores_of_parts(task, components.model, parts, seed, ranks.device, lambda: False)
+                ranks.report(scores)
+            case ("measure",):
+                ranks.report(memory_of_rank(ranks.device, job.components.mode.counters()))
+            case ("fingerprints",):
+                ranks.report(ranks.fingerprints())
+            case ("end",):
+                job.optimizer.finish()
+                ranks.leave()
+                return
+
+
+@contextmanager
+def built(config: DictConfig, invocation: Invocation, ranks: Group) -> Iterator[RankJob]:
+    """Builds what `training.build.build` does, but for what only rank 0 has. Weights and states are those of rank 0."""
+    torch.manual_seed(config.seed)
+    share_update_cores(config, share_cores(ranks.count))
+    components = Components.of(config, invocation, ranks.device)
+    with (
+        acquired(ranks.device) as streams,
+        keys_under("offload"),
+        attached(components, streams) as model,
+    ):
+        fill_buffers(model)
+        optimizer = build_optimizer(components)
+        schedule = build_schedule(config, optimizer)
+        ranks.report()
+        word, step = ranks.order()
+        if word != "start":
+            raise FirstLostError(f"expected start, got {word}")
+        ranks.equalise(model, optimizer, step)
+        if step:
+            set_step(schedule, step)
+        yield RankJob(components, streams, optimizer, schedule, ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

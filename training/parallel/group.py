@@ -1,0 +1,313 @@
+"""The ranks of a run on several devices, over torch.distributed: NCCL between GPUs, gloo between CPUs and for messages.
+
+Only rank 0 and one other rank ever exchange a message: orders go out, reports come back. Before any collective of a
+step, every rank has reported that its gradients are on their way. So a rank that failed, ended or hangs is found, and
+named, while the others are not yet stuck in a collective that it will never join.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from offload import HostAdamW
+from training.batches import Batch, examples_in, split_into
+from training.errors import UserError
+from training.parallel.copies import Copies, refuse_statistics
+from training.parallel.messages import from_bytes, to_bytes
+from training.parallel.ranks import RankLostError, Ranks, Share
+from training.parallel.reduce import SUMS, Sum, reduce_gradients
+from training.parallel.waiting import Waiter
+from training.runs.failures import is_device_memory, is_host_memory
+from training.runs.invocation import Invocation
+
+# Rank 0 may evaluate, sample or save for as long as it takes while the others wait for orders. If its process ends,
+# they notice at once.
+PATIENCE = timedelta(days=30)
+# How much longer than rank 0 another rank waits inside a step, so that rank 0 names a third rank that hangs first.
+LONGER = 2
+
+
+class FirstLostError(Exception):
+    """On another rank: rank 0 has ended."""
+
+
+class FirstHungError(UserError):
+    """On another rank: rank 0 hangs in a step."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all ranks know before they are connected: the keys `device`, `devices` and those of `parallel`."""
+
+    device: str = "cpu"
+    devices: int = 1
+    timeout_s: float = 600
+    reduction: str = "ordered"
+
+    def shared(self) -> Setup:
+        """Returns the setup of rank 0, on every rank."""
+        found = [self]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+
+class Group(Ranks):
+    """The ranks of one run, between `torch.distributed.init_process_group` and `close`.
+
+    Args:
+        device: where this rank computes.
+        cause: on rank 0, of ranks whose processes it started: returns why the process of a rank ended; None if it runs.
+    """
+
+    def __init__(self, device: torch.device, setup: Setup, cause: Callable[[int], str | None] | None = None):
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        self.device = device
+        self.timeout_s = timeout_s = setup.timeout_s
+        self.is_exchanging = False
+        """True once this rank has failed in a collective, in which the others wait for it: they take no report."""
+        self._copies: Copies | None = None
+        self._sum: Sum = SUMS[setup.reduction]
+        self._cause = cause or (lambda rank: None)
+        self._messages = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._host = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s * LONGER))
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        self._data = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s * LONGER))
+        self._waiter = Waiter()
+        self._parts = 0
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    # Orders, from rank 0 to the others.
+
+    def tell(self, order: str, *values: Any) -> None:
+        """On rank 0: gives all other ranks an order."""
+        for rank in self._others():
+            self._send(rank, (order, *values))
+
+    def order(self) -> tuple[Any, ...]:
+        """On another rank: waits for the next order. Raises FirstLostError when rank 0 has ended."""
+        return self._receive(0, PATIENCE)
+
+    # Reports, from the others to rank 0.
+
+    def report(self, value: Any = None) -> None:
+        """On another rank: sends `value`, for which rank 0 waits in `reports`."""
+        self._send(0, ("done", value))
+
+    def report_failure(self, reason: str) -> None:
+        """On another rank: sends why it cannot go on, in one line, in place of its next report.
+
+        Until rank 0 has ended, orders that arrive meanwhile are taken and not carried out: else neither could send.
+        """
+        try:
+            sending = self._report_later(("failed", reason))
+            while self.order() != ("end",):
+                pass
+            del sending
+        except FirstLostError:
+            return
+
+    def reports(self, own: Any = None, patient: bool = False) -> list[Any]:
+        """On rank 0: waits for the report of each other rank; returns the values of all ranks, `own` first.
+
+        Raises RankLostError naming a rank that failed, ended or, unless `patient`, takes longer than the time limit.
+        """
+        values = [own]
+        for rank in self._others():
+            kind, value = self._receive(rank, PATIENCE if patient else timedelta(seconds=self.timeout_s))
+            if kind == "failed":
+                raise RankLostError(f"rank {rank}: {value}")
+            values.append(value)
+        return values
+
+    def meet(self) -> None:
+        """Waits until every rank is here, so that the collectives that follow take no longer than their copies."""
+        if self.is_first:
+            self.reports()
+            self.tell("go")
+        else:
+            sending = self._report_later(("done", None))
+            (word, *_) = self._receive(0, timedelta(seconds=self.timeout_s * LONGER))
+            del sending
+            if word != "go":
+                raise FirstLostError(f"expected go, got {word}")
+
+    # What a run asks for.
+
+    def check_model(self, model: nn.Module) -> None:
+        refuse_statistics(model)
+
+    def begin(self, config: DictConfig, invocation: Invocation) -> None:
+        self.tell("build", config, invocation)
+
+    def equalise(self, model: nn.Module, optimizer: HostAdamW, step: int) -> None:
+        self._copies = Copies(model, optimizer)
+        if self.is_first:
+            self.reports(patient=True)
+            self.tell("start", step)
+        for tensor in self._copies.tensors().values():
+            if tensor.numel():
+                self._copy_from_first(tensor)
+        self._copies.renew_masters()
+
+    def hand_out(self, step: int, batch: Batch, microbatches: int) -> Share:
+        examples = examples_in(batch)
+        shares = [Share(part, examples, rank * microbatches) for rank, part in enumerate(split_into(batch, self.count))]
+        for rank in self._others():
+            self._send(rank, ("step", step, _own_memory(shares[rank])))
+        return shares[0]
+
+    def hand_out_evaluation(self, parts: Sequence[Batch]) -> Sequence[Batch]:
+        self._parts = len(parts)
+        for rank in self._others():
+            self._send(rank, ("evaluate", [_copied(part) for part in parts[rank :: self.count]]))
+        return parts[:: self.count]
+
+    def collect_evaluation(self, results: list[Any] | None) -> list[Any] | None:
+        # Waits for the others even after a stop, so that their reports are not taken for those of a step.
+        everyone = self.reports(results, patient=True)
+        if results is None:
+            return None
+        return [everyone[part % self.count][part // self.count] for part in range(self._parts)]
+
+    def total(self, losses: Tensor) -> Tensor:
+        self.meet()
+        gathered = [torch.empty_like(losses) for _ in range(self.count)]
+        self._collective(lambda: dist.all_gather(gathered, losses.contiguous(), group=self._data))
+        return torch.cat(gathered).sum()
+
+    def reduce(self, model: nn.Module, norms: Mapping[nn.Parameter, Tensor]) -> Mapping[nn.Parameter, Tensor]:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        given = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+        everyone = [torch.empty_like(given) for _ in range(self.count)]
+        self.meet()
+        self._collective(lambda: dist.all_gather(everyone, given, group=self._host))
+        some = torch.stack(everyone).any(dim=0).tolist()
+        return self._collective(lambda: reduce_gradients(parameters, some, self.device, self._data, self._sum))
+
+    def measured(self, values: dict[str, float]) -> list[dict[str, float]]:
+        self.tell("measure")
+        return self.reports(values)
+
+    def check_equal(self) -> None:
+        self.tell("fingerprints")
+        own, *others = self.reports(self.fingerprints(), patient=True)
+        for rank, theirs in enumerate(others, start=1):
+            if different := next((name for name, value in own.items() if theirs.get(name) != value), None):
+                raise UserError(
+                    f"{different} differs between rank 0 and rank {rank}: the ranks have not computed the same updates,"
+                    " so nothing was saved; resume from the last checkpoint with devices=1"
+                )
+
+    def fingerprints(self) -> dict[str, int]:
+        """Returns those of this rank's weights, buffers and optimizer states, once its updates are done."""
+        return self._copies.fingerprints()
+
+    def _copy_from_first(self, tensor: Tensor) -> None:
+        moved = tensor.detach().to(self.device).contiguous()
+        flat = moved.reshape(-1).view(torch.uint8)
+        self._collective(lambda: dist.broadcast(flat, 0, group=self._data))
+        if not self.is_first:
+            with torch.no_grad():
+                tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+    def close(self) -> None:
+        """On rank 0, between steps: tells the others that the run is over, and ends the connections."""
+        self.tell("end")
+        self.leave()
+
+    def leave(self) -> None:
+        """Ends this rank's connections. Others that wait for it find out."""
+        self._waiter.close()
+        dist.destroy_process_group()
+
+    def _others(self) -> range:
+        return range(1, self.count)
+
+    def _collective(self, exchange: Callable[[], Any]) -> Any:
+        try:
+            return exchange()
+        except RuntimeError as error:
+            if is_device_memory(error) or is_host_memory(error):
+                # This rank's own failure, and not that of another.
+                self.is_exchanging = True
+                raise
+            raise self._lost(None, error) from error
+
+    def _send(self, rank: int, message: Any) -> None:
+        # A rank receives orders as soon as it has carried out the last one. Rank 0 may be busy for long.
+        limit = timedelta(seconds=self.timeout_s) if self.is_first else PATIENCE
+        try:
+            for part in _encoded(message):
+                self._wait(dist.isend(part, rank, group=self._messages), limit)
+        except RuntimeError as error:
+            raise self._lost(rank, error) from error
+
+    def _wait(self, work: dist.Work, limit: timedelta) -> None:
+        self._waiter.wait(partial(work.wait, limit))
+
+    def _report_later(self, message: Any) -> list[Any]:
+        """Begins to send a message to rank 0. Keep what is returned, its memory, until rank 0 has answered."""
+        parts = _encoded(message)
+        try:
+            return [*parts, *(dist.isend(part, 0, group=self._messages) for part in parts)]
+        except RuntimeError as error:
+            raise self._lost(0, error) from error
+
+    def _receive(self, rank: int, limit: timedelta) -> Any:
+        length = torch.empty(1, dtype=torch.int64)
+        try:
+            self._wait(dist.irecv(length, rank, group=self._messages), limit)
+            data = torch.empty(int(length), dtype=torch.uint8)
+            self._wait(dist.irecv(data, rank, group=self._messages), limit)
+        except RuntimeError as error:
+            raise self._lost(rank, error) from error
+        return from_bytes(data.numpy().tobytes())
+
+    def _lost(self, rank: int | None, error: RuntimeError) -> Exception:
+        """Returns what a failed exchange with `rank`, or with all, means."""
+        hung = "Timed out" in str(error)
+        if not self.is_first:
+            if hung:
+                return FirstHungError(
+                    f"rank 0 hangs: it did not answer within {LONGER} times parallel.timeout_s={self.timeout_s:g}"
+                )
+            return FirstLostError(str(error))
+        for other in self._others() if rank is None else (rank,):
+            if cause := self._cause(other):
+                return RankLostError(f"rank {other}: {cause}")
+        if not hung:
+            who = "a rank" if rank is None else f"rank {rank}"
+            return RankLostError(f"{who} has ended ({' '.join(str(error).split())[-80:]})")
+        if rank is None:
+            return RankLostError(f"a rank hangs in an exchange: it took {LONGER * self.timeout_s:g} seconds")
+        return RankLostError(
+            f"rank {rank} hangs: it did not report within parallel.timeout_s={self.timeout_s:g}: give more if a step"
+            " may take so long"
+        )
+
+
+def _encoded(message: Any) -> tuple[Tensor, Tensor]:
+    """Returns the length of a message, int64 [1], and its bytes."""
+    data = torch.frombuffer(bytearray(to_bytes(message)), dtype=torch.uint8)
+    return torch.tensor([len(data)]), data
+
+
+def _own_memory(share: Share) -> Share:
+    return Share(_copied(share.batch), share.examples, share.first)
+
+
+def _copied(batch: Batch) -> Batch:
+    """Returns a batch that is not part of a larger one, whose memory would go along in a message."""
+    return batch.clone() if isinstance(batch, Tensor) else {name: tensor.clone() for name, tensor in batch.items()}

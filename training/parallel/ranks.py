@@ -1,0 +1,91 @@
+"""What a run asks of its ranks, with the answers of a run on one device.
+
+A run on N devices is N processes, one for each. Rank 0 is the run: it composes, plans, reads data, records, samples and
+saves. The others obey its orders one at a time: compute gradients of their share of a step and update their copy of the
+model, or evaluate some of the batches. All copies stay equal, because all are updated with the same gradients.
+`training.parallel.group` has the implementation for several devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from offload import HostAdamW
+from training.batches import Batch, examples_in
+from training.errors import UserError
+from training.runs.invocation import Invocation
+
+
+class RankLostError(UserError):
+    """A rank failed, ended or hangs: no step can be computed any more. Rank 0 is as its last step has left it."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a step's batch that one rank computes.
+
+    Attributes:
+        examples: those of the whole step, over which its loss is the mean.
+        first: the position of the first microbatch of this share among all of the step.
+    """
+
+    batch: Batch
+    examples: int
+    first: int = 0
+
+
+class Ranks:
+    """The ranks of a run on one device: there is nobody to tell or to ask. Loss and gradients are final as they are."""
+
+    rank = 0
+    count = 1
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raises UserError for a model that the ranks cannot train together."""
+
+    def begin(self, config: DictConfig, invocation: Invocation) -> None:
+        """Has the other ranks build model, mode and optimizer, as this one does now; nothing in `config` is auto."""
+
+    def equalise(self, model: nn.Module, optimizer: HostAdamW, step: int) -> None:
+        """Gives every rank the weights and optimizer states of rank 0, which are those after `step` steps."""
+
+    def hand_out(self, step: int, batch: Batch, microbatches: int) -> Share:
+        """Has the other ranks compute their shares of `batch`, that of `step`; returns this rank's share."""
+        return Share(batch, examples_in(batch))
+
+    def hand_out_evaluation(self, parts: Sequence[Any]) -> Sequence[Any]:
+        """Has the other ranks evaluate some of `parts`; returns those that this rank evaluates."""
+        return parts
+
+    def collect_evaluation(self, results: list[Any] | None) -> list[Any] | None:
+        """Returns the results of all parts in their order; None if this rank's are None, because it was stopped."""
+        return results
+
+    def total(self, losses: Tensor) -> Tensor:
+        """Adds up the losses of all microbatches of the step, of all ranks, in their order.
+
+        `losses`: float32 [microbatches of this rank]. Returns a scalar.
+        """
+        return losses.sum()
+
+    def reduce(self, model: nn.Module, norms: Mapping[nn.Parameter, Tensor]) -> Mapping[nn.Parameter, Tensor]:
+        """Makes every parameter's gradient the sum over all ranks.
+
+        `norms`: those of this rank's gradients that the mode has taken. Returns norms of the sums, for some parameters.
+        """
+        return norms
+
+    def measured(self, values: dict[str, float]) -> list[dict[str, float]]:
+        """Returns the measured `values` of all ranks, in their order."""
+        return [values]
+
+    def check_equal(self) -> None:
+        """Raises UserError if the ranks' copies of the model or of the optimizer's states differ."""
+
+
+ALONE = Ranks()

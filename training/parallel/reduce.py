@@ -1,0 +1,98 @@
+"""Sums of gradients over ranks, in buckets: in the order of the ranks, or as the library of the device adds them.
+
+`ordered` exchanges slices: rank k gets the k-th slice of a bucket from every rank, adds the slices in the order of the
+ranks, and all ranks then gather the sums. That is a reduce-scatter and an all-gather, as in a ring all-reduce, so it
+moves as many bytes, 2 (N - 1) / N times those of the gradients; but the order of additions is fixed. Each addition
+rounds to the gradients' dtype, as autograd's do that add one microbatch to the next. So N ranks give the bits of one
+device with N microbatches. Buckets run from the last parameter to the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from training.parallel.buckets import buckets
+
+# Gradients begin at multiples of this in a bucket, as tensors do in memory: kernels may add in another order elsewhere.
+ALIGNMENT_BYTES = 512
+
+Sum = Callable[[Tensor, dist.ProcessGroup], Tensor]
+"""sums a flat tensor over all ranks of a group, each of which gets the result; its length divides by their number"""
+
+
+def ordered_sum(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Adds the tensors of all ranks in the order of the ranks."""
+    count = group.size()
+    # As bytes, which every library moves, whatever the dtype.
+    received = torch.empty_like(flat)
+    dist.all_to_all_single(received.view(torch.uint8), flat.view(torch.uint8), group=group)
+    slices = received.view(count, -1)
+    own = slices[0]
+    for other in slices[1:]:
+        own += other
+    dist.all_gather(list(flat.view(torch.uint8).chunk(count)), own.view(torch.uint8), group=group)
+    return flat
+
+
+def fast_sum(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Adds the tensors of all ranks in the order that the library chooses for their number and size."""
+    dist.all_reduce(flat, group=group)
+    return flat
+
+
+SUMS: Mapping[str, Sum] = {"ordered": ordered_sum, "fast": fast_sum}
+
+
+def reduce_gradients(
+    parameters: Sequence[nn.Parameter],
+    has_gradient: Sequence[bool],
+    device: torch.device,
+    group: dist.ProcessGroup,
+    add: Sum,
+) -> dict[nn.Parameter, Tensor]:
+    """Makes the gradient of each parameter the sum over the ranks of `group`, whose tensors are on `device`.
+
+    `has_gradient`: for each parameter whether any rank has a gradient; the others keep none. Gradients on the host go
+    through the device and back, and their norms are returned: float32 scalars there. Those of gradients on the device
+    may be taken from these, which keeps the order of their sum that of a run on one device.
+    """
+    norms = {}
+    given = [parameter for parameter, some in zip(parameters, has_gradient, strict=True) if some]
+    for bucket in buckets(list(reversed(given))):
+        starts, length = _layout(bucket, group.size())
+        # Minus zero changes no sum, not even the sign of a zero: a rank without a gradient leaves the others' as it is.
+        flat = torch.full((length,), -0.0, dtype=bucket[0].dtype, device=device)
+        views = [_view(flat, start, parameter) for start, parameter in zip(starts, bucket, strict=True)]
+        for view, parameter in zip(views, bucket, strict=True):
+            if parameter.grad is not None:
+                view.copy_(parameter.grad)
+        add(flat, group)
+        for view, parameter in zip(views, bucket, strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            if parameter.grad.device != device:
+                norms[parameter] = torch.linalg.vector_norm(view, dtype=torch.float32)
+            with torch.no_grad():
+                parameter.grad.copy_(view)
+    return norms
+
+
+def _layout(bucket: Sequence[nn.Parameter], count: int) -> tuple[list[int], int]:
+    """Returns where each gradient begins, and the length of the bucket, which divides by `count`."""
+    step = ALIGNMENT_BYTES // bucket[0].dtype.itemsize
+    starts, end = [], 0
+    for parameter in bucket:
+        starts.append(end)
+        end += -(-parameter.numel() // step) * step
+    whole = step * count
+    return starts, -(-end // whole) * whole
+
+
+def _view(flat: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
+    """Returns the part of a bucket for the gradient of `parameter`, with the strides that autograd gives it."""
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return flat.as_strided(parameter.shape, strides, start)

@@ -1,0 +1,40 @@
+"""Waits on a thread of its own, so that Ctrl-C is heeded meanwhile: inside torch's waits Python heeds no signal."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+
+class Waiter:
+    """Makes calls that block, one at a time."""
+
+    def __init__(self):
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._outcomes: SimpleQueue[BaseException | None] = SimpleQueue()
+        # The end of the process does not wait for it.
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def wait(self, call: Callable[[], object]) -> None:
+        """Returns when `call` does, and raises what it raises.
+
+        A signal's handler runs meanwhile, and may raise; then `call` goes on, and no other may be made.
+        """
+        self._calls.put(call)
+        error = self._outcomes.get()
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Ends the thread, once its call has returned."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except BaseException as error:
+                self._outcomes.put(error)
+            else:
+                self._outcomes.put(None)
