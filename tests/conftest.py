@@ -23,6 +23,16 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # The rest takes 15 minutes on two cores. `pytest -m slow`, or their file alone, runs them; what they test is tested
+    # by others too, in fewer cases.
+    if config.option.markexpr or _names_files(config):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
 def pytest_collection_finish() -> None:
     # By now nearly everything is imported. A collection that looks at all of it takes 0.3 s, and tests make hundreds.
     gc.collect()
@@ -35,7 +45,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     A run of single files has no workers, because starting them takes longer than they save. Neither has a run that
     may contain tests of the GPU: several processes would share its memory and disturb each other's timings.
     """
-    if all(Path(argument.partition("::")[0]).is_file() for argument in config.args):
+    if _names_files(config):
         return 0
     if "not gpu" in config.option.markexpr:
         return None
@@ -43,3 +53,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     import torch
 
     return 0 if torch.cuda.is_available() else None
+
+
+def _names_files(config: pytest.Config) -> bool:
+    return all(Path(argument.partition("::")[0]).is_file() for argument in config.args)

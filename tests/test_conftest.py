@@ -1,4 +1,4 @@
-"""The number of worker processes that `-n auto` gives to a pytest run."""
+"""The number of worker processes that `-n auto` gives to a pytest run, and the tests that a run leaves out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import ROOT
-from tests.conftest import pytest_xdist_auto_num_workers
+from tests.conftest import pytest_collection_modifyitems, pytest_xdist_auto_num_workers
 
 TEST_FILE = str(ROOT / "tests" / "test_conftest.py")
 
@@ -30,6 +30,22 @@ def test_workers_are_for_folders_without_tests_of_a_gpu(monkeypatch, args, marks
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     config = SimpleNamespace(args=args, option=SimpleNamespace(markexpr=marks))
     assert pytest_xdist_auto_num_workers(config) == workers
+
+
+@pytest.mark.parametrize(
+    ("args", "marks", "slow_ones_run"),
+    [(["tests"], "", False), (["tests"], "slow", True), (["tests"], "not gpu", True), ([TEST_FILE], "", True)],
+)
+def test_slow_tests_are_left_out_of_folders(args, marks, slow_ones_run):
+    def item(slow: bool) -> SimpleNamespace:
+        return SimpleNamespace(get_closest_marker=lambda name: slow if name == "slow" else None)
+
+    quick, slow = item(False), item(True)
+    left_out, items = [], [quick, slow]
+    hook = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
+    config = SimpleNamespace(args=args, option=SimpleNamespace(markexpr=marks), hook=hook)
+    pytest_collection_modifyitems(config, items)
+    assert (items, left_out) == (([quick, slow], []) if slow_ones_run else ([quick], [slow]))
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="this run has no workers")

@@ -97,6 +97,7 @@ def test_every_mode_trains_alike(tmp_path: Path, monkeypatch, options: tuple[str
     assert {offload: curve(tmp_path / offload) for offload in MODES} == dict.fromkeys(MODES, curve(tmp_path / "none"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip_norm", ["null", "1.0"])
 def test_updates_behind_the_step_train_alike(tmp_path: Path, clip_norm: str):
     """Half of the modes with each; tests/training/test_evaluation.py has all modes without clipping."""

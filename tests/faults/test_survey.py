@@ -12,6 +12,8 @@ import pytest
 
 from tests import ROOT
 
+pytestmark = pytest.mark.slow
+
 # Without a killed wandb, which tests/training/metrics/test_wandb_tracker.py has.
 COUNTS = {"kills": 1, "exits": 2, "flips": 10, "sizes": 1}
 

@@ -103,7 +103,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "IN_FLIGHT_BYTES", 1)
 
 
-@pytest.mark.parametrize(("name", "kind", "mode"), CASES)
+@pytest.mark.parametrize(
+    ("name", "kind", "mode"),
+    [pytest.param(*case, marks=[] if case[0] == "llama" else [pytest.mark.slow]) for case in CASES],
+)
 def test_three_steps_are_those_of_the_resident_model(name: str, kind: str, mode: str):
     expected = of_the_resident_model(name, kind)
     found = trained(name, kind, MODES[mode]())

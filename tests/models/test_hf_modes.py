@@ -15,6 +15,8 @@ from tests.models.helpers.hf_models import batch, tiny
 from tests.offload.helpers.foreign import assert_alike, run_steps
 from tests.offload.helpers.models import attached
 
+pytestmark = pytest.mark.slow
+
 MODES: dict[str, tuple[Callable[[], Mode], int | None]] = {
     "bounce_linear": (lambda: BounceLinear(slots=8), None),
     "layer_stream": (lambda: LayerStream(slots=2), None),

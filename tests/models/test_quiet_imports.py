@@ -57,6 +57,7 @@ inject(model, Lora(rank=1, alpha=1), torch.float32)
 """
 
 
+@pytest.mark.slow
 def test_an_adapter_is_made_without_a_word():
     ended = subprocess.run([sys.executable, "-c", ADAPTED], cwd=ROOT, capture_output=True, text=True, check=True)
     assert (ended.stdout, ended.stderr) == ("", "")

@@ -28,6 +28,7 @@ def test_a_step_is_compared_with_the_bus_and_the_resident_step():
     assert with_ratios(row, None, None) == {**row, **nothing}
 
 
+@pytest.mark.slow
 def test_a_run_compares_modes_and_names_what_failed(tmp_path: Path):
     shape = ["--hidden=64", "--intermediate=128", "--heads=4", "--blocks=2", "--seq-len=16", "--steps=2"]
     modes = ["none", "layer_stream", "layer_stream:slots=0"]

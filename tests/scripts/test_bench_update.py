@@ -14,6 +14,7 @@ from tests import ROOT
 SCRIPT = ROOT / "scripts" / "bench_update.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
 def test_prints_a_rate_for_each_kernel_and_number_of_threads(state_dtype: str):
     command = [sys.executable, str(SCRIPT), "--threads", "1", "2", "--parameters", "100000", "--repeats", "1"]

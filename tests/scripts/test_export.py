@@ -27,10 +27,10 @@ def test_what_was_asked_is_exported(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     asked = []
     monkeypatch.setattr(export, "export", lambda *given: asked.append(given) or ["config.json", "model.safetensors"])
     assert called(monkeypatch, "runs/a", "out", "dataset.tokenizer=t.json") == 0
-    assert called(monkeypatch, "runs/a", "out", "--max-shard", "1MiB") == 0
+    assert called(monkeypatch, "runs/a", "out", "--max-shard", "1MiB", "--merge") == 0
     assert asked == [
-        ("runs/a", "out", ["dataset.tokenizer=t.json"], 4 * 2**30),
-        ("runs/a", "out", [], 2**20),
+        ("runs/a", "out", ["dataset.tokenizer=t.json"], 4 * 2**30, False),
+        ("runs/a", "out", [], 2**20, True),
     ]
     assert capsys.readouterr().out.splitlines() == ["out: config.json, model.safetensors"] * 2
 

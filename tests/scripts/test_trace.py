@@ -14,6 +14,7 @@ from tests import ROOT
 from training.profiling.timeline import read_timeline
 
 
+@pytest.mark.slow
 def test_a_step_is_traced_and_drawn(tmp_path: Path):
     shape = ["--hidden=64", "--intermediate=128", "--heads=4", "--blocks=2", "--seq-len=16", "--sequences=1"]
     command = [sys.executable, "scripts/trace.py", "--device=cpu", *shape, "--optimizer", "--mode=layer_stream:slots=2"]

@@ -107,6 +107,7 @@ def test_a_sweep_that_is_killed_takes_its_job_with_it(tmp_path: Path):
     assert not (tmp_path / "sweep" / "1").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 def test_a_sweep_of_train_py_that_is_killed_is_saved_and_continued(tmp_path: Path):
     """The job that runs is saved; the same command with resume=auto resumes it and runs what is missing."""

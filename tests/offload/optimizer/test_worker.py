@@ -277,6 +277,7 @@ def test_detach_ends_the_worker_after_the_updates_that_were_offered(monkeypatch:
     assert not torch.equal(weight, model.blocks[0].up.weight)
 
 
+@pytest.mark.slow
 def test_a_process_may_end_in_an_update():
     script = """
 from tests.offload.helpers.models import Stack

@@ -23,7 +23,7 @@ from tests.offload.helpers.user_code import (
     under,
 )
 
-pytestmark = pytest.mark.usefixtures("device")
+pytestmark = [pytest.mark.usefixtures("device"), pytest.mark.slow]
 
 # Traces the model and the backward pass as inductor does, and makes no code.
 BACKEND = "aot_eager"

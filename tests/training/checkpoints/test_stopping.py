@@ -82,6 +82,7 @@ def test_a_stop_that_cannot_be_saved_is_an_error(tmp_path: Path, run_here, signa
         run_here(tmp_path)
 
 
+@pytest.mark.slow
 def test_as_a_user_does_it(tmp_path: Path, run_here, at, content):
     """A second run in the directory is refused; SIGTERM ends the first with status 0; another resumes from there."""
     overrides = ["model.hidden_size=16", "model.intermediate_size=32", "model.num_hidden_layers=2", "batch_size=4"]

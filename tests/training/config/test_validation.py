@@ -79,6 +79,7 @@ def refusal(*overrides: str) -> str | None:
 BASE_AND_KEY = st.sampled_from(BASES).flatmap(lambda base: st.tuples(st.just(base), st.sampled_from(keys(base))))
 
 
+@pytest.mark.slow
 @PROFILE
 @given(BASE_AND_KEY, st.sampled_from(NEVER))
 def test_a_value_that_fits_no_key_is_refused(base_and_key, value):
@@ -97,6 +98,7 @@ def test_any_value_is_accepted_or_refused_in_one_line(base_and_key, value):
     assert line is None or ("\n" not in line and key.rpartition(".")[2] in line)
 
 
+@pytest.mark.slow
 @PROFILE
 @given(BASE_AND_KEY, st.text(max_size=8).filter(lambda text: "\x00" not in text))
 def test_any_text_is_refused_in_one_line_or_kept_as_it_is(base_and_key, text):

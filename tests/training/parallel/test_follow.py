@@ -47,6 +47,7 @@ def test_ranks_that_differ_save_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_same_run(tmp_path: Path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "train.py"]
     keys = [*RUN, "microbatches=1", "steps=2", f"hydra.run.dir={tmp_path / 'two'}"]

@@ -30,6 +30,7 @@ def read(folder: Path, name: str) -> dict:
     return json.loads((folder / name).read_text())
 
 
+@pytest.mark.slow
 def test_a_model_of_any_size_in_seconds_and_without_memory(tmp_path: Path):
     # VmHWM, because the peak that getrusage tells begins with that of the process that started this one.
     program = (
@@ -58,6 +59,7 @@ def test_a_model_of_any_size_in_seconds_and_without_memory(tmp_path: Path):
     assert "DOES NOT FIT" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_sweep_of_plans_compares_all_and_ends_non_zero_if_one_does_not_fit(tmp_path: Path):
     overrides = ["plan=true", "hardware=rtx4090", "host_budget=1KiB,8GiB", "offload=layer_stream", "seq_len=64"]
     command = [sys.executable, "train.py", "-m", *overrides, f"hydra.sweep.dir={tmp_path}"]

@@ -49,6 +49,7 @@ def test_a_pipe_counts_as_none():
         assert kept(CPU) is None
 
 
+@pytest.mark.slow
 def test_the_script_keeps_what_a_plan_then_takes(tmp_path: Path):
     script = subprocess.run(
         [sys.executable, "scripts/probe.py", "--device=cpu"], cwd=ROOT, capture_output=True, text=True, timeout=200

@@ -182,6 +182,7 @@ def test_a_run_without_a_console_is_complete(tmp_path: Path, redirections: str):
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nohup", [False, True])
 def test_a_closed_terminal_ends_a_run_that_is_saved_unless_nohup_was_asked_for(tmp_path: Path, nohup: bool):
     master, slave = pty.openpty()
