@@ -87,7 +87,8 @@ class Mode:
 
         The caller changes no weight meanwhile. A mode that streams weights then keeps what is on the device from one
         forward to the next, and fetches what the next uses first while this one ends. It may be opened inside a step;
-        no step begins inside it. Raises RuntimeError while a tensor that was on the meta device has not been filled.
+        no step begins inside it. Raises RuntimeError while a tensor that was on the meta device has not been filled,
+        and, in a mode that streams weights, for a parameter whose version counter shows a change.
         """
         self._unfilled.check_step()
         return torch.no_grad()

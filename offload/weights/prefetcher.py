@@ -65,6 +65,8 @@ class Prefetcher:
         self._slot_of: dict[OffloadUnit, DeviceSlot] = {}
         # Units that were copied in since the host last might change the weights.
         self._copied: set[OffloadUnit] = set()
+        # Inside inference: the parameters of each unit as they were when it was copied in first.
+        self._promised: dict[OffloadUnit, list[tuple[int, int]]] = {}
         # Units fetched last outside of windows: an operation of backward that is not queued yet may read them.
         self._recent: deque[OffloadUnit] = deque(maxlen=1)
         self._retained: set[OffloadUnit] = set()
@@ -92,7 +94,16 @@ class Prefetcher:
 
     def begin_inference(self) -> None:
         """Starts fetching the units that a forward will use first, if forwards were seen before."""
+        self._promised.clear()
         self._begin(self._inference_order)
+
+    def check_promise(self) -> None:
+        """Raises RuntimeError if a parameter has changed since its unit was copied in, inside `inference`.
+
+        A copy may have been reading the weights at that moment, so the results of earlier forwards are in doubt too.
+        """
+        for unit in self._promised:
+            self._check_promise(unit)
 
     def begin_forward(self) -> None:
         """Begins a forward outside of steps and inference, in which units stay in their slots."""
@@ -151,6 +162,8 @@ class Prefetcher:
             self._access_order.record(unit.index, in_backward=is_in_backward())
         elif self._followed is not None:
             self._followed.record(unit.index)
+            if in_window:
+                self._check_promise(unit)
         if in_window:
             # Operations of backward whose weights were unpacked before have been queued by now.
             self._recent.clear()
@@ -229,6 +242,13 @@ class Prefetcher:
         self.evict_all()
         self._followed = order
         self._fetch_ahead(len(self._slots.all))
+
+    def _check_promise(self, unit: OffloadUnit) -> None:
+        if unit in self._promised and self._promised[unit] != unit.parameters_now():
+            raise RuntimeError(
+                f"a parameter of {unit} was changed inside mode.inference(), where weights stay as they are: change it"
+                " between two of them, and take no result of this one"
+            )
 
     def _put_back(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
         for other in (unit, slot.content):
@@ -328,6 +348,8 @@ class Prefetcher:
             for view, given in zip(tensor.views_of(slot.bytes), tensor.parts_of(tensor.host), strict=True):
                 self._transfer.copy_in(view, given.data, done=slot.ready, what=tensor.name)
         slot.source = unit.weights_now()
+        if self._followed is self._inference_order:
+            self._promised.setdefault(unit, unit.parameters_now())
         self._unawaited[unit] = slot.ready
         self._copied.add(unit)
         slot.content = unit

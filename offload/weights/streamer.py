@@ -119,7 +119,8 @@ class WeightStreamer:
         """Goes around forwards without gradients, between which nothing changes the weights: they follow without a gap.
 
         Slots keep their units, and the units that the next forward uses first come in while this one ends. Inside a
-        step, and inside itself, it does nothing more. Raises RuntimeError for a parameter that was moved.
+        step, and inside itself, it does nothing more. Raises RuntimeError for a parameter that was moved, and for one
+        that was changed inside, where its version counter shows that.
         """
         if self._in_step or self._in_inference:
             yield
@@ -131,6 +132,7 @@ class WeightStreamer:
             self.prefetcher.begin_inference()
             self._windows.begin_inference()
             yield
+            self.prefetcher.check_promise()
         finally:
             self._in_inference = False
             self._windows.end_inference()

@@ -249,7 +249,14 @@ class OffloadUnit:
 
     def weights_now(self) -> list[tuple[int, int]]:
         """Returns what changes where the user changes a tensor at home: addresses and autograd's versions."""
-        hosts = (part for tensor in self.tensors for part in tensor.parts_of(tensor.host))
+        return self._versions(self.tensors)
+
+    def parameters_now(self) -> list[tuple[int, int]]:
+        """Returns the part of `weights_now` that forwards leave alone: they may change buffers."""
+        return self._versions([tensor for tensor in self.tensors if not tensor.is_buffer])
+
+    def _versions(self, tensors: list[UnitTensor]) -> list[tuple[int, int]]:
+        hosts = (part for tensor in tensors for part in tensor.parts_of(tensor.host))
         return [(host.data_ptr(), 0 if host.is_inference() else host._version) for host in hosts]
 
     def gather(self, arena: HostArena) -> None:
