@@ -139,6 +139,14 @@ def with_ratios(row: dict, resident_ms: float | None, bus: Bandwidth | None) -> 
     return {**row, "floor_ms": floor, **ratios}
 
 
+def described(options: argparse.Namespace) -> str:
+    """Names the work that is measured."""
+    if options.model:
+        return " ".join([f"model={options.model}", *options.set])
+    tokens = options.sequences * options.seq_len
+    return f"{options.blocks} blocks of {options.hidden}, {tokens} tokens, recompute={options.recompute}"
+
+
 def _cell(value: float | None, scale: float) -> str:
     """Formats a value; a dash stands for one that was not measured."""
     return f"{'-':>11}" if value is None else f"{value / scale:11.3f}"
@@ -152,23 +160,22 @@ def main() -> None:
     options_parser.add_argument("--json", type=Path, help="file for the figures")
     options = options_parser.parse_args()
     speed = isolated(bandwidths, torch.device(options.device))
-    rows = [isolated(measure, spec, options) for spec in options.modes]
-    resident_ms = next((row.get("step_ms") for row in rows if row["mode"] == RESIDENT), None)
     bus = Bandwidth(**speed) if torch.device(options.device).type == "cuda" else None
-    rows = [row if "failed" in row else with_ratios(row, resident_ms, bus) for row in rows]
-    blocks = (
-        f"{options.blocks} blocks of {options.hidden}, {options.sequences * options.seq_len} tokens,"
-        f" recompute={options.recompute}"
-    )
     print(
-        f"{' '.join([f'model={options.model}', *options.set]) if options.model else blocks},"
-        f" forwards alone={options.forward};"
+        f"{described(options)}, forwards alone={options.forward};"
         f" GB/s in {speed['h2d']:.1f}, out {speed['d2h']:.1f}, both at once {speed['both']:.1f} each"
     )
-    print(f"{'mode':36}" + "".join(f"{title:>11}" for title, _, _ in COLUMNS))
-    for row in rows:
-        cells = (_cell(row.get(key), scale) for _, key, scale in COLUMNS)
-        print(f"{row['mode']:36}" + (f"failed: {visible(row['failed'])}" if "failed" in row else "".join(cells)))
+    print(f"{'mode':36}" + "".join(f"{title:>11}" for title, _, _ in COLUMNS), flush=True)
+    rows, resident_ms = [], None
+    # The resident model first, for the ratios to it.
+    for spec in sorted(options.modes, key=lambda spec: spec != RESIDENT):
+        row = isolated(measure, spec, options)
+        if spec == RESIDENT:
+            resident_ms = row.get("step_ms")
+        rows.append(row if "failed" in row else with_ratios(row, resident_ms, bus))
+        cells = (_cell(rows[-1].get(key), scale) for _, key, scale in COLUMNS)
+        # At once: whoever stops the rest has it.
+        print(f"{spec:36}" + (f"failed: {visible(row['failed'])}" if "failed" in row else "".join(cells)), flush=True)
     if options.json:
         options.json.write_text(json.dumps({"options": vars(options), "gb_per_s": speed, "rows": rows}, default=str))
 
