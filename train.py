@@ -5,7 +5,7 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from training import sweep
+from training import cluster_sweep, sweep
 from training.config import help, schema
 from training.config.validation import check
 from training.errors import UserError
@@ -20,6 +20,7 @@ from training.runs.parent import end_with_parent
 schema.register()
 help.register()
 sweep.register_launcher()
+cluster_sweep.register_launchers()
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

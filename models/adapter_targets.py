@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from models.loss import Head
+from models.quantise import is_conv1d
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # They read the weights of the layers inside them without calling these: an adapter there would have no effect.
@@ -104,7 +105,7 @@ def _layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         if name.rpartition(".")[2] in left_out:
             continue
-        if isinstance(module, (nn.Linear, *CONVOLUTIONS)) or _is_transposed_linear(module):
+        if isinstance(module, (nn.Linear, *CONVOLUTIONS)) or is_conv1d(module):
             yield name, module
 
 
@@ -114,11 +115,6 @@ def _has_fused_experts(root: nn.Module) -> bool:
         for name, module in root.named_modules()
         for parameter in module.parameters(recurse=False)
     )
-
-
-def _is_transposed_linear(module: nn.Module) -> bool:
-    """Tells whether it is the Conv1D of transformers, a linear layer whose weight is [in, out]."""
-    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
 def _names_in_lists(root: nn.Module) -> Iterator[str]:

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from models.attention import avoid_cudnn_attention
 from models.buffers import fill_buffers
 from models.diffusion_families import FAMILIES, Family, Shape
-from models.diffusion_files import CONFIG_FILE, config_folder, load_diffusion
+from models.diffusion_files import CONFIG_FILE, config_folder, load_diffusion, matched_diffusion
 from models.diffusion_initialise import initialise_diffusion
 from models.diffusion_shapes import SHAPES
 from models.quiet_imports import import_quantisers, without_remarks
+from models.safetensors_files import StoredTensor
 
 # A thousand times the largest.
 MAX_CONFIG_BYTES = 2**22
@@ -76,6 +77,10 @@ class DiffusionModel(nn.Module):
     def load(self, path: Path) -> None:
         """See `models.diffusion_files.load_diffusion`."""
         load_diffusion(self, path)
+
+    def matched(self, path: Path) -> tuple[dict[str, Tensor], dict[str, StoredTensor]]:
+        """See `models.diffusion_files.matched_diffusion`."""
+        return matched_diffusion(self, path)
 
     def _same_again(self) -> nn.Module:
         return type(self.network).from_config(self.network.config)

@@ -1,4 +1,4 @@
-"""How each family of diffusion models wants its inputs: a class of diffusers each.
+"""Calls diffusion models, each family with the inputs that it wants: a class of diffusers each.
 
 The uniform call is `velocity(network, noisy, timestep, condition)`: noisy and velocity [B, C, H, W] (videos
 [B, C, frames, H, W]), timestep float32 [B] from 0 (image) to 1 (noise), condition by name. A family scales times,

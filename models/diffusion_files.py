@@ -11,8 +11,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from models.safetensors_files import split_into_files, write_tensors
-from models.weights import MAX_SHARD_BYTES, index_of, load_weights
+from models.safetensors_files import StoredTensor, split_into_files, write_tensors
+from models.weights import MAX_SHARD_BYTES, index_of, load_weights, matched_weights
 from models.whole_folder import Fill, bytes_of, write_whole_folder
 
 CONFIG_FILE = "config.json"
@@ -39,8 +39,17 @@ def load_diffusion(model: nn.Module, path: str | Path) -> None:
         ValueError: there are no safetensors files, or they do not fit the model, as in `models.weights.load_weights`.
             The model is unchanged then.
     """
+    load_weights(model.network, _file_of(path))
+
+
+def matched_diffusion(model: nn.Module, path: str | Path) -> tuple[dict[str, Tensor], dict[str, StoredTensor]]:
+    """Returns what `models.weights.matched_weights` returns of the files that `load_diffusion` reads."""
+    return matched_weights(model.network, _file_of(path))
+
+
+def _file_of(path: str | Path) -> Path:
     path = Path(path).expanduser()
-    load_weights(model.network, _files_in(path) if path.is_dir() else path)
+    return _files_in(path) if path.is_dir() else path
 
 
 def diffusion_files(

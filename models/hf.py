@@ -24,6 +24,7 @@ from models.hf_host_reads import one_sequence_a_row, without_padding_warning
 from models.hf_source import CAUSAL_LM, find_source, one_line, same_again
 from models.loss import IGNORED_LABEL
 from models.quiet_imports import import_quantisers
+from models.safetensors_files import StoredTensor
 
 # transformers chooses the attention backend.
 AUTO = "auto"
@@ -91,6 +92,12 @@ class TransformersModel(nn.Module):
 
         load_hf(self, path)
 
+    def matched(self, path: Path) -> tuple[dict[str, Tensor], dict[str, StoredTensor]]:
+        """See `models.hf_files.matched_hf`."""
+        from models.hf_files import matched_hf
+
+        return matched_hf(self, path)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """As for every module, but buffers that are no weights keep their dtype.
 
@@ -126,7 +133,7 @@ class CausalLanguageModel(TransformersModel):
 
     @property
     def chunked_loss(self) -> bool:
-        """Whether the loss is computed without the logits of the whole batch."""
+        """True if the loss is computed without the logits of the whole batch."""
         return self._plain_head is not None
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:

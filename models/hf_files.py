@@ -34,6 +34,7 @@ from models.weights import (
     check_tied,
     distinct_tensors,
     first_and_count,
+    named_tensors,
     read_checkpoint_headers,
 )
 
@@ -88,9 +89,33 @@ def load_hf(model: nn.Module, folder: str | Path) -> None:
         ValueError: a file cannot be read; a tensor is missing, unknown or quantised, or has another shape; tied
             weights have different values; or a conversion is not possible. The model is unchanged then.
     """
-    path = Path(folder)
+    distinct_tensors(model.hf)
+    plain, conversions, stored, by_name = _checked(model, Path(folder))
+    for target, source in plain.items():
+        with open_file(stored[source].file) as handle, values_of(by_name[target]) as values:
+            for rows, piece in tensor_pieces(handle, source):
+                values[rows].copy_(piece)
+    for conversion in conversions:
+        for name, value in conversion.made(model.hf, lambda source: _read(stored[source].file, source)).items():
+            with values_of(by_name[name]) as values:
+                values.copy_(value)
+
+
+def matched_hf(model: nn.Module, folder: str | Path) -> tuple[dict[str, Tensor], dict[str, StoredTensor]]:
+    """Returns which tensor of the model each stored one is that is copied as it is, and the entries of all files.
+
+    It reads little more than headers, so the model may be on the meta device. Raises as `load_hf` does.
+    """
+    plain, _, stored, by_name = _checked(model, Path(folder))
+    return {source: by_name[target] for target, source in plain.items()}, stored
+
+
+def _checked(
+    model: nn.Module, path: Path
+) -> tuple[dict[str, str], list[Conversion], dict[str, StoredTensor], dict[str, Tensor]]:
+    """Returns the stored name of each tensor that is copied, the conversions, all entries, and the model's tensors."""
     stored = read_checkpoint_headers(path)
-    tensors = distinct_tensors(model.hf)
+    tensors = named_tensors(model.hf)
     by_name = {name: tensor for tensor, names in tensors for name in names}
     plain, conversions = _matched(model.hf, stored, by_name, path)
     filled = set(plain)
@@ -105,15 +130,7 @@ def load_hf(model: nn.Module, folder: str | Path) -> None:
         sources = [plain[name] for name in names if name in plain]
         for other in sources[1:]:
             check_tied(stored, sources[0], other)
-
-    for target, source in plain.items():
-        with open_file(stored[source].file) as handle, values_of(by_name[target]) as values:
-            for rows, piece in tensor_pieces(handle, source):
-                values[rows].copy_(piece)
-    for conversion in conversions:
-        for name, value in conversion.made(model.hf, lambda source: _read(stored[source].file, source)).items():
-            with values_of(by_name[name]) as values:
-                values.copy_(value)
+    return plain, conversions, stored, by_name
 
 
 def _matched(

@@ -23,7 +23,7 @@ IDS_SHAPE = (2, 3)
 
 @dataclass(frozen=True)
 class PlainHead:
-    """How a model's forward calls the model below its head, where its logits are plainly head(hidden).
+    """The call of the model below the head in a model's forward, where its logits are plainly head(hidden).
 
     Attributes:
         arguments, options: those of the call, with None in place of the ids' position or name.

@@ -3,14 +3,16 @@
 A quantised weight is a tensor subclass: it has the shape and dtype of what it stands for, and wraps the tensors that
 its format needs (`models.quantise_formats`). So a layer stays an `nn.Linear`, and whoever holds parameters holds fewer
 bytes. A product saves the quantised tensors for backward, not the weight that it computes from them: where they go
-meanwhile is the business of the mode (QLoRA, Dettmers et al. 2023, computes the same so).
+meanwhile is the business of the mode (QLoRA, Dettmers et al. 2023, computes the same so). For `F.linear` there is a
+product of our own. Other products (`addmm`, `grouped_mm`) save their argument, which is the quantised weight: also
+where it is transposed, or one expert's matrix, since these are quantised weights too.
 
-Values are quantised on the CPU, wherever the weight is: the same bits in every mode and on every machine.
+Values are quantised on the CPU, wherever the weight is: the same bits in every mode and with every number of threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
@@ -26,18 +28,38 @@ _settled: set[int] = set()
 
 
 class QuantisedWeight(torch.Tensor):
-    """A matrix in a format: `format.dequantise` of the tensors that it wraps, in its dtype.
+    """A matrix, or one for each expert, in a format: `format.dequantise` of the tensors that it wraps, in its dtype.
 
     Writing into it (`copy_`, `fill_`) quantises. All other operations but products take the matrix that it stands for.
+
+    Attributes:
+        turned: it is a transposed view: the tensors are those of the matrix with its last two dimensions exchanged.
     """
 
     @staticmethod
-    def __new__(cls, format: Format, inner: Mapping[str, Tensor], shape: torch.Size, dtype: torch.dtype):
+    def __new__(
+        cls,
+        format: Format,
+        inner: Mapping[str, Tensor],
+        shape: torch.Size,
+        dtype: torch.dtype,
+        turned: bool = False,
+    ):
         device = next(iter(inner.values())).device
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
-    def __init__(self, format: Format, inner: Mapping[str, Tensor], shape: torch.Size, dtype: torch.dtype):
+    def __init__(
+        self,
+        format: Format,
+        inner: Mapping[str, Tensor],
+        shape: torch.Size,
+        dtype: torch.dtype,
+        turned: bool = False,
+    ):
         self.format = format
+        self.turned = turned
+        # `dtype` goes through `__torch_function__`, and a mode asks for it thousands of times in a step.
+        self._dtype = dtype
         self.inner_names = tuple(inner)
         for name, tensor in inner.items():
             setattr(self, name, tensor)
@@ -59,14 +81,20 @@ class QuantisedWeight(torch.Tensor):
 
     def dequantised(self, dtype: torch.dtype | None = None) -> Tensor:
         """Returns the matrix that it stands for."""
-        return self.format.dequantise(self.inner, self.shape, dtype or self.dtype)
+        matrix = self.format.dequantise(self.inner, self._stored_shape, dtype or self.dtype)
+        return matrix.transpose(-2, -1) if self.turned else matrix
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Format, torch.dtype]]:
-        return list(self.inner_names), (self.format, self.dtype)
+    @property
+    def _stored_shape(self) -> torch.Size:
+        return _exchanged(self.shape) if self.turned else self.shape
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Format, torch.dtype, bool]]:
+        return list(self.inner_names), (self.format, self._dtype, self.turned)
 
     @classmethod
     def __tensor_unflatten__(cls, inner, context, size, stride) -> QuantisedWeight:
-        return cls(context[0], inner, size, context[1])
+        format, dtype, turned = context
+        return cls(format, inner, size, dtype, turned)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"QuantisedWeight({self.format}, {tuple(self.shape)}, {self.dtype}, {self.device})"
@@ -90,14 +118,21 @@ class QuantisedWeight(torch.Tensor):
             dtype, device = keywords.get("dtype") or own.dtype, keywords.get("device")
             keywords = {"device": device, "non_blocking": keywords.get("non_blocking", False)}
             return own._with({name: aten._to_copy(tensor, **keywords) for name, tensor in own.inner.items()}, dtype)
+        if _exchanges_last_two(function, arguments):
+            return QuantisedWeight(own.format, own.inner, _exchanged(own.shape), own.dtype, not own.turned)
+        if function is aten.select.int and own.ndim == 3 and arguments[1] == 0:
+            index = range(own.shape[0])[arguments[2]]
+            inner = own.format.part(own.inner, own._stored_shape, index)
+            if inner is not None:
+                return QuantisedWeight(own.format, inner, own.shape[1:], own.dtype, own.turned)
         if function is aten.empty_like.default:
             return torch.empty(
                 own.shape, dtype=keywords.get("dtype") or own.dtype, device=keywords.get("device") or own.device
             )
-        if function is aten.copy_.default and isinstance(own, cls):
+        if function is aten.copy_.default and isinstance(own, cls) and not own.turned:
             own._write(arguments[1])
             return own
-        if function is aten.fill_.Scalar:
+        if function is aten.fill_.Scalar and not own.turned:
             own._write(torch.full(own.shape, arguments[1], dtype=own.dtype, device="cpu"))
             return own
         written = (own, *keywords.values())
@@ -107,16 +142,16 @@ class QuantisedWeight(torch.Tensor):
         return function(*plain, **{name: _plain(each) for name, each in keywords.items()})
 
     def _with(self, inner: Mapping[str, Tensor], dtype: torch.dtype) -> QuantisedWeight:
-        return QuantisedWeight(self.format, inner, self.shape, dtype)
+        return QuantisedWeight(self.format, inner, self.shape, dtype, self.turned)
 
     def _write(self, source: Tensor) -> None:
-        if isinstance(source, QuantisedWeight) and source.format == self.format:
-            inner = source.inner
-        else:
-            # As a float matrix of the dtype that the layer has without the format.
-            inner = self.format.quantise(_plain(source).to("cpu", self.dtype).expand(self.shape))
-        for name, tensor in self.inner.items():
-            tensor.copy_(inner[name])
+        same = isinstance(source, QuantisedWeight) and source.format == self.format and source.shape == self.shape
+        if same and not source.turned:
+            for name, tensor in self.inner.items():
+                tensor.copy_(source.inner[name])
+            return
+        # As a float matrix of the dtype that the layer has without the format.
+        self.format.write(_plain(source).to("cpu", self.dtype).expand(self.shape), self.inner)
 
 
 class _Product(torch.autograd.Function):
@@ -140,10 +175,21 @@ class _Product(torch.autograd.Function):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(weight, QuantisedWeight):
-        return F.linear(_plain(input), weight, _plain(bias))
+    if not isinstance(weight, QuantisedWeight) or weight.turned:
+        return F.linear(_plain(input), _plain(weight), _plain(bias))
     inner = weight.inner
     return _Product.apply(input, bias, weight.format, weight.shape, tuple(inner), *inner.values())
+
+
+def _exchanged(shape: torch.Size) -> torch.Size:
+    return torch.Size((*shape[:-2], shape[-1], shape[-2]))
+
+
+def _exchanges_last_two(function: torch._ops.OpOverload, arguments: Sequence[object]) -> bool:
+    if function is aten.t.default:
+        return True
+    count = arguments[0].ndim
+    return function is aten.transpose.int and {axis % count for axis in arguments[1:]} == {count - 2, count - 1}
 
 
 def _plain(value: object) -> object:
@@ -159,42 +205,59 @@ def _first(kind: type, arguments: Iterable[object]) -> QuantisedWeight:
 
 
 def quantise(model: nn.Module, names: Iterable[str], format: Format) -> None:
-    """Gives the Linear layers `names` weights without values in `format`, frozen, on the device where they were.
+    """Makes the parameters `names` quantised ones without values in `format`, frozen, on the device where they were.
 
-    A weight that several of the layers share stays shared.
+    A parameter that several modules share stays shared.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name in names:
-        layer = model.get_submodule(name)
-        weight = layer.weight
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        weight = getattr(module, own)
         if weight not in made:
             made[weight] = nn.Parameter(QuantisedWeight.empty(format, weight), requires_grad=False)
-        layer.weight = made[weight]
+        setattr(module, own, made[weight])
 
 
 def quantisable(model: nn.Module, blocks: Iterable[str], include: Iterable[str], exclude: Iterable[str]) -> list[str]:
-    """Returns the names of the Linear layers in `blocks` that match a pattern of `include`, and none of `exclude`.
+    """Returns the names of the parameters in `blocks` that match a pattern of `include`, and none of `exclude`.
 
-    No `include` means all. A layer whose weight is used outside of these layers too, as a tied one, is left out.
+    They are the weights of linear layers, transformers' Conv1D among them, and those of all experts in one tensor. The
+    patterns are for the names of layers: that of a weight without ".weight". No `include` means all. A parameter that
+    is used elsewhere too, as a tied one, is left out.
     """
     include, exclude = list(include), list(exclude)
     blocks = [f"{block}." for block in blocks]
-    chosen = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and any(f"{name}.".startswith(block) for block in blocks)
-        and (not include or any(fnmatchcase(name, pattern) for pattern in include))
-        and not any(fnmatchcase(name, pattern) for pattern in exclude)
+
+    def is_chosen(name: str) -> bool:
+        layer = name.removesuffix(".weight")
+        return (
+            any(f"{layer}.".startswith(block) for block in blocks)
+            and (not include or any(fnmatchcase(layer, pattern) for pattern in include))
+            and not any(fnmatchcase(layer, pattern) for pattern in exclude)
+        )
+
+    named = [
+        (f"{path}.{own}" if path else own, parameter, _is_multiplied(module, own, parameter))
+        for path, module in model.named_modules()
+        for own, parameter in module.named_parameters(recurse=False)
     ]
-    inside = {model.get_submodule(name) for name in chosen}
-    outside = {
-        parameter
-        for module in model.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if module not in inside or name != "weight"
-    }
-    return [name for name in chosen if model.get_submodule(name).weight not in outside]
+    chosen = {name: parameter for name, parameter, multiplied in named if multiplied and is_chosen(name)}
+    outside = {parameter for name, parameter, _ in named if name not in chosen}
+    return [name for name, parameter in chosen.items() if parameter not in outside]
+
+
+def _is_multiplied(module: nn.Module, own: str, parameter: nn.Parameter) -> bool:
+    """Tells whether it is a matrix that products take, or those of experts, and nothing else reads."""
+    if own == "weight":
+        return isinstance(module, nn.Linear) or is_conv1d(module)
+    # What transformers' decorator for classes of experts leaves in their objects.
+    return parameter.ndim == 3 and hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Tells whether it is the Conv1D of transformers, a linear layer whose weight is [in, out]."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
 def is_quantised(model: nn.Module) -> bool:
@@ -207,13 +270,13 @@ def values_of(tensor: Tensor) -> Iterator[Tensor]:
     """Gives memory to write the values of a parameter or buffer into: its own, detached.
 
     Of a quantised weight, it is memory on the CPU for this one weight, which is quantised at the end of the block.
-    Where the weight has its values (`settled`), it is a tensor without memory, and nothing is read or computed.
+    Where the tensor has its values (`settled`), it is a tensor without memory, and nothing is read or computed.
     """
+    if is_settled(tensor):
+        yield torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return
     if not isinstance(tensor, QuantisedWeight):
         yield tensor.detach()
-        return
-    if id(tensor) in _settled:
-        yield torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return
     memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     yield memory
@@ -222,14 +285,19 @@ def values_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 @contextmanager
-def settled(weights: Iterable[QuantisedWeight]) -> Iterator[None]:
-    """Inside the block, code that fills a model leaves these weights as they are."""
+def settled(weights: Iterable[Tensor]) -> Iterator[None]:
+    """Inside the block, code that fills a model leaves these parameters as they are."""
     ids = {id(weight) for weight in weights}
     _settled.update(ids)
     try:
         yield
     finally:
         _settled.difference_update(ids)
+
+
+def is_settled(tensor: Tensor) -> bool:
+    """Tells whether code that fills a model is to leave `tensor` as it is."""
+    return id(tensor) in _settled
 
 
 def stored_tensors(name: str, tensor: Tensor) -> dict[str, Tensor]:

@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from models.quantise import QuantisedWeight, stored_tensors
-from models.safetensors_files import open_file, read_headers, read_into, write_tensors
+from models.quantise import QuantisedWeight, is_settled, stored_tensors
+from models.safetensors_files import StoredTensor, open_file, read_headers, read_into, write_tensors
 from models.weights import checkpoint_files
+from models.whole_folder import write_file
 
 SUFFIX = ".quantised"
 SOURCE = "source"
@@ -65,15 +66,25 @@ class CacheFile:
 
     @torch.no_grad()
     def read(self, model: nn.Module) -> None:
-        """Fills the quantised weights of `model`. Raises ValueError, and changes nothing, if the file does not fit."""
+        """Fills the quantised weights of `model`, but for settled ones.
+
+        Raises ValueError, and changes nothing, if the file does not fit.
+        """
+        stored = self.checked(model)
         targets = {}
         for name, weight in quantised_weights(model):
-            targets |= stored_tensors(name, weight)
-        stored = read_headers([self.path])
-        for name, tensor in targets.items():
-            if name not in stored or stored[name].shape != tuple(tensor.shape):
-                raise ValueError(f"{self.path} has no tensor {name} of this model: remove it")
+            if not is_settled(weight):
+                targets |= stored_tensors(name, weight)
         read_into(targets, stored)
+
+    def checked(self, model: nn.Module) -> dict[str, StoredTensor]:
+        """Returns the entries of the file. Raises ValueError if it does not fit the model, meta device or not."""
+        stored = read_headers([self.path])
+        for weight_name, weight in quantised_weights(model):
+            for name, tensor in stored_tensors(weight_name, weight).items():
+                if name not in stored or stored[name].shape != tuple(tensor.shape):
+                    raise ValueError(f"{self.path} has no tensor {name} of this model: remove it")
+        return stored
 
     def write(self, model: nn.Module) -> None:
         """Writes the quantised weights of `model`: aside first, so that a file under this name is whole.
@@ -85,10 +96,7 @@ class CacheFile:
             tensors |= stored_tensors(name, weight)
         aside = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         try:
-            with aside.open("xb") as file:
-                write_tensors(file.write, tensors, {SOURCE: self.source})
-                file.flush()
-                os.fsync(file.fileno())
+            write_file(aside, lambda write: write_tensors(write, tensors, {SOURCE: self.source}))
             aside.replace(self.path)
         finally:
             aside.unlink(missing_ok=True)

@@ -1,13 +1,18 @@
 """The formats of quantised weights: which tensors they are, and how a matrix becomes these and is made of them again.
 
-The numbers of a format are those of a library, torchao or bitsandbytes, which is imported where a matrix is quantised.
+The numbers of a format are those of a library, torchao or bitsandbytes. Their functions make several tensors of the
+size of the matrix; here a matrix is quantised in pieces that fit in the caches of the cores, several times as fast, to
+the same bits whatever the number of threads.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
-from collections.abc import Mapping
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
@@ -18,27 +23,46 @@ from torch import Tensor
 
 from models.quiet_imports import without_remarks
 
-TORCHAO, BITSANDBYTES = "torchao==0.18.0", "bitsandbytes==0.50.2"
+BITSANDBYTES = "bitsandbytes==0.50.2"
+
+# Elements that a thread quantises at once: float32 copies of them fit in its share of the caches.
+PIECE_ELEMENTS_PER_THREAD = 2**17
+# Numbers for exact sums have so many bits; 2^24 of them can be added in an int64.
+SUMMAND_BITS = 38
 
 
 @dataclass(frozen=True)
-class Format:
-    """A way to hold a matrix [rows, columns] in few bits. Equal formats of equal arguments give equal bits."""
+class Format(ABC):
+    """A way to hold a matrix in few bits. Equal formats of equal arguments give equal bits.
+
+    A matrix has the shape [..., rows, columns]: in front may be the number of experts.
+    """
 
     name: ClassVar[str]
-    package: ClassVar[str]
+    # What pip installs for it; None where torch is enough.
+    package: ClassVar[str | None] = None
 
+    @abstractmethod
     def tensors(self, shape: torch.Size) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Returns shape and dtype of each tensor for a matrix of `shape`."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def write(self, matrix: Tensor, inner: Mapping[str, Tensor]) -> None:
+        """Writes the tensors for a matrix on the CPU into `inner`, on any device."""
+
+    @abstractmethod
+    def dequantise(self, inner: Mapping[str, Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Returns the matrix that the tensors stand for."""
+
+    def part(self, inner: Mapping[str, Tensor], shape: torch.Size, index: int) -> dict[str, Tensor] | None:
+        """Returns views of the tensors for matrix `index` of those of `shape`; None where they cannot be cut so."""
+        return None
 
     def quantise(self, matrix: Tensor) -> dict[str, Tensor]:
         """Returns the tensors for a matrix on the CPU."""
-        raise NotImplementedError
-
-    def dequantise(self, inner: Mapping[str, Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Returns the matrix that the tensors stand for."""
-        raise NotImplementedError
+        inner = self.empty(matrix.shape, matrix.device)
+        self.write(matrix, inner)
+        return inner
 
     def empty(self, shape: torch.Size, device: torch.device) -> dict[str, Tensor]:
         """Returns tensors without values, for a matrix of `shape`."""
@@ -47,51 +71,71 @@ class Format:
 
     def check_package(self) -> None:
         """Raises ValueError in one line if the package is missing."""
-        package = self.package.partition("=")[0]
-        if importlib.util.find_spec(package) is None:
+        package = self.package and self.package.partition("=")[0]
+        if package and importlib.util.find_spec(package) is None:
             raise ValueError(f"{package} is missing: pip install {self.package}")
 
 
+class RowFormat(Format):
+    """A format in which no row depends on another."""
+
+    def write(self, matrix, inner):
+        rows = matrix.reshape(-1, matrix.shape[-1])
+        inner = {name: tensor.flatten(0, matrix.ndim - 2) for name, tensor in inner.items()}
+        for piece in _pieces(len(rows), rows.shape[1]):
+            for name, made in self.quantised_rows(rows[piece]).items():
+                inner[name][piece].copy_(made)
+
+    def part(self, inner, shape, index):
+        return {name: tensor[index] for name, tensor in inner.items()}
+
+    @abstractmethod
+    def quantised_rows(self, rows: Tensor) -> dict[str, Tensor]:
+        """Returns the values of each tensor for a few rows; dtypes may be others than the tensors'."""
+
+
 @dataclass(frozen=True)
-class Int8(Format):
-    """Whole numbers from -127 to 127 and a float32 scale for each row (torchao's Int8WeightOnlyConfig)."""
+class Int8(RowFormat):
+    """Whole numbers from -128 to 127 and a float32 scale for each row (torchao's Int8WeightOnlyConfig)."""
 
     name = "int8"
-    package = TORCHAO
 
     def tensors(self, shape):
-        return {"qdata": (tuple(shape), torch.int8), "scale": ((shape[0], 1), torch.float32)}
+        return {"qdata": (tuple(shape), torch.int8), "scale": ((*shape[:-1], 1), torch.float32)}
 
-    def quantise(self, matrix):
-        library = _imported(self, "quantization")
-        made = library.Int8Tensor.from_hp(matrix, library.PerRow())
-        return {"qdata": made.qdata, "scale": made.scale}
+    def quantised_rows(self, rows):
+        largest = torch.maximum(-rows.amin(1, keepdim=True), rows.amax(1, keepdim=True))
+        # In the dtype of the weight, as torchao does.
+        scale = (largest / 127.5).clamp_(min=torch.finfo(torch.float32).eps).float()
+        return {"qdata": torch.mul(rows, 1.0 / scale).round_().clamp_(-128, 127), "scale": scale}
 
     def dequantise(self, inner, shape, dtype):
         return (inner["qdata"] * inner["scale"]).to(dtype)
 
 
 @dataclass(frozen=True)
-class Float8(Format):
+class Float8(RowFormat):
     """Float8 (e4m3) and a float32 scale for each row (torchao's Float8WeightOnlyConfig)."""
 
     name = "float8"
-    package = TORCHAO
 
     def tensors(self, shape):
-        return {"qdata": (tuple(shape), torch.float8_e4m3fn), "scale": ((shape[0], 1), torch.float32)}
+        return {"qdata": (tuple(shape), torch.float8_e4m3fn), "scale": ((*shape[:-1], 1), torch.float32)}
 
-    def quantise(self, matrix):
-        library = _imported(self, "quantization")
-        made = library.Float8Tensor.from_hp(matrix, granularity=library.PerRow())
-        return {"qdata": made.qdata, "scale": made.scale}
+    def quantised_rows(self, rows):
+        most = torch.finfo(torch.float8_e4m3fn).max
+        largest = torch.maximum(-rows.amin(1, keepdim=True), rows.amax(1, keepdim=True))
+        scale = (largest / most).float()
+        # torchao divides a row of zeros by zero, which gives NaN.
+        scale.masked_fill_(scale == 0, 1.0)
+        return {"qdata": torch.div(rows, scale).clamp_(-most, most), "scale": scale}
 
     def dequantise(self, inner, shape, dtype):
         return (inner["qdata"].to(torch.float32) * inner["scale"]).to(dtype)
 
 
 @dataclass(frozen=True)
-class Int4(Format):
+class Int4(RowFormat):
     """Whole numbers from 0 to 15, two in a byte, with a float32 scale and a zero point for each group in a row.
 
     The numbers are those of torchao's affine quantisation. It has no such weight that computes on CPU and GPU.
@@ -103,42 +147,40 @@ class Int4(Format):
     group: int = 64
 
     name = "int4"
-    package = TORCHAO
 
     def __post_init__(self) -> None:
         if self.group < 2 or self.group % 2:
             raise ValueError(f"group={self.group}: must be even and at least 2, because two columns share a byte")
 
     def tensors(self, shape):
-        rows, columns = shape
+        *leading, columns = shape
         # The last group of a row is filled up with zeros.
-        groups = (rows, -(-columns // self.group), 1)
-        packed = (rows, groups[1] * self.group // 2)
+        groups = (*leading, -(-columns // self.group), 1)
+        packed = (*leading, groups[-2] * self.group // 2)
         return {"qdata": (packed, torch.uint8), "scale": (groups, torch.float32), "zero": (groups, torch.uint8)}
 
-    def quantise(self, matrix):
-        library = _imported(self, "quantization.quant_primitives")
-        matrix = F.pad(matrix.to(torch.float32), (0, -matrix.shape[1] % self.group))
-        common = {"block_size": (1, self.group), "quant_min": 0, "quant_max": 15}
-        scale, zero = library.choose_qparams_affine(
-            matrix, library.MappingType.ASYMMETRIC, target_dtype=torch.uint8, zero_point_dtype=torch.uint8, **common
-        )
-        numbers = library.quantize_affine(matrix, scale=scale, zero_point=zero, output_dtype=torch.uint8, **common)
-        groups = (len(matrix), -1, 1)
-        packed = numbers[:, 0::2] | (numbers[:, 1::2] << 4)
-        return {"qdata": packed, "scale": scale.reshape(groups), "zero": zero.reshape(groups)}
+    def quantised_rows(self, rows):
+        rows = F.pad(rows.to(torch.float32), (0, -rows.shape[1] % self.group)).view(len(rows), -1, self.group)
+        low = rows.amin(2, keepdim=True).clamp_(max=0.0)
+        scale = (rows.amax(2, keepdim=True).clamp_(min=0.0) - low) / 15.0
+        scale.clamp_(min=torch.finfo(torch.float32).smallest_normal)
+        zero = (0 - torch.round(low / scale)).clamp_(0, 15)
+        numbers = torch.mul(rows, 1.0 / scale).round_().add_(zero).clamp_(0, 15).to(torch.uint8).flatten(1)
+        return {"qdata": (numbers[:, 1::2] << 4).bitwise_or_(numbers[:, 0::2]), "scale": scale, "zero": zero}
 
     def dequantise(self, inner, shape, dtype):
         packed, zero = inner["qdata"], inner["zero"]
-        numbers = torch.stack([packed & 15, packed >> 4], dim=-1).view(len(packed), -1, self.group)
+        numbers = torch.stack([packed & 15, packed >> 4], dim=-1).view(*packed.shape[:-1], -1, self.group)
         # Differences of numbers from 0 to 15 fit in int8.
         matrix = ((numbers.view(torch.int8) - zero.view(torch.int8)) * inner["scale"]).to(dtype)
-        return matrix.flatten(1)[:, : shape[1]]
+        return matrix.flatten(-2)[..., : shape[-1]]
 
 
 @dataclass(frozen=True)
 class Nf4(Format):
     """The 16 values of NormalFloat, two in a byte, with a scale for 64 elements each (QLoRA, Dettmers et al. 2023).
+
+    The numbers are those of bitsandbytes, but for the last bit of `offset`: its mean depends on the number of threads.
 
     Attributes:
         double: the scales are quantised too, in eight bits.
@@ -167,20 +209,49 @@ class Nf4(Format):
             }
         return kinds
 
-    def quantise(self, matrix):
+    def write(self, matrix, inner):
         library = _imported(self, "functional")
-        packed, state = library.quantize_4bit(
-            matrix.contiguous(), blocksize=self.BLOCK, compress_statistics=self.double, quant_type="nf4"
-        )
-        made = {"qdata": packed, "code": state.code, "absmax": state.absmax}
-        if self.double:
-            made |= {"offset": state.offset, "nested_absmax": state.state2.absmax, "nested_code": state.state2.code}
-        return made
+        code, nearest = _nearest_nf4(library)
+        flat = matrix.reshape(-1)
+        largest = torch.empty(-(-len(flat) // self.BLOCK))
+        for piece in _pieces(len(flat), 1, multiple=self.BLOCK):
+            # Zeros after the last element change no scale.
+            values = F.pad(flat[piece].float(), (0, (piece.start - piece.stop) % self.BLOCK)).view(-1, self.BLOCK)
+            scale = values.abs().amax(1)
+            largest[piece.start // self.BLOCK :][: len(scale)] = scale
+            scaled = values * (1.0 / scale.clamp_(min=1e-38)).unsqueeze(1)
+            # A block with NaN or infinity has such a scale, and any numbers.
+            numbers = nearest.numbers(scaled.nan_to_num_(0.0).clamp_(-1, 1)).view(-1)
+            packed = (numbers[0::2] << 4).bitwise_or_(numbers[1::2])
+            place = inner["qdata"][piece.start // 2 :][: len(packed)]
+            place.copy_(packed[: len(place), None])
+        inner["code"].copy_(code)
+        if not self.double:
+            inner["absmax"].copy_(largest)
+            return
+        offset = _exact_mean(largest)
+        absmax, state = library.quantize_blockwise(largest - offset, blocksize=self.SCALES_BLOCK)
+        made = {"absmax": absmax, "offset": offset, "nested_absmax": state.absmax, "nested_code": state.code}
+        for name, tensor in made.items():
+            inner[name].copy_(tensor)
+
+    def part(self, inner, shape, index):
+        numel = shape[1:].numel()
+        if numel % (self.BLOCK * (self.SCALES_BLOCK if self.double else 1)):
+            return None
+        sizes = {"qdata": 2, "absmax": self.BLOCK, "nested_absmax": self.BLOCK * self.SCALES_BLOCK}
+
+        def cut(name: str, tensor: Tensor) -> Tensor:
+            count = numel // sizes[name] if name in sizes else 0
+            return tensor[index * count : (index + 1) * count] if count else tensor
+
+        return {name: cut(name, tensor) for name, tensor in inner.items()}
 
     def dequantise(self, inner, shape, dtype):
         if inner["qdata"].is_meta:
-            # A plan needs the bytes of the result alone.
-            return torch.empty(shape, dtype=dtype, device="meta")
+            # A plan needs the bytes that are read and written: each byte is read once, for two numbers.
+            numbers = inner["qdata"].expand(-1, 2).to(dtype, memory_format=torch.contiguous_format)
+            return numbers.view(-1)[: shape.numel()].view(shape)
         library = _imported(self, "functional")
         nested = None
         if self.double:
@@ -201,6 +272,59 @@ class Nf4(Format):
 
 
 FORMATS: dict[str, type[Format]] = {kind.name: kind for kind in (Int8, Float8, Int4, Nf4)}
+
+
+class _Nearest:
+    """Finds the nearest of the 16 values of NormalFloat by a table, where a search would take several steps.
+
+    The range from -1 to 1 is cut into cells, none of which has more than one of the bounds between two values.
+    `_before` has the number of bounds in the cells before, `_bound` the bound in the cell, or infinity. An element's
+    cell grows with it, however it is rounded: so all bounds in cells before are below it, and none in cells behind.
+    """
+
+    CELLS = 64
+
+    def __init__(self, code: Tensor):
+        bounds = (code[1:] + code[:-1]) / 2
+        cells = self._cells(bounds)
+        self._before = torch.searchsorted(cells, torch.arange(self.CELLS)).to(torch.uint8)
+        self._bound = torch.full((self.CELLS,), math.inf)
+        self._bound[cells] = bounds
+
+    def numbers(self, scaled: Tensor) -> Tensor:
+        """Returns the numbers 0 to 15, uint8, of the values nearest to float32 elements [blocks, BLOCK] in -1 to 1."""
+        cells = self._cells(scaled)
+        # Not by index_select, which runs on one thread.
+        numbers = self._before.expand(len(cells), -1).gather(1, cells)
+        return numbers.add_(scaled > self._bound.expand(len(cells), -1).gather(1, cells))
+
+    def _cells(self, scaled: Tensor) -> Tensor:
+        return torch.add(scaled, 1.0).mul_((self.CELLS - 1) / 2).to(torch.int64)
+
+
+@functools.cache
+def _nearest_nf4(library: ModuleType) -> tuple[Tensor, _Nearest]:
+    """Returns bitsandbytes' 16 values, and the table for them."""
+    code = library.get_4bit_type("nf4", device="cpu")
+    return code, _Nearest(code)
+
+
+def _pieces(count: int, elements: int, multiple: int = 1) -> Iterator[slice]:
+    """Yields the slices in which `count` rows of so many elements are quantised, each a multiple of `multiple` long."""
+    rows = PIECE_ELEMENTS_PER_THREAD * torch.get_num_threads() // max(elements, 1)
+    rows = max(rows // multiple, 1) * multiple
+    for start in range(0, count, rows):
+        yield slice(start, min(start + rows, count))
+
+
+def _exact_mean(values: Tensor) -> Tensor:
+    """Returns the mean of float32 numbers that are not negative: the same bits in whatever order they are added."""
+    largest = values.max().item()
+    if not math.isfinite(largest):
+        return values.mean()
+    unit = 2.0 ** (SUMMAND_BITS - math.frexp(largest)[1])
+    total = values.double().mul_(unit).round_().long().sum().item()
+    return torch.tensor(total / unit / len(values), dtype=torch.float32)
 
 
 def _imported(format: Format, module: str) -> ModuleType:

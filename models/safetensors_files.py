@@ -79,6 +79,16 @@ def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
     return stored
 
 
+def read_offsets(file: Path) -> dict[str, tuple[int, int]]:
+    """Returns where the bytes of each tensor of a file begin, and where they end. Raises ValueError as `open_file`."""
+    with open_file(file), file.open("rb") as handle:
+        length = int.from_bytes(handle.read(8), "little")
+        header = json.loads(handle.read(length))
+    start = 8 + length
+    entries = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    return {name: (start + begin, start + end) for name, (begin, end) in entries.items()}
+
+
 @torch.no_grad()
 def read_into(targets: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> None:
     """Copies stored tensors into targets of the same name and shape, converting to their dtype and device."""

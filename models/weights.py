@@ -46,9 +46,18 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         ValueError: a file cannot be read; a tensor is missing, unknown, or has another shape; or tied parameters have
             different values in the checkpoint. The model is unchanged then.
     """
+    distinct_tensors(model)
+    read_into(*matched_weights(model, path))
+
+
+def matched_weights(model: nn.Module, path: str | Path) -> tuple[dict[str, Tensor], dict[str, StoredTensor]]:
+    """Returns which tensor of the model each stored one is, by stored name, and the entries of all files.
+
+    It reads headers alone, so the model may be on the meta device. Raises as `load_weights` does.
+    """
     path = Path(path)
     stored = read_checkpoint_headers(path)
-    read_into(match_tensors(distinct_tensors(model), stored, path), stored)
+    return match_tensors(named_tensors(model), stored, path), stored
 
 
 def weight_files(model: nn.Module, max_shard_bytes: int) -> tuple[dict[str, dict[str, Tensor]], bytes | None]:

@@ -46,11 +46,11 @@ def write_whole_folder(folder: Path, files: Mapping[str, Fill]) -> None:
     partial.mkdir(parents=True)
     try:
         for name, fill in files.items():
-            _write_file(partial / name, fill)
-        _flush_names(partial)
+            write_file(partial / name, fill)
+        flush_names(partial)
         # It takes the place of an empty folder.
         partial.rename(folder)
-        _flush_names(folder.parent)
+        flush_names(folder.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -62,7 +62,8 @@ def _partial(folder: Path) -> Path:
     return whole.with_name(whole.name + PARTIAL_SUFFIX)
 
 
-def _write_file(path: Path, fill: Fill) -> None:
+def write_file(path: Path, fill: Fill) -> None:
+    """Writes a new file and flushes it to the disk. Raises OSError."""
     with open(path, "xb") as file:
         fill(file.write)
         file.flush()
@@ -73,7 +74,8 @@ def _write_file(path: Path, fill: Fill) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _flush_names(folder: Path) -> None:
+def flush_names(folder: Path) -> None:
+    """Flushes the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

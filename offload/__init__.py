@@ -32,8 +32,13 @@ too. Every other module may change without notice.
 - `HostAdamW`: AdamW for weights in host memory; `mode.overlap` hides its updates behind the steps.
 - `recompute`: activation checkpointing, called after `attach`, for blocks such as those of `find_blocks`.
 - `Counters`: bytes copied and times waited, from `mode.counters()`. `Footprint`: bytes of a mode before it is attached.
+- `Sharers`: processes of one host, each with a device, that share the homes of what streams: `mode.attach(model,
+  streams, sharers)`, then `mode.divide(optimizer)`. `NO_SHARERS` is a process by itself.
 - `KnobError`: a knob has a value that it cannot have. On the CPU also `HostOperandError`: an operation takes host
   memory and tensors of the device, which a GPU would refuse; and `StreamOrderError`: the engine left out a wait.
+- `FileSpan`: bytes of a file. `mode.map_weights` takes those of frozen weights, which `source=mapped` reads from there
+  in every step; `lies_in_file` tells whether a tensor is a view of such a file. `ChangedFileError`: it has changed.
+- `knob`, `choice`: fields of a mode of your own. `OwnOptimizer`: what a mode returns whose system updates by itself.
 - For configurations: `in_range` and `explanations` of knobs, `parse_bytes`, `format_bytes`, `GIB`, `usable_cores`.
 
 Each folder is on a floor and imports from itself and from lower floors only, from the lowest up: `runtime` (streams,
@@ -56,7 +61,7 @@ from offload.activations.checkpointing import recompute
 from offload.modes.activation_mode import ActivationMode
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
-from offload.modes.mode import Mode
+from offload.modes.mode import Mode, OwnOptimizer
 from offload.modes.none import Resident
 from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
@@ -69,35 +74,45 @@ from offload.runtime.counters import Counters
 from offload.runtime.device_work import HostOperandError
 from offload.runtime.errors import KnobError
 from offload.runtime.host_cores import usable_cores
-from offload.runtime.knobs import explanations, in_range
+from offload.runtime.knobs import choice, explanations, in_range, knob
+from offload.runtime.mapped_files import ChangedFileError, FileSpan, lies_in_file
 from offload.runtime.registry import Streams, acquire, release
+from offload.runtime.sharers import NO_SHARERS, Sharers
 from offload.runtime.stream_checker import StreamOrderError
 from offload.runtime.transfer import upload
 from offload.weights.footprint import Footprint
 
 __all__ = [
     "GIB",
+    "NO_SHARERS",
     "ActivationMode",
     "BounceLinear",
+    "ChangedFileError",
     "Counters",
+    "FileSpan",
     "Footprint",
     "HostAdamW",
     "HostOperandError",
     "KnobError",
     "LayerStream",
     "Mode",
+    "OwnOptimizer",
     "Resident",
     "SaveOnCpu",
     "ShardOffload",
+    "Sharers",
     "StreamOrderError",
     "Streams",
     "TensorSwap",
     "WeightMode",
     "acquire",
+    "choice",
     "explanations",
     "find_blocks",
     "format_bytes",
     "in_range",
+    "knob",
+    "lies_in_file",
     "parse_bytes",
     "recompute",
     "release",

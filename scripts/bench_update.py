@@ -1,19 +1,24 @@
 """Measures the AdamW update on the host in 10^9 parameters/s, for each kernel and number of threads.
 
     python scripts/bench_update.py
-    python scripts/bench_update.py --threads 12 13 14 15 --compiled
+    python scripts/bench_update.py --threads 8 13 15 --master compact stochastic --state-dtype fp32 bf16 int8
 
-Weights and gradients are bf16, masters float32, moments --state-dtype: 28 or 20 bytes for each parameter pass through
-memory. `pause` is the longest time, in ms, that another Python thread (such as the one that launches GPU kernels) waits
-for Python's lock during an update. `--compiled` adds a function compiled by torch.compile for comparison.
+Weights and gradients are bf16; --master and --state-dtype are formats of the states, of which each is measured. GB/s
+count the bytes that an update reads and writes; `copy` is the rate of torch's copy of as many bytes on as many threads,
+read and written. `pause` is the longest time, in ms, that another Python thread (such as the one that launches GPU
+kernels) waits for Python's lock during an update. `--compiled` adds a function compiled by torch.compile for float32
+masters.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import statistics
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 
@@ -21,9 +26,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from offload.optimizer.adamw import STATE_DTYPES
-from offload.optimizer.kernels import FusedUpdate, HyperParameters, NativeUpdate, Operands, native_library
+from offload.optimizer.formats import MASTER_DTYPES, ROUNDINGS, STATE_DTYPES, StateFormat
+from offload.optimizer.kernel_choice import sample
+from offload.optimizer.kernels import FusedUpdate, UpdateKernel
 from offload.optimizer.kernels import torch_threads as threads_of_torch
+from offload.optimizer.native_kernel import NativeUpdate, native_library
+from offload.optimizer.operands import HyperParameters, Operands
 from offload.runtime.host_cores import usable_cores
 
 SETTINGS = HyperParameters(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
@@ -49,7 +57,8 @@ class CompiledUpdate:
             hyperparameters.lr / (1 - hyperparameters.beta1**count),
         )
         with threads_of_torch(self._threads):
-            self._function(*vars(operands).values(), *map(torch.tensor, scalars))
+            tensors = (operands.weight, operands.gradient, operands.master, operands.exp_avg, operands.exp_avg_sq)
+            self._function(*tensors, *map(torch.tensor, scalars))
 
 
 def _adamw(weight, gradient, master, exp_avg, exp_avg_sq, decay, rest1, beta2, correction, step_size):
@@ -86,33 +95,56 @@ def main() -> None:
     )
     parser.add_argument("--parameters", type=int, default=1 << 27, help="in one update (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=7, help="measured updates (default: %(default)s)")
-    parser.add_argument("--state-dtype", choices=sorted(STATE_DTYPES), default="fp32", help="of the moments")
+    choices = {"nargs": "+", "metavar": "NAME"}
+    parser.add_argument("--master", choices=list(MASTER_DTYPES), default=["fp32", "compact"], **choices)
+    parser.add_argument("--state-dtype", choices=list(STATE_DTYPES), default=["fp32"], help="of the moments", **choices)
+    parser.add_argument("--state-rounding", choices=ROUNDINGS, default="nearest", help="of the moments")
     parser.add_argument("--compiled", action="store_true", help="also measure a function of torch.compile")
     options = parser.parse_args()
 
-    library = native_library()
-    print(f"{cores} cores, {options.parameters} parameters, moments {options.state_dtype}, torch {torch.__version__}")
+    print(f"{cores} cores, {options.parameters} parameters, torch {torch.__version__}")
+    for master, state_dtype in itertools.product(options.master, options.state_dtype):
+        format = StateFormat(master, state_dtype, options.state_rounding)
+        print(f"master {master}, moments {state_dtype}, {format.update_bytes:.1f} bytes a parameter", flush=True)
+        measure_format(format, options)
+
+
+def measure_format(format: StateFormat, options: argparse.Namespace) -> None:
+    """Prints a row for each number of threads and kernel."""
+    library = native_library(format)
     if library is None:
         print("no C compiler: no native kernel")
-    halves = [torch.zeros(options.parameters, dtype=torch.bfloat16) for _ in range(2)]
-    moments = [torch.zeros(options.parameters, dtype=STATE_DTYPES[options.state_dtype]) for _ in range(2)]
-    operands = Operands(*halves, torch.zeros(options.parameters), *moments)
+    operands = sample(format, options.parameters)
     for threads in options.threads:
-        kernels = [FusedUpdate(threads)]
+        kernels: list[UpdateKernel] = [FusedUpdate(threads)]
         if library is not None:
             kernels.append(NativeUpdate(library, threads))
-        if options.compiled:
+        if options.compiled and format.master == "fp32" and format.state_dtype != "int8":
             kernels.append(CompiledUpdate(threads))
         for kernel in kernels:
-            seconds = []
-            # The first update is a warm-up: it touches the pages and compiles functions.
-            for _ in range(options.repeats + 1):
-                start = perf_counter()
-                kernel(operands, torch.ones(()), SETTINGS)
-                seconds.append(perf_counter() - start)
-            rate = options.parameters / statistics.median(seconds[1:]) / 1e9
-            pause = longest_pause_ms(lambda kernel=kernel: kernel(operands, torch.ones(()), SETTINGS))
-            print(f"{threads:3d} threads  {kernel.name:8s}  {rate:5.2f} Gparam/s  pause {pause:6.1f} ms", flush=True)
+            update = functools.partial(kernel, operands, torch.ones(()), SETTINGS)
+            rate = options.parameters / seconds_of(update, options.repeats)
+            pause = longest_pause_ms(update)
+            print(
+                f"{threads:3d} threads  {kernel.name:8s}  {rate / 1e9:5.2f} Gparam/s "
+                f" {rate * format.update_bytes / 1e9:6.1f} GB/s  pause {pause:6.1f} ms",
+                flush=True,
+            )
+        nbytes = int(options.parameters * format.update_bytes / 2)
+        source, target = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
+        with threads_of_torch(threads):
+            seconds = seconds_of(functools.partial(target.copy_, source), options.repeats)
+        print(f"{threads:3d} threads  copy      {2 * nbytes / seconds / 1e9:22.1f} GB/s", flush=True)
+
+
+def seconds_of(work: Callable[[], object], repeats: int) -> float:
+    """Returns the median time of `work` in seconds, after a warm-up that touches the pages and compiles functions."""
+    seconds = []
+    for _ in range(repeats + 1):
+        start = perf_counter()
+        work()
+        seconds.append(perf_counter() - start)
+    return statistics.median(seconds[1:])
 
 
 if __name__ == "__main__":

@@ -21,7 +21,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.initialise import initialise
 from models.llama import Llama, rotary_tables
-from offload import Footprint, HostAdamW, Mode, acquire, find_blocks, parse_bytes, recompute, release, upload
+from offload import (
+    NO_SHARERS,
+    Footprint,
+    HostAdamW,
+    Mode,
+    Sharers,
+    acquire,
+    find_blocks,
+    parse_bytes,
+    recompute,
+    release,
+    upload,
+)
 from training import sweep
 from training.adapters import RunAdapter
 from training.batches import Batch, examples_in, uploaded
@@ -94,9 +106,10 @@ class Workload(ABC):
     plan: Footprint
     microbatches: int
 
-    def __init__(self, spec: str, options: argparse.Namespace):
-        """`spec` is MODE or MODE:KEY=VALUE,...: a mode and its knobs."""
+    def __init__(self, spec: str, options: argparse.Namespace, sharers: Sharers = NO_SHARERS):
+        """`spec` is MODE or MODE:KEY=VALUE,...: a mode and its knobs. `sharers` share the homes of what streams."""
         self.options = options
+        self.sharers = sharers
         self.device = torch.device(options.device)
         self.streams = acquire(self.device)
         self.optimizer: HostAdamW | None = None
@@ -111,7 +124,9 @@ class Workload(ABC):
             if options.optimizer and name != RESIDENT:
                 self.optimizer = HostAdamW(self.model.parameters(), lr=1e-5, threads=options.threads)
                 share = parse_bytes("--device-share", options.device_share)
-                self.mode.overlap(self.optimizer, early=options.clip_norm is None, device_share=share)
+                early = options.clip_norm is None and sharers.count == 1
+                self.mode.overlap(self.optimizer, early, device_share=share)
+                self.mode.divide(self.optimizer)
                 self.optimizer.allocate()
             self._undo = self._undo.pop_all()
         torch.manual_seed(0)
@@ -166,9 +181,10 @@ class BlocksWorkload(Workload):
                 model = Blocks(model.model.layers, options.hidden // options.heads)
         self.model = model.bfloat16()
         self.plan = self.mode.footprint(self.model, options.recompute)
-        self.mode.attach(self.model, self.streams)
+        self.mode.attach(self.model, self.streams, self.sharers)
         self._undo.callback(self.mode.detach)
         initialise(self.model, 0, self.device)
+        self.sharers.exchange((0,), "the weights", patient=True)
         if options.recompute and not self.mode.recomputes:
             recompute(block for _, block in find_blocks(self.model))
         self._generator = torch.Generator().manual_seed(0)

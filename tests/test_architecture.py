@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from tests import ROOT
 
 # The top-level packages, each with the modules that it must not import.
 FORBIDDEN = {
-    "offload": {"hydra", "omegaconf", "wandb", "datasets", "models", "training", "numpy"},
-    "models": {"hydra", "omegaconf", "wandb", "datasets", "training", "offload"},
-    "training": {"train"},
+    "offload": {"hydra", "omegaconf", "wandb", "datasets", "models", "training", "numpy", "peers"},
+    "models": {"hydra", "omegaconf", "wandb", "datasets", "training", "offload", "peers"},
+    "peers": {"hydra", "omegaconf", "wandb", "datasets", "training", "numpy", "train"},
+    # It finds peers by the names of their classes in conf/offload alone.
+    "training": {"train", "peers"},
 }
 # The floors of the engine, from the lowest up. A folder imports from itself and from lower floors only.
 FLOORS = (("runtime",), ("weights", "activations", "microbatches"), ("optimizer",), ("modes",), ("planning",))
@@ -177,6 +180,14 @@ def test_tests_import_their_helpers_by_full_name():
 @pytest.mark.parametrize("path", MODES, ids=lambda path: path.stem)
 def test_no_mode_imports_another(path: Path):
     assert not imported_modules(path) & set(MODES)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "peers").glob("*.py")), ids=lambda path: path.stem)
+def test_an_adapter_is_short_and_imports_its_system_when_it_is_used(path: Path):
+    assert path.stem == "peer" or len(path.read_text().splitlines()) <= 100
+    outside = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    tops = {name.partition(".")[0] for name in imports(ast.Module(outside, []))}
+    assert tops <= {*sys.stdlib_module_names, "torch", "offload", "models", "peers"}
 
 
 def test_nothing_calls_cuda_at_import():

@@ -55,7 +55,7 @@ TASK = (
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository with the two files."""
     folder = tmp_path_factory.mktemp("repository")
-    for part in ("conf", "offload", "models", "training", "scripts", "tests/training/helpers"):
+    for part in ("conf", "offload", "models", "peers", "training", "scripts", "tests/training/helpers"):
         shutil.copytree(ROOT / part, folder / part)
     for file in ("train.py", "tests/__init__.py", "tests/training/__init__.py"):
         shutil.copy(ROOT / file, folder / file)
@@ -93,7 +93,7 @@ print(json.dumps([*([end.returncode, end.stdout, end.stderr] for end in ended), 
 
 @pytest.fixture(scope="module")
 def seen(repository: Path) -> dict:
-    """What the copy prints for commands, in one process of its own, and where its code finds the mode."""
+    """Returns what the copy prints for commands, in one process of its own, and where its code finds the mode."""
     commands = {
         mode: (f"offload={mode}", *RUN, f"hydra.run.dir={repository / 'runs' / mode}") for mode in ("none", NAME)
     }
@@ -152,7 +152,7 @@ def test_its_knobs_are_typed_and_checked(seen: dict, value: str, problem: str):
 def test_its_knobs_are_explained(seen: dict):
     status, page, _ = seen["page"]
     assert status == 0
-    assert "offload.group     blocks that stream together. [2]" in page
+    assert re.search(r"offload\.group +blocks that stream together\. \[2\]", page)
     assert f"{NAME} " in page
 
 

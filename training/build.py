@@ -13,7 +13,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from offload import GIB, HostAdamW, Streams, parse_bytes, recompute, usable_cores
+from offload import GIB, NO_SHARERS, HostAdamW, OwnOptimizer, Sharers, Streams, parse_bytes, recompute, usable_cores
 from training.adapters import RunAdapter
 from training.checkpoints.base import BaseReference
 from training.checkpoints.resuming import Checkpoint, is_in, starting_point
@@ -26,8 +26,10 @@ from training.config.validation import check_steps
 from training.errors import UserError
 from training.evaluation import Evaluation
 from training.filling import fill_buffers, fill_parameters
+from training.mapped_weights import is_mapped
 from training.metrics.progress import phase, print_plan
 from training.metrics.wandb_tracker import Tracker, chosen_options, plain, run_name, run_tags
+from training.missing_abilities import without_abilities
 from training.model_weights import ModelWeights
 from training.optim import build_schedule
 from training.parallel.ranks import ALONE, Ranks
@@ -46,11 +48,11 @@ from training.samples import Samples
 
 @dataclass(frozen=True)
 class RankJob:
-    """What every rank of a run has, to compute its steps."""
+    """The objects that every rank of a run has, to compute its steps."""
 
     components: Components
     streams: Streams
-    optimizer: HostAdamW
+    optimizer: HostAdamW | OwnOptimizer
     schedule: torch.optim.lr_scheduler.LambdaLR
     ranks: Ranks
 
@@ -61,6 +63,7 @@ class Job(RankJob):
 
     Attributes:
         start: how far the run was when it was saved; for a new run, step 0.
+        notes: how the run differs from what its configuration asks for.
     """
 
     plan: RunPlan
@@ -70,6 +73,7 @@ class Job(RankJob):
     start: RunState
     tracker: Tracker
     checkpoints: Checkpoints
+    notes: tuple[str, ...] = ()
 
 
 @contextmanager
@@ -89,6 +93,9 @@ def build(
     torch.manual_seed(config.seed)
     check_threads(config)
     components = Components.of(config, invocation, resolve_device(config.device))
+    # The run's own config.yaml keeps what was asked for, so that runs are compared by it.
+    config, notes = without_abilities(config, components.mode)
+    components = replace(components, config=config)
     checkpoint = starting_point(config, invocation.run_dir)
     if not resumes_here(config, checkpoint, invocation.run_dir):
         refuse_records(invocation.run_dir)
@@ -96,6 +103,11 @@ def build(
     # A checkpoint of an adapter does not have the base.
     from_weights = (checkpoint is None or adapter is not None) and config.model.weights is not None
     weights = ModelWeights.find(config.model.weights) if from_weights else None
+    if is_mapped(config) and weights is None:
+        raise UserError(
+            f"resume={checkpoint.folder}: a checkpoint of a whole model is loaded into memory, so its weights cannot"
+            " stay in the files of model.weights: take source=memory"
+        )
     with phase("reading the dataset"):
         dataset = build_dataset(config, components.model, invocation.run_dir)
     if config.epochs is not None:
@@ -133,7 +145,8 @@ def build(
         with tracker.failing_with():
             base_loss = None if checkpoint is not None else loss_of_base(components, streams, dataset, weights)
         ranks.begin(components.config, invocation)
-        with tracker.failing_with(), explained, keys_under("offload"), attached(components, streams) as model:
+        sharers = ranks.sharers(components.shares_homes)
+        with tracker.failing_with(), explained, keys_under("offload"), attached(components, streams, sharers) as model:
             fill_buffers(model)
             if checkpoint is None or adapter is not None:
                 fill_parameters(model, config, components.device, weights)
@@ -148,11 +161,11 @@ def build(
                 with phase("restoring the checkpoint"):
                     checkpoint.restore(model, optimizer, schedule, components.device)
                 checkpoint.set_aside_later(invocation.run_dir)
-            ranks.equalise(model, optimizer, start.step)
+            ranks.equalise(model, optimizer, start.step, components.mode.shared_parameters())
             checkpoints = Checkpoints(config, invocation.run_dir, model, optimizer, streams, base)
             checkpoints.remove_leftovers(start.step)
             parts = components, streams, optimizer, schedule, ranks
-            yield Job(*parts, plan, dataset, evaluation, samples, start, tracker, checkpoints)
+            yield Job(*parts, plan, dataset, evaluation, samples, start, tracker, checkpoints, notes)
 
 
 def check_threads(config: DictConfig) -> None:
@@ -204,14 +217,16 @@ def with_steps(config: DictConfig, dataset) -> DictConfig:
 
 
 @contextmanager
-def attached(components: Components, streams: Streams) -> Iterator[nn.Module]:
+def attached(components: Components, streams: Streams, sharers: Sharers = NO_SHARERS) -> Iterator[nn.Module]:
     """Attaches the mode to the model, whose parameters become memory, and detaches it afterwards.
+
+    `sharers` share the homes of what streams.
 
     Raises MemoryError if the host has too little memory.
     """
     mode, model = components.mode, components.model
     with phase("allocating and page-locking memory"):
-        mode.attach(model, streams)
+        mode.attach(model, streams, sharers)
     try:
         # After the mode has attached, so that the recompute has its weights in place too.
         undo = recompute(components.recomputed_blocks)
@@ -223,16 +238,24 @@ def attached(components: Components, streams: Streams) -> Iterator[nn.Module]:
         mode.detach()
 
 
-def build_optimizer(components: Components) -> HostAdamW:
+def build_optimizer(components: Components) -> HostAdamW | OwnOptimizer:
     """Makes the optimizer and its states; its updates run beside the step if it can do that.
+
+    A mode that owns the update makes its own, with the same hyper-parameters.
 
     Raises MemoryError if the host has too little memory for the states.
     """
     config, mode = components.config, components.mode
     optimizer = instantiate(config.optimizer, params=trained_parameters(components.model))
+    if mode.owns_update:
+        groups = optimizer.param_groups
+        # It holds the parameters, whose memory the mode may replace.
+        del optimizer
+        return mode.own_optimizer(groups, config.clip_norm, config.microbatches)
     if optimizer.overlaps:
         share = 0 if optimizer.device_share == "auto" else optimizer.device_share
         mode.overlap(optimizer, components.updates_begin_early, share)
+    mode.divide(optimizer)
     optimizer.allocate()
     return optimizer
 

@@ -12,13 +12,16 @@ from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from offload import Footprint, HostAdamW, Mode, Streams, acquire, find_blocks, release
+from offload import Footprint, HostAdamW, Mode, Streams, WeightMode, acquire, find_blocks, parse_bytes, release
+from offload.planning import StateFormat
 from training.adapters import add_adapter
 from training.config.auto import AUTO
 from training.config.construct import keys_under, make_mode, make_task
 from training.config.no_adapter import has_adapter
+from training.config.parallel import Homes
 from training.config.schema import OnNonfinite, Precision, RecomputeBlocks
 from training.errors import UserError
+from training.mapped_weights import map_weights
 from training.model_source import local_source, weights_of_source
 from training.quantising import quantise_blocks
 from training.runs.invocation import Invocation
@@ -29,6 +32,8 @@ DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32}
 WEIGHTS = "model.weights"
 # Keys whose auto follows from the configuration and the device.
 SETTLED_HERE = ("precision", "microbatches", WEIGHTS)
+# The states of an optimizer without knobs for them.
+WIDEST = ("fp32", "fp32", "nearest")
 # The share of spare device memory that optimizer states may take: their gradients stay there too, and the allocator
 # needs room.
 STATES_OF_SPARE = 0.8
@@ -86,9 +91,14 @@ class Components:
         dtype = DTYPES[config.precision]
         model = _model(config, dtype) if model is None else model
         mode, footprint = _mode(config, model)
+        with keys_under("offload"):
+            mode.check_device(device)
         blocks = _recomputed_blocks(config, model, mode)
         optimizer_class = get_class(config.optimizer._target_)
-        return cls(config, invocation, device, dtype, task, model, mode, footprint, blocks, optimizer_class, settled)
+        parts = (task, model, mode, footprint, blocks, optimizer_class, settled)
+        components = cls(config, invocation, device, dtype, *parts)
+        components.check_sharing()
+        return components
 
     @property
     def updates_overlap(self) -> bool:
@@ -106,9 +116,33 @@ class Components:
         return one_by_one and self.config.devices == 1
 
     @property
-    def state_dtype(self) -> str:
-        """The dtype of the optimizer's moments; "fp32" for an optimizer without that knob."""
-        return str(self.config.optimizer.get("state_dtype", "fp32"))
+    def shares_homes(self) -> bool:
+        """True if the ranks of the run have one copy of what streams, in memory that they share."""
+        mode = getattr(self.mode, "weights", self.mode)
+        return self.config.devices > 1 and self.config.parallel.homes == Homes.shared and isinstance(mode, WeightMode)
+
+    def check_sharing(self) -> None:
+        """Raises UserError for what does not go together with homes that ranks share."""
+        if not self.shares_homes:
+            return
+        own, share = "or parallel.homes=own", self.config.optimizer.get("device_share", 0)
+        if share != AUTO and parse_bytes("optimizer.device_share", share):
+            raise UserError(
+                f"optimizer.device_share={share} with devices={self.config.devices}: states that the ranks share stay"
+                f" on the host: give 0, {own}"
+            )
+        if self.state_format.state_dtype == "int8":
+            raise UserError(
+                "optimizer.state_dtype=int8 with parallel.homes=shared: the ranks' slices do not begin with its blocks"
+                f" of 256 numbers: give bf16, {own}"
+            )
+
+    @property
+    def state_format(self) -> StateFormat:
+        """How the optimizer holds its states; masters and moments in float32 where it has no such knobs."""
+        given = self.config.optimizer
+        names = ("master", "state_dtype", "state_rounding")
+        return StateFormat(*(str(given.get(name, default)) for name, default in zip(names, WIDEST, strict=True)))
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -117,17 +151,13 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def footprint_of(config: DictConfig, mode: Mode, model: nn.Module) -> Footprint:
-    """Returns the bytes that `mode` will hold and move. Raises UserError for a knob that does not fit the model."""
+    """Returns the bytes that `mode` will hold and move. Raises UserError for a knob that does not fit the model.
+
+    The mode knows afterwards where weights are in files, if it reads them from there.
+    """
+    map_weights(config, mode, model)
     with keys_under("offload"):
         return mode.footprint(model, recompute=recomputes(config))
-
-
-def weights_node(config: DictConfig) -> tuple[str, DictConfig]:
-    """Returns the key and the knobs of the mode that decides where the weights live."""
-    key, mode = "offload", config.offload
-    while "weights" in mode:
-        key, mode = f"{key}.weights", mode.weights
-    return key, mode
 
 
 def recomputes(config: DictConfig) -> bool:

@@ -14,7 +14,9 @@ from torch import nn
 
 from models.adapters import without_adapters
 from models.initialise import initialise
+from models.quantise import settled
 from models.weights import load_weights
+from offload import lies_in_file
 from training.errors import UserError
 from training.metrics.progress import phase
 from training.model_weights import ModelWeights
@@ -34,7 +36,8 @@ def fill_buffers(model: nn.Module) -> None:
 def fill_parameters(model: nn.Module, config: DictConfig, device: torch.device, weights: ModelWeights | None) -> None:
     """Fills the parameters where the mode has placed them: from `weights`, or as a function of the seed.
 
-    Of a model with adapters, the parameters of its base.
+    Of a model with adapters, the parameters of its base. Those that are in their files (`offload.source=mapped`) have
+    their values.
 
     Raises UserError if the weights do not fit, or a parameter has no initial value.
     """
@@ -47,8 +50,14 @@ def fill_parameters(model: nn.Module, config: DictConfig, device: torch.device, 
                 raise UserError(f"model: {error}: give model.weights=PATH") from error
         return
     path = weights.path()
+    in_files = [parameter for parameter in model.parameters() if lies_in_file(parameter)]
     try:
-        with without_adapters(model), quantised_from_cache(model, config, path), phase("loading the weights"):
+        with (
+            settled(in_files),
+            without_adapters(model),
+            quantised_from_cache(model, config, path),
+            phase("loading the weights"),
+        ):
             load(model, path)
     except (ValueError, FileNotFoundError) as error:
         raise UserError(f"model.weights={config.model.weights}: {error}") from error

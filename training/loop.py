@@ -33,8 +33,8 @@ class StepResult(NamedTuple):
 
     loss: Tensor
     """float32 scalar on the device"""
-    norm: float
-    """of the gradients before clipping"""
+    norm: float | None
+    """of the gradients before clipping; None where nobody took it"""
     lr: float
     """of the first parameter group"""
     skipped: bool
@@ -104,7 +104,7 @@ def make_sample(job: Job, recorder: Recorder, stop: StopRequest, step: int) -> N
     if not job.samples.due(step):
         return
     with recorder.outside_steps():
-        job.optimizer.finish()
+        job.ranks.finish_updates(job.optimizer)
         with job.components.mode.inference():
             sample = job.samples.sample(job.components.model, job.streams.device, lambda: stop.signal is not None)
     if sample is not None:
@@ -117,7 +117,7 @@ def evaluate(job: Job, recorder: Recorder, stop: StopRequest, step: int) -> dict
         return {}
     with recorder.outside_steps():
         # The mode would wait for the updates of a unit; those of what stays on the device, nobody waits for.
-        job.optimizer.finish()
+        job.ranks.finish_updates(job.optimizer)
         model, ranks = job.components.model, job.ranks
         with job.components.mode.inference():
             return job.evaluation.metrics(model, job.streams, lambda: stop.signal is not None, ranks)
@@ -157,12 +157,19 @@ def run_share(job: RankJob, step: int, share: Share) -> StepResult:
     config, model, mode, task = components.config, components.model, components.mode, components.task
     # Before the step: inside it, the batch would queue behind the first weights on the bus.
     share = replace(share, batch=uploaded(share.batch, components.device))
-    # Norms of the gradients of one rank say nothing about those of their sums.
-    with mode.step(norms=ranks.count == 1):
+    # Norms of the gradients of one rank say nothing about those of their sums, which ranks that share weights make in
+    # the step.
+    with mode.step(norms=ranks.count == 1 or ranks.shares_homes):
         loss = forward_backward(task, mode, model, share, config.microbatches, ranks, config.seed, step)
     # What is drawn between steps depends neither on the last microbatch nor on the number of ranks.
     torch.manual_seed(seed_of(config.seed, step))
-    known = ranks.reduce(model, mode.gradient_norms())
+    if mode.owns_update:
+        lr = job.schedule.get_last_lr()[0]
+        # In steps that are timed the norm may cost a pass over host memory.
+        norm = job.optimizer.step(measure=step <= config.warmup_steps)
+        job.schedule.step()
+        return StepResult(loss, norm, lr, skipped=False)
+    known = ranks.reduce(model, mode.gradient_norms(), mode.summed_parameters())
     if has_adapter(config) and isinstance(job, Job) and step == job.start.step + 1:
         warn_of_unused(model)
     norm = gradient_norm(model, known)
@@ -199,7 +206,9 @@ def saved_if_rank_is_lost(job: Job, recorder: Recorder, stop: StopRequest, step:
     try:
         yield
     except RankLostError:
-        if stop.saves() and step > job.start.step and not job.checkpoints.has(step):
+        # Of what the ranks share, the one that is lost may have updated a part.
+        whole = not job.ranks.shares_homes
+        if whole and stop.saves() and step > job.start.step and not job.checkpoints.has(step):
             recorder.save(step, job.dataset.batch(step - 1), required=False)
         raise
 
@@ -221,7 +230,8 @@ def finish_stopped(job: Job, recorder: Recorder, stop: StopRequest, step: int) -
 def skip_or_raise(job: RankJob, step: int, norm: float) -> None:
     """Handles gradients that are not finite as `on_nonfinite` says. Raises UserError if that is to stop the run."""
     config = job.components.config
-    if config.on_nonfinite == OnNonfinite.stop:
+    # A foreign system that computes NaN shows it in its curve.
+    if config.on_nonfinite == OnNonfinite.stop and not job.components.mode.foreign:
         advice = nonfinite_advice(config)
         raise UserError(f"step {step}: the gradient norm is {norm}, and on_nonfinite=stop: take {advice}")
     job.optimizer.skip()
@@ -259,6 +269,8 @@ def gradient_norm(model: nn.Module, known: Mapping[nn.Parameter, Tensor]) -> flo
         for parameter, norm in zip(parameters, norms, strict=True)
     ]
     # Summed on the device if there is one, so that every mode gets the same sum.
+    if not norms:
+        return 0.0
     device = next((norm.device for norm in norms if norm.is_cuda), torch.device("cpu"))
     return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms])).item()
 

@@ -117,6 +117,12 @@ class ModelWeights:
                 f"{KEY}={self.given}: the download failed ({first_line(error)}); {self._by_hand}"
             ) from error
 
+    def local_path(self) -> Path:
+        """Returns the local file or folder. Raises UserError for one of the Hub that is not in the client's cache."""
+        if self.hub_name is not None and self._cached_part() is None:
+            raise UserError(f"{KEY}={self.given}: is not in the cache of the Hub's client yet; {self._by_hand}")
+        return self.path()
+
     @property
     def _by_hand(self) -> str:
         command = f"hf download {self.given} --local-dir DIR"

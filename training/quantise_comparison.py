@@ -1,4 +1,4 @@
-"""What quantising the weights does to the loss: of the first batch, with quantised weights and without.
+"""Compares the loss of the first batch with quantised weights and without.
 
 The two models are on the machine one after the other, so there must be room for the larger one alone.
 """
@@ -14,6 +14,7 @@ from torch import nn
 
 from offload import Streams
 from training.components import Components
+from training.config.modes import weights_node
 from training.config.no_adapter import NoAdapter
 from training.config.quantize import NoQuantize, quantises
 from training.evaluation import held_out_scores
@@ -36,6 +37,10 @@ def loss_of_base(components: Components, streams: Streams, dataset, weights: Mod
     config.quantize = OmegaConf.structured(NoQuantize)
     # A new adapter changes nothing.
     config.adapter = OmegaConf.structured(NoAdapter)
+    _, weights_mode = weights_node(config)
+    if "source" in weights_mode:
+        # Nothing of it is frozen.
+        weights_mode.source = "memory"
     base = Components.of(config, components.invocation, components.device)
     try:
         with phase("computing the loss without quantising"):

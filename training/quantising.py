@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def quantise_blocks(model: nn.Module, config: DictConfig) -> None:
-    """Makes the Linear weights in the blocks of `model`, which is on the meta device, quantised ones, where asked for.
+    """Makes the matrices in the blocks of `model`, which is on the meta device, quantised ones, where asked for.
 
     Raises UserError in one line where no layer is chosen or a package is missing.
     """
@@ -41,7 +41,7 @@ def quantise_blocks(model: nn.Module, config: DictConfig) -> None:
     if not names:
         patterns = f"include={config.quantize.include}, exclude={config.quantize.exclude}"
         raise UserError(
-            f"{chosen}: no Linear layer of the model's blocks is chosen ({patterns}): quantize=none, or others"
+            f"{chosen}: no linear layer of the model's blocks is chosen ({patterns}): quantize=none, or others"
         )
     try:
         format.check_package()
@@ -58,7 +58,7 @@ def quantised_from_cache(model: nn.Module, config: DictConfig, path: Path) -> It
 
     Without such a file, it is written afterwards. Raises UserError if it is there and of other weights.
     """
-    cache = _cache_of(model, path) if quantises(config) and config.quantize.cache else None
+    cache = cache_of(model, config, path)
     if cache is None:
         yield
         return
@@ -79,7 +79,10 @@ def quantised_from_cache(model: nn.Module, config: DictConfig, path: Path) -> It
         yield
 
 
-def _cache_of(model: nn.Module, path: Path) -> CacheFile | None:
+def cache_of(model: nn.Module, config: DictConfig, path: Path) -> CacheFile | None:
+    """Returns the file for the quantised weights beside those at `path`, None where the run has none."""
+    if not (quantises(config) and config.quantize.cache):
+        return None
     try:
         return CacheFile.beside(path, model)
     except (ValueError, FileNotFoundError):

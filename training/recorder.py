@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -102,14 +102,14 @@ class Recorder:
             moved = self._mode.counters() - before
             self._counters += replace(moved, update_ms=0.0, updated_parameters=0)
 
-    def record(self, step: int, loss: Tensor, norm: float, lr: float, evaluation: Mapping[str, float]) -> None:
+    def record(self, step: int, loss: Tensor, norm: float | None, lr: float, evaluation: Mapping[str, float]) -> None:
         """Waits for the device and writes the metrics of the steps since the last record, and of an evaluation now."""
         times_ms = self._timer.collect()
         counters = self._mode.counters()
         record = {
             "train/step": step,
             "train/loss": loss.item(),
-            "train/grad_norm": norm,
+            **({} if norm is None else {"train/grad_norm": norm}),
             "train/lr": lr,
             **self._seen(step),
             "train/skipped_steps": self._skipped_steps,
@@ -119,7 +119,9 @@ class Recorder:
         if times_ms:
             steps = step - self._last_step - self._traced_steps
             moved = counters - self._counters
-            record |= self._speed(sum(times_ms) / len(times_ms) / 1e3) | _traffic(moved, steps) | _updates(moved, steps)
+            record |= self._speed(sum(times_ms) / len(times_ms) / 1e3)
+            if not self._mode.foreign:
+                record |= _traffic(moved, steps) | _updates(moved, steps)
         self._counters, self._last_step, self._traced_steps = counters, step, 0
         if self._save_ms:
             record["checkpoint/save_ms"] = sum(self._save_ms)
@@ -170,7 +172,10 @@ class Recorder:
     def finish(self, steps: int, status: str, reason: str | None = None) -> dict:
         """Writes and returns the summary of a run that ends well after `steps` steps."""
         measured = {"steps": steps, **self._summary.values()}
-        summary = {"status": status, "reason": reason, **measured, **self._job.plan.summary()}
+        notes = {"notes": list(self._job.notes)} if self._job.notes else {}
+        # The plan of a foreign system is that of a resident model.
+        planned = self._job.plan.counts() if self._mode.foreign else self._job.plan.summary()
+        summary = {"status": status, "reason": reason, **notes, **measured, **planned}
         if summary.get("perf/floor_ms") and "perf/step_ms" in summary:
             summary["perf/floor_ratio"] = summary["perf/step_ms"] / summary["perf/floor_ms"]
         if self._save_ms:
@@ -202,12 +207,14 @@ class Recorder:
         return {f"train/{self._unit}": step * self._units} | ({"train/epoch": examples / blocks} if blocks else {})
 
     def _memory(self, counters: Counters) -> dict[str, float]:
-        """Returns the memory of the run: of GPUs that of the one that needs most, of the host that of all ranks."""
+        """Returns the memory of the run: of the GPU that needs most, and of all ranks of the host that needs most."""
         ranks = self._job.ranks.measured(memory_of_rank(self._device, counters))
         for peaks, values in zip(self._rank_peaks, ranks, strict=True):
             peaks.update({name: max(value, peaks.get(name, value)) for name, value in values.items()})
         memory = {
-            name: (max if name.startswith("memory/vram") else sum)(values[name] for values in ranks)
+            name: max(values[name] for values in ranks)
+            if name.startswith("memory/vram")
+            else of_largest_host(self._job.ranks.hosts, [values[name] for values in ranks])
             for name in ranks[0]
         }
         if not memory["memory/vram_reserved_gib"] and not memory["memory/vram_peak_gib"]:
@@ -254,6 +261,14 @@ def memory_of_rank(device: torch.device, counters: Counters) -> dict[str, float]
     return memory
 
 
+def of_largest_host(hosts: Sequence[int], values: Sequence[float]) -> float:
+    """Returns the largest sum of `values`, one of each rank, over the ranks of one host; `hosts` are those of ranks."""
+    totals: dict[int, float] = {}
+    for host, value in zip(hosts, values, strict=True):
+        totals[host] = totals.get(host, 0) + value
+    return max(totals.values())
+
+
 def _traffic(moved: Counters, steps: int) -> dict[str, float]:
     """Returns the metrics of the bytes that `steps` steps moved, as means of a step."""
     # A mode whose copies are not timed has no stall.
@@ -263,8 +278,16 @@ def _traffic(moved: Counters, steps: int) -> dict[str, float]:
         "transfer/d2h_gib": moved.d2h_bytes / steps / GIB,
         "transfer/activations_h2d_gib": moved.activation_h2d_bytes / steps / GIB,
         "transfer/activations_d2h_gib": moved.activation_d2h_bytes / steps / GIB,
+        **_reads(moved, steps),
         **stall,
     }
+
+
+def _reads(moved: Counters, steps: int) -> dict[str, float]:
+    """Returns the metrics of weights that are read from files in every step; none where none are."""
+    if not moved.file_bytes:
+        return {}
+    return {"transfer/files_gib": moved.file_bytes / steps / GIB, "transfer/files_wait_ms": moved.file_wait_ms / steps}
 
 
 def _updates(moved: Counters, steps: int) -> dict[str, float]:

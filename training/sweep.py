@@ -91,38 +91,40 @@ class ProcessLauncher(Launcher):
         Raises UserError, before any job, for a time limit that is none, and for resume=auto in the directory of another
         sweep.
         """
-        from training.metrics.wandb_tracker import SWEEP_GROUP_VARIABLE
-
         setup_globals()
-        limit = self._timeout_min
-        if limit is not None and not 0 < limit < math.inf:
-            raise UserError(f"hydra.launcher.timeout_min={limit:g}: must be minutes above 0, or null for no limit")
+        self._check_options()
         sweep_dir = Path(self._config.hydra.sweep.dir)
         configs, jobs = [], []
         for number, overrides in enumerate(job_overrides, initial_job_idx):
             config = self._job_config(number, overrides)
-            job = SweepJob(number, list(overrides), sweep_dir / str(config.hydra.sweep.subdir), limit)
+            directory = sweep_dir / str(config.hydra.sweep.subdir)
+            job = SweepJob(number, list(overrides), directory, self._timeout_min)
             resume = OmegaConf.select(config, "resume", throw_on_resolution_failure=False)
             if resume == AUTO and is_finished(job, _task_config(config)):
                 job.exit_status, job.summary = 0, summary_in(job.directory)
             configs.append(config)
             jobs.append(job)
-        environment = os.environ | {
-            SWEEP_GROUP_VARIABLE: "-".join(sweep_dir.parts[-2:]),
-            PARENT_VARIABLE: str(os.getpid()),
-        }
         try:
-            with _signals_interrupt():
-                for job in jobs:
-                    finished = "" if job.exit_status is None else "\nfinished earlier, and not run again"
-                    print(f"\njob {job.number}: {visible(_title(job))}{finished}", flush=True)
-                    if job.exit_status is None:
-                        job.run(self._command(job), environment)
+            with signals_interrupt():
+                self._run(jobs, configs, "-".join(sweep_dir.parts[-2:]))
         except KeyboardInterrupt:
             _close(jobs, sweep_dir)
             sys.exit(INTERRUPTED)
         _close(jobs, sweep_dir)
         return [_job_return(job, config) for job, config in zip(jobs, configs, strict=True)]
+
+    def _check_options(self) -> None:
+        """Raises UserError for options of `hydra.launcher` that cannot be."""
+        limit = self._timeout_min
+        if limit is not None and not 0 < limit < math.inf:
+            raise UserError(f"hydra.launcher.timeout_min={limit:g}: must be minutes above 0, or null for no limit")
+
+    def _run(self, jobs: Sequence[SweepJob], configs: Sequence[DictConfig], group: str) -> None:
+        """Runs the jobs that have no exit status yet, whose runs in wandb are one `group`. Ctrl-C interrupts it."""
+        for job in jobs:
+            announce(job)
+            if job.exit_status is None:
+                job.run(self._command(job), job_environment(group))
 
     def _job_config(self, number: int, overrides: Sequence[str]) -> DictConfig:
         config = self._hydra_context.config_loader.load_sweep_config(self._config, list(overrides))
@@ -185,12 +187,19 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def job_environment(group: str) -> dict[str, str]:
+    """Returns the environment of a job that this process starts; `group` is that of its sweep in wandb."""
+    from training.metrics.wandb_tracker import SWEEP_GROUP_VARIABLE
+
+    return os.environ | {SWEEP_GROUP_VARIABLE: group, PARENT_VARIABLE: str(os.getpid())}
+
+
 def _task_config(config: DictConfig) -> DictConfig:
     return OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
 
 
 @contextmanager
-def _signals_interrupt() -> Iterator[None]:
+def signals_interrupt() -> Iterator[None]:
     """Within the block, SIGTERM and SIGHUP end a sweep as Ctrl-C does, so that no job is left running."""
     handler = once_per_request(signal.default_int_handler)
     before = {number: signal.signal(number, handler) for number in heeded()}
@@ -231,14 +240,15 @@ def _close(jobs: Sequence[SweepJob], sweep_dir: Path) -> None:
         if job.refused:
             kept = f"{job.directory} has an earlier run, which is left as it was"
             print(f"job {job.number}: {': '.join(filter(None, job.outcome))}; {kept}")
-    if not_run := [job.number for job in jobs if job.exit_status is None]:
+    if not_run := [job.number for job in jobs if job.exit_status is None and not job.queued]:
         numbers = f"{not_run[0]}{f' to {not_run[-1]}' if not_run[1:] else ''}"
         print(f"not run, because the sweep was interrupted: {numbers}")
     sys.stdout.flush()
 
 
-def _title(job: SweepJob) -> str:
-    return " ".join(filter_overrides(job.overrides))
+def announce(job: SweepJob) -> None:
+    finished = "" if job.exit_status is None else "\nfinished earlier, and not run again"
+    print(f"\njob {job.number}: {visible(' '.join(filter_overrides(job.overrides)))}{finished}", flush=True)
 
 
 def _quote(path: str | Path) -> str:

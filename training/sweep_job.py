@@ -31,11 +31,15 @@ class SweepJob:
     directory: Path
     timeout_min: float | None = None
     """minutes after which the job is asked to save and end"""
+    grace_s: float = field(default_factory=lambda: GRACE_S)
+    """seconds that it may save for after that, before it is killed"""
     exit_status: int | None = None
     """as in subprocess: a negative one is the signal that ended the process; None: not ended"""
     summary: dict[str, Any] = field(default_factory=dict)
     sent: set[int] = field(default_factory=set)
     """the signals that the sweep sent it while it ran"""
+    queued: bool = False
+    """True: a scheduler has it, so it runs whether the sweep's process does or not"""
     timed_out: bool = False
     refused: bool = False
     """True: its directory has the results of an earlier run, which it left as they were"""
@@ -55,9 +59,10 @@ class SweepJob:
         """Tells whether the job did what it was asked to do, or saved itself on a signal that was not the sweep's."""
         return self.exit_status == 0 and (not self.timed_out or self.outcome[0] == "ok")
 
-    def run(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def run(self, command: Sequence[str], environment: Mapping[str, str], early_s: float = 0) -> None:
         """Runs the job's process to its end, and completes its summary.
 
+        It is asked to end `early_s` seconds before its time is over, or after half of it, where that is later.
         Raises KeyboardInterrupt, once the job has ended, if the sweep is interrupted meanwhile.
         """
         earlier = _written(self.directory) if holds_results(self.directory) else None
@@ -74,7 +79,7 @@ class SweepJob:
             self._record_outcome()
             return
         try:
-            self._wait(process)
+            self._wait(process, early_s)
         except KeyboardInterrupt:
             with suppress(KeyboardInterrupt):
                 self._ask_to_end(process)
@@ -95,17 +100,25 @@ class SweepJob:
                 self.summary = summary_in(self.directory)
                 self._record_outcome()
 
-    def _wait(self, process: subprocess.Popen) -> None:
+    def lose(self, reason: str) -> None:
+        """Notes that the job ended, in whatever way, where nobody could see how; `reason` is one line."""
+        self.exit_status, self.summary = FAILED, {"status": "killed", "reason": reason}
+        self.refused = (self.directory / SUMMARY_FILE).exists() and holds_results(self.directory)
+        if not self.refused:
+            self._write_summary()
+
+    def _wait(self, process: subprocess.Popen, early_s: float) -> None:
         """Waits for the end of the process, and ends one that takes too long."""
         try:
-            process.wait(None if self.timeout_min is None else self.timeout_min * 60)
+            limit_s = None if self.timeout_min is None else self.timeout_min * 60
+            process.wait(limit_s and max(limit_s - early_s, limit_s / 2))
         except subprocess.TimeoutExpired:
             self.timed_out = True
             self._ask_to_end(process)
             limit = f"hydra.launcher.timeout_min={self.timeout_min:g}"
-            print(f"job {self.number}: {limit} is over: it is to save and end, within {GRACE_S:.0f} s", flush=True)
+            print(f"job {self.number}: {limit} is over: it is to save and end, within {self.grace_s:.0f} s", flush=True)
             with suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_S)
+                process.wait(self.grace_s)
 
     def _ask_to_end(self, process: subprocess.Popen) -> None:
         # Not SIGINT: in the background, sweep and jobs ignore it. A second signal would end the job unsaved.
@@ -144,6 +157,9 @@ class SweepJob:
         if (status, reason) == (self.summary.get("status"), self.summary.get("reason") or ""):
             return
         self.summary |= {"status": status, "reason": reason}
+        self._write_summary()
+
+    def _write_summary(self) -> None:
         with suppress(UserError, OSError):
             self.directory.mkdir(parents=True, exist_ok=True)
             write_summary(self.directory, self.summary)

@@ -16,7 +16,9 @@ from offload.runtime.counters import Counters
 from offload.runtime.errors import OUTSIDE_STEP, KnobError, knobs_under
 from offload.runtime.module_contexts import ModuleContexts, Opener
 from offload.runtime.registry import Streams
+from offload.runtime.sharers import NO_SHARERS, Sharers
 from offload.runtime.torch_internals import is_in_backward, tree_leaves
+from offload.weights.file_homes import Spans
 from offload.weights.footprint import Footprint
 
 
@@ -60,18 +62,21 @@ class ActivationMode(Mode, ABC):
         """Returns the counters of the activations, without those of the weights."""
         return Counters()
 
+    def map_weights(self, spans: Spans) -> None:
+        self.weights.map_weights(spans)
+
     def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
         list(self.openers(model))
         with knobs_under("weights"):
             return self.weights.footprint(model, recompute)
 
-    def attach(self, model: nn.Module, streams: Streams) -> None:
+    def attach(self, model: nn.Module, streams: Streams, sharers: Sharers = NO_SHARERS) -> None:
         """Takes `model` over, as `weights` does, with the same errors."""
         if self._contexts_of_modules is not None:
             raise RuntimeError("this mode has a model already: detach it, or make a second mode")
         openers = [(module, self._in_steps_only(module, opener)) for module, opener in self.openers(model)]
         with knobs_under("weights"):
-            self.weights.attach(model, streams)
+            self.weights.attach(model, streams, sharers)
         try:
             self.prepare(model, streams)
             self._contexts_of_modules = ModuleContexts(openers)
@@ -114,6 +119,15 @@ class ActivationMode(Mode, ABC):
 
     def overlap(self, optimizer: HostAdamW, early: bool, device_share: int = 0) -> None:
         self.weights.overlap(optimizer, early, device_share)
+
+    def divide(self, optimizer: HostAdamW) -> None:
+        self.weights.divide(optimizer)
+
+    def shared_parameters(self) -> frozenset[nn.Parameter]:
+        return self.weights.shared_parameters()
+
+    def summed_parameters(self) -> frozenset[nn.Parameter]:
+        return self.weights.summed_parameters()
 
     def place_states(self, nbytes: int) -> None:
         self.weights.place_states(nbytes)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from offload.microbatches.layer_major import one_after_another
 from offload.optimizer.adamw import HostAdamW
@@ -15,10 +17,40 @@ from offload.runtime.attachment import Attachment, attaching
 from offload.runtime.counters import Counters
 from offload.runtime.knobs import check_knobs
 from offload.runtime.registry import Streams
+from offload.runtime.sharers import NO_SHARERS, Sharers
+from offload.weights.file_homes import Spans
 from offload.weights.footprint import Footprint
 from offload.weights.partition import cut
 from offload.weights.placement import DevicePlacement
 from offload.weights.unfilled import UnfilledTensors
+
+# A group of parameters of an optimizer, with its hyper-parameters.
+Group = dict[str, Any]
+
+
+class OwnOptimizer(Optimizer):
+    """An optimizer in which a system clips and updates in its own way, in the place of a run's `HostAdamW`.
+
+    A schedule changes its learning rate `lr`. It has no parameters, which the system may have replaced. `update(lr,
+    measure)` does what `step` promises.
+    """
+
+    device_share = 0
+
+    def __init__(self, lr: float, update: Callable[[float, bool], float | None]):
+        super().__init__([nn.Parameter(torch.empty(0))], {"lr": lr})
+        self._update = update
+
+    def step(self, measure: bool = False) -> float | None:
+        """Clips, updates and clears the gradients, with the learning rate of now.
+
+        `measure`: the norm of the gradients before clipping is wanted, though it may take a pass over host memory.
+        Returns it as a float where the system knows it.
+        """
+        return self._update(self.param_groups[0]["lr"], measure)
+
+    def finish(self) -> None:
+        """Updates end in `step`, or when the system waits for them before their next use."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -28,7 +60,14 @@ class Mode:
     A mode is a dataclass whose fields are its knobs (see `offload.runtime.knobs`). It overrides what it does
     differently from a resident model, whose parameters, gradients and buffers stay on the device and whose steps move
     nothing. Modes that stream weights derive from `WeightMode`, those that move activations from `ActivationMode`.
+
+    Attributes:
+        foreign: a system of others does the work, whose memory and copies are neither planned nor counted.
+        lacks: of "checkpoints", "evaluation" and "clipping", what it cannot do; a run goes without, and notes it.
     """
+
+    foreign: ClassVar[bool] = False
+    lacks: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
         check_knobs(self)
@@ -45,6 +84,14 @@ class Mode:
     def check(self) -> None:
         """Raises KnobError for knobs that contradict each other. Each by itself has been checked before."""
 
+    def check_device(self, device: torch.device) -> None:
+        """Raises ValueError, in one line, for a device on which the mode cannot run."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How a run differs from the one that was asked for, a line each; a comparison shows them."""
+        return ()
+
     def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
         """Returns the bytes that `attach` will take and a step will move; touches nothing.
 
@@ -53,8 +100,19 @@ class Mode:
         """
         return Footprint.of(cut(model, []), slots=0, recompute=recompute)
 
-    def attach(self, model: nn.Module, streams: Streams) -> None:
+    def map_weights(self, spans: Spans) -> None:
+        """Before `footprint` and `attach`: tells where parameters are in files, a span for each of their plain tensors.
+
+        With the knob `source=mapped` a mode reads them from there in every step, and they take no host memory. Here
+        they stay on the device.
+        """
+
+    def attach(self, model: nn.Module, streams: Streams, sharers: Sharers = NO_SHARERS) -> None:
         """Takes `model` over and moves it to where it belongs, here to the device of `streams`.
+
+        `sharers`: the processes that attach the same model at the same time, each to a device of its own. What a mode
+        streams has one home then, which they share; each has its own copy of the rest. The values of shared parameters
+        are given to them once, by any one of the sharers, after `attach` has returned.
 
         Meta parameters and buffers become memory for the caller to fill: until then, steps and forwards raise
         RuntimeError. Raises KnobError as `footprint` does, RuntimeError when this mode has a model already, or a module
@@ -101,11 +159,42 @@ class Mode:
         """Returns the L2 norms that the step took of gradients on their way off the device: float32 scalars there."""
         return {}
 
+    @property
+    def owns_update(self) -> bool:
+        """True where the mode brings an optimizer (`own_optimizer`), and False where the run's own updates."""
+        return False
+
+    def own_optimizer(self, groups: list[Group], clip_norm: float | None, microbatches: int) -> OwnOptimizer:
+        """Makes the optimizer of a mode with `owns_update`, once the parameters are filled.
+
+        `groups` are those of AdamW, with all hyper-parameters; the mode may keep and change them. `microbatches` is the
+        number of losses of each step.
+        """
+        raise NotImplementedError
+
     def overlap(self, optimizer: HostAdamW, early: bool, device_share: int = 0) -> None:
         """Hides the updates of `optimizer` behind the step, where the mode has weights on the host.
 
         `early`: updates may begin inside backward. `device_share`: bytes of optimizer states that live on the device.
         """
+
+    def divide(self, optimizer: HostAdamW) -> None:
+        """Has `optimizer` update, of what sharers have in common, this process's slices alone, with shared states.
+
+        Call it before the optimizer has states. The caller sums the gradients of the sharers, but for those of
+        `summed_parameters`. Without sharers it does nothing.
+        """
+
+    def shared_parameters(self) -> frozenset[nn.Parameter]:
+        """Returns the parameters whose homes are shared."""
+        return frozenset()
+
+    def summed_parameters(self) -> frozenset[nn.Parameter]:
+        """Returns the parameters whose gradients of the last step are sums over the sharers already.
+
+        Every sharer sees the whole sums once all have ended the step.
+        """
+        return frozenset()
 
     def place_states(self, nbytes: int) -> None:
         """Between steps: optimizer states of `nbytes` live on the device from now on, where the mode chooses them."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -28,6 +28,7 @@ from offload.runtime.errors import KnobError
 from offload.runtime.knobs import choice, knob, nbytes
 from offload.runtime.module_contexts import WrappedForward
 from offload.runtime.registry import Streams
+from offload.runtime.sharers import NO_SHARERS, Sharers
 from offload.runtime.tensor_parts import true_bytes
 from offload.runtime.torch_internals import gradient_accumulated_hooks, gradient_hooks
 from offload.weights.footprint import Footprint
@@ -153,8 +154,8 @@ class ShardOffload(WeightMode):
         # A block is recomputed while its shard is on the device for backward.
         return replace(super().footprint(model, recompute=False), layer_major=True)
 
-    def attach(self, model: nn.Module, streams: Streams) -> None:
-        super().attach(model, streams)
+    def attach(self, model: nn.Module, streams: Streams, sharers: Sharers = NO_SHARERS) -> None:
+        super().attach(model, streams, sharers)
         self._model = model
         self._layer_major = LayerMajor(streams, self._around_turn)
         try:
@@ -236,11 +237,12 @@ class ShardOffload(WeightMode):
             entrance = WrappedForward(point.module, functools.partial(self._entered, places[point.name], point.deep))
             self._undo.append(entrance.remove)
 
-    def _entered(self, place: int, is_block: bool) -> AbstractContextManager:
+    def _entered(self, place: int, is_block: bool, forward: Callable, arguments: tuple, keywords: dict) -> object:
         self._layer_major.enter(place)
         # Outside the blocks nothing is computed again, so more than an input would be swapped.
         swaps = is_block and self._boundary_swapper is not None
-        return self._boundary_swapper.hooks() if swaps else nullcontext()
+        with self._boundary_swapper.hooks() if swaps else nullcontext():
+            return forward(*arguments, **keywords)
 
 
 def _takes_each_gradient(parameter: nn.Parameter) -> bool:

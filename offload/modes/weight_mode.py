@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -17,10 +19,21 @@ from offload.optimizer.overlap import Overlap
 from offload.runtime.attachment import attaching
 from offload.runtime.counters import Counters
 from offload.runtime.errors import KnobError
-from offload.runtime.knobs import choice, knob
+from offload.runtime.knobs import choice, knob, nbytes
 from offload.runtime.registry import Streams
+from offload.runtime.sharers import NO_SHARERS, Sharers
+from offload.weights.file_homes import FileHomes, Spans, put_in_files, ring_size
 from offload.weights.footprint import Footprint
-from offload.weights.partition import CutModel, CutPoint, check_amount, cut, keep_on_device, open_at_once
+from offload.weights.partition import (
+    CutModel,
+    CutPoint,
+    buffers_stay,
+    check_amount,
+    cut,
+    keep_on_device,
+    open_at_once,
+)
+from offload.weights.slices import slices_of
 from offload.weights.streamer import WeightStreamer
 
 
@@ -38,6 +51,11 @@ class WeightMode(Mode, ABC):
         trained: parameters that train stream with the rest, or stay on the device, as small ones beside frozen weights
             may; then nothing that streams has gradients.
         pin: auto page-locks the host memory, which copies five times as fast; "off" (quoted) takes pageable memory.
+        source: frozen weights that stream wait in host memory, or stay in their safetensors files (mapped), from which
+            threads read them ahead of use; then they take the host memory of ring_bytes alone.
+        ring_bytes: host memory for units that are read ahead of their copies, under source=mapped: one unit or more;
+            null is four units.
+        file_readers: threads that read files, under source=mapped.
     """
 
     slots: int = knob(4, at_least=1)
@@ -47,11 +65,15 @@ class WeightMode(Mode, ABC):
     exclude: list[str] = knob([])
     trained: str = choice("stream", "device")
     pin: str = choice("auto", "off")
+    source: str = choice("memory", "mapped")
+    ring_bytes: str | int | None = nbytes(None)
+    file_readers: int = knob(4, at_least=1, at_most=64)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._streamer: WeightStreamer | None = None
         self._overlap: Overlap | None = None
+        self._spans: Spans | None = None
 
     def check(self) -> None:
         if self.prefetch is not None and self.prefetch >= self.slots:
@@ -67,25 +89,42 @@ class WeightMode(Mode, ABC):
         """Returns the cut points under the names of their units; those of one name make one unit."""
         return cut_points
 
-    def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
-        streamed = self._cut(model)
-        return Footprint.of(streamed, self._slots_for(streamed), recompute)
+    def map_weights(self, spans: Spans) -> None:
+        self._spans = spans
 
-    def attach(self, model: nn.Module, streams: Streams) -> None:
+    def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
+        streamed, ring_bytes = self._cut(model), 0
+        if self.source == "mapped":
+            ring_bytes = math.prod(ring_size(streamed.units, self.ring_bytes))
+        return Footprint.of(streamed, self._slots_for(streamed), recompute, ring_bytes)
+
+    def attach(self, model: nn.Module, streams: Streams, sharers: Sharers = NO_SHARERS) -> None:
         """Takes `model` over: its units go to host memory, the rest to the device of `streams`.
 
         Tensors on the meta device become memory where they belong, for the caller to fill there: until then, steps and
         forwards raise RuntimeError. Raises KnobError as `footprint` does, RuntimeError when this mode has a model
-        already, or a module of this model has a mode, and MemoryError where the host has no room. After an exception
-        the model is as it was found.
+        already, or a module of this model has a mode, MemoryError where the host has no room, OSError for a file of
+        weights that cannot be read, and ValueError for a parameter that `sharers` cannot share. After an exception the
+        model is as it was found.
+
+        `sharers` share the homes of the units, and each has its own buffers, which stay on the device. In a step each
+        copies in its slices of a unit and gathers the others' (`offload.weights.gathering`); outside of steps each
+        copies whole units, so the caller sees to it that the updates of all sharers are done. Parameters are updated by
+        an optimizer that was given to `divide`. Before `detach` the updates of all sharers are done, too.
         """
         if self._streamer is not None:
             raise RuntimeError("this mode has a model already: detach it, or make a second mode")
         with attaching(model, self) as self._attachment:
             streamed = self._cut(model)
+            if sharers.count > 1:
+                streamed = buffers_stay(streamed)
             slots = self._slots_for(streamed)
             prefetch = slots - 1 if self.prefetch is None else min(self.prefetch, slots - 1)
-            self._streamer = WeightStreamer(streamed, streams, slots=slots, prefetch=prefetch, pin=self.pin == "auto")
+            knobs = {"slots": slots, "prefetch": prefetch, "pin": self.pin == "auto"}
+            if self.source == "mapped":
+                ring = {"ring_bytes": self.ring_bytes, "threads": self.file_readers}
+                knobs["make_files"] = partial(FileHomes, streamed.units, **ring)
+            self._streamer = WeightStreamer(streamed, streams, **knobs, sharers=sharers)
             self._unfilled.watch(model)
 
     def detach(self) -> None:
@@ -116,15 +155,44 @@ class WeightMode(Mode, ABC):
         return self._streamer.gradient_norms()
 
     def overlap(self, optimizer: HostAdamW, early: bool, device_share: int = 0) -> None:
-        """Hides the updates of `optimizer` behind the step; see `Overlap`."""
+        """Hides the updates of `optimizer` behind the step; see `Overlap`.
+
+        Raises KnobError for what does not go together with sharers of the weights.
+        """
+        if self._streamer.sharers.count > 1:
+            if early:
+                raise KnobError("early", early, "must be false where several processes share the weights")
+            if device_share:
+                raise KnobError("device_share", device_share, "must be 0 where several processes share the weights")
         if self._overlap is not None:
             self._overlap.close()
         self._overlap = Overlap(optimizer, self._streamer, early, device_share)
         self._streamer.use_updates(self._overlap)
 
     def place_states(self, nbytes: int) -> None:
-        """Between steps: optimizer states of the first units that fit into `nbytes` live on the device from now on."""
-        self._overlap.place_states(nbytes)
+        """Between steps: optimizer states of the first units that fit into `nbytes` live on the device from now on.
+
+        Shared states stay on the host.
+        """
+        if self._streamer.sharers.count == 1:
+            self._overlap.place_states(nbytes)
+
+    def divide(self, optimizer: HostAdamW) -> None:
+        sharers = self._streamer.sharers
+        if sharers.count > 1:
+            slices = {
+                tensor.host: slices_of(unit, sharers.count).elements(tensor, sharers.rank)
+                for unit in self._streamer.cut.units
+                for tensor in unit.trained
+            }
+            optimizer.share(slices, sharers)
+
+    def summed_parameters(self) -> frozenset[nn.Parameter]:
+        return self._streamer.summed_parameters()
+
+    def shared_parameters(self) -> frozenset[nn.Parameter]:
+        units = self._streamer.cut.units if self._streamer.sharers.count > 1 else ()
+        return frozenset(tensor.host for unit in units for tensor in unit.tensors)
 
     def counters(self) -> Counters:
         return self._streamer.counters()
@@ -139,6 +207,11 @@ class WeightMode(Mode, ABC):
             problem = "nothing of the model is frozen, so nothing would stream: take stream"
             raise KnobError("trained", self.trained, problem)
         streamed = keep_on_device(parts, self.resident)
+        if self.source == "mapped":
+            if self._spans is None:
+                problem = "it is not known where the weights are in files: call map_weights first, or take memory"
+                raise KnobError("source", self.source, problem)
+            put_in_files(streamed.units, self._spans)
         together = open_at_once(model, streamed.windows)
         if self.slots < len(together):
             names = " and ".join(unit.name for unit in together[:3])

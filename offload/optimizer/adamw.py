@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from offload.optimizer.claims import Claim, update_elsewhere, update_in_place
-from offload.optimizer.kernels import (
-    FusedUpdate,
-    UpdateKernel,
-    fastest_update,
-    torch_threads,
-)
+from offload.optimizer.conversions import MASTER, in_format
+from offload.optimizer.formats import StateFormat
+from offload.optimizer.kernel_choice import fastest_update
+from offload.optimizer.kernels import FusedUpdate, UpdateKernel, torch_threads
 from offload.optimizer.param_groups import check_group, check_settings, decay_groups, hyperparameters_of
+from offload.optimizer.rounding import noise_seed
+from offload.optimizer.shared_states import SharedStates
 from offload.optimizer.state_dicts import states_as_torchs, states_to_load
-from offload.optimizer.states import State, StatePlacement, state_bytes
+from offload.optimizer.states import WEIGHT, State, StatePlacement, state_bytes
 from offload.runtime.byte_sizes import GIB
 from offload.runtime.errors import KnobError
 from offload.runtime.host_cores import usable_cores
 from offload.runtime.host_memory import free_host_bytes
 from offload.runtime.knobs import bytes_or, in_range, one_of
+from offload.runtime.sharers import Sharers
 
 # The system could not start more: the process would end without a message.
 MAX_THREADS = 1024
-STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Deferral(Protocol):
@@ -42,7 +42,7 @@ class Deferral(Protocol):
 
 
 class HostAdamW(torch.optim.AdamW):
-    """torch's AdamW with float32 masters, in which each parameter may be updated as soon as its gradient is there.
+    """torch's AdamW with masters, in which each parameter may be updated as soon as its gradient is there.
 
     `step()` is that of any torch optimizer. Before it, `update(parameters)` may update some of them already. `claim`
     and `apply` split that in two: a claim is taken where gradients land and applied later, on another thread, after a
@@ -50,16 +50,23 @@ class HostAdamW(torch.optim.AdamW):
     which `step` or `skip` ends. Updates of different parameters may be applied in any order.
 
     A bf16 or fp16 parameter is updated through a float32 master (Micikevicius et al. 2018), because without one an
-    update below its resolution is lost; contiguous float32 parameters are updated in place. `offload.optimizer.states`
-    describes the state of a parameter. `allocate` makes it, or the first update, from the parameter's value then. A
-    float32 parameter that is written later has its master made anew; parameters of lower precision that are written
-    later, other than by `load_state_dict`, are overwritten by the master. A parameter without a gradient is left alone.
+    update below its resolution is lost; float32 parameters are updated in place. `offload.optimizer.states` describes
+    the state of a parameter. `allocate` makes it, or the first update, from the parameter's value then. A parameter
+    that is written later counts as it is then (a bf16 one together with the remainder that it had, less than its last
+    bit); but under master="fp32", and in fp16, it is overwritten by the master. A parameter without a gradient is left
+    alone.
 
     Args:
         params: parameters or groups of them, as for any torch optimizer.
         lr, betas, eps, weight_decay: as torch.optim.AdamW; a group may have its own, and a scheduler may change them.
         decay_norms_and_biases: False splits each group in two, as `decay_groups` does.
-        state_dtype: "fp32", or "bf16" for moments of half the size, computed in float32 and rounded to nearest.
+        master: how the master of a bf16 parameter is held. "compact": as the 16 bits that the weight lacks of it.
+            "fp32": whole; the same numbers, 2 bytes more. "stochastic": not at all; weights are rounded up or down at
+            random, right on average. "kahan": as the weight and its rounding error in bf16 (compensated summation).
+        state_dtype: of the moments. "fp32", "bf16" for half the size, or "int8" for blocks of 256 numbers in 8 bits
+            (`offload.optimizer.block_quantise`). They are computed in float32 and then rounded.
+        state_rounding: of moments below float32: to the "nearest", or "stochastic".
+        rounding_seed: of random rounding, which depends on it, the parameter's place, the step and the element alone.
         device_share: bytes of states ("10GiB") that a mode which overlaps the updates places on the device, or "auto"
             for as many as fit there. Without such a mode it has no effect.
         threads: cores that update host parameters. None takes all but one, which launches the device's work, or all
@@ -81,12 +88,15 @@ class HostAdamW(torch.optim.AdamW):
         weight_decay: float = 1e-2,
         *,
         decay_norms_and_biases: bool = True,
+        master: str = "compact",
         state_dtype: str = "fp32",
+        state_rounding: str = "nearest",
+        rounding_seed: int = 0,
         device_share: str | int = 0,
         threads: int | None = None,
         compile: str = "auto",
     ):
-        one_of("state_dtype", state_dtype, *STATE_DTYPES)
+        self.format = StateFormat(master, state_dtype, state_rounding)
         one_of("compile", compile, "auto", "off")
         if threads is not None and threads not in range(1, MAX_THREADS + 1):
             raise KnobError("threads", threads, f"must be at least 1 and at most {MAX_THREADS}, or null to choose")
@@ -98,21 +108,22 @@ class HostAdamW(torch.optim.AdamW):
         groups = params if decay_norms_and_biases else decay_groups(params)
         self.threads = _all_but(1) if threads is None else threads
         self._chooses_threads = threads is None
-        self.state_dtype = STATE_DTYPES[state_dtype]
+        self._rounding_seed = rounding_seed
         self.device_share = bytes_or("auto", "device_share", device_share)
         self._compile = compile
         self._claimed: set[Tensor] = set()
         self._deferral: Deferral | None = None
-        self._placement = StatePlacement(self.state_dtype)
+        self._placement = StatePlacement(self.format)
+        self._shared: SharedStates | None = None
         super().__init__(groups, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
         if self._updates_on_host:
             # Compiled and measured now, and not in the first step.
-            fastest_update(self.threads, compile)
+            fastest_update(self.threads, compile, self.format)
 
     @property
     def kernel(self) -> UpdateKernel:
         """The kernel that updates host parameters."""
-        return fastest_update(self.threads, self._compile)
+        return fastest_update(self.threads, self._compile, self.format)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as any torch optimizer. Raises ValueError, adding nothing, where `check_group` does."""
@@ -124,6 +135,7 @@ class HostAdamW(torch.optim.AdamW):
             raise
         # By position, because loading replaces the groups.
         self._group_of = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}
+        self._noise_seeds = {p: noise_seed(self._rounding_seed, number) for number, p in enumerate(self._group_of)}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None, *, scale: float = 1.0) -> Tensor | None:
@@ -146,13 +158,26 @@ class HostAdamW(torch.optim.AdamW):
         """Makes `step` offer its updates to `updates` first, which may end later; None: `step` makes all itself."""
         self._deferral = updates
 
+    def share(self, slices: Mapping[Tensor, Sequence[range]], sharers: Sharers) -> None:
+        """Makes this process one of several that update the parameters of `slices`, each in its own ranges of elements.
+
+        The parameters, contiguous and on the host, are the sharers' shared memory, and so are their states from now on.
+        `allocate` makes these; each sharer calls it, and waits for the others. Raises RuntimeError where states exist,
+        and KnobError for moments in 8 bits: ranges do not begin with their blocks.
+        """
+        if self.format.state_dtype == "int8":
+            raise KnobError("state_dtype", "int8", "must be fp32 or bf16 where several processes share the states")
+        if self.state:
+            raise RuntimeError("states that exist cannot be shared: share the parameters before the first update")
+        self._shared = SharedStates(slices, self.format, sharers)
+
     def leave_cores(self, count: int) -> None:
         """Makes updates run on all cores but `count`, unless `threads` was given."""
         if self._chooses_threads:
             self.threads = _all_but(count)
             if self._updates_on_host:
                 # Measured now, and not in the next step.
-                fastest_update(self.threads, self._compile)
+                fastest_update(self.threads, self._compile, self.format)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, as any torch optimizer. Zeros are written after the updates that still read them."""
@@ -196,7 +221,8 @@ class HostAdamW(torch.optim.AdamW):
             if parameter.grad.layout is not torch.strided:
                 raise ValueError("AdamW takes no sparse gradients: build the embedding with sparse=False")
             self._claimed.add(parameter)
-            claims.append(Claim(parameter, parameter.grad, hyperparameters[self._group_of[parameter]]))
+            settings = hyperparameters[self._group_of[parameter]]
+            claims.append(Claim(parameter, parameter.grad, settings, self.format, self._noise_seeds[parameter]))
         return claims
 
     @torch.no_grad()
@@ -233,9 +259,11 @@ class HostAdamW(torch.optim.AdamW):
 
         Raises MemoryError with both sizes, before any is made, where the host has no room for them.
         """
+        if self._shared is not None:
+            self._shared.allocate()
         missing = [p for p in self._group_of if p.requires_grad and not self.state.get(p)]
-        on_host = [p for p in missing if p.device.type == "cpu" and not self._placement.is_placed(p)]
-        needed = state_bytes(on_host, self.state_dtype)
+        on_host = [p for p in missing if p.device.type == "cpu" and not self._is_elsewhere(p)]
+        needed = state_bytes(on_host, self.format)
         free = free_host_bytes()
         if free is not None and needed > free:
             raise MemoryError(
@@ -244,12 +272,17 @@ class HostAdamW(torch.optim.AdamW):
             )
         with torch_threads(self.threads):
             for parameter in missing:
-                self._placement.prepare(parameter, self.state[parameter])
+                self._prepare(parameter, self.state[parameter])
+        if self._shared is not None:
+            self._shared.settle()
 
     @staticmethod
-    def planned_bytes(parameters: Iterable[Tensor], state_dtype: str = "fp32") -> int:
-        """Returns the bytes of the states of those `parameters` that train, each counted once; meta ones will do."""
-        return state_bytes(parameters, STATE_DTYPES[state_dtype])
+    def planned_bytes(parameters: Iterable[Tensor], format: StateFormat = StateFormat(), placed: bool = False) -> int:  # noqa: B008
+        """Returns the bytes of the states of those `parameters` that train, each counted once; meta ones will do.
+
+        `placed`: on a device, for weights that are elsewhere.
+        """
+        return state_bytes(parameters, format, placed)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -264,12 +297,28 @@ class HostAdamW(torch.optim.AdamW):
         self.finish()
         for group in state_dict["param_groups"]:
             check_settings(group, "the optimizer state to load")
-        loaded = states_to_load(state_dict, self._parameters)
+        loaded = states_to_load(state_dict, self._parameters, self.format)
         # torch would round float32 state of a bf16 parameter to bf16, so it gets the settings alone.
         super().load_state_dict({**state_dict, "state": {}})
         self._claimed.clear()
         for parameter, state in loaded.items():
-            self.state[parameter] = self._placement.adopt(parameter, state)
+            owner = self._shared if self._is_shared(parameter) else self._placement
+            self.state[parameter] = owner.adopt(parameter, state)
+
+    @torch.no_grad()
+    def load_state(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
+        """Copies a state of any format into that of `parameter`, which exists; see `conversions.in_format`.
+
+        The parameter has the values that belong to the state; where that has no master, they are it.
+        """
+        found = in_format(state, parameter, self.format)
+        for name, tensor in self.state[parameter].items():
+            if name in found:
+                tensor.copy_(found[name])
+            elif name in (WEIGHT, MASTER):
+                tensor.copy_(parameter)
+            else:
+                tensor.zero_()
 
     def _apply(self, claim: Claim, scale: float) -> None:
         parameter = claim.parameter
@@ -279,17 +328,30 @@ class HostAdamW(torch.optim.AdamW):
             return
         state = self._begin_update(parameter)
         kernel = self.kernel if parameter.device.type == "cpu" else FusedUpdate()
-        update_in_place(claim, state, kernel, scale)
+        slices = self._shared.slices(parameter) if self._is_shared(parameter) else None
+        update_in_place(claim, state, kernel, scale, slices)
 
     def _begin_update(self, parameter: Tensor) -> State:
         """Counts an update that is about to be made; returns the parameter's state."""
         state = self.state[parameter]
-        self._placement.prepare(parameter, state)
+        self._prepare(parameter, state)
         state["step"] += 1
         # The kernels that write the weight themselves do not raise its version.
         torch.autograd.graph.increment_version(parameter)
         self._placement.note_update(parameter)
         return state
+
+    def _prepare(self, parameter: Tensor, state: State) -> None:
+        if not self._is_shared(parameter):
+            self._placement.prepare(parameter, state)
+        elif not state:
+            state |= self._shared.make(parameter)
+
+    def _is_shared(self, parameter: Tensor) -> bool:
+        return self._shared is not None and parameter in self._shared
+
+    def _is_elsewhere(self, parameter: Tensor) -> bool:
+        return self._placement.is_placed(parameter) or self._is_shared(parameter)
 
     @property
     def _updates_on_host(self) -> bool:
@@ -300,9 +362,10 @@ class HostAdamW(torch.optim.AdamW):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ["threads", "_chooses_threads", "device_share", "state_dtype", "_compile", "_claimed", "_group_of"]
+        names = ["threads", "_chooses_threads", "device_share", "format", "_compile", "_claimed", "_group_of"]
+        names += ["_rounding_seed", "_noise_seeds"]
         # A copy makes its updates itself.
-        own = {"_deferral": None, "_placement": StatePlacement(self.state_dtype)}
+        own = {"_deferral": None, "_shared": None, "_placement": StatePlacement(self.format)}
         return super().__getstate__() | {name: getattr(self, name) for name in names} | own
 
 

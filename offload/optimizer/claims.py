@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from offload.optimizer.kernels import HyperParameters, Operands, UpdateKernel
-from offload.optimizer.states import State
+from offload.optimizer.formats import MASTER_NAMES, MOMENTS, SCALE, StateFormat
+from offload.optimizer.kernels import UpdateKernel
+from offload.optimizer.operands import HyperParameters, Operands
+from offload.optimizer.states import WEIGHT, State
 
 
 @dataclass(frozen=True, eq=False)
 class Claim:
-    """An update, complete: later changes to the group and to `.grad` do not touch it."""
+    """An update, complete: later changes to the group and to `.grad` do not touch it.
+
+    `format` is that of the state, `seed` that of the parameter's noise.
+    """
 
     parameter: Tensor
     gradient: Tensor
     hyperparameters: HyperParameters
+    format: StateFormat
+    seed: int
 
 
-def update_in_place(claim: Claim, state: State, kernel: UpdateKernel, scale: float) -> None:
-    """Updates the claimed parameter and its state, which is beside it; the gradient counts `scale` times."""
+def update_in_place(
+    claim: Claim, state: State, kernel: UpdateKernel, scale: float, slices: Sequence[range] | None = None
+) -> None:
+    """Updates the claimed parameter and its state, which is beside it; the gradient counts `scale` times.
+
+    `slices`: the elements to update, of a contiguous parameter; None updates all.
+    """
     parameter = claim.parameter
-    master = state.get("master", parameter.detach())
-    operands = Operands(
-        weight=_flat(parameter.detach()) if parameter.is_contiguous() else _flat(master),
-        gradient=_flat(claim.gradient),
-        master=_flat(master),
-        exp_avg=_flat(state["exp_avg"]),
-        exp_avg_sq=_flat(state["exp_avg_sq"]),
-    )
-    kernel(operands, state["step"], claim.hyperparameters, scale)
-    if not parameter.is_contiguous():
-        parameter.data.copy_(master)
+    if parameter.is_contiguous():
+        _update(claim, state, parameter.detach(), claim.gradient, kernel, scale, slices)
+    else:
+        parameter.data.copy_(update_elsewhere(claim, state, claim.gradient, kernel, scale))
 
 
 def update_elsewhere(claim: Claim, state: State, gradient: Tensor, kernel: UpdateKernel, scale: float) -> Tensor:
@@ -41,10 +47,34 @@ def update_elsewhere(claim: Claim, state: State, gradient: Tensor, kernel: Updat
 
     Returns the new weight there: the parameter's shape and dtype. The parameter itself is left as it is.
     """
-    weight = torch.empty_like(state["master"], dtype=claim.parameter.dtype)
-    operands = (weight, gradient, state["master"], state["exp_avg"], state["exp_avg_sq"])
-    kernel(Operands(*map(_flat, operands)), state["step"], claim.hyperparameters, scale)
+    weight = state.get(WEIGHT)
+    if weight is None:
+        weight = torch.empty_like(state[MASTER_NAMES[torch.float32]], dtype=claim.parameter.dtype)
+    _update(claim, state, weight, gradient, kernel, scale)
     return weight
+
+
+def _update(
+    claim: Claim,
+    state: State,
+    weight: Tensor,
+    gradient: Tensor,
+    kernel: UpdateKernel,
+    scale: float,
+    slices: Sequence[range] | None = None,
+) -> None:
+    master = claim.format.master_dtype(weight.dtype)
+    operands = Operands(
+        weight=_flat(weight),
+        gradient=_flat(gradient),
+        **{moment: _flat(state[name]) for moment, name in zip(MOMENTS, claim.format.moment_names, strict=True)},
+        **{key: state.get(key) for key in map(SCALE.format, MOMENTS)},
+        master=None if master is None else _flat(state[MASTER_NAMES[master]]),
+        seed=claim.seed,
+        rounds_moments=claim.format.rounds_moments,
+    )
+    for piece in [operands] if slices is None else map(operands.part, slices):
+        kernel(piece, state["step"], claim.hyperparameters, scale)
 
 
 def _flat(tensor: Tensor) -> Tensor:

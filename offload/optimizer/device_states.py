@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from offload.optimizer.adamw import HostAdamW
-from offload.optimizer.states import placed_bytes
 from offload.runtime.deferred_free import DeferredFrees, PendingFree
 from offload.runtime.registry import Event
 from offload.runtime.transfer import Transfer
-from offload.weights.units import OffloadUnit, UnitTensor
+from offload.weights.unit_tensor import UnitTensor
+from offload.weights.units import OffloadUnit
 
 
 class DeviceStates:
@@ -44,7 +44,7 @@ class DeviceStates:
         left = budget
         for unit in units:
             parameters = [tensor.host for tensor in unit.trained]
-            left -= placed_bytes(parameters, optimizer.state_dtype)
+            left -= optimizer.planned_bytes(parameters, optimizer.format, placed=True)
             if left < 0:
                 break
             self.units.add(unit)

@@ -1,83 +1,36 @@
-"""The AdamW update of one parameter (Loshchilov and Hutter 2019), and the choice of the kernel that computes it.
+"""The AdamW update of a range of one parameter (Loshchilov and Hutter 2019) by torch's kernel, on any device.
 
-Both kernels read the gradient, update float32 master and moments, and write the weight. `FusedUpdate` is torch's own
-kernel on tiles that stay in the host's cache; it works on any device and dtype. `NativeUpdate` is one C loop, compiled
-at start-up where there is a compiler: one pass over memory, 28 bytes a parameter with bf16 weights and float32 states.
-A torch.compile'd function is as fast, but holds Python's global lock for as long as it computes, so that a thread that
-updates would stop the one that launches work for the GPU.
+`FusedUpdate` is the reference: torch's own kernel on tiles, whose masters and moments are brought to float32 before and
+rounded to their formats after it. `native_kernel` has the C loop that does each format in one pass over memory, and
+`kernel_choice` takes the faster.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import logging
-import math
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from offload.optimizer.block_quantise import dequantise, quantise
+from offload.optimizer.operands import HyperParameters, Operands
+from offload.optimizer.rounding import (
+    MOMENT_NOISE,
+    join,
+    noise_key,
+    noise_of,
+    round_stochastically,
+    round_weights,
+    split,
+)
 from offload.runtime.torch_internals import fused_adamw_
 
 # Elements updated at a time. On the host, converted values then stay in the cache, which is three times as fast as a
 # copy of a whole large gradient. A GPU needs larger pieces, and has 64 MiB to spare for scratch.
 HOST_TILE = 1 << 21
 DEVICE_TILE = 1 << 24
-
-# Elements on which a kernel is measured: more than caches hold, and some milliseconds of work.
-SAMPLE = 1 << 24
-
-# Additions and products are contracted only where the kernel's source says so. sqrt must not set errno, or it would not
-# be vectorised.
-FLAGS = ("-O3", "-march=native", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
-
-logger = logging.getLogger(__name__)
-
-
-class HyperParameters(NamedTuple):
-    """The hyper-parameters of one update."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-
-
-@dataclass(frozen=True)
-class Operands:
-    """The tensors that an update reads and writes: five, 1-D, contiguous, of equal length, on one device.
-
-    `weight` and `gradient` are of any floating dtype, `master` is float32 (`weight` itself where that is float32),
-    the moments are float32 or bfloat16: computed in float32 and stored rounded to nearest.
-    """
-
-    weight: Tensor
-    gradient: Tensor
-    master: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-
-    @property
-    def in_place(self) -> bool:
-        """True if the weight is its own master."""
-        return self.weight.data_ptr() == self.master.data_ptr()
-
-    def split(self, size: int) -> Iterator[Operands]:
-        """Yields pieces of `size` elements of each tensor, from first to last."""
-        # Not asdict or astuple, which copy tensors.
-        tensors = (self.weight, self.gradient, self.master, self.exp_avg, self.exp_avg_sq)
-        return map(Operands, *(tensor.split(size) for tensor in tensors))
 
 
 class UpdateKernel(Protocol):
@@ -109,126 +62,10 @@ class FusedUpdate:
     def __call__(self, operands: Operands, step: Tensor, hyperparameters: HyperParameters, scale: float = 1.0) -> None:
         on_host = operands.weight.device.type == "cpu"
         tile = HOST_TILE if on_host else DEVICE_TILE
-        scratch = _Scratch(min(tile, operands.weight.numel()), operands.weight.device)
+        scratch = _Scratch(operands.weight.device)
         with torch_threads(self._threads if on_host else None):
             for piece in operands.split(tile):
                 _update_tile(piece, scratch, step, hyperparameters, scale)
-
-
-class NativeUpdate:
-    """The C loop of adamw_kernel.c on `threads` cores, called without Python's lock.
-
-    Operands that it does not support (a device's tensors, float16) go to the fused kernel.
-    """
-
-    name = "native"
-
-    def __init__(self, library: ctypes.CDLL, threads: int):
-        self._library = library
-        self._threads = threads
-        self._other = FusedUpdate(threads)
-
-    def __call__(self, operands: Operands, step: Tensor, hyperparameters: HyperParameters, scale: float = 1.0) -> None:
-        function = self._function_for(operands)
-        if function is None:
-            self._other(operands, step, hyperparameters, scale)
-            return
-        lr, beta1, beta2, eps, weight_decay = hyperparameters
-        count = step.item()
-        function(
-            operands.weight.numel(),
-            self._threads,
-            operands.weight.data_ptr(),
-            operands.gradient.data_ptr(),
-            operands.master.data_ptr(),
-            operands.exp_avg.data_ptr(),
-            operands.exp_avg_sq.data_ptr(),
-            scale,
-            1 - lr * weight_decay,
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            math.sqrt(1 - beta2**count),
-            eps,
-            lr / (1 - beta1**count),
-        )
-
-    def _function_for(self, operands: Operands) -> ctypes._CFuncPtr | None:
-        if operands.weight.device.type != "cpu":
-            return None
-        kinds = (operands.weight.dtype, operands.gradient.dtype, operands.exp_avg.dtype)
-        function = getattr(self._library, "adamw_" + "_".join(str(kind).removeprefix("torch.") for kind in kinds), None)
-        if function is not None and function.argtypes is None:
-            tensors, scalars = [ctypes.c_void_p] * 5, [ctypes.c_float] * 8
-            function.argtypes = [ctypes.c_int64, ctypes.c_int, *tensors, *scalars]
-            function.restype = None
-        return function
-
-
-@functools.cache
-def fastest_update(threads: int, compile: str = "auto") -> UpdateKernel:
-    """Returns the faster of the two kernels on `threads` cores of this host, measured once a process.
-
-    `compile`: "auto" compiles the C loop, in about a second, and measures; where there is no compiler, or it fails,
-    the fused kernel is taken. "off" takes that at once. Both kernels round alike, but for the last elements of a
-    tensor whose length is no multiple of the processor's vectors.
-    """
-    fused = FusedUpdate(threads)
-    library = native_library() if compile == "auto" else None
-    if library is None:
-        return fused
-    candidates = [NativeUpdate(library, threads), fused]
-    seconds = measure(candidates)
-    rates = ", ".join(f"{kernel.name} {SAMPLE / seconds[kernel.name] / 1e9:.2f}" for kernel in candidates)
-    logger.debug("AdamW on %d threads, G parameters/s: %s", threads, rates)
-    return min(candidates, key=lambda kernel: seconds[kernel.name])
-
-
-def measure(kernels: list[UpdateKernel], repeats: int = 3) -> dict[str, float]:
-    """Returns seconds by kernel name for an update of SAMPLE bf16 weights with float32 states, the best of several.
-
-    It needs 16 bytes a weight while it runs.
-    """
-    halves = [torch.zeros(SAMPLE, dtype=torch.bfloat16) for _ in range(2)]
-    operands = Operands(*halves, *(torch.zeros(SAMPLE) for _ in range(3)))
-    hyperparameters = HyperParameters(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
-    found = {kernel.name: math.inf for kernel in kernels}
-    for _ in range(repeats):
-        for kernel in kernels:
-            start = perf_counter()
-            kernel(operands, torch.ones(()), hyperparameters)
-            found[kernel.name] = min(found[kernel.name], perf_counter() - start)
-    return found
-
-
-def measure_update_rate(threads: int) -> float:
-    """Returns how many parameters a second the fastest kernel updates on `threads` cores of this host."""
-    (seconds,) = measure([fastest_update(threads)]).values()
-    return SAMPLE / seconds
-
-
-@functools.cache
-def native_library() -> ctypes.CDLL | None:
-    """Compiles adamw_kernel.c for this processor and loads it, once a process; returns None where that fails.
-
-    The compiler is $CC, else the first of cc, gcc and clang. Nothing is left on disk.
-    """
-    source = Path(__file__).with_name("adamw_kernel.c")
-    names = [os.environ.get("CC"), "cc", "gcc", "clang"]
-    compiler = next((path for name in names if name and (path := shutil.which(name))), None)
-    if compiler is None:
-        logger.info("no C compiler found: AdamW takes torch's fused kernel, about half as fast")
-        return None
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        target = Path(folder) / "adamw_kernel.so"
-        try:
-            command = [compiler, *FLAGS, "-o", str(target), str(source), "-lm"]
-            subprocess.run(command, capture_output=True, check=True, timeout=60)
-            return ctypes.CDLL(str(target))
-        except (OSError, subprocess.SubprocessError) as error:
-            logger.info("%s cannot make adamw_kernel.c: AdamW takes torch's fused kernel, about half as fast", compiler)
-            logger.debug("the compiler's error: %s", getattr(error, "stderr", None) or error)
-            return None
 
 
 @contextmanager
@@ -250,34 +87,38 @@ def torch_threads(count: int | None) -> Iterator[None]:
 
 
 class _Scratch:
-    """float32 tiles, one for each operand, made at its first use."""
+    """float32 tiles, one for each operand, made at its first use. No later piece is longer than the first."""
 
-    def __init__(self, size: int, device: torch.device):
-        self._size = size
+    def __init__(self, device: torch.device):
         self._device = device
         self._tiles: dict[str, Tensor] = {}
 
-    def float32(self, tensor: Tensor, name: str) -> Tensor:
-        """Returns the values of `tensor` in float32, in memory that may be overwritten."""
+    def tile(self, name: str, size: int) -> Tensor:
         if name not in self._tiles:
-            self._tiles[name] = torch.empty(self._size, dtype=torch.float32, device=self._device)
-        return self._tiles[name][: tensor.numel()].copy_(tensor)
+            self._tiles[name] = torch.empty(size, dtype=torch.float32, device=self._device)
+        return self._tiles[name][:size]
+
+    def float32(self, name: str, tensor: Tensor) -> Tensor:
+        """Returns the values of `tensor` in float32, in memory that may be overwritten."""
+        return self.tile(name, tensor.numel()).copy_(tensor)
 
 
 def _update_tile(
     piece: Operands, scratch: _Scratch, step: Tensor, hyperparameters: HyperParameters, scale: float
 ) -> None:
-    gradient, moments = piece.gradient, [piece.exp_avg, piece.exp_avg_sq]
+    gradient = piece.gradient
     if gradient.dtype != torch.float32 or scale != 1:
-        gradient = scratch.float32(gradient, "gradient")
+        gradient = scratch.float32("gradient", gradient)
     if scale != 1:
         gradient.mul_(scale)
-    rounds = piece.exp_avg.dtype != torch.float32
-    if rounds:
-        moments = [scratch.float32(piece.exp_avg, "exp_avg"), scratch.float32(piece.exp_avg_sq, "exp_avg_sq")]
+    master = _read_master(piece, scratch)
+    moments = [
+        _read_moment(piece.exp_avg, piece.exp_avg_scale, True, "exp_avg", scratch),
+        _read_moment(piece.exp_avg_sq, piece.exp_avg_sq_scale, False, "exp_avg_sq", scratch),
+    ]
     # The kernel under torch.optim.AdamW(fused=True), whose wrappers would count a step for each tile.
     fused_adamw_(
-        [piece.master],
+        [master],
         [gradient],
         [moments[0]],
         [moments[1]],
@@ -287,8 +128,54 @@ def _update_tile(
         amsgrad=False,
         maximize=False,
     )
-    if rounds:
-        piece.exp_avg.copy_(moments[0])
-        piece.exp_avg_sq.copy_(moments[1])
-    if not piece.in_place:
-        piece.weight.copy_(piece.master)
+    key, count = noise_key(piece.seed, step), piece.weight.numel()
+    noises = (None, None)
+    if piece.rounds_moments:
+        bits = noise_of(key, piece.start, count, MOMENT_NOISE)
+        noises = (bits, bits >> 16)
+    _write_moment(moments[0], piece.exp_avg, piece.exp_avg_scale, True, noises[0])
+    _write_moment(moments[1], piece.exp_avg_sq, piece.exp_avg_sq_scale, False, noises[1])
+    _write_master(master, piece, key)
+
+
+def _read_master(piece: Operands, scratch: _Scratch) -> Tensor:
+    """Returns the master in float32: the operand itself, or scratch."""
+    weight, master = piece.weight, piece.master
+    if master is None:
+        return weight if weight.dtype == torch.float32 else scratch.float32("master", weight)
+    if master.dtype == torch.float32:
+        return master
+    if master.dtype == torch.int16:
+        return join(weight, master, scratch.tile("master", weight.numel()))
+    return scratch.float32("master", weight).add_(master)
+
+
+def _write_master(values: Tensor, piece: Operands, key: Tensor) -> None:
+    weight, master = piece.weight, piece.master
+    if master is None:
+        if weight.dtype == torch.bfloat16:
+            round_stochastically(values, noise_of(key, piece.start, weight.numel()), weight)
+    elif master.dtype == torch.int16:
+        split(values, weight, master)
+    else:
+        round_weights(values, weight)
+        if master.dtype != torch.float32:
+            master.copy_(values.sub_(weight))
+
+
+def _read_moment(stored: Tensor, scales: Tensor | None, signed: bool, name: str, scratch: _Scratch) -> Tensor:
+    if stored.dtype == torch.float32:
+        return stored
+    if scales is None:
+        return scratch.float32(name, stored)
+    return dequantise(stored, scales, signed, scratch.tile(name, stored.numel()))
+
+
+def _write_moment(values: Tensor, stored: Tensor, scales: Tensor | None, signed: bool, noise: Tensor | None) -> None:
+    if scales is not None:
+        quantise(values, stored, scales, signed, noise)
+    elif stored.dtype != torch.float32:
+        if noise is None:
+            stored.copy_(values)
+        else:
+            round_stochastically(values, noise, stored)

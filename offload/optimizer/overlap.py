@@ -16,7 +16,8 @@ from offload.runtime.deferred_free import PendingFree
 from offload.runtime.module_contexts import OwnHook
 from offload.runtime.registry import Event
 from offload.weights.streamer import WeightStreamer
-from offload.weights.units import OffloadUnit, UnitTensor
+from offload.weights.unit_tensor import UnitTensor
+from offload.weights.units import OffloadUnit
 
 # Cores that updates leave to others: backward's thread, the one that launches, and the copies', while these are busy.
 BUSY_CORES = 3

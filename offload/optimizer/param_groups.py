@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.optimizer.kernels import HyperParameters
+from offload.optimizer.operands import HyperParameters
 
 # Keys of torch's AdamW that change the arithmetic, and the one value of each that the update here computes.
 COMPUTED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}

@@ -8,26 +8,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.optimizer.states import MOMENTS, State
-
-REQUIRED = ("step", *MOMENTS)
+from offload.optimizer.block_quantise import scales_for
+from offload.optimizer.conversions import in_format, moment_names_of
+from offload.optimizer.formats import MASTER_NAMES, MOMENTS, SCALE, StateFormat
+from offload.optimizer.states import WEIGHT, State
 
 
 def states_as_torchs(state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
     """Returns `state_dict` with every state in the strides of its parameter; `parameters` are in the order of its
     groups.
 
-    torch's fused kernels walk memory and expect that. States of contiguous parameters are not copied.
+    torch's fused kernels walk memory and expect that. States of contiguous parameters are not copied. Copies of weights
+    are left out. torch's AdamW takes no moments in 8 bits: it ends at its first step.
     """
-    states = dict(state_dict["state"])
+    states = {
+        index: {name: tensor for name, tensor in state.items() if name != WEIGHT}
+        for index, state in state_dict["state"].items()
+    }
     for index, parameter in enumerate(parameters):
         if index in states and not parameter.is_contiguous():
             states[index] = {name: _laid_out(tensor, parameter) for name, tensor in states[index].items()}
     return {**state_dict, "state": states}
 
 
-def states_to_load(state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> dict[Tensor, State]:
-    """Returns the states in `state_dict`, of this AdamW or torch's, by parameter, in the order of its groups.
+def states_to_load(
+    state_dict: dict[str, Any], parameters: Sequence[Tensor], format: StateFormat
+) -> dict[Tensor, State]:
+    """Returns the states in `state_dict`, of this AdamW in any format or torch's, by parameter, in `format`.
 
     A master is left out where it is redundant or outdated: a float32 parameter is the truth itself, and torch's AdamW
     rounds the master of another to the parameter's dtype and does not update it.
@@ -41,24 +48,32 @@ def states_to_load(state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> 
         saved = state_dict["state"].get(index)
         if not saved:
             continue
-        if missing := [name for name in REQUIRED if name not in saved]:
+        moments = moment_names_of(saved)
+        scales = [SCALE.format(moment) for moment, name in zip(MOMENTS, moments, strict=True) if name != moment]
+        required = ("step", *moments, *scales)
+        if missing := [name for name in required if name not in saved]:
             raise ValueError(
                 f"the optimizer state to load lacks {missing[0]} of parameter {index}: it is not that of AdamW"
             )
-        states = {name: torch.as_tensor(saved[name]) for name in (*REQUIRED, "master") if name in saved}
+        names = (*required, *MASTER_NAMES.values())
+        states = {name: torch.as_tensor(saved[name]) for name in names if name in saved}
         for name, tensor in states.items():
             _check_shape(name, tensor, index, parameter)
-        states["step"] = states["step"].reshape(())
-        if parameter.dtype == torch.float32 or ("master" in states and states["master"].dtype != torch.float32):
-            states.pop("master", None)
+        states["step"] = states["step"].reshape(()).float()
+        for dtype, name in MASTER_NAMES.items():
+            if name in states and (parameter.dtype == torch.float32 or states[name].dtype != dtype):
+                del states[name]
+        states = in_format(states, parameter, format)
         found[parameter] = states
     return found
 
 
 def _check_shape(name: str, tensor: Tensor, index: int, parameter: Tensor) -> None:
-    fits = tensor.numel() == 1 if name == "step" else tensor.shape == parameter.shape
+    is_scale = name in map(SCALE.format, MOMENTS)
+    shape = (scales_for(parameter.numel()),) if is_scale else tuple(parameter.shape)
+    fits = tensor.numel() == 1 if name == "step" else tuple(tensor.shape) == shape
     if not fits:
-        wanted = "one number" if name == "step" else f"of shape {tuple(parameter.shape)}"
+        wanted = "one number" if name == "step" else f"of shape {shape}"
         raise ValueError(
             f"the optimizer state to load is that of another model: {name} of parameter {index} has shape"
             f" {tuple(tensor.shape)}, and is to be {wanted}"
@@ -66,6 +81,6 @@ def _check_shape(name: str, tensor: Tensor, index: int, parameter: Tensor) -> No
 
 
 def _laid_out(state: Tensor, parameter: Tensor) -> Tensor:
-    if not state.ndim:
+    if state.shape != parameter.shape:
         return state
     return torch.empty_like(parameter, dtype=state.dtype, device=state.device, requires_grad=False).copy_(state)

@@ -1,7 +1,9 @@
 """The states of AdamW parameter by parameter: their bytes, the device they live on, and how they are made there.
 
 The state of a parameter is a dict: `step` (float32 scalar), `exp_avg` and `exp_avg_sq` (the parameter's shape,
-contiguous) and, unless the parameter is its own, `master` (float32, likewise).
+contiguous), or their `_codes` (uint8) and `_scale` (float32, one for each block of 256); and, by the format, what makes
+the master of the weight: `master`, `remainder` or `compensation`, of the parameter's shape. `weight` is a copy of the
+parameter, where the parameter itself is on another device than its state, or not contiguous.
 """
 
 from __future__ import annotations
@@ -11,50 +13,49 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-STEP_BYTES = 4
-MASTER_BYTES = 4
+from offload.optimizer.formats import MASTER_NAMES, StateFormat
+
+WEIGHT = "weight"
 
 State = dict[str, Tensor]
 
 
-def is_own_master(parameter: Tensor) -> bool:
-    """Tells whether a parameter is updated in place, without a float32 copy."""
-    # Kernels walk memory: on tensors of unlike strides they would pair up elements that do not belong together.
-    return parameter.dtype == torch.float32 and parameter.is_contiguous()
+def state_bytes(parameters: Iterable[Tensor], format: StateFormat, placed: bool = False) -> int:
+    """Returns the bytes of states beside those of `parameters`, each counted once, that train; meta ones will do.
 
-
-def state_bytes(parameters: Iterable[Tensor], moment_dtype: torch.dtype) -> int:
-    """Returns the bytes of states beside those of `parameters`, each counted once, that train; meta ones will do."""
+    `placed`: as `StatePlacement.place` puts them on a device.
+    """
     total = 0
     for parameter in dict.fromkeys(parameters):
         if parameter.requires_grad:
-            master = 0 if is_own_master(parameter) else MASTER_BYTES
-            total += STEP_BYTES + parameter.numel() * (master + 2 * moment_dtype.itemsize)
+            total += format.nbytes(parameter.dtype, parameter.shape)
+            total += parameter.nbytes if needs_copy(parameter, format, placed) else 0
     return total
 
 
-def placed_bytes(parameters: Iterable[Tensor], moment_dtype: torch.dtype) -> int:
-    """Returns the bytes of the states of `parameters` that `StatePlacement.place` would put on a device."""
-    per_element = MASTER_BYTES + 2 * moment_dtype.itemsize
-    return sum(STEP_BYTES + parameter.numel() * per_element for parameter in set(parameters))
+def needs_copy(parameter: Tensor, format: StateFormat, placed: bool) -> bool:
+    """Tells whether a state has a copy of the weight: one that kernels can read, which walk memory on one device.
+
+    Beside a float32 master a weight is not read.
+    """
+    return (placed or not parameter.is_contiguous()) and format.master_dtype(parameter.dtype) != torch.float32
 
 
 class StatePlacement:
     """Makes and moves the states of parameters: beside the parameter, or on the device where `place` puts them.
 
-    A float32 parameter that was written since its last update is the truth: its master is made anew. A parameter of
-    lower precision is overwritten by its master.
+    A parameter that was written since its last update counts as it is then, its copy is made anew. But a weight with a
+    float32 master is overwritten by that.
     """
 
-    def __init__(self, moment_dtype: torch.dtype):
-        self._moment_dtype = moment_dtype
+    def __init__(self, format: StateFormat):
+        self._format = format
         self._placed: dict[Tensor, torch.device] = {}
-        # Autograd's version counter of parameters when their masters were last equal to them.
+        # Autograd's version counter of parameters when their copies were last equal to them.
         self._versions: dict[Tensor, int] = {}
 
     def place(self, parameter: Tensor, state: State, device: torch.device) -> None:
-        """Moves the parameter's state, with a master, to `device`, and keeps it there from now on."""
+        """Moves the parameter's state to `device`, and keeps it there from now on."""
         self._placed[parameter] = device
         state |= {name: tensor.to(device) for name, tensor in state.items()}
 
@@ -66,32 +67,29 @@ class StatePlacement:
         return self._placed.get(parameter, parameter.device)
 
     def prepare(self, parameter: Tensor, state: State) -> None:
-        """Makes the missing tensors of the parameter's state, and a master that is outdated."""
-        if not state:
-            state["step"] = torch.zeros((), device=self.device_of(parameter))
-            for name in MOMENTS:
+        """Makes the missing tensors of the parameter's state, and a copy of the weight that is outdated."""
+        for name, (dtype, shape) in self._format.tensors(parameter.dtype, parameter.shape).items():
+            if name not in state:
                 # Written, not merely promised as by torch.zeros, so that memory that is missing is missed now.
-                state[name] = self._memory(parameter, self._moment_dtype).zero_()
-        if (parameter in self._placed or not is_own_master(parameter)) and self._needs_master(parameter, state):
-            master = state["master"] if "master" in state else self._memory(parameter, torch.float32)
-            state["master"] = master.copy_(parameter.detach())
-            self._versions[parameter] = parameter._version
+                state[name] = self._memory(parameter, shape, dtype).zero_()
+                if name == MASTER_NAMES[torch.float32]:
+                    state[name].copy_(parameter.detach())
+        if needs_copy(parameter, self._format, self.is_placed(parameter)):
+            if WEIGHT not in state:
+                state[WEIGHT] = self._memory(parameter, parameter.shape, parameter.dtype)
+                self._versions.pop(parameter, None)
+            if self._versions.get(parameter) != parameter._version:
+                state[WEIGHT].copy_(parameter.detach())
+                self._versions[parameter] = parameter._version
 
     def note_update(self, parameter: Tensor) -> None:
-        """Notes that the parameter's master is equal to it as from the present version on."""
+        """Notes that the copy of the parameter is equal to it as from the present version on."""
         self._versions[parameter] = parameter._version
 
     def adopt(self, parameter: Tensor, loaded: State) -> State:
-        """Returns a loaded state in the dtypes and on the device of the parameter's state."""
+        """Returns a loaded state of this format on the device of the parameter's state."""
         device = self.device_of(parameter)
-        dtypes = dict.fromkeys(MOMENTS, self._moment_dtype)
-        return {
-            name: tensor.to(device, dtypes.get(name, torch.float32)).contiguous() for name, tensor in loaded.items()
-        }
+        return {name: tensor.to(device).contiguous() for name, tensor in loaded.items()}
 
-    def _needs_master(self, parameter: Tensor, state: State) -> bool:
-        written = parameter.dtype == torch.float32 and self._versions.get(parameter) != parameter._version
-        return written or "master" not in state
-
-    def _memory(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.empty(parameter.shape, dtype=dtype, device=self.device_of(parameter))
+    def _memory(self, parameter: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device_of(parameter))

@@ -20,7 +20,8 @@ from offload.optimizer.claims import Claim
 from offload.runtime.counters import Counters
 from offload.runtime.registry import Event, Signal, Streams
 from offload.runtime.transfer import profiled
-from offload.weights.units import OffloadUnit, UnitTensor
+from offload.weights.unit_tensor import UnitTensor
+from offload.weights.units import OffloadUnit
 
 # A thread without updates for so long ends, and the next offer starts another. So nothing refers to a mode that was
 # dropped without detach.

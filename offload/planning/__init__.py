@@ -6,17 +6,26 @@ The names in `__all__` are public, beside those of `offload`.
   `Work`. `dry_run_forwards` runs forwards in a row without gradients and returns a `ForwardRun`.
 - `MemoryTracker` counts bytes and FLOPs; `fused_kernels` are the kernels as a GPU has them.
 - `forecast` makes a `Forecast` of a whole step, with the `UpdateTimes` of the optimizer; nothing is faster than
-  `floor_ms`; `hidden_share` tells how many copies of activations compute hides, and `update_work` when a step updates.
+  `floor_ms`, and reads from files may make it longer (`bounded_by_files`); `hidden_share` tells how many copies of
+  activations compute hides, and `update_work` when a step updates.
 - `Bandwidth` and `measure_bandwidth` are of the bus, `measure_update_rate` is of the optimizer on the host, and
-  `STATE_DTYPES` are the dtypes that its states may have. `free_host_bytes` are what the host still has, and
-  `GRADIENT_SLOTS` the gradients that wait on the device for their copies.
+  `StateFormat` is how its states are held: one of `MASTER_DTYPES` and one of `STATE_DTYPES`. `free_host_bytes` are what
+  the host still has, and `GRADIENT_SLOTS` the gradients that wait on the device for their copies.
 
 Read `dry_run` first, then `memory_tracker` (bytes), `simulated_streams` (times) and `cost_model` (the whole step).
 """
 
-from offload.optimizer.adamw import STATE_DTYPES
-from offload.optimizer.kernels import measure_update_rate
-from offload.planning.cost_model import Forecast, UpdateTimes, floor_ms, forecast, hidden_share, update_work
+from offload.optimizer.formats import MASTER_DTYPES, STATE_DTYPES, StateFormat
+from offload.optimizer.kernel_choice import measure_update_rate
+from offload.planning.cost_model import (
+    Forecast,
+    UpdateTimes,
+    bounded_by_files,
+    floor_ms,
+    forecast,
+    hidden_share,
+    update_work,
+)
 from offload.planning.dry_run import DryRun, Phase, dry_run
 from offload.planning.forward_run import ForwardRun, dry_run_forwards
 from offload.planning.memory_tracker import MemoryTracker
@@ -28,6 +37,7 @@ from offload.weights.streamer import GRADIENT_SLOTS
 
 __all__ = [
     "GRADIENT_SLOTS",
+    "MASTER_DTYPES",
     "STATE_DTYPES",
     "Bandwidth",
     "DryRun",
@@ -36,8 +46,10 @@ __all__ = [
     "MemoryTracker",
     "Phase",
     "SimulatedStreams",
+    "StateFormat",
     "UpdateTimes",
     "Work",
+    "bounded_by_files",
     "dry_run",
     "dry_run_forwards",
     "floor_ms",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.planning.dry_run import Phase
 from offload.planning.simulated_streams import Work
@@ -49,7 +50,9 @@ def floor_ms(
     return max(compute_ms, bandwidth.two_way_ms(bytes_in, 0), bandwidth.two_way_ms(0, bytes_out)) or None
 
 
-def hidden_share(phases: Sequence[Phase], bandwidth: Bandwidth, flops_per_s: float) -> float:
+def hidden_share(
+    phases: Sequence[Phase], bandwidth: Bandwidth, flops_per_s: float, device_gb_s: float = math.inf
+) -> float:
     """Returns the share of the swapped activations, 0 to 1, whose copies compute can hide beside those of weights."""
     share = 1.0
     for phase in phases:
@@ -57,7 +60,7 @@ def hidden_share(phases: Sequence[Phase], bandwidth: Bandwidth, flops_per_s: flo
         weights_ms = bandwidth.two_way_ms(phase.h2d_bytes - acts_in, phase.d2h_bytes - acts_out)
         wanted_ms = bandwidth.two_way_ms(acts_in, acts_out)
         if wanted_ms:
-            share = min(share, (phase.flops / flops_per_s * 1e3 - weights_ms) / wanted_ms)
+            share = min(share, (phase.compute_ms(flops_per_s, device_gb_s) - weights_ms) / wanted_ms)
     return max(share, 0.0)
 
 
@@ -67,13 +70,16 @@ def forecast(
     flops_per_s: float,
     update: UpdateTimes,
     simulated_ms: float | None = None,
+    device_gb_s: float = math.inf,
 ) -> Forecast:
     """Predicts the time of a step of `phases`; `simulated_ms` is the time of forward and backward, where it is known.
+
+    `device_gb_s` are the GB that the device reads and writes in its memory in a second, to dequantise weights.
 
     Without it, compute and copies overlap within a phase, and each phase waits for both of the one before: gradients
     do not leave in forward, and backward does not begin before its forward has ended.
     """
-    compute_ms = [phase.flops / flops_per_s * 1e3 for phase in phases]
+    compute_ms = [phase.compute_ms(flops_per_s, device_gb_s) for phase in phases]
     waits_ms = [bandwidth.two_way_ms(phase.waited_for_bytes, 0) for phase in phases]
     copies_ms = [bandwidth.two_way_ms(phase.h2d_bytes, phase.d2h_bytes) for phase in phases]
     phases_ms = [
@@ -99,6 +105,14 @@ def forecast(
         bound=max(parts, key=parts.get),
         phases_ms=tuple(phases_ms),
     )
+
+
+def bounded_by_files(step: Forecast, files_ms: float) -> Forecast:
+    """Returns the forecast of a step whose weights take `files_ms` to be read from files, beside all else."""
+    alone_ms = step.alone_ms | {"files": files_ms}
+    if files_ms <= step.step_ms:
+        return replace(step, alone_ms=alone_ms)
+    return replace(step, step_ms=files_ms, alone_ms=alone_ms, bound="files")
 
 
 def hidden_update_ms(update: UpdateTimes, phases_ms: Sequence[float]) -> tuple[float, float]:

@@ -27,13 +27,15 @@ from offload.weights.partition import cut
 STEPS = 2
 
 MOVED = ("h2d_bytes", "d2h_bytes", "activation_h2d_bytes", "activation_d2h_bytes", "waited_for_bytes")
+COUNTED = ("flops", "dequantised_bytes", *MOVED)
 
 
 @dataclass(frozen=True)
 class Phase:
     """Operations and copies from the beginning of a forward to its end, or from there to the next forward.
 
-    `waited_for_bytes` of the bytes are copied while compute stands still.
+    `waited_for_bytes` of the bytes are copied while compute stands still. `dequantised_bytes` are read and written in
+    the device's memory to make weights of those in few bits.
     """
 
     forward: bool
@@ -43,6 +45,11 @@ class Phase:
     activation_h2d_bytes: float
     activation_d2h_bytes: float
     waited_for_bytes: float = 0.0
+    dequantised_bytes: float = 0.0
+
+    def compute_ms(self, flops_per_s: float, device_gb_s: float) -> float:
+        """Returns the time of arithmetic, and of dequantising at so many GB a second."""
+        return self.flops / flops_per_s * 1e3 + self.dequantised_bytes / device_gb_s / 1e6
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,7 @@ class DryRun:
             return second + more * (second - first)
 
         phases = tuple(
-            Phase(one.forward, **{key: line(getattr(one, key), getattr(two, key)) for key in ("flops", *MOVED)})
+            Phase(one.forward, **{key: line(getattr(one, key), getattr(two, key)) for key in COUNTED})
             for one, two in zip(self.phases, after.phases, strict=True)
         )
         numbers = {
@@ -201,11 +208,11 @@ class _Log:
         self._tracker = tracker
         self._mode = mode
         self._inside = 0
-        self._readings: list[tuple[float, Counters]] = []
+        self._readings: list[tuple[float, float, Counters]] = []
         self.mark()
 
     def mark(self) -> None:
-        self._readings.append((self._tracker.flops, self._mode.counters()))
+        self._readings.append((self._tracker.flops, self._tracker.dequantised_bytes, self._mode.counters()))
 
     def around(self, loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
         def logged() -> Tensor:
@@ -226,6 +233,11 @@ class _Log:
     def phases(self) -> tuple[Phase, ...]:
         pairs = zip(self._readings, self._readings[1:], strict=False)
         return tuple(
-            Phase(index % 2 == 0, after_flops - flops, **{key: getattr(after - before, key) for key in MOVED})
-            for index, ((flops, before), (after_flops, after)) in enumerate(pairs)
+            Phase(
+                index % 2 == 0,
+                after[0] - before[0],
+                dequantised_bytes=after[1] - before[1],
+                **{key: getattr(after[2] - before[2], key) for key in MOVED},
+            )
+            for index, (before, after) in enumerate(pairs)
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,6 +22,10 @@ from offload.runtime.torch_internals import (
 
 # torch's CUDA allocator rounds sizes to multiples of this.
 ROUNDING_BYTES = 512
+# Frozen weights in few bits are held in tensors of these.
+PACKED = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
+# Operations that read no element of their argument.
+EMPTY = (torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided)
 
 
 class MemoryTracker:
@@ -29,16 +34,21 @@ class MemoryTracker:
     Counts operations on meta tensors inside `recording`, in any thread. Storages that were there before, such as
     parameters, are left out. FLOPs are those of products and convolutions. `gradient_bytes` of the live bytes are
     gradients that stay on the device (`gradient_landed`), `peak_gradient_bytes` were when the peak was reached.
-    `spend(flops, copied_bytes)` is called for each operation.
+    `dequantised_bytes` are those that operations read and wrote which make a weight of one in few bits: their time is
+    that of memory, and products, which the rate of FLOPs is measured with, have no such work.
+    `spend(flops, copied_bytes, dequantised_bytes)` is called for each operation.
     """
 
-    def __init__(self, spend: Callable[[float, int], None] = lambda flops, copied_bytes: None):
+    def __init__(self, spend: Callable[[float, int, int], None] = lambda flops, copied_bytes, dequantised_bytes: None):
         self.live_bytes = 0
         self.peak_bytes = 0
         self.gradient_bytes = 0
         self.peak_gradient_bytes = 0
         self.flops = 0.0
+        self.dequantised_bytes = 0
         self._spend = spend
+        # Storages with weights on their way from few bits to many.
+        self._unpacked: set[int] = set()
         self._landed: set[Tensor] = set()
         self._storages: dict[int, weakref.ref] = {}
         self._thread = threading.local()
@@ -59,11 +69,21 @@ class MemoryTracker:
     def add_flops(self, count: float) -> None:
         """Counts the FLOPs of an operation that the tracker cannot see by itself."""
         self.flops += count
-        self._spend(count, 0)
+        self._spend(count, 0, 0)
 
     def add_copy(self, nbytes: int) -> None:
         """Counts an operation that copies so many bytes."""
-        self._spend(0.0, nbytes)
+        self._spend(0.0, nbytes, 0)
+
+    def add_dequantising(self, read: Sequence[Tensor], made: Tensor) -> None:
+        """Counts an operation that makes a new tensor, if it is one on the way from few bits to a weight."""
+        sources = [each for each in read if each.dtype in PACKED or _key(each) in self._unpacked]
+        if not sources or made.numel() < max(each.numel() for each in sources):
+            return
+        self._unpacked.add(_key(made))
+        nbytes = sum(map(_bytes_read, read)) + made.nbytes
+        self.dequantised_bytes += nbytes
+        self._spend(0.0, 0, nbytes)
 
     def start_step(self) -> None:
         """Starts a step: no gradient is there yet, and the peak is the bytes alive now."""
@@ -87,6 +107,7 @@ class MemoryTracker:
 
         def gone(_: object) -> None:
             del self._storages[key]
+            self._unpacked.discard(key)
             self.live_bytes -= nbytes
 
         self._storages[key] = weakref.ref(storage, gone)
@@ -106,11 +127,12 @@ class _Recording(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        known = {storage_address(tensor.untyped_storage()) for tensor in _counted((args, tuple(kwargs.values())))}
-        for tensor in _counted((result,)):
-            # A view, or a tensor updated in place, is no new memory.
-            if storage_address(tensor.untyped_storage()) not in known:
-                self._tracker.add(tensor)
+        read = list(_counted((args, tuple(kwargs.values()))))
+        known = {_key(tensor) for tensor in read}
+        # A view, or a tensor updated in place, is no new memory.
+        made = [tensor for tensor in _counted((result,)) if _key(tensor) not in known]
+        for tensor in made:
+            self._tracker.add(tensor)
         if overload_packet(function) is torch.ops.aten.copy_:
             self._tracker.add_copy(result.nbytes)
         count = flop_registry.get(overload_packet(function))
@@ -119,7 +141,19 @@ class _Recording(TorchDispatchMode):
                 # The dtype of the wider result is an argument where the formulas expect a shape.
                 args = tuple(argument for argument in args if isinstance(argument, Tensor))
             self._tracker.add_flops(count(*args, **kwargs, out_val=result))
+        elif len(made) == 1 and overload_packet(function) not in EMPTY:
+            self._tracker.add_dequantising(read, made[0])
         return result
+
+
+def _key(tensor: Tensor) -> int:
+    return storage_address(tensor.untyped_storage())
+
+
+def _bytes_read(tensor: Tensor) -> int:
+    """Returns the bytes of the elements of `tensor` in memory: of one that was expanded, those of the original."""
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return tensor.itemsize * math.prod(sizes)
 
 
 def _counted(values: Iterable[object]) -> Iterator[Tensor]:

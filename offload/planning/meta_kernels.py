@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offload.runtime.tensor_parts import wraps
+
 
 @contextmanager
 def fused_kernels(add_flops: Callable[[float], None], on_gpu: bool = True) -> Iterator[None]:
@@ -100,11 +102,25 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(ctx, rows: Tensor, weights: Tensor, add_flops: Callable):
         ctx.save_for_backward(rows, weights)
         ctx.add_flops = add_flops
+        _compute_wrapped(weights)
         add_flops(2.0 * rows.numel() * weights.shape[-1])
         return rows.new_empty(len(rows), weights.shape[-1])
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         rows, weights = ctx.saved_tensors
-        ctx.add_flops(4.0 * rows.numel() * weights.shape[-1])
-        return torch.empty_like(rows), torch.empty_like(weights), None
+        gradients = []
+        for needed, tensor in zip(ctx.needs_input_grad, (rows, weights), strict=False):
+            if needed:
+                ctx.add_flops(2.0 * rows.numel() * weights.shape[-1])
+            gradients.append(torch.empty_like(tensor) if needed else None)
+        if ctx.needs_input_grad[0]:
+            _compute_wrapped(weights)
+        return *gradients, None
+
+
+def _compute_wrapped(weights: Tensor) -> None:
+    """Has a tensor that wraps others compute the matrix that it stands for, as a product of it would."""
+    if wraps(weights):
+        # Any operation does: this one makes nothing besides.
+        weights.expand_as(weights)

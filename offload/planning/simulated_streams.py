@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -25,15 +26,17 @@ class Work:
 class SimulatedStreams(CheckedStreams):
     """The stream checker's streams, on which arithmetic takes time at `flops_per_s`, and copies at `bandwidth`.
 
-    A copy that begins while the bus is busy the other way has the speed of two copies at once. The host takes no time.
+    To dequantise weights takes time at `device_gb_s`, GB read and written in the device's memory in a second. A copy
+    that begins while the bus is busy the other way has the speed of two copies at once. The host takes no time.
     `work` is everything that the streams did since the last `start_step`.
     """
 
-    def __init__(self, device: torch.device, bandwidth: Bandwidth, flops_per_s: float):
+    def __init__(self, device: torch.device, bandwidth: Bandwidth, flops_per_s: float, device_gb_s: float = math.inf):
         super().__init__(device)
         self.work: list[Work] = []
         self._bandwidth = bandwidth
         self._flops_per_s = flops_per_s
+        self._device_gb_s = device_gb_s
         self._began_ms = 0.0
 
     @property
@@ -52,8 +55,8 @@ class SimulatedStreams(CheckedStreams):
         self._began_ms = _time(self.host)
         self.work.clear()
 
-    def spend(self, flops: float, copied_bytes: int) -> None:
-        """Lets the current stream compute `flops`, or copy so many bytes if it is a stream for copies."""
+    def spend(self, flops: float, copied_bytes: int, dequantised_bytes: int = 0) -> None:
+        """Lets the current stream compute `flops` and dequantise, or copy so many bytes if it is one for copies."""
         stream = self.compute
         stream.follow(self.host.clock)
         start_ms = _time(stream)
@@ -63,7 +66,10 @@ class SimulatedStreams(CheckedStreams):
             lane, rate = "copy in", self._bandwidth.both if _time(self.d2h) > start_ms else self._bandwidth.h2d
         else:
             lane, rate = "compute", None
-        taken_ms = flops / self._flops_per_s * 1e3 if rate is None else copied_bytes / rate / 1e6
+        if rate is None:
+            taken_ms = flops / self._flops_per_s * 1e3 + dequantised_bytes / self._device_gb_s / 1e6
+        else:
+            taken_ms = copied_bytes / rate / 1e6
         if taken_ms:
             stream.clock[TIME] = start_ms + taken_ms
             self.work.append(Work(lane, start_ms - self._began_ms, start_ms + taken_ms - self._began_ms))

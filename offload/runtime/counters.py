@@ -25,6 +25,7 @@ class Counters:
         released_bytes: of these, those whose device memory was free until they were wanted back.
         update_ms: updates took on the host. `update_wait_ms`: the host waited for updates.
         updated_parameters: parameters that were updated on the host beside the device.
+        file_bytes: read from files of weights. `file_wait_ms`: the host waited for these reads.
         host_pinned_bytes, host_pageable_bytes: host memory that the mode has now, page-locked and not.
     """
 
@@ -39,6 +40,8 @@ class Counters:
     update_ms: float = 0.0
     update_wait_ms: float = 0.0
     updated_parameters: float = 0
+    file_bytes: float = 0
+    file_wait_ms: float = 0.0
     host_pinned_bytes: int = 0
     host_pageable_bytes: int = 0
 

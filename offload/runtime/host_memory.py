@@ -13,11 +13,13 @@ import torch
 
 from offload.runtime.byte_sizes import GIB
 from offload.runtime.page_locks import lock_pages, unlock_pages
+from offload.runtime.shared_memory import SharedMemory
 
 # CUDA allocations start at multiples of it, and so do tensors inside a flat buffer, whatever their dtype.
 ALIGNMENT_BYTES = 256
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
 
 # The system provides private pages three times as fast as shared ones, which are Python's default.
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
@@ -31,20 +33,25 @@ def aligned(nbytes: int) -> int:
 class HostBlock:
     """A flat host buffer: `bytes` is a uint8 tensor of exactly the size asked for, starting at a page.
 
-    `is_meta`: a block of a dry run, which runs on the meta device, and has no memory.
+    `is_meta`: a block of a dry run, which runs on the meta device, and has no memory. `shared`: where the memory is
+    taken from; without it the block is this process's own.
     """
 
-    def __init__(self, nbytes: int, name: str, is_meta: bool = False):
+    def __init__(self, nbytes: int, name: str, is_meta: bool = False, shared: SharedMemory | None = None):
         self.name = name
+        self.is_shared = shared is not None
         self.holding: _Holding | None = None
         if is_meta:
             # Made without an operation of torch: the memory tracker counts what operations make as device memory.
             nothing = torch.empty(0, dtype=torch.uint8, device="meta")
             self.bytes = nothing.set_(torch.UntypedStorage(nbytes, device="meta"))
             return
-        self.mapping = mmap.mmap(-1, max(nbytes, 1), **PRIVATE)
         # Tensors keep the view, and the view keeps the mapping. See the note in _Holding.
-        self.view = memoryview(self.mapping)
+        if shared is None:
+            self.mapping = mmap.mmap(-1, max(nbytes, 1), **PRIVATE)
+            self.view = memoryview(self.mapping)
+        else:
+            self.mapping, self.view = shared.mapping, shared.take(max(nbytes, 1))
         self.bytes = torch.frombuffer(self.view, dtype=torch.uint8)[:nbytes]
 
     def piece(self, start: int, nbytes: int) -> torch.Tensor:
@@ -86,7 +93,7 @@ class _Holding:
         self._process = os.getpid()
         among.add(self)
         if not block.bytes.is_meta:
-            self._address, self._mapping = block.bytes.data_ptr(), block.mapping
+            self._address, self._mapping, self._is_shared = block.bytes.data_ptr(), block.mapping, block.is_shared
             weakref.finalize(block.view, self._unlock, wait=True)
 
     def lock(self) -> str | None:
@@ -117,6 +124,9 @@ class _Holding:
         self.is_locked = False
 
     def _advise(self, advice: str) -> None:
+        if self._is_shared:
+            # A forked process shares these pages for good, whoever writes.
+            return
         # Not every system has it. Without it copies are right as long as nobody forks.
         with suppress(AttributeError, OSError):
             self._mapping.madvise(getattr(mmap, advice))
@@ -132,10 +142,13 @@ class HostArena:
 
     An arena keeps no memory alive. A block counts until it is released, or else until the last tensor that views it is
     gone; then its pages are unlocked.
+
+    `shared`: blocks are taken from this memory, in their order. Who made it has checked that the host has room for it.
     """
 
-    def __init__(self, device: torch.device, pin: bool = True):
+    def __init__(self, device: torch.device, pin: bool = True, shared: SharedMemory | None = None):
         self._device = device
+        self._shared = shared
         self._pin = pin and device.type == "cuda"
         self._is_meta = device.type == "meta"
         self._holdings: set[_Holding] = set()
@@ -159,10 +172,10 @@ class HostArena:
     def allocate(self, nbytes: int, name: str) -> HostBlock:
         """Returns a zero-filled block of `nbytes`. Raises MemoryError naming the size if the host has no room."""
         try:
-            if self._pin:
+            if self._pin and self._shared is None:
                 # Locking takes all pages at once. Where they are too many, the system may end the process.
                 self.require(nbytes)
-            block = HostBlock(nbytes, name, self._is_meta)
+            block = HostBlock(nbytes, name, self._is_meta, self._shared)
         except (OSError, ValueError, MemoryError) as error:
             raise MemoryError(
                 f"host memory for {name}: {nbytes / GIB:.2f} GiB could not be mapped ({error})"
@@ -212,8 +225,20 @@ def free_host_bytes() -> int | None:
     with suppress(OSError, ValueError, IndexError):
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         limits.append(int(fields["MemAvailable"].split()[0]) * 1024)
-    with suppress(OSError, ValueError):
-        left = int((CONTROL_GROUP / "memory.max").read_text()) - int((CONTROL_GROUP / "memory.current").read_text())
-        fields = dict(line.split() for line in (CONTROL_GROUP / "memory.stat").read_text().splitlines())
-        limits.append(left + int(fields.get("active_file", 0)) + int(fields.get("inactive_file", 0)))
+    for group in _control_groups():
+        with suppress(OSError, ValueError):
+            left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+            fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            limits.append(left + int(fields.get("active_file", 0)) + int(fields.get("inactive_file", 0)))
     return min(limits, default=None)
+
+
+def _control_groups() -> list[Path]:
+    """Returns the directories of the control groups that hold this process, each inside the one before."""
+    inner = ""
+    with suppress(OSError):
+        lines = OWN_GROUPS.read_text().splitlines()
+        inner = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    # In a container the path may be that of the host, and lead nowhere.
+    parts = Path(inner).parts
+    return [CONTROL_GROUP.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]

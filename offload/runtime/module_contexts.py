@@ -1,7 +1,7 @@
-"""Two ways to open a context around every call of a module, and one to run a function before it.
+"""Two ways to surround every call of a module, and one to run a function before it.
 
 `WrappedForward` replaces the module's `forward`. Activation checkpointing that wraps the block later recomputes the
-replaced forward, so the context is open in the recompute, too: windows of weights need that.
+replaced forward, so what surrounds it is there in the recompute, too: windows of weights need that.
 
 `ModuleContexts` uses module hooks, which torch calls outside of `forward`, whoever replaces it later. The context is
 open when checkpointing saves what enters the block, and is not opened again in the recompute: swapping of activations
@@ -69,20 +69,19 @@ class ReplacedForward:
         return types.MethodType(type(module).forward, module)
 
 
+# Runs a forward with its positional and its keyword arguments, and returns the result.
+Runner = Callable[[Callable, tuple, dict], object]
+
+
 class WrappedForward(ReplacedForward):
-    """The same forward, inside the context that `around` returns.
+    """The same forward, run by `runner`. It is a function and no context: thousands of them are called in a step."""
 
-    The context may give a function, which is called with the result before the context ends, and returns the result.
-    """
-
-    def __init__(self, module: nn.Module, around: Callable[[], AbstractContextManager]):
+    def __init__(self, module: nn.Module, runner: Runner):
         super().__init__(module)
-        self._around = around
+        self._runner = runner
 
     def run(self, *arguments: object, **keywords: object) -> object:
-        with self._around() as finish:
-            result = self._forward(*arguments, **keywords)
-            return result if finish is None else finish(result)
+        return self._runner(self._forward, arguments, keywords)
 
 
 class OwnHook:

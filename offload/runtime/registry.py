@@ -58,14 +58,15 @@ class Stream(Protocol):
 class Streams(Protocol):
     """The streams of one device: the current compute stream and copy streams.
 
-    `h2d` and `d2h` copy in and out. `device` is the device they belong to; `asynchronous` tells whether work outlives
-    the call that queues it.
+    `h2d` and `d2h` copy in and out, on `gather` devices exchange slices of weights. `device` is the device they belong
+    to; `asynchronous` tells whether work outlives the call that queues it.
     """
 
     device: torch.device
     asynchronous: bool
     h2d: Stream
     d2h: Stream
+    gather: Stream
 
     @property
     def compute(self) -> Stream:
@@ -119,6 +120,7 @@ class CudaStreams:
         self.device = device
         self.h2d = torch.cuda.Stream(device)
         self.d2h = torch.cuda.Stream(device)
+        self.gather = torch.cuda.Stream(device)
 
     @property
     def compute(self) -> torch.cuda.Stream:

@@ -122,6 +122,7 @@ class CheckedStreams:
         self._host = CheckedStream("host")
         self.h2d = CheckedStream("h2d")
         self.d2h = CheckedStream("d2h")
+        self.gather = CheckedStream("gather")
         self._compute = CheckedStream("compute")
         self._current = self._compute
         self._histories: weakref.WeakKeyDictionary[object, _History] = weakref.WeakKeyDictionary()
@@ -181,7 +182,7 @@ class CheckedStreams:
         return DeviceWork(homes(), lambda: self._current is self._compute)
 
     def synchronize(self) -> None:
-        for stream in (self.h2d, self.d2h, self._compute):
+        for stream in (self.h2d, self.d2h, self.gather, self._compute):
             self.host.follow(stream.clock)
 
     def _access(self, stream: CheckedStream | None, resource: object, what: str):

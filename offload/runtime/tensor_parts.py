@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from offload.runtime.torch_internals import without_torch_function
+
 # The attribute in which bitsandbytes keeps what a packed parameter needs besides its data.
 STATE = "quant_state"
 
@@ -55,8 +57,14 @@ def true_bytes(tensor: Tensor) -> int:
 
 def version_of(tensor: Tensor) -> int:
     """Returns the sum of autograd's version counters of the tensor and its parts; without those in inference mode."""
-    counted = [tensor, *parts(tensor)] if is_compound(tensor) else [tensor]
-    return sum(each._version for each in counted if not each.is_inference())
+    if not is_compound(tensor):
+        return 0 if tensor.is_inference() else tensor._version
+    count = 0
+    with without_torch_function():
+        for each in (tensor, *parts(tensor)):
+            if not each.is_inference():
+                count += each._version
+    return count
 
 
 def wrapped(tensor: Tensor, memory: Iterable[Tensor]) -> Tensor:

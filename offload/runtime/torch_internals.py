@@ -16,7 +16,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from operator import attrgetter
 from pathlib import Path
 
@@ -61,6 +61,10 @@ set_versions = torch._C._autograd._unsafe_set_version_counter
 # says that hooks are ignored while torch traces a graph.
 innermost_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
+# A context in which attributes and functions of tensors do not go through `__torch_function__` of their subclass. The
+# engine asks quantised weights for their versions thousands of times in a step.
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+
 # () -> int. The number that the next autograd node recorded in this thread gets. A microbatch that runs in a thread of
 # its own notes it at each turn.
 next_sequence_number = torch._C._autograd._get_sequence_nr
@@ -90,10 +94,20 @@ def left_out_of_graphs(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def run(*arguments: object, **keywords: object) -> object:
-        # Where the compiler is not imported, nothing is being compiled.
-        return (uncompiled if "torch._dynamo" in sys.modules else function)(*arguments, **keywords)
+        # A step has thousands of these calls, and each of torch's wrapper takes longer than what many of them do.
+        return (uncompiled if may_be_compiled() else function)(*arguments, **keywords)
 
     return run
+
+
+def may_be_compiled() -> bool:
+    """Tells whether torch.compile traces this call, or would trace the functions that it calls."""
+    return torch.compiler.is_dynamo_compiling() or ("torch._dynamo" in sys.modules and _compiles_frames())
+
+
+def _compiles_frames() -> bool:
+    # None where no compiled function runs in this thread.
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
 def is_in_backward() -> bool:
@@ -212,16 +226,17 @@ def is_in_selective_checkpoint() -> bool:
     )
 
 
-@contextmanager
-def unseen_by_selective_checkpoints() -> Iterator[None]:
+def unseen_by_selective_checkpoints() -> AbstractContextManager:
     """Hides the operations of the block from selective checkpoints: forward and recompute make different copies.
 
     A checkpoint would take them for operations of the model, and in the recompute not run those of which it has a
     result.
     """
-    if not is_in_selective_checkpoint():
-        yield
-        return
+    return _without_selective_checkpoints() if is_in_selective_checkpoint() else nullcontext()
+
+
+@contextmanager
+def _without_selective_checkpoints() -> Iterator[None]:
     modes = [_pop_mode() for _ in _get_current_dispatch_mode_stack()][::-1]
     others = [mode for mode in modes if not isinstance(mode, _SELECTIVE)]
     for mode in others:

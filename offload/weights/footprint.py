@@ -27,14 +27,16 @@ class Footprint:
     host_gradient_bytes: int
     h2d_bytes: int
     d2h_bytes: int
+    file_bytes: int = 0
+    ring_bytes: int = 0
     layer_major: bool = False
     activation_budget_bytes: int | None = 0
     resident: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
     trained: tuple[tuple[Tensor, ...], ...] = field(default=(), compare=False, repr=False)
 
     @classmethod
-    def of(cls, model: CutModel, slots: int, recompute: bool) -> Footprint:
-        """Returns the footprint of a cut model that streams through `slots` device slots.
+    def of(cls, model: CutModel, slots: int, recompute: bool, ring_bytes: int = 0) -> Footprint:
+        """Returns the footprint of a cut model that streams through `slots` device slots, and `ring_bytes` from files.
 
         Weights come in for forward and for backward, with recompute once more in between. Units that are still in slots
         when forward turns to backward are not copied again; their number depends on the order of use, so the traffic in
@@ -49,9 +51,16 @@ class Footprint:
             host_gradient_bytes=model.gradient_bytes,
             h2d_bytes=model.unit_bytes * (3 if recompute else 2),
             d2h_bytes=model.gradient_bytes,
+            file_bytes=model.file_bytes,
+            ring_bytes=ring_bytes,
             resident=tuple(tensor for tensor, _ in model.resident),
             trained=tuple(tuple(tensor.host for tensor in unit.trained) for unit in model.units),
         )
+
+    @property
+    def host_home_bytes(self) -> int:
+        """Bytes of the weights that stream and are in host memory."""
+        return self.host_weight_bytes - self.file_bytes
 
     @property
     def resident_gradient_bytes(self) -> int:

@@ -10,7 +10,8 @@ from torch import nn
 
 from offload.runtime.deferred_free import DeferredFrees, PendingFree
 from offload.runtime.transfer import Transfer
-from offload.weights.units import OffloadUnit, UnitTensor
+from offload.weights.unit_tensor import UnitTensor
+from offload.weights.units import OffloadUnit
 
 
 class GradientOffloader:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from offload.weights.units import OffloadUnit, UnitTensor
+from offload.weights.unit_tensor import UnitTensor
+from offload.weights.units import OffloadUnit
 
 # Called with the unit and the tensor that are about to be read. Returns the tensor that the reader gets, or None for
 # that which the module holds afterwards.

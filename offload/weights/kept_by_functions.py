@@ -1,24 +1,26 @@
 """Weights that an autograd function keeps by itself, as attributes of its context.
 
-`save_for_backward` is where hooks see what a function saves. The products of bitsandbytes keep the packed weight and
-its quantisation state in attributes instead. When backward runs, the slot that these lie in has another unit. So at
-the end of a forward that had such a weight in a window, the functions that it recorded are searched for views of the
-slot, which are noted by name. Before backward runs such a function, it gets views of the slot where the unit is then.
+`save_for_backward` is where hooks see what a function saves. Code also writes `ctx.weight = weight`, and the products
+of bitsandbytes keep the packed weight and its quantisation state so. When backward runs, the slot that these lie in has
+another unit: the gradients would be wrong in silence. So at the end of a forward in a window, the contexts that it made
+are searched for views of slots, which are noted by name. Before backward runs such a function, it gets views of the
+slot where the unit is then.
+
+Not found: what a function keeps in a closure, or in a place of its own outside of its context.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
 from offload.runtime.tensor_parts import replaced_in, tensors_in
-from offload.runtime.torch_internals import left_out_of_graphs, sequence_number, tree_leaves
+from offload.runtime.torch_internals import left_out_of_graphs
 from offload.weights.saved_weights import SavedWeights
-from offload.weights.stand_ins import AT_ONCE
 from offload.weights.units import OffloadUnit
 
 # A value of a context, and its tensors: by name (`SavedWeights.named`), or themselves.
@@ -27,34 +29,26 @@ Kept = tuple[object, list[object]]
 NAMED = "offload.kept_weights"
 
 
-def name_kept_weights(result: object, since: int, units: Collection[OffloadUnit], saved: SavedWeights) -> None:
-    """Has the functions behind `result` that were recorded `since` that number bring back the weights that they keep.
+def name_kept_weights(
+    contexts: Iterable[weakref.ref[BackwardCFunction]], units: Collection[OffloadUnit], saved: SavedWeights
+) -> None:
+    """Has the functions of these contexts bring back the weights that they keep, before backward runs them.
 
-    `units` are those whose windows have been open ever since.
+    `units` are those whose windows have been open since before the first context was made.
     """
     if not units or not torch.is_grad_enabled():
         return
-    for node in _recorded(result, since):
-        if not isinstance(node, BackwardCFunction) or NAMED in node.metadata:
+    for context in contexts:
+        node = context()
+        # Without inputs that need gradients it is no node of a graph.
+        if node is None or not node.next_functions or NAMED in node.metadata:
             continue
         kept = {name: _kept(value, units, saved) for name, value in vars(node).items()}
         kept = {name: each for name, each in kept.items() if each is not None}
         if kept:
             node.metadata[NAMED] = True
             # The node has the hook: it would keep itself alive.
-            node.register_prehook(functools.partial(_bring_back, weakref.ref(node), kept, saved))
-
-
-def _recorded(result: object, since: int) -> Iterator[torch.autograd.graph.Node]:
-    leaves = (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
-    nodes, seen = [leaf.grad_fn for leaf in leaves], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen or not since <= sequence_number(node) < AT_ONCE:
-            continue
-        seen.add(node)
-        yield node
-        nodes += [before for before, _ in node.next_functions]
+            node.register_prehook(functools.partial(_bring_back, context, kept, saved))
 
 
 def _kept(value: object, units: Collection[OffloadUnit], saved: SavedWeights) -> Kept | None:

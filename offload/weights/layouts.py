@@ -1,4 +1,4 @@
-"""How a tensor lies in a flat buffer: its plain tensors one after the other, each at an aligned offset.
+"""Lays a tensor into a flat buffer: its plain tensors one after the other, each at an aligned offset.
 
 Most tensors are one plain tensor. One that consists of several (`offload.runtime.tensor_parts`), such as a quantised
 weight with its scales, is made anew over views of the buffer, wherever the buffer is: its bytes move as they are, and
@@ -29,6 +29,10 @@ class Piece:
     @property
     def nbytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        return self.strides == _contiguous_strides(self.shape)
 
     def over(self, memory: Tensor) -> Tensor:
         """Returns this shape, dtype and strides over `memory`: uint8, contiguous, of as many bytes."""

@@ -16,7 +16,8 @@ from offload.runtime.errors import KnobError
 from offload.runtime.tensor_parts import true_bytes, wraps
 from offload.weights.layouts import check_frozen
 from offload.weights.placement import ModuleAttribute
-from offload.weights.units import OffloadUnit, UnitTensor
+from offload.weights.unit_tensor import UnitTensor
+from offload.weights.units import OffloadUnit
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,11 @@ class CutModel:
     @property
     def unit_bytes(self) -> int:
         return sum(unit.nbytes for unit in self.units)
+
+    @property
+    def file_bytes(self) -> int:
+        """The bytes of the units that have their homes in files."""
+        return self.unit_bytes - sum(unit.block_bytes for unit in self.units)
 
     @property
     def gradient_bytes(self) -> int:
@@ -155,6 +161,29 @@ def keep_on_device(parts: CutModel, amount: str | int) -> CutModel:
     for index, unit in enumerate(streamed):
         unit.index = index
     return CutModel(parts.model, streamed, windows, resident)
+
+
+def buffers_stay(parts: CutModel) -> CutModel:
+    """Returns `parts` with all buffers of the units made resident, for processes that share the homes of the rest.
+
+    A forward may change a buffer, and each process has its own.
+    """
+    resident = list(parts.resident)
+    for unit in parts.units:
+        resident += [(tensor.host, tensor.attributes) for tensor in unit.tensors if tensor.is_buffer]
+        kept, unit.tensors = [tensor for tensor in unit.tensors if not tensor.is_buffer], []
+        for tensor in kept:
+            tensor.offset = unit.nbytes
+            unit.tensors.append(tensor)
+    units = [unit for unit in parts.units if unit.tensors]
+    for index, unit in enumerate(units):
+        unit.index = index
+    windows = []
+    for window in parts.windows:
+        read = tuple((unit, tensor) for unit, tensor in window.read if not tensor.is_buffer)
+        if read:
+            windows.append(Window(window.module, read))
+    return CutModel(parts.model, units, windows, resident)
 
 
 def _cut_points_by_module(cut_points: Sequence[CutPoint]) -> dict[nn.Module, CutPoint]:

@@ -55,13 +55,20 @@ def move_into(memory: list[torch.Tensor], tensor: torch.Tensor, attributes: Iter
         memory = [piece.data for piece in memory]
         for piece in memory:
             mark(piece)
-        real = over(tensor, memory)
-        if isinstance(tensor, nn.Parameter) and not wraps(tensor):
-            real = nn.Parameter(real, tensor.requires_grad)
-        return held_by(attributes, real)
+        return put_over(memory, tensor, attributes)
     for piece, part in zip(memory, parts(tensor), strict=True):
         piece.copy_(part.data)
     return give_memory(tensor, memory, attributes)
+
+
+def put_over(memory: list[torch.Tensor], tensor: torch.Tensor, attributes: Iterable[ModuleAttribute]) -> torch.Tensor:
+    """Makes `memory`, which has the values already, the data of a parameter or buffer. Returns it, as `move_into`."""
+    if not tensor.is_meta:
+        return give_memory(tensor, memory, attributes)
+    real = over(tensor, memory)
+    if isinstance(tensor, nn.Parameter) and not wraps(tensor):
+        real = nn.Parameter(real, tensor.requires_grad)
+    return held_by(attributes, real)
 
 
 def move_to(tensor: torch.Tensor, device: torch.device, attributes: Iterable[ModuleAttribute]) -> torch.Tensor:

@@ -25,7 +25,8 @@ from offload.runtime.torch_internals import (
     selectively_saved,
 )
 from offload.weights.prefetcher import Prefetcher
-from offload.weights.units import OffloadUnit, UnitTensor
+from offload.weights.unit_tensor import UnitTensor
+from offload.weights.units import OffloadUnit
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,17 @@ class SavedWeights:
         self._prefetcher = prefetcher
         self._note_use = note_use
 
+    @property
+    def are_innermost(self) -> bool:
+        """True if the hooks are open in this thread, and no others inside them."""
+        active = active_hooks()
+        return active is not None and getattr(active[0], "owner", None) is self
+
     def hooks(self) -> AbstractContextManager:
         """Returns a context in which weights are saved by name; nested in itself it does nothing."""
-        outer = active_hooks()
-        if outer is not None and getattr(outer[0], "owner", None) is self:
+        if self.are_innermost:
             return nullcontext()
+        outer = active_hooks()
 
         def pack(tensor: torch.Tensor) -> object:
             if self._slots.slot_of(tensor) is not None:

@@ -23,7 +23,8 @@ from offload.runtime.torch_internals import (
 )
 from offload.weights.layouts import over
 from offload.weights.placement import ModuleAttribute, give_memory
-from offload.weights.units import OffloadUnit, UnitTensor
+from offload.weights.unit_tensor import UnitTensor
+from offload.weights.units import OffloadUnit
 
 
 class GradientSink(Protocol):

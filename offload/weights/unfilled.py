@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from offload.runtime.mapped_files import lies_in_file
 from offload.runtime.module_contexts import before_each_call
 from offload.runtime.tensor_parts import parts, wraps
 from offload.runtime.torch_internals import is_function_transform_tensor
@@ -38,7 +39,10 @@ def is_marked(tensor: torch.Tensor) -> bool:
     if wraps(tensor):
         return any(map(is_marked, parts(tensor)))
     ends = _ends(tensor)
-    return bool(ends) and all(end.tolist() == _marks(end) for end in ends)
+    if not ends or lies_in_file(tensor):
+        # What is in a file has its values; and of one that was cut short, nobody may look at the end (SIGBUS).
+        return False
+    return all(end.tolist() == _marks(end) for end in ends)
 
 
 def unfilled(model: nn.Module) -> list[str]:

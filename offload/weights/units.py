@@ -6,7 +6,7 @@ that it is copied in once and its gradients are summed once.
 [Note: the life of a unit's tensor]
 
 1. At home. `bring_home` puts the data of `tensor.host` into the unit's block of host memory. Between steps it is all
-   there is.
+   there is. A frozen tensor may have its home in a file instead (`offload.weights.file_homes`).
 2. Onloaded. `Prefetcher` copies the whole unit into a slot, on the h2d stream. The copy comes after the unit's updates
    (`Updates.before_onload`); compute waits for it by the event `slot.ready`.
 3. Installed. When the first window on the unit opens, `stand_ins` puts `tensor.device`, a view of the slot, into the
@@ -30,171 +30,27 @@ next begins, `gather` takes over what the user has changed meanwhile: replaced p
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from offload.runtime.host_memory import HostArena, HostBlock, aligned
+from offload.runtime.mapped_files import MappedFile, written_pages
 from offload.runtime.registry import Event
-from offload.runtime.tensor_parts import parts, version_of
-from offload.runtime.torch_internals import count_references
-from offload.weights.layouts import Layout, check_frozen, over
-from offload.weights.placement import ModuleAttribute, held_by, move_into, move_to
-
-
-@dataclass(eq=False)
-class UnitTensor:
-    """A parameter or buffer of a unit: the modules that hold it, and its bytes in the unit's flat buffer.
-
-    `layout` says how it lies there. `host` is the tensor that modules hold outside of windows; once the unit is at
-    home, its data lies in the host block. `origin` is the device on which it was found, and `found` is the tensor
-    itself if that was the meta device.
-    `device` is its stand-in for the current step, and `writes` counts the changes that forwards of this step have made
-    to it; `stand_ins` writes both. `gradient` is host memory for its gradient. `GradientOffloader` writes the rest:
-    `landed` ends the last copy into `gradient`, `landed_version` is autograd's version counter after that copy, and
-    `norm` is the L2 norm of this step's gradient (a float32 scalar on the device) where norms are wanted.
-    """
-
-    name: str
-    host: torch.Tensor
-    attributes: list[ModuleAttribute]
-    offset: int
-    gradient: torch.Tensor | None = None
-    # A loss has used the host tensor besides its stand-in.
-    meets_host_gradient: bool = False
-    landed_in: torch.Tensor | None = None
-    landed: Event | None = None
-    landed_version: int = 0
-    norm: torch.Tensor | None = None
-    device: torch.Tensor | None = None
-    # While a window is open: the copy of `device` that modules hold in its place, for a buffer that may change.
-    own_copy: torch.Tensor | None = None
-    joined: torch.Tensor | None = None
-    # By microbatch, where they run side by side.
-    shares: dict[int, torch.Tensor] = field(default_factory=dict)
-    writes: int = 0
-    # Autograd's version counter of `device` when it was installed, or when its changes were last counted.
-    device_version: int = 0
-    # While a window is open: the attributes that hold a tensor of the window, that tensor, and what they held before if
-    # it was not `host`.
-    installed: list[tuple[ModuleAttribute, torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.found, self.origin = (self.host if self.host.is_meta else None), self.host.device
-        self.shape, self.dtype = self.host.shape, self.host.dtype
-        self.layout = Layout(self.host)
-
-    @property
-    def is_buffer(self) -> bool:
-        return self.attributes[0].is_buffer
-
-    @property
-    def trains(self) -> bool:
-        return self.host.requires_grad
-
-    @property
-    def has_landed_gradient(self) -> bool:
-        """True if the parameter's gradient is the one that landed: not replaced, dropped or changed in place since."""
-        landed_in = self.landed_in
-        return landed_in is not None and self.host.grad is landed_in and landed_in._version == self.landed_version
-
-    @property
-    def version(self) -> int:
-        """Counts the changes at home and by forwards of this step."""
-        return self._version_of(self.host) + self.writes + self.new_writes
-
-    @property
-    def new_writes(self) -> int:
-        """Counts the changes to `device` that are not in `writes` yet."""
-        return 0 if self.device is None else self._version_of(self.device) - self.device_version
-
-    @property
-    def nbytes(self) -> int:
-        return self.layout.nbytes
-
-    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns a view of each plain tensor in `flat` (uint8, laid out as the unit), in the order of `parts`."""
-        start = self.offset
-        return self.layout.views(lambda offset, nbytes: flat[start + offset : start + offset + nbytes])
-
-    def view_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns this tensor's data over its bytes in `flat` (uint8, laid out as the unit)."""
-        return over(self.host, self.views_of(flat))
-
-    def parts_of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the plain tensors of `host`, of its stand-in or of another tensor like it."""
-        return parts(tensor) if self.layout.is_compound else [tensor]
-
-    def count_writes(self) -> bool:
-        """Adds to `writes` the changes to `device` that are not in it yet. Returns True if there are any."""
-        new_writes = self.new_writes
-        self.writes += new_writes
-        self.device_version += new_writes
-        return new_writes > 0
-
-    def _version_of(self, tensor: torch.Tensor) -> int:
-        return version_of(tensor) if self.layout.is_compound else tensor._version
-
-    def is_at(self, address: int) -> bool:
-        """True if the data of the host tensor is at `address`: its user has not given it other data."""
-        pairs = zip(self.layout.pieces, self.parts_of(self.host), strict=False)
-        return all(not piece.nbytes or part.data_ptr() == address + piece.offset for piece, part in pairs)
-
-    def check_data(self, host: torch.Tensor, home: torch.device) -> None:
-        """Raises RuntimeError in one line if `host` is a tensor that cannot be streamed in this one's place.
-
-        `home` is the device of the unit's block: the host, and in a dry run the meta device.
-        """
-        if (host.shape, host.dtype, host.device) != (self.shape, self.dtype, home) or not self.layout.fits(host):
-            raise RuntimeError(
-                f"{self.name} is {host.dtype} of shape {tuple(host.shape)} on {host.device} now and was {self.dtype} of"
-                f" shape {tuple(self.shape)} in host memory when the mode was attached: it was moved or replaced;"
-                " detach the mode before model.to(), .cuda() or .half(), and attach it again"
-            )
-
-    def take_replacement(self, home: torch.device) -> None:
-        """Takes the tensor that all modules hold now in place of `host`, if it can be streamed as that was.
-
-        `load_state_dict(assign=True)` and the assignment of a new parameter replace it so. A buffer of another shape or
-        dtype is left to its modules. Raises RuntimeError for a parameter that cannot be streamed.
-        """
-        now = {id(attribute.tensor): attribute.tensor for attribute in self.attributes}
-        if id(self.host) in now and len(now) == 1:
-            return
-        new = next(iter(now.values()))
-        if self.is_buffer:
-            alike = len(now) == 1 and new is not None and (new.shape, new.dtype) == (self.shape, self.dtype)
-            if alike and new.device.type == "cpu":
-                self.host = new
-            return
-        if len(now) > 1 or not isinstance(new, nn.Parameter):
-            how = "is no longer a parameter of its module: it was pruned, parametrized or deleted"
-            if any(isinstance(tensor, nn.Parameter) for tensor in now.values()):
-                how = "was replaced in one place and not in all that share it"
-            raise RuntimeError(f"{self.name} {how}; detach the mode before that, and attach it again")
-        self.check_data(new, home)
-        self.host = new
-
-    def make_gradient(self, memory: torch.Tensor) -> None:
-        """Gives the gradient host memory: uint8 with a storage of its own, so that its users can be counted."""
-        # `.data` has a version counter of its own, which shows whether this gradient was changed.
-        self.gradient = self.layout.pieces[0].over(memory).data
-
-    @property
-    def gradient_is_held(self) -> bool:
-        """True if somebody besides this object holds the memory of the gradient."""
-        # In a dry run nobody keeps gradients, and all of a unit share one storage.
-        return not self.gradient.is_meta and count_references(self.gradient) > 1
-
-    def __str__(self) -> str:
-        return f"host gradient of {self.name}"
+from offload.weights.layouts import check_frozen
+from offload.weights.placement import held_by, move_to
+from offload.weights.unit_tensor import UnitTensor
 
 
 @dataclass(eq=False)
 class OffloadUnit:
     """Tensors that move together; at home they lie in `weights`, one flat host block, each with a storage of its own.
+
+    The block has the first tensors; those with `spans` follow, whose homes are in files.
 
     `Prefetcher` writes `written`, which ends the last copy of buffers from the device into `weights`, and
     `open_windows`, the number of windows open on the unit.
@@ -213,6 +69,16 @@ class OffloadUnit:
         return sum(aligned(tensor.nbytes) for tensor in self.tensors)
 
     @property
+    def in_block(self) -> list[UnitTensor]:
+        """The tensors whose home is the unit's block."""
+        return [tensor for tensor in self.tensors if tensor.spans is None]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the unit's block, alignment included."""
+        return sum(aligned(tensor.nbytes) for tensor in self.in_block)
+
+    @property
     def trained(self) -> list[UnitTensor]:
         """The tensors that train, in their order."""
         return [tensor for tensor in self.tensors if tensor.trains]
@@ -220,11 +86,6 @@ class OffloadUnit:
     @property
     def gradient_bytes(self) -> int:
         return sum(aligned(tensor.nbytes) for tensor in self.trained)
-
-    @cached_property
-    def has_compound(self) -> bool:
-        """True if a tensor of the unit consists of several plain ones."""
-        return any(tensor.layout.is_compound for tensor in self.tensors)
 
     @cached_property
     def buffer_places(self) -> list[tuple[nn.Module, str]]:
@@ -236,16 +97,22 @@ class OffloadUnit:
         """Returns the tensor to which byte `offset` of the flat buffer belongs."""
         return self.tensors[bisect_right(self.tensors, offset, key=lambda tensor: tensor.offset) - 1]
 
-    def home_address(self, tensor: UnitTensor) -> int:
-        """Returns where the data of `tensor` is at home."""
-        return self.weights.bytes.data_ptr() + tensor.offset
+    def home_of(self, tensor: UnitTensor) -> list[torch.Tensor]:
+        """Returns the memory of each part of `tensor` at home."""
+        if tensor.spans is None:
+            return tensor.views_of(self.weights.bytes)
+        return [part.data for part in tensor.parts_of(tensor.host)]
 
     def strays(self) -> list[UnitTensor]:
         """Returns the tensors with data that is not at home, given by the user. Raises RuntimeError for other kinds."""
-        strays = [tensor for tensor in self.tensors if not tensor.is_at(self.home_address(tensor))]
+        strays = [tensor for tensor in self.tensors if not tensor.is_home]
         for tensor in strays:
             tensor.check_data(tensor.host, self.weights.bytes.device)
         return strays
+
+    def outside_block(self) -> list[UnitTensor]:
+        """Returns the tensors whose data is in memory, and not in the unit's block. Raises RuntimeError as `strays`."""
+        return [*self.strays(), *(t for t in self.tensors if t.spans and t.is_home and not t.reads_file)]
 
     def weights_now(self) -> list[tuple[int, int]]:
         """Returns what changes where the user changes a tensor at home: addresses and autograd's versions."""
@@ -263,33 +130,67 @@ class OffloadUnit:
         """Takes over, between steps, what the user has changed since the last: replaced tensors, data, what trains.
 
         Where data was given (`parameter.data = ...`) the unit moves into a new block, because the user may hold views
-        of the old one as a backup. Raises RuntimeError in one line for what cannot be streamed.
+        of the old one as a backup. A tensor that was changed or trains now leaves its file, for a block of its own.
+        Raises RuntimeError in one line for what cannot be streamed.
         """
         for tensor in self.tensors:
             tensor.take_replacement(self.weights.bytes.device)
-        if self.strays():
+        strays = self.strays()
+        self.notice_writes()
+        for tensor in self.tensors:
+            has_other_home = tensor.own_block is not None and tensor.is_home
+            if tensor.spans and (tensor.trains or not tensor.reads_file) and not has_other_home:
+                tensor.leave_files(arena)
+        if any(tensor.spans is None for tensor in strays):
             old = self.weights
-            self._move_into(arena.allocate(self.nbytes, old.name))
+            self._move_into(arena.allocate(self.block_bytes, old.name))
             arena.release(old)
         for tensor in self.trained:
             check_frozen(tensor.name, tensor.host)
-            self.ensure_gradient(tensor, arena)
+            if tensor.shared_gradient is None:
+                self.ensure_gradient(tensor, arena)
 
     def ensure_gradient(self, tensor: UnitTensor, arena: HostArena) -> None:
         """Makes host memory for a gradient that has none, as that of a parameter that was frozen when attached."""
         if tensor.gradient is None:
             tensor.make_gradient(arena.allocate(tensor.nbytes, f"gradient of {tensor.name}").bytes)
 
-    def bring_home(self, arena: HostArena) -> None:
+    def notice_writes(self) -> None:
+        """Has tensors leave their files that were written there, also in ways that no version counter shows."""
+        in_files = [tensor for tensor in self.tensors if tensor.reads_file]
+        if not in_files or self.weights.bytes.is_meta:
+            return
+        places = [(address, span.nbytes) for t in in_files for address, span in zip(t.home, t.spans, strict=True)]
+        written = iter(written_pages(places))
+        for tensor in in_files:
+            changed = [next(written) for _ in tensor.spans]
+            if any(changed):
+                tensor.file_version = None
+
+    def bring_home(
+        self, arena: HostArena, files: Mapping[Path, MappedFile] | None = None, is_shared: bool = False
+    ) -> None:
         """Moves the tensors into host blocks of the arena: real values are copied, meta tensors become memory to fill.
 
-        Tensors that have memory keep their identity; those on the meta device are replaced in their modules.
+        Tensors that have memory keep their identity; those on the meta device are replaced in their modules. Those with
+        `spans` become views of `files`; without files, in a dry run, they have no memory. In an arena that processes
+        share (`is_shared`) memory is made for the sums of their gradients; that for a gradient of this process alone is
+        made when one needs it.
         """
-        self._move_into(arena.allocate(self.nbytes, f"weights of {self.name}"))
+        self._move_into(arena.allocate(self.block_bytes, f"weights of {self.name}"))
+        for tensor in self.tensors:
+            if tensor.spans is not None:
+                spans = [(span, None if files is None else files[span.path]) for span in tensor.spans]
+                nothing = [HostBlock(span.nbytes, tensor.name, is_meta=True).bytes for span, file in spans if not file]
+                tensor.move_into_files(nothing or [file.view(span) for span, file in spans])
         gradients = arena.allocate(self.gradient_bytes, f"gradients of {self.name}")
         used = 0
         for tensor in self.trained:
-            tensor.make_gradient(gradients.piece(used, tensor.nbytes))
+            memory = gradients.piece(used, tensor.nbytes)
+            if is_shared:
+                tensor.shared_gradient = tensor.layout.pieces[0].over(memory).data
+            else:
+                tensor.make_gradient(memory)
             used += aligned(tensor.nbytes)
 
     def put_back(self) -> None:
@@ -308,11 +209,10 @@ class OffloadUnit:
 
     def _move_into(self, block: HostBlock) -> None:
         self.weights = block
-        for tensor in self.tensors:
+        for tensor in self.in_block:
             # A storage for each: a file of one tensor would have all bytes of a storage that they share.
             start = tensor.offset
-            memory = tensor.layout.views(lambda offset, nbytes, start=start: block.piece(start + offset, nbytes))
-            tensor.host = move_into(memory, tensor.host, tensor.attributes)
+            tensor.move_into(tensor.layout.views(lambda offset, n, start=start: block.piece(start + offset, n)))
 
     def __str__(self) -> str:
         return self.name

@@ -12,7 +12,8 @@ from typing import Protocol
 from offload.runtime.counters import Counters
 from offload.runtime.deferred_free import PendingFree
 from offload.runtime.registry import Event
-from offload.weights.units import OffloadUnit, UnitTensor
+from offload.weights.unit_tensor import UnitTensor
+from offload.weights.units import OffloadUnit
 
 
 class Updates(Protocol):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -27,13 +27,14 @@ from offload.runtime.block_buffers import arrived, leaving
 from offload.runtime.device_slots import DeviceSlots
 from offload.runtime.device_work import Home
 from offload.runtime.errors import OUTSIDE_STEP
+from offload.runtime.function_contexts import function_contexts, unwatch_contexts, watch_contexts
 from offload.runtime.module_contexts import ModuleContexts, Opener, WrappedForward
 from offload.runtime.registry import Streams
 from offload.runtime.torch_internals import (
     has_hooks_around_forward,
     is_in_backward,
+    is_in_selective_checkpoint,
     left_out_of_graphs,
-    next_sequence_number,
     node_in_progress,
     unseen_by_selective_checkpoints,
 )
@@ -51,7 +52,8 @@ from offload.weights.stand_ins import (
     install_stand_ins,
     remove_stand_ins,
 )
-from offload.weights.units import OffloadUnit, UnitTensor
+from offload.weights.unit_tensor import UnitTensor
+from offload.weights.units import OffloadUnit
 
 Read = Sequence[tuple[OffloadUnit, UnitTensor]]
 
@@ -118,10 +120,12 @@ class Windows:
             for module, tensors in read.items():
                 # That of a scripted module is not an attribute of its class.
                 if getattr(type(module), "forward", None) is not nn.Module.forward:
-                    around = functools.partial(self._forward, module, tensors)
-                    self._forwards.append(WrappedForward(module, around))
+                    units = tuple(dict.fromkeys(unit for unit, _ in tensors))
+                    runner = functools.partial(self._forward, module, tensors, units)
+                    self._forwards.append(WrappedForward(module, runner))
                     undo.callback(self._forwards[-1].remove)
             self._watched = watch_reads(cut.units, self._read)
+            watch_contexts()
             undo.pop_all()
         self._inside = functools.cache(functools.partial(_units_inside, cut))
 
@@ -156,38 +160,90 @@ class Windows:
         # These refer back to this object: without them the device memory goes with its last reference.
         self._forwards.clear()
         end_watch(self._watched)
+        unwatch_contexts()
 
     def _opener(self, module: nn.Module) -> Opener:
-        return lambda arguments, keywords: self._scope(module)
+        return lambda arguments, keywords: self._scope(_Scope(module))
 
-    @contextmanager
-    def _forward(self, module: nn.Module, read: Read) -> Iterator[Callable[[object], object]]:
-        """Surrounds the forward of a module that may read these tensors. Gives the function that checks its result."""
-        with self._kept(), self._scope(module) as scope:
-            for unit in dict.fromkeys(unit for unit, _ in read):
+    def _forward(
+        self,
+        module: nn.Module,
+        read: Read,
+        units: Sequence[OffloadUnit],
+        forward: Callable,
+        arguments: tuple,
+        keywords: dict,
+    ) -> object:
+        """Runs the forward of a module that may read these tensors, which are those of `units`."""
+        scope, scopes = _Scope(module), self._scopes()
+        if self._is_inside(scopes, units):
+            return self._forward_inside(scope, scopes, read, forward, arguments, keywords)
+        with self._kept(), self._scope(scope):
+            for unit in units:
                 self._open(unit, scope)
             for unit, tensor in read:
                 self._note_use(unit, tensor)
-            with self._saved.hooks():
-                yield functools.partial(self._finish, scope, next_sequence_number())
+            since = function_contexts.begin()
+            try:
+                with self._saved.hooks():
+                    result = self._finish(scope, since, forward(*arguments, **keywords))
+            finally:
+                function_contexts.end()
             self._saved.check_selective_checkpoints()
+            return result
+
+    def _is_inside(self, scopes: Sequence[_Scope], units: Sequence[OffloadUnit]) -> bool:
+        """Tells whether forwards that are running do for `units` all that a window of their own would do."""
+        return (
+            bool(scopes)
+            and self._keeps_units
+            and self._saved.are_innermost
+            and not is_in_selective_checkpoint()
+            and all(
+                any(unit in scope.units for scope in scopes) and self._prefetcher.is_read_here(unit) for unit in units
+            )
+        )
+
+    def _forward_inside(
+        self,
+        scope: _Scope,
+        scopes: list[_Scope],
+        read: Read,
+        forward: Callable,
+        arguments: tuple,
+        keywords: dict,
+    ) -> object:
+        """Runs a forward that needs no windows of its own. Most do, where units are blocks: the host has no time."""
+        for unit, tensor in read:
+            self._note_use(unit, tensor)
+        self._prefetcher.try_again()
+        since = len(function_contexts.made)
+        scopes.append(scope)
+        try:
+            result = forward(*arguments, **keywords)
+            # Code inside may have read other weights.
+            return self._finish(scope, since, result) if scope.units else result
+        finally:
+            scopes.remove(scope)
+            if scope.units or scope.copies:
+                self._close(scope)
+                scope.check_copies()
 
     @contextmanager
-    def _scope(self, module: nn.Module) -> Iterator[_Scope]:
-        """A scope for what runs inside the block; the windows that are opened in it close at its end."""
-        scopes, scope = self._scopes(), _Scope(module)
-        with ExitStack() as stack:
-            if not scopes:
-                stack.enter_context(self._streams.device_work(self._homes))
+    def _scope(self, scope: _Scope) -> Iterator[None]:
+        """Surrounds a call of the scope's module; the windows that are opened in it close at its end."""
+        scopes = self._scopes()
+        with self._streams.device_work(self._homes) if not scopes else nullcontext():
             scopes.append(scope)
             try:
-                yield scope
+                yield
             finally:
                 scopes.remove(scope)
                 with unseen_by_selective_checkpoints():
                     self._close(scope)
-        with unseen_by_selective_checkpoints():
-            scope.check_copies()
+        if scope.copies:
+            with unseen_by_selective_checkpoints():
+                scope.check_copies()
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
@@ -231,8 +287,8 @@ class Windows:
         homes: list[Home] = []
         for unit in self._units:
             homes.append((unit.weights.bytes, unit.name))
-            strays = ((part, tensor) for tensor in unit.strays() for part in tensor.parts_of(tensor.host))
-            homes += [(part.data, tensor.name) for part, tensor in strays]
+            apart = (tensor for tensor in unit.tensors if tensor.spans is not None or not tensor.is_home)
+            homes += [(part.data, tensor.name) for tensor in apart for part in tensor.parts_of(tensor.host)]
         return homes
 
     def _open(self, unit: OffloadUnit, scope: _Scope) -> None:
@@ -263,13 +319,16 @@ class Windows:
     def _finish(self, scope: _Scope, since: int, result: object) -> object:
         """Replaces tensors of slots that leave the last window on their units.
 
-        `since` is the number that the first of the forward's nodes has in autograd's graph.
+        `since` is the place of the first context of an autograd function that the forward may have made.
         """
-        name_kept_weights(result, since, [unit for unit in scope.units if unit.has_compound], self._saved)
+        if made := function_contexts.made[since:]:
+            # A function may also keep a weight that a module around this one gave it.
+            name_kept_weights(made, {unit for each in self._scopes() for unit in each.units}, self._saved)
+        closing = [unit for unit in scope.units if unit.open_windows == 1]
+        if not closing:
+            return result
         with unseen_by_selective_checkpoints():
-            return copy_what_leaves(
-                result, self._slots, closing=lambda unit: unit.open_windows == 1 and unit in scope.units
-            )
+            return copy_what_leaves(result, self._slots, closing=closing.__contains__)
 
     @left_out_of_graphs
     def _read(self, unit: OffloadUnit, tensor: UnitTensor) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""How the cases of one part of the survey ended."""
+"""The results of the cases of one part of the survey."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ LIMIT_S = 120
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
         status: its exit status; -9 if a SIGKILL ended it, None if it had to be killed after LIMIT_S.

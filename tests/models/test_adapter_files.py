@@ -27,22 +27,19 @@ from models.diffusion import build_diffusion
 from models.initialise import initialise
 from models.llama import Llama
 from tests.models.helpers.hf_models import tiny
+from tests.models.helpers.unets import UNET
 
 KINDS = (Lora, Dora, RsLora)
 IDS = torch.arange(12).view(2, 6)
 SIZES = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
-UNET = {
-    "sample_size": 8,
+CONDITIONED_UNET = UNET | {
     "in_channels": 4,
     "out_channels": 4,
-    "block_out_channels": [8, 16],
     "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
     "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
-    "norm_num_groups": 4,
     "cross_attention_dim": 8,
     "attention_head_dim": 2,
-    "layers_per_block": 1,
 }
 
 
@@ -106,7 +103,7 @@ def test_peft_reads_the_adapter_of_a_model_of_transformers(tmp_path: Path, name:
 @pytest.mark.parametrize("kind", KINDS)
 def test_diffusers_reads_the_adapter_of_its_models(tmp_path: Path, kind: type[Lora]):
     with torch.device("meta"):
-        model = build_diffusion("UNet2DConditionModel", UNET)
+        model = build_diffusion("UNet2DConditionModel", CONDITIONED_UNET)
     filled(model, kind(4, 8, targets=["to_q", "to_v", "conv1"]))
     save_adapter(model, tmp_path)
     network = base_of(model, type(model.network).from_config(model.network.config))

@@ -23,19 +23,10 @@ from models.diffusion import build_diffusion
 from models.initialise import initialise
 from models.llama import Llama
 from tests.models.helpers.hf_models import batch, tiny
+from tests.models.helpers.unets import UNET
 
 KINDS = (Lora, Dora, RsLora)
 IDS = torch.arange(12).view(2, 6)
-UNET = {
-    "sample_size": 8,
-    "in_channels": 1,
-    "out_channels": 1,
-    "block_out_channels": [8, 16],
-    "down_block_types": ["DownBlock2D", "DownBlock2D"],
-    "up_block_types": ["UpBlock2D", "UpBlock2D"],
-    "norm_num_groups": 4,
-    "layers_per_block": 1,
-}
 
 
 def plain() -> Llama:

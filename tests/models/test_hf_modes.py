@@ -33,7 +33,7 @@ PLANNED = [*NAMES, "gpt2", "gemma2", "qwen3_next", "deepseek_v3", "convnext"]
 
 
 def trained(name: str, mode: Mode, microbatches: int | None) -> tuple[list[dict[str, object]], Counters]:
-    """What two steps left, and what the second copied."""
+    """Returns what two steps left, and what the second copied."""
     model = tiny(name, "meta").train()
     with attached(mode, model):
         initialise_hf(model, seed=1)

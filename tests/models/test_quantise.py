@@ -39,7 +39,7 @@ def quantised(format: Format, rows: int = 12, columns: int = 20) -> tuple[nn.Lin
     """Returns a layer, and the matrix that its weight was made from."""
     layer = nn.Linear(columns, rows)
     given = layer.weight.detach().clone()
-    quantise(layer, [""], format)
+    quantise(layer, ["weight"], format)
     with torch.no_grad():
         layer.weight.copy_(given)
     return layer, given
@@ -94,7 +94,7 @@ def test_it_is_a_parameter_of_the_shape_and_dtype_of_its_matrix(format: Format):
 def test_values_get_in_one_weight_at_a_time(format: Format):
     layer, given = quantised(format)
     expected = layer.weight.dequantised()
-    quantise(layer, [""], format)
+    quantise(layer, ["weight"], format)
     with values_of(layer.weight) as values:
         values[:5].copy_(given[:5])
         values[5:].copy_(given[5:])
@@ -132,11 +132,13 @@ def test_initial_values_are_those_of_the_seed_quantised(dtype: torch.dtype):
 def test_the_linear_layers_of_blocks_are_chosen_by_patterns():
     model = Stack(depth=2)
     blocks = ["blocks.0", "blocks.1"]
-    assert quantisable(model, blocks, (), ()) == [f"blocks.{n}.{name}" for n in (0, 1) for name in ("up", "down")]
-    assert quantisable(model, blocks, ["*.up"], ["blocks.1.*"]) == ["blocks.0.up"]
+    assert quantisable(model, blocks, (), ()) == [
+        f"blocks.{n}.{name}.weight" for n in (0, 1) for name in ("up", "down")
+    ]
+    assert quantisable(model, blocks, ["*.up"], ["blocks.1.*"]) == ["blocks.0.up.weight"]
     # One of a block that is used outside, and one of a name that only begins alike.
     model.head.weight = model.blocks[0].up.weight
-    assert "blocks.0.up" not in quantisable(model, blocks, (), ())
+    assert "blocks.0.up.weight" not in quantisable(model, blocks, (), ())
     assert quantisable(model, ["block"], (), ()) == []
 
 

@@ -56,8 +56,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fills each slot with NaN when its unit leaves it."""
     original = Prefetcher.__init__
 
-    def poisoning(self, units, slots, transfer, prefetch, poison):
-        original(self, units, slots, transfer, prefetch, True)
+    def poisoning(self, units, slots, transfer, prefetch, poison, *others):
+        original(self, units, slots, transfer, prefetch, True, *others)
 
     monkeypatch.setattr(Prefetcher, "__init__", poisoning)
 

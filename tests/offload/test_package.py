@@ -1,4 +1,4 @@
-"""What `pip install .` installs, and the example in the docstring of the package."""
+"""`pip install .` installs the engine, and the example in the docstring of the package runs."""
 
 from __future__ import annotations
 

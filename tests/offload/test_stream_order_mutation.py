@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import tempfile
 import threading
 import time
 from collections import OrderedDict
@@ -27,11 +28,14 @@ from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.worker import UpdateWorker
 from offload.runtime import registry
 from offload.runtime.stream_checker import CheckedEvent, CheckedSignal, CheckedStream, CheckedStreams, StreamOrderError
+from offload.weights import slices
+from tests.offload.helpers.mapped import losses_of, with_low_rank, write_frozen
 from tests.offload.helpers.models import Stack, attached, stack_inputs, train
+from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 
 ENGINE = Path(offload.__file__).parent
 # Call sites of waits and records that the parts below reach. Fewer means that the mutations miss a part of the engine.
-PLACES = 46
+PLACES = 59
 CALLS = (
     (CheckedStream, "wait_event"),
     (CheckedEvent, "record"),
@@ -142,6 +146,24 @@ def _buffers(slots: int) -> None:
             model(stack_inputs(0, 0))
 
 
+def _gathering() -> None:
+    """Sharers that share homes and sum gradients; units that are fetched ahead and not used."""
+
+    def work(sharers: ThreadSharers) -> None:
+        model, mode = Stack(depth=3), LayerStream(slots=2)
+        mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+        for _ in range(2):
+            with mode.step(norms=True):
+                mode.accumulate([lambda: model(stack_inputs(0, sharers.rank)).square().mean()])
+            for parameter in model.parameters():
+                parameter.grad = None
+        with mode.step(), torch.no_grad():
+            model.blocks[0](torch.ones(5, 16))
+        mode.detach()
+
+    as_sharers(2, work)
+
+
 @contextmanager
 def _paced(at_once: bool) -> Iterator[None]:
     """The worker makes each update before its offer returns; or none before somebody waits for one."""
@@ -218,10 +240,25 @@ def _parts() -> list[Callable[[], object]]:
         lambda: train(Stack(), ShardOffload(shards=2), steps=2),
         _swapping,
         _without_backward,
+        _reading_files,
+        _gathering,
         *(part(_buffers, slots) for slots in (1, 2, 3)),
         *(part(_updating, early, at_once) for early in (False, True) for at_once in (False, True)),
         *(part(_updating, early, False, device_share=10**9) for early in (False, True)),
     ]
+
+
+def _reading_files() -> None:
+    """Frozen weights that stay in files, and a unit that nobody expected."""
+    model, mode = with_low_rank(Stack(depth=3)), LayerStream(source="mapped", ring_bytes=40960)
+    with tempfile.TemporaryDirectory() as folder:
+        mode.map_weights(write_frozen(model, Path(folder)))
+        with attached(mode, model):
+            for step in range(2):
+                with mode.step():
+                    mode.accumulate(losses_of(model, step))
+            with torch.no_grad():
+                model.blocks[1](torch.ones(5, 16))
 
 
 def _recomputing(slots: int) -> None:
@@ -232,6 +269,7 @@ def test_every_wait_and_record_is_needed(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
     monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 10000)
+    monkeypatch.setattr(slices, "LEAST_CHUNK_BYTES", 512)
     sites = _Sites(monkeypatch)
     runs = []
     for part in _parts():

@@ -8,18 +8,29 @@ import sys
 
 import pytest
 
-from offload.optimizer.kernels import native_library
+from offload.optimizer.formats import StateFormat
+from offload.optimizer.native_kernel import native_library
 from tests import ROOT
 
 SCRIPT = ROOT / "scripts" / "bench_update.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
-def test_prints_a_rate_for_each_kernel_and_number_of_threads(state_dtype: str):
+def test_prints_a_rate_for_each_format_kernel_and_number_of_threads():
     command = [sys.executable, str(SCRIPT), "--threads", "1", "2", "--parameters", "100000", "--repeats", "1"]
-    run = subprocess.run([*command, "--state-dtype", state_dtype], capture_output=True, text=True, check=True)
-    rows = re.findall(r"^ +(\d) threads +(\w+) +([\d.]+) Gparam/s +pause +[\d.]+ ms$", run.stdout, re.MULTILINE)
-    kernels = ["fused", "native"] if native_library() else ["fused"]
-    assert [(threads, kernel) for threads, kernel, _ in rows] == [(t, kernel) for t in "12" for kernel in kernels]
+    command += ["--master", "fp32", "compact", "--state-dtype", "fp32", "bf16"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    formats = re.findall(r"^master (\w+), moments (\w+), ([\d.]+) bytes a parameter$", run.stdout, re.MULTILINE)
+    assert formats == [
+        ("fp32", "fp32", "28.0"),
+        ("fp32", "bf16", "20.0"),
+        ("compact", "fp32", "26.0"),
+        ("compact", "bf16", "18.0"),
+    ]
+    row = r"^ +(\d) threads +(\w+) +(?:([\d.]+) Gparam/s +)?([\d.]+) GB/s(?: +pause +[\d.]+ ms)?$"
+    rows = re.findall(row, run.stdout, re.MULTILINE)
+    kernels = ["fused", "native"] if native_library(StateFormat()) else ["fused"]
+    assert [(threads, kernel) for threads, kernel, *_ in rows] == [
+        (threads, kernel) for threads in "12" for kernel in (*kernels, "copy")
+    ] * 4
     assert run.stderr == ""

@@ -11,14 +11,15 @@ from torch import nn
 from models.llama import Llama
 from offload.optimizer.adamw import HostAdamW
 from offload.runtime import registry
-from tests.training.helpers.in_process import CONF, TINY_RUN, components_of, run_here
+from tests.training.helpers.in_process import TINY_RUN, components_of, run_here
 from training.components import Components, acquired
+from training.config.modes import mode_options
 from training.errors import UserError
 from training.metrics.files import read_metrics
 from training.optim import AdamW
 from training.planning.plan import dry_step
 
-MODES = sorted(path.stem for path in (CONF / "offload").glob("*.yaml"))
+MODES = sorted(mode_options())
 SWAPS = ("tensor_swap", "layer_stream_swap", "bounce_linear_swap")
 TIED = "model.tie_word_embeddings=true"
 

@@ -12,6 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, open_dict
 
+from offload.planning import STATE_DTYPES
 from tests import ROOT
 from tests.training.helpers.in_process import conf_initialised, run_here
 from training import sweep
@@ -49,8 +50,8 @@ def test_every_experiment_composes_and_is_consistent(experiment: str):
     check(config)
 
 
-def jobs(*arguments: str) -> list[list[str]]:
-    params = composed("experiment=offload_ablation").hydra.sweeper.params
+def jobs(*arguments: str, experiment: str = "offload_ablation") -> list[list[str]]:
+    params = composed(f"experiment={experiment}").hydra.sweeper.params
     overrides = [*(f"{key}={value}" for key, value in params.items()), *arguments]
     with conf_initialised():
         # It lists the options of a group.
@@ -73,6 +74,23 @@ def test_the_ablation_is_narrowed_on_the_command_line():
     assert jobs("offload=layer_stream", "recompute=block", "seed=3", "offload.slots=2,4") == [
         ["offload=layer_stream", "recompute=block", "seed=3", f"offload.slots={slots}"] for slots in (2, 4)
     ]
+
+
+def test_the_largest_model_is_searched_by_plans_of_every_size_of_the_states():
+    config = composed("experiment=largest_24gib")
+    assert config.plan
+    assert (config.vram_budget, config.host_budget, config.clip_norm) == ("22GiB", "119GiB", None)
+    found = {tuple(job) for job in jobs(experiment="largest_24gib")}
+    formats = {job[:2] for job in found}
+    assert formats == {
+        (f"optimizer.master={master}", f"optimizer.state_dtype={moments}")
+        for master in ("compact", "stochastic")
+        for moments in STATE_DTYPES
+    }
+    depths = {int(job[2].partition("=")[2]) for job in found}
+    assert len(found) == len(formats) * len(depths)
+    # From below what the largest states leave room for to beyond what the smallest do, by 119 GiB and 317 M a block.
+    assert min(depths) * 317e6 * 14 < 119 * 2**30 < max(depths) * 317e6 * 6
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from models.diffusion_files import save_diffusion
 from models.hf_saving import save_hf
 from models.weights import load_weights
 from tests.models.helpers.hf_models import trained
+from tests.models.helpers.unets import UNET as TINY
 from tests.test_any_model import COMMON, UNET
 from tests.training.helpers.hub_server import hub_server
 from tests.training.helpers.in_process import components_of, run_here
@@ -23,17 +24,7 @@ from training.errors import UserError
 from training.model_source import local_source, weights_of_source
 from training.planning.chosen import chosen_values
 
-TINY_UNET = {
-    "sample_size": 8,
-    "in_channels": 1,
-    "out_channels": 1,
-    "block_out_channels": [8, 16],
-    "down_block_types": ["DownBlock2D", "DownBlock2D"],
-    "up_block_types": ["UpBlock2D", "UpBlock2D"],
-    "norm_num_groups": 4,
-    "num_class_embeds": 4,
-    "layers_per_block": 1,
-}
+TINY_UNET = {**TINY, "num_class_embeds": 4}
 SHARD_BYTES = 3000
 ONE_STEP = (*COMMON, "steps=1", "checkpoint.every=1")
 

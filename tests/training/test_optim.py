@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.optimizer import kernels
+from offload.optimizer.rounding import round_weights
 from training.optim import AdamW
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -44,14 +45,17 @@ def train(optimizer: torch.optim.Optimizer, steps: range = range(STEPS)) -> None
 
 
 def reference(shadows: list[nn.Parameter], dtype: torch.dtype) -> list[Tensor]:
-    """torch's fused AdamW by hand on float32 masters of `shadows`, each step's value rounded to `dtype`."""
+    """torch's fused AdamW by hand on float32 masters of `shadows`, the last value rounded to `dtype`."""
     masters = [nn.Parameter(shadow.detach().float()) for shadow in shadows]
     fused = torch.optim.AdamW(masters, **SETTINGS, fused=True)
     for step in range(STEPS):
         for master, shadow in zip(masters, shadows, strict=True):
             master.grad = gradient(shadow, step).float()
         fused.step()
-    return [master.detach().to(dtype) for master in masters]
+    rounded = [torch.empty(master.numel(), dtype=dtype, device=master.device) for master in masters]
+    for master, into in zip(masters, rounded, strict=True):
+        round_weights(master.detach().view(-1), into)
+    return [into.view_as(master) for master, into in zip(masters, rounded, strict=True)]
 
 
 @pytest.mark.parametrize("device", DEVICES)

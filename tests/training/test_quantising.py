@@ -103,7 +103,7 @@ def test_layers_are_chosen_by_patterns():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("quantize=int8", "quantize.include=[nothing]"), r"^quantize=int8: no Linear layer .*include=\['nothing'\]"),
+        (("quantize=int8", "quantize.include=[nothing]"), r"^quantize=int8: no linear layer .*include=\['nothing'\]"),
         (("quantize=int4", "quantize.group=3"), r"^quantize\.group=3: must be even"),
         (("quantize=nf4", "quantize.blocks=elsewhere"), r"^quantize\.blocks=elsewhere: no list of blocks there"),
     ],

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.helpers.in_process import SMALL_MODEL, run_here
+from tests.training.helpers.in_process import SMALL_MODEL, composed, run_here
 from training import recorder
+from training.build import build
+from training.loop import train
+from training.parallel.ranks import Ranks
 from training.planning.report import RunPlan
 
 SMALL = (
@@ -51,6 +54,29 @@ def test_a_peak_is_that_of_the_steps_of_a_record(tmp_path: Path, monkeypatch: py
     run_here(tmp_path, *QUIET, "steps=4", "log_every=1")
     assert [record["memory/vram_peak_gib"] for record in metrics(tmp_path)] == [8.0, 8.0, 3.0, 2.0]
     assert summary(tmp_path)["memory/vram_peak_gib"] == 8.0
+
+
+def test_host_memory_is_that_of_the_ranks_of_one_host():
+    assert recorder.of_largest_host((0, 0, 0), (1.0, 2.0, 3.0)) == 6.0
+    assert recorder.of_largest_host((0, 0, 1, 1), (1.0, 2.0, 3.0, 1.5)) == 4.5
+
+
+def test_memory_of_several_ranks_is_that_of_the_fullest_gpu_and_host(tmp_path: Path, monkeypatch):
+    vram, rss = {"memory/vram_peak_gib": 7.0, "memory/vram_reserved_gib": 8.0}, {"memory/rss_gib": 5.0}
+    theirs = {**vram, **rss, "memory/host_pinned_gib": 1.0}
+    ranks = type("Two", (Ranks,), {"count": 2, "measured": lambda self, values: [values, theirs]})()
+    for hosts, expected in (((0, 0), lambda own: own + 5.0), ((0, 1), lambda own: max(own, 5.0))):
+        ranks.hosts = hosts
+        folder = tmp_path / str(hosts)
+        config, invocation = composed(*QUIET, "steps=2", "log_every=2", run_dir=folder)
+        folder.mkdir()
+        with build(config, invocation, ranks=ranks) as job:
+            train(job)
+        record, done = metrics(folder)[-1], summary(folder)
+        assert (record["memory/vram_peak_gib"], record["memory/vram_reserved_gib"]) == (7.0, 8.0)
+        assert record["memory/rss_gib"] == expected(done["rank0/memory/rss_gib"])
+        # Of the whole step's batch.
+        assert record["perf/tokens_per_s"] == pytest.approx(4 * 64 / record["perf/step_ms"] * 1e3)
 
 
 def test_a_record_covers_the_steps_since_the_last(tmp_path: Path):

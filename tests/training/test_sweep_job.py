@@ -56,6 +56,30 @@ def test_a_job_that_does_not_react_is_killed_with_all_that_it_started(tmp_path: 
     assert "it is to save and end, within 0 s" in capsys.readouterr().out
 
 
+def test_a_job_is_asked_earlier_so_that_it_has_saved_when_its_time_is_over(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    late = job(tmp_path, timeout_min=0.1)
+    begin = time.monotonic()
+    late.run(["bash", "-c", SAVES, "SIGCONT"], ENVIRONMENT, early_s=1000)
+    # Half of the time is the job's.
+    assert 3 <= time.monotonic() - begin < 6
+    assert late.outcome == ("stopped", "hydra.launcher.timeout_min=0.1 was over: SIGTERM")
+
+
+def test_a_job_that_nobody_saw_end_is_a_row_unless_there_are_results(tmp_path: Path):
+    lost = job(tmp_path / "empty")
+    lost.lose("12 ended as NODE_FAIL")
+    assert (lost.outcome, lost.refused) == (("killed", "12 ended as NODE_FAIL"), False)
+    assert read_summary(tmp_path / "empty") == {"status": "killed", "reason": "12 ended as NODE_FAIL"}
+    earlier = {"status": "ok", "perf/step_ms": 1.0}
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "summary.json").write_text(json.dumps(earlier))
+    lost = job(tmp_path / "full")
+    lost.lose("12 ended as CANCELLED")
+    assert (lost.outcome, lost.refused) == (("killed", "12 ended as CANCELLED"), True)
+    assert read_summary(tmp_path / "full") == earlier
+
+
 def test_a_job_within_its_time_is_left_alone(tmp_path: Path):
     quick = job(tmp_path, timeout_min=1)
     quick.run(["true"], ENVIRONMENT)

@@ -51,7 +51,22 @@ MAY_CHANGE = (
 )
 # Both optimizers compute the same from the same states; one has knobs that the other lacks.
 SAME_OPTIMIZER = ("training.optim.AdamW", "offload.optimizer.adamw.HostAdamW")
-ABSENT_OPTIMIZER_KEYS = {"optimizer.state_dtype": "fp32"}
+ABSENT_OPTIMIZER_KEYS = {
+    "optimizer.master": "fp32",
+    "optimizer.state_dtype": "fp32",
+    "optimizer.state_rounding": "nearest",
+}
+# Values of `optimizer.master` with the same numbers.
+EXACT_MASTERS = {"compact", "fp32"}
+# What a state loses from one value of a key to another; from these values to others it loses nothing.
+KEEPS_ALL = {
+    "optimizer.master": {"stochastic": {"compact", "fp32", "kahan"}, "kahan": {"compact", "fp32"}},
+    "optimizer.state_dtype": {"bf16": {"fp32"}, "int8": {"fp32"}},
+}
+LOSES = {
+    "optimizer.master": "the masters would lose their low bits",
+    "optimizer.state_dtype": "the moments would lose their low bits",
+}
 ABSENT = "absent"
 
 
@@ -78,9 +93,13 @@ def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key:
                 " rounding from what it would have been; devices times microbatches, as it was, changes nothing",
                 *changed["devices"],
             )
+    may_change = (*may_change, *_kept_states(changed))
     refused = [name for name in changed if not any(fnmatchcase(name, pattern) for pattern in may_change)]
     if refused:
-        listed = "; ".join(f"{name}: was {changed[name][0]}, is {changed[name][1]}" for name in refused)
+        lost = {name: f" ({LOSES[name]})" for name in refused if name in LOSES}
+        listed = "; ".join(
+            f"{name}: was {changed[name][0]}, is {changed[name][1]}{lost.get(name, '')}" for name in refused
+        )
         raise UserError(
             f"{key}: the configuration is not the checkpoint's in {listed}: give the old values to resume,"
             f" or begin a new run from these weights, model.weights={folder}"
@@ -91,6 +110,21 @@ def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key:
             " would have been",
             *changed["steps"],
         )
+
+
+def _kept_states(changed: dict[str, tuple[str, str]]) -> list[str]:
+    """Returns the changed keys of state formats by which no state is lost; warns of those that change the numbers."""
+    kept = []
+    for name, wider in KEEPS_ALL.items():
+        was, now = changed.get(name, (ABSENT, ABSENT))
+        if name == "optimizer.master" and {was, now} == EXACT_MASTERS:
+            kept.append(name)
+        elif now in wider.get(was, ()):
+            logger.warning(
+                "%s: was %s, is %s: no state is lost, but the rest of the run rounds otherwise", name, was, now
+            )
+            kept.append(name)
+    return kept
 
 
 def changed_values(config: DictConfig, saved: dict[str, Any]) -> dict[str, tuple[str, str]]:
@@ -125,6 +159,9 @@ def _parts(values: dict[str, Any]) -> int:
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
     values = ABSENT_OPTIMIZER_KEYS | dict(_leaves(config))
+    if values.get("optimizer.rounding_seed") == values.get("seed"):
+        # By default it is the run's seed, which is compared already; earlier checkpoints lack it.
+        values.pop("optimizer.rounding_seed", None)
     if values.get("optimizer._target_") in SAME_OPTIMIZER:
         values["optimizer._target_"] = SAME_OPTIMIZER[0]
     return values

@@ -5,20 +5,18 @@ import functools
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Event
 
+from models.whole_folder import Fill, Write, flush_names, write_file
 from training.checkpoints.layout import MANIFEST_FILE
 from training.checkpoints.manifest import THREADS, FileRecord, manifest_text
 from training.checkpoints.side_by_side import side_by_side
 from training.runs.files import partial_path
 
-Write = Callable[[bytes | memoryview], object]
 
-
-def write_folder(folder: Path, files: Mapping[str, Callable[[Write], object]]) -> int:
+def write_folder(folder: Path, files: Mapping[str, Fill]) -> int:
     """Writes `folder` with `files` and a manifest of them; returns the bytes written.
 
     `files` maps each name to a function, which gets a `write` and calls it with the file's bytes. All files are written
@@ -37,9 +35,9 @@ def write_folder(folder: Path, files: Mapping[str, Callable[[Write], object]]) -
         records = dict(zip(files, side_by_side(writers, THREADS, given_up), strict=True))
         manifest = manifest_text(records).encode()
         _write_file(partial / MANIFEST_FILE, lambda write: write(manifest), given_up)
-        sync_folder(partial)
+        flush_names(partial)
         partial.rename(folder)
-        sync_folder(folder.parent)
+        flush_names(folder.parent)
     except (OSError, KeyboardInterrupt):
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -61,33 +59,20 @@ def remove_leftover(path: Path) -> None:
         path.unlink()
 
 
-def sync_folder(folder: Path) -> None:
-    """Flushes the names in a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_file(path: Path, fill: Callable[[Write], object], given_up: Event) -> FileRecord:
+def _write_file(path: Path, fill: Fill, given_up: Event) -> FileRecord:
     digest = hashlib.sha256()
     nbytes = 0
 
-    def write(data: bytes | memoryview) -> None:
-        nonlocal nbytes
-        if given_up.is_set():
-            raise InterruptedError(f"{path} was given up")
-        file.write(data)
-        digest.update(data)
-        nbytes += len(data)
+    def recorded(write: Write) -> None:
+        def write_piece(data: bytes | memoryview) -> None:
+            nonlocal nbytes
+            if given_up.is_set():
+                raise InterruptedError(f"{path} was given up")
+            write(data)
+            digest.update(data)
+            nbytes += len(data)
 
-    with open(path, "xb") as file:
-        fill(write)
-        file.flush()
-        os.fsync(file.fileno())
-        # Otherwise the system would keep a copy of the whole model in memory, as cache of these files.
-        if hasattr(os, "posix_fadvise"):
-            with suppress(OSError):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        fill(write_piece)
+
+    write_file(path, recorded)
     return FileRecord(nbytes, digest.hexdigest())

@@ -17,27 +17,30 @@ from models.safetensors_files import DTYPE_NAMES, StoredTensor, read_headers, re
 from models.weights import INDEX_FILE, SINGLE_FILE, checkpoint_files, load_weights
 from training.checkpoints.layout import MANIFEST_FILE, OPTIMIZER_STEM, WEIGHTS_STEM
 from training.checkpoints.manifest import DamagedError
+from training.checkpoints.state_formats import read_states, states_in_another_format
 
-MASTER = "master"
+# A copy of a parameter, where its state is on another device.
+COPY = "weight"
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Returns the optimizer's states as PARAMETER.STATE, in the model's order.
 
-    The master of a float32 parameter is left out: it equals the parameter.
+    Copies of parameters are left out.
     """
     return {
         f"{name}.{key}": tensor
         for name, parameter in model.named_parameters()
         for key, tensor in sorted(optimizer.state.get(parameter, {}).items())
-        if not (key == MASTER and parameter.dtype == torch.float32)
+        if key != COPY
     }
 
 
 def load_tensors(folder: Path, names: Iterable[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Copies a checkpoint into the model and the optimizer's states, which exist already, on any device.
 
-    Of a model with adapters the checkpoint has these, and its base has been filled before.
+    Of a model with adapters the checkpoint has these, and its base has been filled before. States in another format of
+    masters and moments are brought into that of the optimizer.
 
     `names` are the files of the checkpoint in `folder`; no other file is read. Raises DamagedError naming a file that
     is not among them or a tensor that does not fit, before anything is changed.
@@ -46,11 +49,15 @@ def load_tensors(folder: Path, names: Iterable[str], model: nn.Module, optimizer
     states = optimizer_tensors(model, optimizer)
     try:
         stored = read_headers(folder / name for name in names if _has_stem(name, OPTIMIZER_STEM))
-        _check(states, stored, folder)
+        others = states_in_another_format(model, optimizer, stored)
+        known = {f"{parameter}.{key}" for parameter, keys in others.items() for key in keys}
+        states = {name: tensor for name, tensor in states.items() if name.rpartition(".")[0] not in others}
+        _check(states, {name: entry for name, entry in stored.items() if name not in known}, folder)
         if is_adapted(model):
             load_adapter_tensors(model, folder / _listed(ADAPTER_FILE, names, folder))
             read_into(states, stored)
-            return renew_masters(model, optimizer)
+            read_states(model, optimizer, others, stored)
+            return renew_copies(model, optimizer)
         weights = read_headers(folder / name for name in names if _has_stem(name, WEIGHTS_STEM) and name != INDEX_FILE)
         held = {}
         for name, tensor in model.state_dict().items():
@@ -63,7 +70,8 @@ def load_tensors(folder: Path, names: Iterable[str], model: nn.Module, optimizer
     except (ValueError, FileNotFoundError) as error:
         raise DamagedError(str(error)) from None
     read_into(states, stored)
-    renew_masters(model, optimizer)
+    read_states(model, optimizer, others, stored)
+    renew_copies(model, optimizer)
 
 
 def _listed(name: str, names: Iterable[str], folder: Path) -> str:
@@ -94,9 +102,9 @@ def _shown(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 @torch.no_grad()
-def renew_masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Copies float32 parameters into their masters, which exist only if states are on the device."""
+def renew_copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Copies parameters into the copies of them beside their states, where there are some."""
     for parameter in model.parameters():
-        master = optimizer.state.get(parameter, {}).get(MASTER)
-        if master is not None and parameter.dtype == torch.float32:
-            master.copy_(parameter)
+        copy = optimizer.state.get(parameter, {}).get(COPY)
+        if copy is not None:
+            copy.copy_(parameter)

@@ -60,7 +60,14 @@ def _derived(attribute: str) -> Callable[[Row], Statistic | None]:
 
 
 COLUMNS = (
-    Column("devices", "devices", "devices that share each step", _measured("devices"), ",.0f"),
+    Column(
+        "devices",
+        "devices",
+        "devices that share each step: rates are those of all together, VRAM is that of the fullest, host memory that"
+        " of all on one host, and copies and waits are those of the first",
+        _measured("devices"),
+        ",.0f",
+    ),
     Column("step ms", "step_ms", "time of one step", _measured("perf/step_ms"), ",.1f"),
     Column("to none", "ratio_to_none", "step time divided by that of its resident run", _derived("ratio"), ".2f"),
     Column(

@@ -1,12 +1,14 @@
 """Rows of a comparison: runs that differ in their seed alone, averaged and compared with their resident run."""
 
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from training.comparison.departures import departure
 from training.comparison.runs import LONGEST_WORD, Run
 from training.comparison.settings import all_settings, find_reference, name_runs
 from training.metrics.files import is_number
@@ -46,6 +48,8 @@ class Row:
     curve: str | None = None
     """EQUAL if the losses are those of the reference in every bit, else the largest relative difference; of the
     reference REFERENCE"""
+    departure: str | None = None
+    """where and why the losses differ from those of the reference, of the first run that differs"""
 
     @property
     def measured(self) -> list[Run]:
@@ -87,6 +91,11 @@ class Row:
         """The reasons why runs ended as they did, each reason once."""
         return list(dict.fromkeys(run.reason for run in self.runs if run.reason not in ("", run.status)))
 
+    @property
+    def notes(self) -> list[str]:
+        """How runs differed from what was asked for, each note once."""
+        return list(dict.fromkeys(note for run in self.runs for note in run.notes))
+
     def mean(self, key: str) -> float | None:
         statistic = self.statistics.get(key)
         return statistic.mean if statistic else None
@@ -106,6 +115,7 @@ def build_rows(runs: Sequence[Run]) -> list[Row]:
     rows = [Row(name, members, {}) for name, (_, members) in zip(names, groups, strict=True)]
     for row in rows:
         row.statistics = _statistics(row.measured)
+    _count_devices(rows)
     candidates = [values for values, _ in groups]
     for row, values in zip(rows, candidates, strict=True):
         found = find_reference(values, [other if rows[i].finished else {} for i, other in enumerate(candidates)])
@@ -167,6 +177,25 @@ def _statistics(runs: Sequence[Run]) -> dict[str, Statistic]:
     return found
 
 
+def _count_devices(rows: Sequence[Row]) -> None:
+    """Gives all rows the number of their devices, if one has several; a plan has it in its configuration alone."""
+    counts = [max((_devices(run) for run in row.measured), default=0) for row in rows]
+    if max(counts, default=0) > 1:
+        for row, count in zip(rows, counts, strict=True):
+            if count:
+                row.statistics["devices"] = Statistic(float(count))
+
+
+def _devices(run: Run) -> int:
+    """Returns the devices that shared each step of a run, 0 if that is not known."""
+    count = run.summary.get("devices")
+    if is_number(count):
+        return int(count)
+    # A run of an earlier version has no such key, and one device.
+    text = str(run.config.get("devices", 1))
+    return int(text) if run.config and re.fullmatch(r"\d{1,6}", text) else 0
+
+
 def _compare(row: Row, reference: Row) -> None:
     row.reference = reference
     own, other = row.mean("perf/step_ms"), reference.mean("perf/step_ms")
@@ -181,6 +210,7 @@ def _compare(row: Row, reference: Row) -> None:
     known = [difference for difference in differences if difference is not None]
     if known:
         row.curve = EQUAL if max(known) == 0 else f"{max(known):.1e}"
+    row.departure = next(filter(None, (departure(run.records, other.records) for run, other in pairs)), None)
 
 
 def _floor_ratio(row: Row) -> float | None:

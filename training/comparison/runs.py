@@ -43,6 +43,8 @@ MOST_SETTINGS = 1000
 MOST_BYTES = 2**60
 # Characters of a text in a file of a run.
 LONGEST_WORD, LONGEST_FACT, LONGEST_REASON = 40, 100, 1000
+# Notes of a run.
+MOST_NOTES = 20
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class Run:
     """of its machine: `device` and `gpu_name`, as far as they are known"""
     origin: dict[str, str] = field(default_factory=dict)
     """`machine`, `torch`, `commit` and `date`, as far as they are known"""
+    notes: tuple[str, ...] = ()
+    """how the run differed from what its configuration asks for"""
     command: str = ""
     """the command line of a run that recorded its overrides"""
     misfits: tuple[str, ...] = ()
@@ -158,6 +162,7 @@ def read_run(directory: Path) -> Run:
         records=records,
         hardware={key: hardware[key] for key in ("device", "gpu_name") if isinstance(hardware.get(key), str)},
         origin=_origin(hardware, plan),
+        notes=_notes(metrics.pop("notes", None)),
         command=_command(recorded.get("overrides")),
         misfits=misfits,
         budget_gib={kind: nbytes / 2**30 for kind, nbytes in _by_memory(plan, "budget_bytes", _is_size).items()},
@@ -250,6 +255,12 @@ def _by_memory(plan: dict[str, Any], key: str, wanted: Callable[[Any], bool]) ->
 
 def _is_size(value: Any) -> bool:
     return is_number(value) and 0 < value < MOST_BYTES
+
+
+def _notes(notes: Any) -> tuple[str, ...]:
+    if not isinstance(notes, list):
+        return ()
+    return tuple(shortened(note, LONGEST_REASON) for note in notes[:MOST_NOTES] if isinstance(note, str))
 
 
 def _command(overrides: Any) -> str:

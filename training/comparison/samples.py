@@ -23,7 +23,7 @@ LONGEST_TEXT = 4000
 
 @dataclass(frozen=True)
 class LastSample:
-    """What the first run of a row made last.
+    """The last sample of the first run of a row.
 
     Attributes:
         step: steps that were done then.

@@ -18,7 +18,10 @@ INCIDENTAL = ("log_every", "eval.every", "sample", "trace", "trace_step", "check
 # Keys of where and how the optimizer computes, which leave its update rule the same.
 PLACEMENT = (
     "optimizer._target_",
+    "optimizer.master",
     "optimizer.state_dtype",
+    "optimizer.state_rounding",
+    "optimizer.rounding_seed",
     "optimizer.device_share",
     "optimizer.threads",
     "optimizer.compile",

@@ -84,8 +84,15 @@ def print_tables(rows: Sequence[Row], title: str, *, stream: TextIO | None = Non
 
 
 def explanations(rows: Sequence[Row]) -> list[str]:
-    """Returns a line for each reason why a run did not finish, and for what is wrong with the files of a run."""
-    return [visible(f"{row.name}: {row.status}: {reason}") for row in rows for reason in row.reasons]
+    """Returns a line for each reason why a run did not finish, for what is wrong with the files of a run, for where and
+    why a curve departs from the resident run's, and for each note of a run.
+    """
+    lines = []
+    for row in rows:
+        lines += [f"{row.name}: {row.status}: {reason}" for reason in row.reasons]
+        lines += [f"{row.name}: {row.departure}"] if row.departure else []
+        lines += [f"{row.name}: {note}" for note in row.notes]
+    return [visible(line) for line in lines]
 
 
 def to_csv(rows: Sequence[Row]) -> str:
@@ -98,7 +105,8 @@ def to_csv(rows: Sequence[Row]) -> str:
     headings = []
     for column in COLUMNS:
         headings += [column.name, f"{column.name}_std"] if column.has_spread else [column.name]
-    writer.writerow(["name", *headings, "curve", "compared_with", "seeds", "status", "why", "directories"])
+    words = ["curve", "compared_with", "seeds", "status", "why", "departure", "notes", "directories"]
+    writer.writerow(["name", *headings, *words])
     for row in rows:
         numbers: list[float | None] = []
         for column in COLUMNS:
@@ -115,6 +123,8 @@ def to_csv(rows: Sequence[Row]) -> str:
                 _csv_text(row.seeds),
                 _csv_text(row.status),
                 _csv_text("; ".join(row.reasons)),
+                _csv_text(row.departure),
+                _csv_text("; ".join(row.notes)),
                 _csv_text(";".join(str(run.directory) for run in row.runs)),
             ]
         )

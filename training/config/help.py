@@ -15,7 +15,7 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
 from offload import explanations
-from training.config.modes import mode_options
+from training.config.modes import all_options
 from training.config.schema import SCHEMAS
 
 WIDTH = 120
@@ -36,9 +36,9 @@ def page(_root_: DictConfig) -> str:
 
 def modes() -> str:
     """Returns the options of the group `offload` with their descriptions, as part of the list of groups."""
-    width = max(len(name) for name in mode_options()) + 1
+    width = max(len(name) for name in all_options()) + 1
     lines = []
-    for number, option in enumerate(mode_options().values()):
+    for number, option in enumerate(all_options().values()):
         start = f"  {'' if number else 'offload':12}{option.name:{width}}"
         lines.append(_wrapped(start, option.description))
     return "\n".join(lines).lstrip()

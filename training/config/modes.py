@@ -1,5 +1,7 @@
 """Finds the offload modes: every file of conf/offload is one, by the class that it names in `_target_`.
 
+Those of the package `peers` are systems of others, to compare with, and options of the group all the same.
+
 The knobs of a mode are the fields of its class. So a new mode is one file in offload/modes and one in conf/offload:
 its configuration, the help page, the benchmarks, the sweep over all modes and the table of docs/modes.md find it here.
 """
@@ -11,9 +13,11 @@ from functools import cache
 from pathlib import Path
 
 import yaml
+from omegaconf import DictConfig
 
 FOLDER = Path(__file__).resolve().parents[2] / "conf" / "offload"
 RESIDENT = "none"
+PEERS = "peers."
 
 
 @dataclass(frozen=True)
@@ -28,18 +32,41 @@ class ModeOption:
     description: str
     target: str | None
 
+    @property
+    def is_peer(self) -> bool:
+        """True for a system of others."""
+        return (self.target or "").startswith(PEERS)
+
 
 @cache
-def mode_options(folder: Path = FOLDER) -> dict[str, ModeOption]:
-    """Returns the options by name, the resident model first."""
+def all_options(folder: Path = FOLDER) -> dict[str, ModeOption]:
+    """Returns modes and peers by name, the resident model first."""
     paths = sorted(folder.glob("*.yaml"), key=lambda path: (path.stem != RESIDENT, path.stem))
     return {path.stem: _option(path) for path in paths}
+
+
+def mode_options(folder: Path = FOLDER) -> dict[str, ModeOption]:
+    """Returns the modes of this repository by name, the resident model first."""
+    return {name: option for name, option in all_options(folder).items() if not option.is_peer}
+
+
+def peer_options(folder: Path = FOLDER) -> dict[str, ModeOption]:
+    """Returns the systems of others by name."""
+    return {name: option for name, option in all_options(folder).items() if option.is_peer}
 
 
 def modes_table(options: dict[str, ModeOption]) -> str:
     """Returns the options as a table in Markdown, a line each."""
     lines = (f"| `{option.name}` | {option.description} |" for option in options.values())
     return "\n".join(("| `offload=` | what it does |", "|---|---|", *lines))
+
+
+def weights_node(config: DictConfig) -> tuple[str, DictConfig]:
+    """Returns the key and the knobs of the mode that decides where the weights live."""
+    key, mode = "offload", config.offload
+    while "weights" in mode:
+        key, mode = f"{key}.weights", mode.weights
+    return key, mode
 
 
 def _option(path: Path) -> ModeOption:

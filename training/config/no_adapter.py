@@ -1,4 +1,4 @@
-"""Whether a run trains an adapter. Apart from the other types, because a sweep asks it, and imports no torch."""
+"""Tells whether a run trains an adapter. Apart from the other types, because a sweep asks it, and imports no torch."""
 
 from dataclasses import dataclass
 

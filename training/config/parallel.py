@@ -15,9 +15,30 @@ class Reduction(StrEnum):
     fast = "fast"
 
 
+class Numa(StrEnum):
+    """auto: each rank runs on the NUMA node of its GPU, where a host has several. off: it runs on any core."""
+
+    auto = "auto"
+    off = "off"
+
+
+class Homes(StrEnum):
+    """own: each rank has its own copy of all weights and states. shared: ranks have one copy of what streams."""
+
+    own = "own"
+    shared = "shared"
+
+
 @dataclass
 class Parallel:
-    """How several devices work together: how gradients are summed, and after how many seconds a rank counts as hung."""
+    """How several devices work together: how gradients are summed, and after how many seconds a rank counts as hung.
 
+    `homes`: what offload modes keep in host memory is there once for each rank, or once. `hosts`: over how many hosts
+    they are spread, evenly.
+    """
+
+    homes: Homes = MISSING
     reduction: Reduction = MISSING
+    numa: Numa = MISSING
+    hosts: int = number(at_least=1, at_most=64)
     timeout_s: float = number(above=0, at_most=1_000_000)

@@ -18,7 +18,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from offload import HostAdamW
 from training.config.declare import Built, number, schema_of
-from training.config.modes import mode_options
+from training.config.modes import all_options
 from training.config.no_adapter import NoAdapter, has_adapter
 from training.config.parallel import Parallel
 from training.config.quantize import OPTIONS as QUANTIZE_OPTIONS
@@ -72,23 +72,25 @@ class Llama(Built):
 
 
 @dataclass
-class HuggingFace(Built):
-    _target_: str = "models.hf.build_hf"
+class OfLibrary(Built):
+    """The keys of every model of another library."""
+
     source: str = MISSING
-    task: str = MISSING
     # A dictionary of any keys, or null. OmegaConf would refuse new keys in a dictionary that is there already.
     overrides: Any = MISSING
-    attention: str = MISSING
     weights: str | None = MISSING
 
 
 @dataclass
-class Diffusers(Built):
+class HuggingFace(OfLibrary):
+    _target_: str = "models.hf.build_hf"
+    task: str = MISSING
+    attention: str = MISSING
+
+
+@dataclass
+class Diffusers(OfLibrary):
     _target_: str = "models.diffusion.build_diffusion"
-    source: str = MISSING
-    # A dictionary of any keys, or null. OmegaConf would refuse new keys in a dictionary that is there already.
-    overrides: Any = MISSING
-    weights: str | None = MISSING
 
 
 @dataclass
@@ -114,15 +116,21 @@ class TextFiles(Text):
 
 
 @dataclass
-class HubText(Text):
-    _target_: str = "training.data.datasets.HubText"
+class OfHub(Built):
+    """The keys of every dataset of the Hub."""
+
     name: str = MISSING
     config_name: str | None = MISSING
     split: str = MISSING
-    text_column: str = MISSING
     revision: str | None = MISSING
     shuffle_buffer: int = number(at_least=1)
     eval_split: str | None = MISSING
+
+
+@dataclass
+class HubText(Text, OfHub):
+    _target_: str = "training.data.datasets.HubText"
+    text_column: str = MISSING
 
 
 @dataclass
@@ -152,20 +160,14 @@ class ImageFolder(Built):
 
 
 @dataclass
-class ImageColumn(Built):
+class ImageColumn(OfHub):
     _target_: str = "training.data.image_column.ImageColumn"
-    name: str = MISSING
-    config_name: str | None = MISSING
-    split: str = MISSING
     image_column: str = MISSING
     label_column: str | None = MISSING
     num_classes: int | None = number(at_least=1)
-    revision: str | None = MISSING
     size: int = number(at_least=1)
     crop: str = MISSING
     flip: bool = MISSING
-    shuffle_buffer: int = number(at_least=1)
-    eval_split: str | None = MISSING
     eval_share: float = number(at_least=0, at_most=0.5)
 
 
@@ -209,7 +211,7 @@ class RecomputeBlocks:
 
 @dataclass
 class LoraAdapter(Built):
-    """What `models.adapters` makes, and where its first values are from.
+    """The keys of an adapter that `models.adapters` makes, and of its first values.
 
     Args:
         rank: of the two matrices beside a layer.
@@ -291,6 +293,7 @@ class Hardware:
     fp32_tflops: float | None = number(above=0)
     update_gparams_s: float | None = number(above=0)
     device_gb_s: float | None = number(above=0)
+    disk_gb_s: float | None = number(above=0)
 
 
 @dataclass
@@ -337,7 +340,7 @@ class TrainConfig:
 TASKS = {"causal_lm": CausalLM, "flow_matching": FlowMatching, "classification": Classification}
 OPTIMIZERS = {"adamw": AdamW, "host_adamw": HostAdamW}
 SCHEMAS = {
-    "offload": {name: schema_of(get_class(option.target)) for name, option in mode_options().items() if option.target},
+    "offload": {name: schema_of(get_class(option.target)) for name, option in all_options().items() if option.target},
     "model": {"llama": Llama, "hf": HuggingFace, "diffusers": Diffusers},
     "adapter": {"none": NoAdapter, "lora": LoraAdapter, "dora": DoraAdapter, "rslora": RsLoraAdapter},
     "dataset": {

@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from offload import KnobError, in_range, parse_bytes
 from training.config.auto import AUTO
 from training.config.construct import check_optimizer, make_mode
+from training.config.parallel import Homes
 from training.config.schema import SCHEMAS, Llama, TextFiles
 from training.config.unknown_keys import unknown_key
 from training.errors import UserError
@@ -98,6 +99,13 @@ def _check_rules(config: DictConfig) -> None:
         divided = f"batch_size={config.batch_size}" if config.devices == 1 else f"{share}, batch_size over devices"
         raise UserError(
             f"microbatches={parts}: must be between 1 and {divided}, the sequences that it divides, or auto"
+        )
+    if config.parallel.hosts > config.devices:
+        raise UserError(f"parallel.hosts={config.parallel.hosts}: must be at most devices={config.devices}")
+    if config.parallel.hosts > 1 and config.parallel.homes == Homes.shared:
+        raise UserError(
+            f"parallel.homes=shared with parallel.hosts={config.parallel.hosts}: only processes of one host can share"
+            " memory: give parallel.homes=own"
         )
     if config.devices > 1 and config.device.startswith("cuda:"):
         raise UserError(

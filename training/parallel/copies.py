@@ -1,15 +1,19 @@
-"""What every rank has a copy of: weights, buffers and optimizer states. They are equal on all ranks between steps."""
+"""Weights, buffers and optimizer states, which every rank has a copy of. They are equal on all ranks between steps."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 
 from models.quantise import stored_tensors
 from offload import HostAdamW
-from training.checkpoints.tensors import optimizer_tensors, renew_masters
+from training.checkpoints.tensors import optimizer_tensors, renew_copies
 from training.errors import UserError
 
+# The number of updates among the states of a parameter.
+STEP = "step"
 # Their statistics are those of one rank's examples.
 WITH_STATISTICS = (
     nn.BatchNorm1d,
@@ -32,23 +36,30 @@ def refuse_statistics(model: nn.Module) -> None:
 
 
 class Copies:
-    """This rank's copy of the tensors of a run."""
+    """This rank's copy of the tensors of a run. Of the parameters `shared` all ranks have one, and their states."""
 
-    def __init__(self, model: nn.Module, optimizer: HostAdamW):
+    def __init__(self, model: nn.Module, optimizer: HostAdamW, shared: Collection[nn.Parameter] = ()):
         self._model = model
         self._optimizer = optimizer
+        self._shared = {name for name, parameter in model.named_parameters() if parameter in shared}
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns all by name, in the same order on every rank; waits for updates that are under way."""
         self._optimizer.finish()
         found = {}
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
-            found |= stored_tensors(name, tensor)
-        return found | optimizer_tensors(self._model, self._optimizer)
+            if name not in self._shared:
+                found |= stored_tensors(name, tensor)
+        for name, tensor in optimizer_tensors(self._model, self._optimizer).items():
+            parameter, _, key = name.rpartition(".")
+            # Each rank counts its updates.
+            if parameter not in self._shared or key == STEP:
+                found[name] = tensor
+        return found
 
-    def renew_masters(self) -> None:
-        """Copies float32 weights into their masters, which are not among the tensors."""
-        renew_masters(self._model, self._optimizer)
+    def renew_copies(self) -> None:
+        """Copies weights into the copies beside their states, which are not among the tensors."""
+        renew_copies(self._model, self._optimizer)
 
     def fingerprints(self) -> dict[str, int]:
         """Returns a number for each tensor."""

@@ -26,7 +26,7 @@ from training.evaluation import scores_of_parts
 from training.filling import fill_buffers
 from training.loop import run_share
 from training.optim import set_step
-from training.parallel.devices import device_of, share_cores, share_update_cores
+from training.parallel.devices import share_update_cores, take_seat
 from training.parallel.group import FirstHungError, FirstLostError, Group, Setup
 from training.parallel.launch import HOST, START_S
 from training.parallel.world import World, is_torchrun
@@ -55,9 +55,12 @@ def main() -> int:
     schema.register()
     joined = None
     try:
-        joined = join(world)
-        obey(joined)
+        joined, cores = join(world)
+        obey(joined, cores)
     except FirstLostError:
+        # Inside a step the others may wait for this rank's collectives until its process ends.
+        if joined is not None and not joined.shares_homes:
+            joined.await_end()
         return FAILED
     except FirstHungError as error:
         logger.error("error: %s", error)
@@ -68,7 +71,7 @@ def main() -> int:
         failure = explain(error)
         if not failure.fixable:
             logger.error("%s", visible_lines("".join(traceback.format_exception(error))).rstrip())
-        if joined is None or joined.is_exchanging:
+        if joined is None or joined.is_exchanging or joined.shares_homes:
             logger.error("error: %s", failure.reason)
         else:
             joined.report_failure(failure.reason)
@@ -76,8 +79,11 @@ def main() -> int:
     return 0
 
 
-def join(world: World) -> Group:
-    """Connects with the other ranks. Raises UserError if this rank's device is not there."""
+def join(world: World) -> tuple[Group, int | None]:
+    """Connects with the other ranks; returns them, and the cores that are this rank's own if it chooses its threads.
+
+    Raises UserError if this rank's device is not there.
+    """
     if is_torchrun():
         dist.init_process_group("gloo")
     else:
@@ -86,13 +92,18 @@ def join(world: World) -> Group:
         store.set(f"ready{world.rank}", "1")
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     setup = Setup().shared()
-    return Group(device_of(setup.device, setup.devices, world.local_rank), setup)
+    seat = take_seat(setup.device, setup.numa, world)
+    return Group(seat.device, setup, host=world.host), seat.cores if setup.chooses_threads else None
 
 
-def obey(ranks: Group) -> None:
+def obey(ranks: Group, cores: int | None) -> None:
     """Builds this rank's part of the run, and carries out orders until the one to end. Raises FirstLostError."""
     match ranks.order():
         case ("build", config, invocation):
+            if cores is not None and "threads" in config.optimizer:
+                # In place of what rank 0 has chosen for its host.
+                config.optimizer.threads = None
+                share_update_cores(config, cores)
             with built(config, invocation, ranks) as job:
                 carry_out(job, ranks)
         case ("end",):
@@ -117,6 +128,9 @@ def carry_out(job: RankJob, ranks: Group) -> None:
                 with components.mode.inference():
                     scores = scores_of_parts(task, components.model, parts, seed, ranks.device, lambda: False)
                 ranks.report(scores)
+            case ("finish",):
+                job.optimizer.finish()
+                ranks.report()
             case ("measure",):
                 ranks.report(memory_of_rank(ranks.device, job.components.mode.counters()))
             case ("fingerprints",):
@@ -131,12 +145,11 @@ def carry_out(job: RankJob, ranks: Group) -> None:
 def built(config: DictConfig, invocation: Invocation, ranks: Group) -> Iterator[RankJob]:
     """Builds what `training.build.build` does, but for what only rank 0 has. Weights and states are those of rank 0."""
     torch.manual_seed(config.seed)
-    share_update_cores(config, share_cores(ranks.count))
     components = Components.of(config, invocation, ranks.device)
     with (
         acquired(ranks.device) as streams,
         keys_under("offload"),
-        attached(components, streams) as model,
+        attached(components, streams, ranks.sharers(components.shares_homes)) as model,
     ):
         fill_buffers(model)
         optimizer = build_optimizer(components)
@@ -145,7 +158,7 @@ def built(config: DictConfig, invocation: Invocation, ranks: Group) -> Iterator[
         word, step = ranks.order()
         if word != "start":
             raise FirstLostError(f"expected start, got {word}")
-        ranks.equalise(model, optimizer, step)
+        ranks.equalise(model, optimizer, step, components.mode.shared_parameters())
         if step:
             set_step(schedule, step)
         yield RankJob(components, streams, optimizer, schedule, ranks)

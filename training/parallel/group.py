@@ -2,12 +2,15 @@
 
 Only rank 0 and one other rank ever exchange a message: orders go out, reports come back. Before any collective of a
 step, every rank has reported that its gradients are on their way. So a rank that failed, ended or hangs is found, and
-named, while the others are not yet stuck in a collective that it will never join.
+named, while the others are not yet stuck in a collective that it will never join. Ranks that share homes have
+collectives inside a step (`training.parallel.sharers`): one that fails there ends, which the others notice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -18,13 +21,14 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from offload import HostAdamW
+from offload import NO_SHARERS, HostAdamW, Sharers
 from training.batches import Batch, examples_in, split_into
 from training.errors import UserError
 from training.parallel.copies import Copies, refuse_statistics
 from training.parallel.messages import from_bytes, to_bytes
 from training.parallel.ranks import RankLostError, Ranks, Share
 from training.parallel.reduce import SUMS, Sum, reduce_gradients
+from training.parallel.sharers import GroupSharers
 from training.parallel.waiting import Waiter
 from training.runs.failures import is_device_memory, is_host_memory
 from training.runs.invocation import Invocation
@@ -34,6 +38,8 @@ from training.runs.invocation import Invocation
 PATIENCE = timedelta(days=30)
 # How much longer than rank 0 another rank waits inside a step, so that rank 0 names a third rank that hangs first.
 LONGER = 2
+# How often rank 0 looks for the process that has broken an exchange, each time for a second.
+ATTEMPTS = 10
 
 
 class FirstLostError(Exception):
@@ -46,12 +52,15 @@ class FirstHungError(UserError):
 
 @dataclass(frozen=True)
 class Setup:
-    """What all ranks know before they are connected: the keys `device`, `devices` and those of `parallel`."""
+    """The keys that all ranks know before they are connected: `device`, `devices` and those of `parallel`."""
 
     device: str = "cpu"
     devices: int = 1
     timeout_s: float = 600
     reduction: str = "ordered"
+    numa: str = "auto"
+    chooses_threads: bool = True
+    """True: each rank chooses how many threads update, for its own host"""
 
     def shared(self) -> Setup:
         """Returns the setup of rank 0, on every rank."""
@@ -66,10 +75,16 @@ class Group(Ranks):
     Args:
         device: where this rank computes.
         cause: on rank 0, of ranks whose processes it started: returns why the process of a rank ended; None if it runs.
+        host: the number of this rank's host.
     """
 
-    def __init__(self, device: torch.device, setup: Setup, cause: Callable[[int], str | None] | None = None):
+    def __init__(
+        self, device: torch.device, setup: Setup, cause: Callable[[int], str | None] | None = None, host: int = 0
+    ):
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        hosts: list[int] = [host] * self.count
+        dist.all_gather_object(hosts, host)
+        self.hosts = tuple(hosts)
         self.device = device
         self.timeout_s = timeout_s = setup.timeout_s
         self.is_exchanging = False
@@ -81,6 +96,7 @@ class Group(Ranks):
         self._host = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s * LONGER))
         backend = "nccl" if device.type == "cuda" else "gloo"
         self._data = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s * LONGER))
+        self._meeting = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._waiter = Waiter()
         self._parts = 0
 
@@ -110,13 +126,19 @@ class Group(Ranks):
 
         Until rank 0 has ended, orders that arrive meanwhile are taken and not carried out: else neither could send.
         """
-        try:
+        with suppress(FirstLostError):
             sending = self._report_later(("failed", reason))
+            self.await_end()
+            del sending
+
+    def await_end(self) -> None:
+        """On another rank: waits until rank 0 has ended, and carries out no more orders.
+
+        A rank that has lost a third one does that, because torchrun ends rank 0, which may be saving, with any other.
+        """
+        with suppress(FirstLostError, FirstHungError):
             while self.order() != ("end",):
                 pass
-            del sending
-        except FirstLostError:
-            return
 
     def reports(self, own: Any = None, patient: bool = False) -> list[Any]:
         """On rank 0: waits for the report of each other rank; returns the values of all ranks, `own` first.
@@ -127,7 +149,7 @@ class Group(Ranks):
         for rank in self._others():
             kind, value = self._receive(rank, PATIENCE if patient else timedelta(seconds=self.timeout_s))
             if kind == "failed":
-                raise RankLostError(f"rank {rank}: {value}")
+                raise RankLostError(f"{self._name(rank)}: {value}")
             values.append(value)
         return values
 
@@ -145,21 +167,30 @@ class Group(Ranks):
 
     # What a run asks for.
 
+    def sharers(self, shared: bool) -> Sharers:
+        self.shares_homes = shared
+        if not shared:
+            return NO_SHARERS
+        patient = self._meeting, PATIENCE
+        return GroupSharers(self._host, patient, self._data, self._sum, self._collective, self._wait)
+
     def check_model(self, model: nn.Module) -> None:
         refuse_statistics(model)
 
     def begin(self, config: DictConfig, invocation: Invocation) -> None:
         self.tell("build", config, invocation)
 
-    def equalise(self, model: nn.Module, optimizer: HostAdamW, step: int) -> None:
-        self._copies = Copies(model, optimizer)
+    def equalise(
+        self, model: nn.Module, optimizer: HostAdamW, step: int, shared: Collection[nn.Parameter] = ()
+    ) -> None:
+        self._copies = Copies(model, optimizer, shared)
         if self.is_first:
             self.reports(patient=True)
             self.tell("start", step)
         for tensor in self._copies.tensors().values():
             if tensor.numel():
                 self._copy_from_first(tensor)
-        self._copies.renew_masters()
+        self._copies.renew_copies()
 
     def hand_out(self, step: int, batch: Batch, microbatches: int) -> Share:
         examples = examples_in(batch)
@@ -187,14 +218,27 @@ class Group(Ranks):
         self._collective(lambda: dist.all_gather(gathered, losses.contiguous(), group=self._data))
         return torch.cat(gathered).sum()
 
-    def reduce(self, model: nn.Module, norms: Mapping[nn.Parameter, Tensor]) -> Mapping[nn.Parameter, Tensor]:
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    def reduce(
+        self,
+        model: nn.Module,
+        norms: Mapping[nn.Parameter, Tensor],
+        summed: Collection[nn.Parameter] = (),
+    ) -> Mapping[nn.Parameter, Tensor]:
+        parameters = [p for p in model.parameters() if p.requires_grad and p not in summed]
         given = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
         everyone = [torch.empty_like(given) for _ in range(self.count)]
         self.meet()
         self._collective(lambda: dist.all_gather(everyone, given, group=self._host))
         some = torch.stack(everyone).any(dim=0).tolist()
-        return self._collective(lambda: reduce_gradients(parameters, some, self.device, self._data, self._sum))
+        return dict(norms) | self._collective(
+            lambda: reduce_gradients(parameters, some, self.device, self._data, self._sum)
+        )
+
+    def finish_updates(self, optimizer: HostAdamW) -> None:
+        optimizer.finish()
+        if self.shares_homes:
+            self.tell("finish")
+            self.reports(patient=True)
 
     def measured(self, values: dict[str, float]) -> list[dict[str, float]]:
         self.tell("measure")
@@ -232,10 +276,13 @@ class Group(Ranks):
         self._waiter.close()
         dist.destroy_process_group()
 
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} on host {self.hosts[rank]}" if len({*self.hosts}) > 1 else f"rank {rank}"
+
     def _others(self) -> range:
         return range(1, self.count)
 
-    def _collective(self, exchange: Callable[[], Any]) -> Any:
+    def _collective(self, exchange: Callable[[], Any], what: str = "an exchange") -> Any:
         try:
             return exchange()
         except RuntimeError as error:
@@ -243,7 +290,7 @@ class Group(Ranks):
                 # This rank's own failure, and not that of another.
                 self.is_exchanging = True
                 raise
-            raise self._lost(None, error) from error
+            raise self._lost(None, error, what) from error
 
     def _send(self, rank: int, message: Any) -> None:
         # A rank receives orders as soon as it has carried out the last one. Rank 0 may be busy for long.
@@ -275,8 +322,8 @@ class Group(Ranks):
             raise self._lost(rank, error) from error
         return from_bytes(data.numpy().tobytes())
 
-    def _lost(self, rank: int | None, error: RuntimeError) -> Exception:
-        """Returns what a failed exchange with `rank`, or with all, means."""
+    def _lost(self, rank: int | None, error: RuntimeError, what: str = "an exchange") -> Exception:
+        """Returns what a failed exchange with `rank`, or with all, means; `what` was to be done."""
         hung = "Timed out" in str(error)
         if not self.is_first:
             if hung:
@@ -284,18 +331,25 @@ class Group(Ranks):
                     f"rank 0 hangs: it did not answer within {LONGER} times parallel.timeout_s={self.timeout_s:g}"
                 )
             return FirstLostError(str(error))
-        for other in self._others() if rank is None else (rank,):
+        # A process that has closed its connections takes a moment to end.
+        for other in (*self._others(),) * (1 if hung else ATTEMPTS) if rank is None else (rank,):
             if cause := self._cause(other):
                 return RankLostError(f"rank {other}: {cause}")
         if not hung:
-            who = "a rank" if rank is None else f"rank {rank}"
-            return RankLostError(f"{who} has ended ({' '.join(str(error).split())[-80:]})")
+            who = "a rank" if rank is None else self._name(rank)
+            return RankLostError(f"{who} has ended: its messages have more ({first_sentence(str(error))})")
         if rank is None:
-            return RankLostError(f"a rank hangs in an exchange: it took {LONGER * self.timeout_s:g} seconds")
+            return RankLostError(f"a rank hangs in {what}: it took {LONGER * self.timeout_s:g} seconds")
         return RankLostError(
-            f"rank {rank} hangs: it did not report within parallel.timeout_s={self.timeout_s:g}: give more if a step"
-            " may take so long"
+            f"{self._name(rank)} hangs: it did not report within parallel.timeout_s={self.timeout_s:g}: give more if a"
+            " step may take so long"
         )
+
+
+def first_sentence(text: str) -> str:
+    """Returns the first sentence of an error of torch's, without the place in its source; gloo adds much advice."""
+    sentence = re.sub(r"^\[[^]]*\]", "", " ".join(text.split())).strip()
+    return re.split(r"\.\s", sentence)[0][:120].rstrip(".")
 
 
 def _encoded(message: Any) -> tuple[Tensor, Tensor]:

@@ -58,25 +58,33 @@ def _joined(config: DictConfig, world: World | None, followers: Followers | None
     # Importing it takes time, and a run on one device needs nothing of it.
     import torch.distributed as dist
 
-    from training.parallel.devices import device_of, share_cores, share_update_cores
+    from training.parallel.devices import share_update_cores, take_seat
     from training.parallel.group import Group, Setup
 
-    setup = Setup(config.device, config.devices, config.parallel.timeout_s, str(config.parallel.reduction))
-    device = device_of(setup.device, setup.devices, 0 if world is None else world.local_rank)
-    share_update_cores(config, share_cores(setup.devices))
+    setup = Setup(
+        config.device,
+        config.devices,
+        config.parallel.timeout_s,
+        reduction=str(config.parallel.reduction),
+        numa=str(config.parallel.numa),
+        chooses_threads=config.optimizer.get("threads") is None,
+    )
+    world = world or World.of_first(setup.devices)
+    seat = take_seat(setup.device, setup.numa, world)
+    share_update_cores(config, seat.cores)
     if followers is None:
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("gloo", store=followers.store(), rank=0, world_size=setup.devices)
     try:
-        group = Group(device, setup.shared(), None if followers is None else followers.cause)
+        group = Group(seat.device, setup.shared(), None if followers is None else followers.cause, world.host)
         yield group
         group.close()
     except BaseException:
         if followers is not None:
             # First, because they may be in the middle of an exchange with this one.
             followers.kill()
-        if device.type == "cpu":
+        if seat.device.type == "cpu":
             # NCCL would wait for the others; the end of the process ends it.
             dist.destroy_process_group()
         raise

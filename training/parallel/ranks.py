@@ -1,21 +1,22 @@
-"""What a run asks of its ranks, with the answers of a run on one device.
+"""The requests of a run to its ranks, with the answers of a run on one device.
 
 A run on N devices is N processes, one for each. Rank 0 is the run: it composes, plans, reads data, records, samples and
 saves. The others obey its orders one at a time: compute gradients of their share of a step and update their copy of the
-model, or evaluate some of the batches. All copies stay equal, because all are updated with the same gradients.
+model, or evaluate some of the batches. All copies stay equal, because all are updated with the same gradients. What
+streams may be in memory that they share, of which each updates a part.
 `training.parallel.group` has the implementation for several devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from offload import HostAdamW
+from offload import NO_SHARERS, HostAdamW, Sharers
 from training.batches import Batch, examples_in
 from training.errors import UserError
 from training.runs.invocation import Invocation
@@ -44,6 +45,14 @@ class Ranks:
 
     rank = 0
     count = 1
+    hosts: Sequence[int] = (0,)
+    """the number of each rank's host"""
+    shares_homes = False
+    """True if the ranks share the homes of what streams. A rank that is lost may then leave them half updated."""
+
+    def sharers(self, shared: bool) -> Sharers:
+        """Returns those with whom the mode shares the homes of what streams: the other ranks, if `shared`."""
+        return NO_SHARERS
 
     def check_model(self, model: nn.Module) -> None:
         """Raises UserError for a model that the ranks cannot train together."""
@@ -51,8 +60,13 @@ class Ranks:
     def begin(self, config: DictConfig, invocation: Invocation) -> None:
         """Has the other ranks build model, mode and optimizer, as this one does now; nothing in `config` is auto."""
 
-    def equalise(self, model: nn.Module, optimizer: HostAdamW, step: int) -> None:
-        """Gives every rank the weights and optimizer states of rank 0, which are those after `step` steps."""
+    def equalise(
+        self, model: nn.Module, optimizer: HostAdamW, step: int, shared: Collection[nn.Parameter] = ()
+    ) -> None:
+        """Gives every rank the weights and optimizer states of rank 0, which are those after `step` steps.
+
+        The ranks have one home of the parameters `shared`, and of their states.
+        """
 
     def hand_out(self, step: int, batch: Batch, microbatches: int) -> Share:
         """Has the other ranks compute their shares of `batch`, that of `step`; returns this rank's share."""
@@ -73,12 +87,22 @@ class Ranks:
         """
         return losses.sum()
 
-    def reduce(self, model: nn.Module, norms: Mapping[nn.Parameter, Tensor]) -> Mapping[nn.Parameter, Tensor]:
-        """Makes every parameter's gradient the sum over all ranks.
+    def reduce(
+        self,
+        model: nn.Module,
+        norms: Mapping[nn.Parameter, Tensor],
+        summed: Collection[nn.Parameter] = (),
+    ) -> Mapping[nn.Parameter, Tensor]:
+        """Makes every parameter's gradient the sum over all ranks, but for those that are `summed` already.
 
-        `norms`: those of this rank's gradients that the mode has taken. Returns norms of the sums, for some parameters.
+        `norms`: those that the mode has taken, of sums alone where there are several ranks. Returns norms of the sums,
+        for some parameters.
         """
         return norms
+
+    def finish_updates(self, optimizer: HostAdamW) -> None:
+        """Waits for the updates that are under way of all weights that this rank will read."""
+        optimizer.finish()
 
     def measured(self, values: dict[str, float]) -> list[dict[str, float]]:
         """Returns the measured `values` of all ranks, in their order."""

@@ -13,27 +13,32 @@ from training.errors import UserError
 
 @dataclass(frozen=True)
 class World:
-    """This process is number `rank` of `size`, and number `local_rank` of `local_size` on its machine."""
+    """This process is number `rank` of `size`, and number `local_rank` of `local_size` on host `host` of `hosts`."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
+    host: int = 0
+    hosts: int = 1
 
     @classmethod
     def of_environment(cls) -> World | None:
-        """Reads torchrun's variables; None if they are not there. Raises UserError for several machines."""
+        """Reads torchrun's variables; None if they are not there."""
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return None
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        if local_size != size:
-            raise UserError(
-                f"WORLD_SIZE={size} with LOCAL_WORLD_SIZE={local_size}: a run has the devices of one machine: start"
-                " torchrun with --nnodes 1"
-            )
-        return cls(rank, size, local_rank, local_size)
+        # Of torchrun, which calls a host a group.
+        host = int(os.environ.get("GROUP_RANK", rank // local_size))
+        hosts = int(os.environ.get("GROUP_WORLD_SIZE", -(-size // local_size)))
+        return cls(rank, size, local_rank, local_size, host, hosts)
+
+    @classmethod
+    def of_first(cls, devices: int) -> World:
+        """Returns the place of a rank 0 that starts the other ranks by itself, on its own host."""
+        return cls(0, devices, 0, devices)
 
     @staticmethod
     def is_follower() -> bool:
@@ -42,21 +47,34 @@ class World:
 
 
 def settle_devices(config: DictConfig, world: World | None, overridden: Collection[str] = ()) -> None:
-    """Writes torchrun's number of processes into `config.devices`.
+    """Writes torchrun's numbers of processes and hosts into `config.devices` and `config.parallel.hosts`.
 
-    `overridden` are the keys that the command line gives. Raises UserError for a number of devices that contradicts it.
+    `overridden` are the keys that the command line gives. Raises UserError for numbers that contradict torchrun's, and
+    for several hosts without torchrun, unless they are only to be planned for.
     """
     if world is None:
+        if config.parallel.hosts > 1 and not config.plan:
+            raise UserError(
+                f"parallel.hosts={config.parallel.hosts}: this process can start ranks on its own host only: start one"
+                " torchrun on each host, as scripts/slurm.sbatch does, or give parallel.hosts=1"
+            )
         return
     given = config.devices
     if given != world.size and (given != 1 or "devices" in overridden):
         raise UserError(
             f"devices={given}: torchrun started {world.size} processes: leave devices out, or start torchrun with"
-            f" --nproc-per-node {given}"
+            " as many"
         )
+    if config.parallel.hosts != world.hosts and "parallel.hosts" in overridden:
+        raise UserError(f"parallel.hosts={config.parallel.hosts}: torchrun started {world.hosts}: leave it out")
     if config.plan:
         raise UserError(f"plan=true: a plan computes nothing: give devices={world.size}, and leave torchrun out")
-    config.devices = world.size
+    config.devices, config.parallel.hosts = world.size, world.hosts
+
+
+def ranks_of_host(config: DictConfig) -> int:
+    """Returns the ranks on one host of the run, the one with the most."""
+    return -(-config.devices // config.parallel.hosts)
 
 
 def is_torchrun() -> bool:

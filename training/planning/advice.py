@@ -18,7 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from offload import ActivationMode
 from offload.planning import GRADIENT_SLOTS
 from training.checkpoints.changes import MAY_CHANGE
-from training.components import Components, recomputes, weights_node
+from training.components import Components, recomputes
+from training.config.modes import weights_node
 from training.config.no_adapter import has_adapter
 from training.config.schema import SCHEMAS, Precision, RecomputeBlocks
 from training.config.validation import check
@@ -128,6 +129,8 @@ def _changes(components: Components, plan: RunPlan) -> Iterator[Change]:
         yield change("optimizer.device_share", 0)
         if plan.has_gpu and config.vram_budget is not None:
             yield change("optimizer.device_share", "auto")
+        if config.optimizer.get("master") == "fp32":
+            yield change("optimizer.master", "compact")
         yield change("optimizer.state_dtype", "bf16", same_numbers=False)
     elif (host_adamw := _node_of("optimizer", "host_adamw", config.optimizer)) is not None:
         host_adamw.state_dtype = "bf16"
@@ -215,7 +218,9 @@ def _estimated(before: Components, after: Components, plan: RunPlan) -> dict[str
     device += update.device_bytes
     if not after.updates_begin_early:
         device += update.placed_gradient_bytes
-    host = new.host_weight_bytes + new.host_gradient_bytes + update.host_bytes + plan.host_bytes["process"]
+    host = (
+        new.host_home_bytes + new.ring_bytes + new.host_gradient_bytes + update.host_bytes + plan.host_bytes["process"]
+    )
     host += plan.host_bytes["activations"] * _share(before, after, at_once=not new.layer_major)
     if not plan.has_gpu:
         host += device

@@ -13,9 +13,10 @@ from dataclasses import replace
 from omegaconf import DictConfig, OmegaConf
 
 from offload.planning import DryRun, forecast
-from training.components import Components, footprint_of, weights_node
+from training.components import Components, footprint_of
 from training.config.auto import AUTO
 from training.config.construct import make_mode
+from training.config.modes import weights_node
 from training.planning.machine import Machine
 from training.planning.optimizer import PlannedUpdate
 
@@ -78,4 +79,5 @@ def _step_ms(components: Components, streamed: Components, machine: Machine, ste
     ]
     update = PlannedUpdate.of(components, budget_bytes - _without_states(components, step))
     times = update.time(components, machine, has_gpu=True)
-    return forecast(phases, machine.bandwidth, machine.flops_per_s(components.dtype), times).step_ms
+    speeds = machine.bandwidth, machine.flops_per_s(components.dtype)
+    return forecast(phases, *speeds, times, device_gb_s=machine.device_gb_s).step_ms

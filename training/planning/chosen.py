@@ -9,8 +9,9 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from training.components import WEIGHTS, Components, weights_node
+from training.components import WEIGHTS, Components
 from training.config.auto import AUTO
+from training.config.modes import weights_node
 from training.config.no_adapter import has_adapter
 
 MODELS = Path(__file__).resolve().parents[2] / "conf" / "model"

@@ -62,6 +62,9 @@ def misfit(components: Components, plan: RunPlan, limits: Mapping[str, Limit]) -
 def exceeded(components: Components, plan: RunPlan) -> dict[str, Limit]:
     """Returns the limits of this machine and of the configuration that a run would exceed, by the key of the budget."""
     config, found = components.config, {}
+    if components.mode.foreign:
+        # Nobody knows what it will take.
+        return found
     own = own_memory(components, plan)
     for key, total in plan.totals.items():
         if key == "vram_budget" and not plan.has_gpu:

@@ -13,12 +13,14 @@ from offload.planning import Bandwidth
 from training.components import Components, acquired
 from training.config.schema import Precision
 from training.errors import UserError
+from training.mapped_weights import is_mapped, largest_file
+from training.planning.disk import disk_gb_s
 from training.planning.probe import device_name, kept, kept_path
 from training.profiling.hardware import describe_device, measured_bandwidth, peak_flops, vram_bytes
 
 # The share of the peak of matrix products that blocks reach with all their operations: 566 of 989 TFLOP/s on an H200.
 ACHIEVED_SHARE = 0.57
-# Bytes of host memory that an update reads and writes for each parameter.
+# Bytes of host memory that an update with float32 states reads and writes for each parameter.
 UPDATE_BYTES = 28
 # GB/s read and written by copies within a GPU, if nothing was measured; little of a step depends on it.
 DEVICE_GB_S = 1000.0
@@ -32,8 +34,9 @@ class Machine:
 
     `vram_gib` is None without a GPU: the host is the device too. Copies between page-locked host memory and the device
     reach `h2d_gb_s` and `d2h_gb_s` alone, and `both_gb_s` each if both run at once; `device_gb_s` is the rate of reads
-    and writes together of a copy within the device. `update_gparams_s` is the speed of host_adamw on the host, beside
-    copies. The TFLOP/s are those of forward and backward of blocks; None: not known, and not needed.
+    and writes together of a copy within the device. `update_gparams_s` is the speed of host_adamw on the host beside
+    copies, with float32 states. `disk_gb_s` is that of reads of weights from files, where a run reads them from there;
+    None: not known. The TFLOP/s are those of forward and backward of blocks; None: not known, and not needed.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Machine:
     fp32_tflops: float | None = None
     vram_gib: float | None = None
     device_gb_s: float = DEVICE_GB_S
+    disk_gb_s: float | None = None
     source: str = "preset"
 
     @property
@@ -84,6 +88,9 @@ def machine_of(components: Components) -> Machine:
         found = measured_in_short(components) | {"source": "measured in short"}
     else:
         found |= {"source": "kept by the probe"}
+    if is_mapped(config):
+        # The disk is that of the files, and no property of the device.
+        found |= {"disk_gb_s": disk_gb_s(largest_file(config, components.model))}
     return Machine(**found | _given(config))
 
 

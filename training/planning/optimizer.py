@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from offload import HostAdamW, parse_bytes
-from offload.planning import STATE_DTYPES, UpdateTimes
+from offload.planning import StateFormat, UpdateTimes
 from training.components import STATES_OF_SPARE, Components
+from training.parallel.world import ranks_of_host
 from training.planning.machine import Machine
 
 # The speed of torch's kernel, which `adamw` uses on the host, relative to host_adamw's: 2.9 to 5.0 G parameters/s.
 TORCH_KERNEL_SHARE = 0.58
 # Bytes of device memory that an update reads and writes for each parameter: in place, and through float32 scratch.
 DEVICE_UPDATE_BYTES = {torch.float32: 28, torch.bfloat16: 50}
+# The further operations on a tile that join and split a compact master; counted and not measured.
+DEVICE_REMAINDER_BYTES = 75
 
 
 @dataclass(frozen=True)
@@ -37,19 +40,18 @@ class PlannedUpdate:
     @classmethod
     def of(cls, components: Components, spare_bytes: float) -> PlannedUpdate:
         """Plans the update. `spare_bytes` of vram_budget are left for states if optimizer.device_share=auto."""
-        config, plan, dtype = components.config, components.footprint, components.state_dtype
-        # On the device each parameter has a master.
-        states = 4 + 2 * STATE_DTYPES[dtype].itemsize
-        resident_states = HostAdamW.planned_bytes(plan.resident, dtype)
-        wanted = config.optimizer.get("device_share", 0)
+        config, plan, form = components.config, components.footprint, components.state_format
+        resident_states = HostAdamW.planned_bytes(plan.resident, form)
+        wanted = 0 if components.shares_homes else config.optimizer.get("device_share", 0)
         room = (spare_bytes - resident_states) * STATES_OF_SPARE
         room = room if wanted == "auto" else parse_bytes("optimizer.device_share", wanted)
         sizes = [_count(unit) for unit in plan.trained]
-        placed = sum(total * states <= room for total in itertools.accumulate(sizes))
+        totals = list(itertools.accumulate(HostAdamW.planned_bytes(unit, form, placed=True) for unit in plan.trained))
+        placed = sum(total <= room for total in totals)
         on_device = sum(sizes[:placed])
         return cls(
-            device_bytes=resident_states + on_device * states,
-            host_bytes=sum(HostAdamW.planned_bytes(unit, dtype) for unit in plan.trained[placed:]),
+            device_bytes=resident_states + (totals[placed - 1] if placed else 0),
+            host_bytes=sum(HostAdamW.planned_bytes(unit, form) for unit in plan.trained[placed:]),
             placed_gradient_bytes=on_device * components.dtype.itemsize,
             host_parameters=sum(sizes) - on_device,
             device_parameters=on_device + _count(plan.resident),
@@ -58,17 +60,31 @@ class PlannedUpdate:
     def time(self, components: Components, machine: Machine, has_gpu: bool) -> UpdateTimes:
         """Returns how long the update takes on `machine`, and when it can begin."""
         hides = components.updates_overlap and bool(components.footprint.units)
-        # Every rank updates a copy of all parameters, with its part of the host's cores and bandwidth.
-        rate = machine.update_gparams_s * 1e9 / components.config.devices
-        rate *= 1 if components.updates_overlap else TORCH_KERNEL_SHARE
+        # Every rank has its part of the host's cores and bandwidth, and updates its slices, or a copy of all.
+        ranks = ranks_of_host(components.config)
+        rate = machine.update_gparams_s * 1e9 / ranks
+        host_parameters = self.host_parameters / (ranks if components.shares_homes else 1)
+        rate *= speed_of(components.state_format) if components.updates_overlap else TORCH_KERNEL_SHARE
         if not has_gpu:
-            return UpdateTimes(host_ms=(self.host_parameters + self.device_parameters) / rate * 1e3)
-        device_bytes = self.device_parameters * DEVICE_UPDATE_BYTES[components.dtype]
+            return UpdateTimes(host_ms=(host_parameters + self.device_parameters) / rate * 1e3)
+        compact = components.dtype == torch.bfloat16 and components.state_format.master == "compact"
+        each = DEVICE_UPDATE_BYTES[components.dtype] + (DEVICE_REMAINDER_BYTES if compact else 0)
+        device_bytes = self.device_parameters * each
         return UpdateTimes(
-            host_ms=self.host_parameters / rate * 1e3,
+            host_ms=host_parameters / rate * 1e3,
             device_ms=device_bytes / machine.device_gb_s / 1e6,
             begins="after" if not hides else "inside" if components.updates_begin_early else "at the end",
         )
+
+
+def speed_of(form: StateFormat) -> float:
+    """Returns the speed of the host's update relative to that with float32 masters and moments, bound by memory.
+
+    Codes of 8 bits are looked up in tables and random bits are computed: there the cores are the limit, and no gain is
+    assumed until it is measured.
+    """
+    computes = form.state_dtype == "int8" or form.rounds_moments or form.master == "stochastic"
+    return StateFormat("fp32", "fp32").update_bytes / (StateFormat() if computes else form).update_bytes
 
 
 def _count(parameters: Sequence[Tensor]) -> int:

@@ -33,15 +33,20 @@ from offload.planning import (
 from training.batches import Batch, examples_in
 from training.components import Components, trained_parameters
 from training.errors import UserError, first_line
+from training.mapped_weights import mapped_note
 from training.metrics.files import write_summary
 from training.metrics.progress import phase, print_plan
 from training.model_weights import ModelWeights
 from training.parallel.buckets import exchange_bytes
+from training.parallel.world import ranks_of_host
 from training.planning.budget import resident_key, resident_units, with_resident
 from training.planning.chosen import chosen_values
+from training.planning.disk import with_reads
 from training.planning.fit import misfit
 from training.planning.machine import Machine, is_complete, machine_of
 from training.planning.optimizer import PlannedUpdate
+from training.planning.quantised import unquantised_note
+from training.planning.ranks import bytes_of_ranks, note_of_ranks
 from training.planning.report import RunPlan
 from training.planning.streamed import staying_note, streamed_share
 from training.profiling.hardware import datasheet_flops, resolve_device, rss_gib
@@ -56,10 +61,7 @@ MOST_DRY = 2
 NO_GPU = "no GPU here: the CPU is planned for; hardware=h200, a100 or rtx4090 plans for one"
 
 WAITS_FOR_UPDATES = "optimizer=host_adamw hides updates on the host behind the step, most of all with clip_norm=null"
-SEVERAL = (
-    "{count} devices: bytes of the device and copies are those of each, bytes of the host those of {count} processes,"
-    " each with its own copy; the time in which gradients are exchanged is not in the step"
-)
+FOREIGN = "this system's own memory, copies and times are not planned: the plan is that of offload=none"
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +152,8 @@ class PlannedStep:
     @classmethod
     def of(cls, components: Components, machine: Machine, has_gpu: bool) -> PlannedStep:
         flops_per_s = machine.flops_per_s(components.dtype)
-        timed = SimulatedStreams(torch.device("meta"), machine.bandwidth, flops_per_s) if has_gpu else None
+        speeds = machine.bandwidth, flops_per_s, machine.device_gb_s
+        timed = SimulatedStreams(torch.device("meta"), *speeds) if has_gpu else None
         try:
             return cls(dry_step(components, has_gpu, timed), timed)
         except UserError:
@@ -171,7 +174,7 @@ def _plan_of(planned: PlannedStep, components: Components, machine: Machine, has
     footprint, flops_per_s = components.footprint, machine.flops_per_s(components.dtype)
     step, timed, notes, kept_bytes = planned.run, planned.timed, list(planned.notes), 0
     if footprint.activation_budget_bytes is None:
-        share = hidden_share(step.phases, machine.bandwidth, flops_per_s)
+        share = hidden_share(step.phases, machine.bandwidth, flops_per_s, machine.device_gb_s)
         everything, step = step, step.swapping(share)
         kept_bytes = step.peak_bytes - everything.peak_bytes
         notes.append(f"offload.budget=auto: {share:.0%} of the activations taken to be hidden behind compute")
@@ -181,11 +184,15 @@ def _plan_of(planned: PlannedStep, components: Components, machine: Machine, has
     waits = plan.forecast.bound == "host optimizer" and not components.updates_overlap
     if has_gpu and footprint.units and waits:
         notes.append(WAITS_FOR_UPDATES)
-    if components.config.devices > 1:
-        notes.append(SEVERAL.format(count=components.config.devices))
+    if (note := note_of_ranks(components)) is not None:
+        notes.append(note)
+    if components.mode.foreign:
+        notes.append(FOREIGN)
     if staying := staying_note(components):
         notes.append(staying)
-    return replace(plan, kept_bytes=kept_bytes, streamed=streamed_share(components), notes=tuple(notes))
+    if left := unquantised_note(components):
+        notes.append(left)
+    return replace(plan, kept_bytes=kept_bytes, streamed=streamed_share(components), notes=(*plan.notes, *notes))
 
 
 def dry_step(components: Components, has_gpu: bool, timed: SimulatedStreams | None = None) -> DryRun:
@@ -243,7 +250,7 @@ def _without_dry_run(components: Components) -> DryRun:
         Phase(False, flops * 2 / 3, traffic.h2d_bytes - weights_in, traffic.d2h_bytes, 0, 0),
     )
     gradients = footprint.resident_gradient_bytes
-    host = footprint.host_weight_bytes + footprint.host_gradient_bytes
+    host = footprint.host_home_bytes + footprint.ring_bytes + footprint.host_gradient_bytes
     return DryRun(phases, footprint.slot_bytes, footprint.slot_bytes + gradients, gradients, 0, host)
 
 
@@ -271,27 +278,39 @@ def _assembled(
         # Early updates free these gradients while backward still frees activations, so they add nothing to the peak.
         device["gradients"] += update.placed_gradient_bytes
     host = {
-        "weights": footprint.host_weight_bytes,
+        "weights": footprint.host_home_bytes,
+        **({"read ahead": footprint.ring_bytes} if footprint.ring_bytes else {}),
         "gradients": footprint.host_gradient_bytes,
-        "activations": max(step.host_bytes - footprint.host_weight_bytes - footprint.host_gradient_bytes, 0),
+        "activations": max(
+            step.host_bytes - footprint.host_home_bytes - footprint.ring_bytes - footprint.host_gradient_bytes, 0
+        ),
         "optimizer": update.host_bytes,
         "process": int(rss_gib() * GIB),
     }
     if not has_gpu:
         host["device"] = sum(device.values())
-    # Each rank is a process with weights, gradients and states of its own.
-    host = {name: nbytes * config.devices for name, nbytes in host.items()}
+    host = bytes_of_ranks(host, components)
     # Weights that were updated on the device are copied to the host.
     last = step.phases[-1]
     phases = (*step.phases[:-1], replace(last, d2h_bytes=last.d2h_bytes + update.placed_gradient_bytes))
     times, simulated_ms = update.time(components, machine, has_gpu), _simulated_ms(components, machine, phases, timed)
-    expected = forecast(phases, machine.bandwidth, machine.flops_per_s(components.dtype), times, simulated_ms)
+    flops_per_s = machine.flops_per_s(components.dtype)
+    expected = forecast(phases, machine.bandwidth, flops_per_s, times, simulated_ms, machine.device_gb_s)
+    notes = []
+    if footprint.file_bytes:
+        weights_in = sum(phase.h2d_bytes - phase.activation_h2d_bytes for phase in phases)
+        read_bytes = weights_in * footprint.file_bytes / footprint.host_weight_bytes
+        room = machine.host_gib * GIB - sum(host.values())
+        expected, note = with_reads(expected, read_bytes, footprint.file_bytes, room, machine.disk_gb_s)
+        notes = [mapped_note(config, components.model, footprint), note]
     everything, trained = parameter_counts(components.model)
     return RunPlan(
         device_bytes=device,
         host_bytes=host,
         logits_bytes=logits_bytes(components),
-        pinned_bytes=step.host_bytes * config.devices if has_gpu and config.offload.get("pin", "auto") != "off" else 0,
+        pinned_bytes=step.host_bytes * ranks_of_host(config)
+        if has_gpu and config.offload.get("pin", "auto") != "off"
+        else 0,
         step_bytes={
             "in": sum(phase.h2d_bytes for phase in phases),
             "out": sum(phase.d2h_bytes for phase in phases),
@@ -310,6 +329,7 @@ def _assembled(
         has_gpu=has_gpu,
         parameters=everything,
         trained_parameters=trained,
+        notes=tuple(notes),
         timeline=(*timed.work, *update_work(times, expected.phases_ms, timed.step_ms)) if timed else (),
     )
 
@@ -346,7 +366,8 @@ def _simulated_ms(
         return timed and timed.step_ms
     if components.footprint.layer_major:
         return None
-    every = forecast(phases, machine.bandwidth, machine.flops_per_s(components.dtype), UpdateTimes()).phases_ms
+    speeds = machine.bandwidth, machine.flops_per_s(components.dtype)
+    every = forecast(phases, *speeds, UpdateTimes(), device_gb_s=machine.device_gb_s).phases_ms
     # Each microbatch has two phases. Of those after the first, the dry run has one of each size.
     sizes = examples_of_rank(components.config) % components.config.microbatches
     dry = every[:4] if sizes in (0, 1) else ()

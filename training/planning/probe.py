@@ -18,7 +18,7 @@ from torch import Tensor
 
 from models.llama import Block, rotary_tables
 from offload import GIB, usable_cores
-from offload.planning import MemoryTracker, fused_kernels, measure_bandwidth, measure_update_rate
+from offload.planning import MemoryTracker, StateFormat, fused_kernels, measure_bandwidth, measure_update_rate
 from training.components import acquired
 from training.metrics.files import LARGEST, is_number
 from training.profiling.hardware import describe_device
@@ -78,7 +78,7 @@ def probe(device: torch.device) -> dict[str, str | float]:
         "both_gb_s": bus.both,
         "bf16_tflops": block_flops_per_s(device, torch.bfloat16) / 1e12,
         "fp32_tflops": block_flops_per_s(device, torch.float32) / 1e12,
-        "update_gparams_s": measure_update_rate(max(cores - 1, 1)) / 1e9 * BESIDE_COPIES,
+        "update_gparams_s": measure_update_rate(max(cores - 1, 1), StateFormat("fp32")) / 1e9 * BESIDE_COPIES,
     }
     if gpu:
         values |= {"vram_gib": facts["gpu_memory_gib"], "device_gb_s": _device_gb_s(device)}

@@ -94,8 +94,12 @@ class RunPlan:
     def summary(self) -> dict[str, float]:
         """Returns `metrics` under the names that they have in a run's summary, the floor and the parameters."""
         planned = {f"{PLANNED}{key}": value for key, value in self.metrics().items()}
-        counts = {"model/parameters": self.parameters, "model/trained_parameters": self.trained_parameters}
-        return {**counts, **planned} if self.floor_ms is None else {**counts, "perf/floor_ms": self.floor_ms, **planned}
+        floor = {} if self.floor_ms is None else {"perf/floor_ms": self.floor_ms}
+        return {**self.counts(), **floor, **planned}
+
+    def counts(self) -> dict[str, int]:
+        """Returns the numbers of parameters, under the names that they have in a run's summary."""
+        return {"model/parameters": self.parameters, "model/trained_parameters": self.trained_parameters}
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the whole plan, for plan.json: sizes in bytes, times in ms."""

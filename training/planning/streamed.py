@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from offload import format_bytes
-from training.components import Components, weights_node
+from training.components import Components
+from training.config.modes import weights_node
 
 # A smaller share is worth a note.
 MOST = 0.9

@@ -22,6 +22,9 @@ def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is None:
         return
+    # A scheduler may send it to all processes of a job before the job's time is over. It would end this one unsaved;
+    # the parent takes it, and sends SIGTERM.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     try:
         prctl = ctypes.CDLL(None).prctl
     except (OSError, AttributeError):

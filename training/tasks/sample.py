@@ -12,7 +12,7 @@ from training.runs.files import SAMPLES_FOLDER, partial_path
 
 
 class Sample(ABC):
-    """What a model made at one time."""
+    """Samples that a model made at one time."""
 
     @abstractmethod
     def write(self, run_dir: Path, step: int) -> dict[str, str | Path]:

@@ -28,13 +28,13 @@ class Sampler(ABC):
 
 
 class Task(ABC):
-    """What a batch is, what the loss is, what a sample looks like.
+    """A training objective: it defines batches, their loss, and samples.
 
     A batch comes from the dataset: a tensor, or a dictionary of tensors, whose first dimension counts the examples.
     """
 
     unit: ClassVar[str] = "examples"
-    """What speeds and totals count: tokens, images."""
+    """the name of the things that speeds and totals count: tokens, images"""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:

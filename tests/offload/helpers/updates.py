@@ -18,7 +18,7 @@ from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
-from offload.optimizer import kernels
+from offload.optimizer import kernel_choice
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.worker import UpdateWorker
 from tests.offload.helpers.models import Stack, attached, stack_inputs
@@ -38,7 +38,7 @@ WORKER = "host optimizer"
 
 def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the measurement of kernels short, and small activations leave the device."""
-    monkeypatch.setattr(kernels, "SAMPLE", 1 << 12)
+    monkeypatch.setattr(kernel_choice, "SAMPLE", 1 << 12)
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
     monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 0)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from offload.modes.bounce_linear import BounceLinear
-from offload.optimizer import adamw, kernels
+from offload.optimizer import adamw, kernel_choice, kernels
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.param_groups import decay_groups
 from tests.offload.helpers.models import attached
@@ -31,7 +31,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes tiles so small that a parameter has several, and the measurement of kernels short."""
     monkeypatch.setattr(kernels, "HOST_TILE", 256)
-    monkeypatch.setattr(kernels, "SAMPLE", 1 << 12)
+    monkeypatch.setattr(kernel_choice, "SAMPLE", 1 << 12)
 
 
 @pytest.mark.parametrize("compile", COMPILES)
@@ -50,7 +50,7 @@ def test_equals_torchs_adamw_with_groups_and_a_schedule(compile: str):
 @pytest.mark.parametrize("compile", COMPILES)
 def test_bf16_weights_equal_adamw_with_masters_bitwise(compile: str):
     ours, theirs = parameters(torch.bfloat16), parameters(torch.bfloat16)
-    train(host := HostAdamW(ours, **SETTINGS, threads=1, compile=compile), ours)
+    train(host := HostAdamW(ours, **SETTINGS, threads=1, compile=compile, master="fp32"), ours)
     train(resident := AdamW(theirs, **SETTINGS), theirs)
     if compile == "off":
         assert same(ours, theirs)
@@ -63,7 +63,7 @@ def test_the_compiled_kernel_agrees_with_torchs():
         runs = []
         for compile in ("off", "auto"):
             weights = parameters(dtype)
-            optimizer = HostAdamW(weights, **SETTINGS, threads=2, compile=compile)
+            optimizer = HostAdamW(weights, **SETTINGS, threads=2, compile=compile, master="fp32")
             train(optimizer, weights)
             runs.append([optimizer.state[p].get("master", p) for p in weights])
         near(*runs)
@@ -78,6 +78,36 @@ def test_partial_updates_in_any_order_equal_one_step(order: list[int], dtype: to
     train(optimizer, parts, range(4), before_step=lambda: [optimizer.update([parts[index]]) for index in order])
     assert same(whole, parts)
     assert all(optimizer.state[parameter]["step"] == 4 for parameter in parts)
+
+
+@pytest.mark.parametrize("compile", COMPILES)
+def test_compact_masters_change_no_number(compile: str):
+    """In bf16 and, where masters are always whole, in fp16."""
+    for dtype in (torch.bfloat16, torch.float16):
+        runs = []
+        for master in ("fp32", "compact"):
+            weights = parameters(dtype)
+            train(optimizer := HostAdamW(weights, **SETTINGS, threads=1, compile=compile, master=master), weights)
+            moments = [optimizer.state[p][name] for p in weights for name in ("exp_avg", "exp_avg_sq")]
+            runs.append([*weights, *moments])
+        assert same(*runs)
+
+
+def test_noise_depends_on_the_seed_and_the_place_of_a_parameter_and_not_on_the_order_of_updates():
+    def run(seed: int, order: list[int]) -> list[nn.Parameter]:
+        weights = parameters(torch.bfloat16)
+        optimizer = HostAdamW(weights, **SETTINGS, **OFF, master="stochastic", rounding_seed=seed)
+        before = lambda: [optimizer.update([weights[index]]) for index in order]  # noqa: E731
+        return train(optimizer, weights, range(3), before_step=before)
+
+    assert same(run(0, []), run(0, [3, 1, 0]))
+    assert not same(run(0, []), run(1, []))
+    twins = [nn.Parameter(torch.ones(64).bfloat16()) for _ in range(2)]
+    optimizer = HostAdamW(twins, **SETTINGS | {"lr": 1e-3}, **OFF, master="stochastic")
+    for twin in twins:
+        twin.grad = torch.ones_like(twin)
+    optimizer.step()
+    assert not torch.equal(*twins)
 
 
 def test_an_update_happens_before_step():
@@ -165,7 +195,9 @@ def test_sparse_gradients_are_refused():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"state_dtype": "fp16"}, "state_dtype=fp16: must be fp32 or bf16"),
+        ({"state_dtype": "fp16"}, "state_dtype=fp16: must be fp32 or bf16 or int8"),
+        ({"master": "half"}, "master=half: must be compact or fp32 or stochastic or kahan"),
+        ({"state_rounding": "up"}, "state_rounding=up: must be nearest or stochastic"),
         ({"compile": "on"}, "compile=on: must be auto or off"),
         ({"threads": 0}, "threads=0: must be at least 1"),
         ({"threads": 1.5}, "threads=1.5: must be at least 1"),
@@ -208,10 +240,10 @@ def test_no_parameters_are_refused_as_by_torch():
 def test_host_and_device_parameters_in_one_model():
     for dtype in (torch.float32, torch.bfloat16):
         host, device = parameters(dtype), parameters(dtype, "cuda")
-        train(optimizer := HostAdamW([*host, *device], **SETTINGS), [*host, *device])
+        train(optimizer := HostAdamW([*host, *device], **SETTINGS, master="fp32"), [*host, *device])
         expected = parameters(dtype)
         give = [*expected, *(nn.Parameter(weight.detach().clone()) for weight in expected)]
-        train(reference := HostAdamW(give, **SETTINGS, **OFF), give)
+        train(reference := HostAdamW(give, **SETTINGS, **OFF, master="fp32"), give)
         for ours, theirs in zip([*host, *device], give, strict=True):
             one, other = (made.state[p].get("master", p) for made, p in ((optimizer, ours), (reference, theirs)))
             torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-5)

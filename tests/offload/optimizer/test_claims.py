@@ -10,8 +10,11 @@ from torch import nn
 
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.claims import Claim, update_elsewhere, update_in_place
-from offload.optimizer.kernels import FusedUpdate, HyperParameters
+from offload.optimizer.formats import StateFormat
+from offload.optimizer.kernels import FusedUpdate
+from offload.optimizer.operands import HyperParameters
 from offload.optimizer.states import StatePlacement
+from tests.offload.helpers.kernels import FEW
 from tests.offload.helpers.optimizers import OFF, SETTINGS, give_gradients, parameters, same, train
 
 
@@ -32,26 +35,29 @@ def test_a_claim_is_applied_later_as_it_was_taken():
     assert same(now, later)
 
 
-def claimed(weight: nn.Parameter, placed: bool) -> tuple[Claim, dict[str, torch.Tensor]]:
+def claimed(weight: nn.Parameter, format: StateFormat, placed: bool) -> tuple[Claim, dict[str, torch.Tensor]]:
     """A claim of the parameter's first update, and its state."""
-    placement, state = StatePlacement(torch.float32), {}
+    placement, state = StatePlacement(format), {}
     if placed:
         placement.place(weight, state, torch.device("cpu"))
     placement.prepare(weight, state)
     state["step"] += 1
     gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(weight.dtype)
-    return Claim(weight, gradient, HyperParameters(1e-2, 0.9, 0.95, 1e-8, 0.1)), state
+    return Claim(weight, gradient, HyperParameters(1e-2, 0.9, 0.95, 1e-8, 0.1), format, 5), state
 
 
+@pytest.mark.parametrize("format", FEW, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_update_elsewhere_gives_the_weight_that_one_in_place_writes(dtype: torch.dtype, transposed: bool):
+def test_an_update_elsewhere_gives_the_weight_that_one_in_place_writes(
+    dtype: torch.dtype, transposed: bool, format: StateFormat
+):
     start = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
     start = start.t() if transposed else start
     here, there = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    claim, state = claimed(here, placed=False)
+    claim, state = claimed(here, format, placed=False)
     update_in_place(claim, state, FusedUpdate(), scale=0.5)
-    claim, state = claimed(there, placed=True)
+    claim, state = claimed(there, format, placed=True)
     new = update_elsewhere(claim, state, claim.gradient, FusedUpdate(), scale=0.5)
     assert not torch.equal(here, start)
     assert torch.equal(there, start)

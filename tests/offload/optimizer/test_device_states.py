@@ -10,6 +10,9 @@ from torch import nn
 
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
+from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.formats import StateFormat
+from tests.offload.helpers.kernels import FEW
 from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs
 from tests.offload.helpers.updates import EARLY, MODES, Mixed, host_adamw, made, make_small, one_step, train, updating
 
@@ -30,6 +33,17 @@ def test_equals_resident(mode: str, share: int, early: bool):
     """Updates that wait for the step are clipped. In bf16 every parameter has a master, in either place."""
     options = {"microbatches": 2, "steps": 8, "clip_norm": None if early else 0.05}
     seen = train(made(Stack, torch.bfloat16), MODES[mode](), early, device_share=share, **options)
+    assert_same(seen, train(made(Stack, torch.bfloat16), Resident(), overlaps=False, **options))
+
+
+@EARLY
+@pytest.mark.parametrize("format", [format for format in FEW if format.master != "fp32"], ids=str)
+def test_every_format_has_the_same_numbers_in_either_place(format: StateFormat, early: bool):
+    """Noise too. The first block is updated on the device, the others on the host."""
+    first = HostAdamW.planned_bytes(made(Stack, torch.bfloat16).blocks[0].parameters(), format, placed=True)
+    options = {"steps": 4, **vars(format)}
+    mode = LayerStream(slots=2, outside="stream")
+    seen = train(made(Stack, torch.bfloat16), mode, early, device_share=2 * first - 1, **options)
     assert_same(seen, train(made(Stack, torch.bfloat16), Resident(), overlaps=False, **options))
 
 
@@ -57,8 +71,8 @@ def test_the_first_units_that_fit_are_chosen_and_only_their_states_move():
     model, mode = made(Stack), LayerStream()
     with updating(mode, model, early=False, device_share=SHARE) as optimizer:
         optimizer.allocate()
-        masters = [name for name, p in model.named_parameters() if "master" in optimizer.state[p]]
-    assert masters == [f"blocks.{index}.{name}" for index in (0, 1) for name, _ in model.blocks[0].named_parameters()]
+        copies = [name for name, p in model.named_parameters() if "weight" in optimizer.state[p]]
+    assert copies == [f"blocks.{index}.{name}" for index in (0, 1) for name, _ in model.blocks[0].named_parameters()]
 
 
 def test_gradients_that_are_not_used_do_not_reach_the_next_step():

@@ -1,34 +1,20 @@
-"""The kernels of the AdamW update: they agree, are exact, and the choice between them never fails."""
+"""The update by torch's kernel: the paper's formulas, in every format of the states."""
 
 from __future__ import annotations
 
-import itertools
-import logging
-import sys
+import dataclasses
 import threading
-import time
 from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from offload.optimizer import kernels
-from offload.optimizer.kernels import (
-    FusedUpdate,
-    HyperParameters,
-    NativeUpdate,
-    Operands,
-    fastest_update,
-    native_library,
-)
-
-SETTINGS = HyperParameters(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-DTYPES = (torch.float32, torch.bfloat16)
-
-needs_compiler = pytest.mark.skipif(native_library() is None, reason="needs a C compiler with OpenMP")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+from offload.optimizer.formats import StateFormat
+from offload.optimizer.kernels import FusedUpdate
+from offload.optimizer.operands import HyperParameters, Operands
+from offload.optimizer.rounding import join
+from tests.offload.helpers.kernels import FORMATS, SETTINGS, WIDE, needs_gpu, operands, run, tensors
 
 
 @pytest.fixture(autouse=True)
@@ -36,223 +22,121 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a few thousand elements span several tiles, the last one ragged."""
     monkeypatch.setattr(kernels, "HOST_TILE", 1024)
     monkeypatch.setattr(kernels, "DEVICE_TILE", 1024)
-    monkeypatch.setattr(kernels, "SAMPLE", 1 << 12)
-
-
-@pytest.fixture
-def uncached():
-    """Makes the choice of a kernel as if for the first time in the process."""
-    for cached in (native_library, fastest_update):
-        cached.cache_clear()
-    yield
-    for cached in (native_library, fastest_update):
-        cached.cache_clear()
-
-
-def operands(count: int, weight=torch.bfloat16, gradient=torch.bfloat16, moment=torch.float32) -> Operands:
-    generator = torch.Generator().manual_seed(count)
-    master = torch.randn(count, generator=generator)
-    return Operands(
-        weight=master if weight == torch.float32 else master.to(weight),
-        gradient=torch.randn(count, generator=generator).to(gradient),
-        master=master,
-        exp_avg=torch.zeros(count, dtype=moment),
-        exp_avg_sq=torch.zeros(count, dtype=moment),
-    )
-
-
-def tensors(of: Operands) -> list[torch.Tensor]:
-    return [of.weight, of.master, of.exp_avg, of.exp_avg_sq]
-
-
-def run(
-    kernel, on: Operands, steps: int = 5, hyperparameters: HyperParameters = SETTINGS, scale: float = 1.0
-) -> Operands:
-    for step in range(1, steps + 1):
-        generator = torch.Generator().manual_seed(step)
-        on.gradient.copy_(torch.randn(on.gradient.shape, generator=generator))
-        kernel(on, torch.tensor(float(step)), hyperparameters, scale)
-    return on
 
 
 def by_hand(on: Operands, steps: int = 5, hyperparameters: HyperParameters = SETTINGS, scale: float = 1.0) -> Operands:
-    """Computes the paper's formulas in float64; moments and weights are rounded to their dtypes after each step."""
+    """Computes the paper's formulas in float64 for float32 weights, rounded once at the end."""
     lr, beta1, beta2, eps, decay = hyperparameters
-    value = on.master.double()
+    value, mean, square = (tensor.double() for tensor in (on.weight, on.exp_avg, on.exp_avg_sq))
     for step in range(1, steps + 1):
-        generator = torch.Generator().manual_seed(step)
-        on.gradient.copy_(torch.randn(on.gradient.shape, generator=generator))
+        on.gradient.copy_(torch.randn(on.gradient.shape, generator=torch.Generator().manual_seed(step)))
         gradient = on.gradient.double() * scale
-        mean = beta1 * on.exp_avg.double() + (1 - beta1) * gradient
-        square = beta2 * on.exp_avg_sq.double() + (1 - beta2) * gradient**2
+        mean = beta1 * mean + (1 - beta1) * gradient
+        square = beta2 * square + (1 - beta2) * gradient**2
         value = value * (1 - lr * decay)
         value -= lr * (mean / (1 - beta1**step)) / ((square / (1 - beta2**step)).sqrt() + eps)
-        on.exp_avg.copy_(mean)
-        on.exp_avg_sq.copy_(square)
-    on.master.copy_(value)
-    on.weight.copy_(on.master)
+    for tensor, wanted in zip((on.weight, on.exp_avg, on.exp_avg_sq), (value, mean, square), strict=True):
+        tensor.copy_(wanted)
     return on
 
 
-def both_kernels() -> list:
-    native = [NativeUpdate(native_library(), threads=2)] if native_library() else []
-    return [FusedUpdate(threads=2), *native]
-
-
-@pytest.mark.parametrize("kernel", both_kernels(), ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("scale", [1.0, 0.37])
-def test_equals_the_formulas(kernel, scale: float):
-    found = run(kernel, operands(3001, torch.float32, torch.float32), scale=scale)
-    expected = by_hand(operands(3001, torch.float32, torch.float32), scale=scale)
-    for ours, theirs in zip(tensors(found), tensors(expected), strict=True):
+def test_equals_the_formulas(scale: float):
+    found, expected = (operands(3001, WIDE, torch.float32, torch.float32) for _ in range(2))
+    run(FusedUpdate(threads=2), found, scale=scale)
+    for ours, theirs in zip(tensors(found), tensors(by_hand(expected, scale=scale)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-@needs_compiler
-@pytest.mark.parametrize(("weight", "gradient", "moment"), list(itertools.product(DTYPES, DTYPES, DTYPES)))
-@pytest.mark.parametrize("hyperparameters", [SETTINGS, SETTINGS._replace(beta1=0.3, weight_decay=0.0)])
-@pytest.mark.parametrize("scale", [1.0, 0.37])
-def test_kernels_agree(weight, gradient, moment, hyperparameters: HyperParameters, scale: float):
-    fused, native = both_kernels()
-    # Not a whole number of vectors, blocks or tiles.
-    for count in (1, 70_001):
-        first = run(fused, operands(count, weight, gradient, moment), hyperparameters=hyperparameters, scale=scale)
-        second = run(native, operands(count, weight, gradient, moment), hyperparameters=hyperparameters, scale=scale)
-        for one, other in zip(tensors(first), tensors(second), strict=True):
-            # A different last bit may round a bf16 number the other way, and a bf16 moment then moves its master.
-            halves = torch.bfloat16 in (one.dtype, moment)
-            torch.testing.assert_close(one, other, rtol=1e-2 if halves else 1e-6, atol=1e-4 if halves else 1e-7)
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "int8"])
+def test_compact_masters_are_the_float32_masters(state_dtype: str):
+    whole = run(FusedUpdate(), operands(3001, StateFormat("fp32", state_dtype)))
+    compact = run(FusedUpdate(), operands(3001, StateFormat("compact", state_dtype)))
+    joined = join(compact.weight, compact.master, torch.empty(3001))
+    assert torch.equal(joined, whole.master)
+    for one, other in zip(tensors(compact), tensors(whole), strict=True):
+        assert one.dtype == torch.int16 or torch.equal(one, other)
 
 
-@needs_compiler
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="needs AVX2 or AVX512")
-def test_kernels_agree_bitwise_on_whole_vectors():
-    first, second = (run(kernel, operands(1 << 16)) for kernel in both_kernels())
-    assert all(torch.equal(one, other) for one, other in zip(tensors(first), tensors(second), strict=True))
+SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 1e-39, 3.4e38, -3.4e38, float("inf"), -float("inf"), float("nan"), 1 + 2**-8]
 
 
-@pytest.mark.parametrize("kernel", both_kernels(), ids=lambda kernel: kernel.name)
-def test_weights_and_moments_are_rounded_to_nearest(kernel):
-    halved = run(kernel, operands(4096, moment=torch.bfloat16), steps=1)
-    whole = run(kernel, operands(4096), steps=1)
-    for rounded, exact in (
-        (halved.exp_avg, whole.exp_avg),
-        (halved.exp_avg_sq, whole.exp_avg_sq),
-        (whole.weight, whole.master),
-        (halved.weight, halved.master),
-    ):
-        assert torch.equal(rounded, exact.bfloat16())
+@pytest.mark.parametrize("gradient", [0.0, 1.0, float("inf"), float("nan")])
+def test_compact_masters_are_the_float32_masters_of_every_kind_of_number(gradient: float):
+    start = torch.tensor(SPECIAL).repeat_interleave(4)
+    found = []
+    for master in ("fp32", "compact"):
+        on = operands(len(start), StateFormat(master))
+        on.weight.copy_(start)
+        on.master.copy_(on.weight) if master == "fp32" else on.master.zero_()
+        on.gradient.fill_(gradient)
+        for step in (1, 2, 3):
+            FusedUpdate()(on, torch.tensor(float(step)), SETTINGS)
+        values = on.master if master == "fp32" else join(on.weight, on.master, torch.empty(len(start)))
+        found.append([values, on.weight.float(), on.exp_avg, on.exp_avg_sq])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.isnan(), other.isnan())
+        assert torch.equal(one.nan_to_num(7).view(torch.int32), other.nan_to_num(7).view(torch.int32))
+
+
+def test_moments_are_rounded_to_nearest_and_weights_away_from_zero_in_ties():
+    halved = run(FusedUpdate(), operands(4096, StateFormat("fp32", "bf16")), steps=1)
+    whole = run(FusedUpdate(), operands(4096, WIDE), steps=1)
+    assert torch.equal(halved.exp_avg, whole.exp_avg.bfloat16())
+    assert torch.equal(halved.exp_avg_sq, whole.exp_avg_sq.bfloat16())
     assert torch.equal(halved.master, whole.master)
-
-
-@pytest.mark.parametrize("kernel", both_kernels(), ids=lambda kernel: kernel.name)
-def test_ties_overflow_and_nan_round_as_torch_does(kernel):
     ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 3.4e38, -3.4e38, float("inf"), float("nan"), 1e-40])
-    on = Operands(ties.bfloat16() * 0, torch.zeros(8).bfloat16(), ties.clone(), torch.zeros(8), torch.zeros(8))
-    kernel(on, torch.ones(()), SETTINGS._replace(weight_decay=0.0))
+    on = dataclasses.replace(operands(8, WIDE), master=ties.clone())
+    FusedUpdate()(on, torch.ones(()), SETTINGS._replace(weight_decay=0.0))
     expected = ties.bfloat16()
+    expected[0], expected[2] = 1 + 2**-7, -1 - 2**-7
     assert torch.equal(on.weight.nan_to_num(7), expected.nan_to_num(7))
 
 
-@needs_compiler
-def test_views_inside_a_buffer_are_updated_and_nothing_beside_them():
-    native = both_kernels()[1]
-    flat = torch.ones(100, dtype=torch.bfloat16)
-    on = replace(operands(33), weight=flat[7:40])
-    native(on, torch.ones(()), SETTINGS)
-    assert torch.equal(flat[7:40], on.master.bfloat16())
-    assert (flat[:7] == 1).all()
-    assert (flat[40:] == 1).all()
+# Largest difference of weights to float32 states after five steps of lr 0.01 in which every weight may move by 0.05.
+BOUNDS = {"bf16": 2e-3, "int8": 2e-2}
 
 
-@needs_compiler
-def test_float16_goes_to_the_fused_kernel():
-    fused, native = both_kernels()
-    first, second = (run(kernel, operands(3000, torch.float16, torch.float16)) for kernel in (fused, native))
-    assert all(torch.equal(one, other) for one, other in zip(tensors(first), tensors(second), strict=True))
-    assert first.weight.dtype == torch.float16
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("state_dtype", BOUNDS)
+def test_smaller_moments_stay_near_float32_ones(state_dtype: str, rounding: str):
+    exact = run(FusedUpdate(), operands(5000, WIDE))
+    near = run(FusedUpdate(), operands(5000, StateFormat("fp32", state_dtype, rounding)))
+    error = (exact.master - near.master).abs()
+    assert 0 < error.max() <= BOUNDS[state_dtype]
+    assert error.mean() <= BOUNDS[state_dtype] / 10
 
 
-@needs_compiler
-def test_the_number_of_threads_does_not_change_the_result():
-    library = native_library()
-    one, three = (run(NativeUpdate(library, threads), operands(200_001)) for threads in (1, 3))
-    assert all(torch.equal(first, second) for first, second in zip(tensors(one), tensors(three), strict=True))
+def test_without_a_master_small_updates_add_up_on_average():
+    """An update of a sixteenth of the weight's last bit, 160 times."""
+    settings = SETTINGS._replace(lr=2.0**-12, weight_decay=0.0)
+    moved = {}
+    for master in ("stochastic", "kahan", "fp32"):
+        on = operands(4096, StateFormat(master))
+        on.weight.fill_(1.5)
+        if on.master is not None:
+            on.master.fill_(1.5 if master == "fp32" else 0)
+        on.gradient.fill_(1)
+        for step in range(1, 161):
+            FusedUpdate()(on, torch.tensor(float(step)), settings)
+        moved[master] = 1.5 - on.weight.double().mean()
+    # Weights beside a master are off by at most half their last bit.
+    assert abs(moved["fp32"] - 160 * 2.0**-12) <= 2.0**-8
+    assert abs(moved["kahan"] - moved["fp32"]) <= 1e-6
+    assert abs(moved["stochastic"] - 160 * 2.0**-12) <= 5 * 2.0**-7 * 160**0.5 / 4096**0.5
 
 
-@needs_compiler
-def test_python_goes_on_while_the_native_kernel_computes():
-    native, on = NativeUpdate(native_library(), threads=1), operands(1 << 24)
-    started, ended = threading.Event(), threading.Event()
-
-    def update() -> None:
-        started.set()
-        native(on, torch.ones(()), SETTINGS)
-        ended.set()
-
-    # No thread is made to hand Python's lock over: this one runs many times only if the kernel releases the lock.
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(60)
-    try:
-        thread = threading.Thread(target=update)
-        thread.start()
-        started.wait()
-        turns = 0
-        while not ended.is_set():
-            time.sleep(1e-4)
-            turns += 1
-        thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert turns > 20
-
-
-def test_the_choice_is_one_of_the_kernels_and_made_once(uncached: None):
-    chosen = fastest_update(1)
-    assert chosen.name in {kernel.name for kernel in both_kernels()}
-    assert fastest_update(1) is chosen
-
-
-@needs_compiler
-@pytest.mark.parametrize(("native_s", "fused_s", "expected"), [(1.0, 2.0, "native"), (2.0, 1.0, "fused")])
-def test_the_faster_one_is_chosen(uncached: None, monkeypatch, native_s: float, fused_s: float, expected: str):
-    monkeypatch.setattr(kernels, "measure", lambda kernels: {"native": native_s, "fused": fused_s})
-    assert fastest_update(1).name == expected
-
-
-def test_off_compiles_nothing(uncached: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kernels.subprocess, "run", lambda *_, **__: pytest.fail("a compiler was called"))
-    assert fastest_update(1, "off").name == "fused"
-
-
-def test_without_a_compiler_the_fused_kernel_is_taken(uncached: None, monkeypatch, caplog, tmp_path: Path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    with caplog.at_level(logging.INFO):
-        assert fastest_update(1).name == "fused"
-    assert [record.message for record in caplog.records] == [
-        "no C compiler found: AdamW takes torch's fused kernel, about half as fast"
-    ]
-
-
-@pytest.mark.parametrize("script", ["exit 1", 'while [ "$1" != -o ]; do shift; done; echo nothing > "$2"'])
-def test_a_compiler_that_fails_is_no_failure(uncached: None, monkeypatch, caplog, tmp_path: Path, script: str):
-    compiler = tmp_path / "broken-cc"
-    compiler.write_text(f"#!/bin/sh\n{script}\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CC", str(compiler))
-    with caplog.at_level(logging.INFO):
-        assert fastest_update(1).name == "fused"
-    assert len(caplog.records) == 1
-    assert str(compiler) in caplog.records[0].message
-
-
-@needs_compiler
-def test_compiling_prints_nothing_and_leaves_no_file(uncached: None, monkeypatch, capfd, tmp_path: Path):
-    monkeypatch.setattr(kernels.tempfile, "tempdir", str(tmp_path))
-    fastest_update(1)
-    assert capfd.readouterr() == ("", "")
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_ranges_of_a_parameter_are_the_whole(format: StateFormat):
+    whole, parts = operands(3000, format), operands(3000, format)
+    run(FusedUpdate(), whole)
+    for step in range(1, 6):
+        parts.gradient.copy_(torch.randn(3000, generator=torch.Generator().manual_seed(step)))
+        # Any order, and pieces of any length that are whole blocks.
+        for piece in reversed(list(parts.split(768))):
+            FusedUpdate()(piece, torch.tensor(float(step)), SETTINGS)
+    for one, other in zip(tensors(whole), tensors(parts), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_threads_are_given_back_also_after_an_error():
@@ -287,15 +171,17 @@ def test_threads_of_another_thread_are_left_alone():
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("moment", DTYPES)
-def test_a_devices_tensors_are_updated_by_the_same_rule(moment: torch.dtype):
-    host = run(FusedUpdate(), operands(3001, moment=moment))
-    device = operands(3001, moment=moment)
-    device = Operands(*(tensor.cuda() for tensor in (device.weight, device.gradient, *tensors(device)[1:])))
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_a_devices_tensors_are_updated_by_the_same_rule(format: StateFormat):
+    host = run(FusedUpdate(), operands(3001, format))
+    fields = {field.name: getattr(operands(3001, format), field.name) for field in dataclasses.fields(Operands)}
+    on = Operands(
+        **{name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in fields.items()}
+    )
     for step in range(1, 6):
-        generator = torch.Generator().manual_seed(step)
-        device.gradient.copy_(torch.randn(3001, generator=generator))
-        FusedUpdate()(device, torch.tensor(float(step), device="cuda"), SETTINGS)
-    # A moment that rounds the other way moves the weight by a share of the learning rate.
-    atol = 1e-4 if moment == torch.float32 else SETTINGS.lr / 10
-    torch.testing.assert_close(device.master.cpu(), host.master, rtol=1e-5, atol=atol)
+        on.gradient.copy_(torch.randn(3001, generator=torch.Generator().manual_seed(step)))
+        FusedUpdate()(on, torch.tensor(float(step), device="cuda"), SETTINGS)
+    # A moment that rounds the other way moves the weight by a share of the learning rate; noise decides the last bit.
+    atol = 1e-4 if format.state_dtype == "fp32" else SETTINGS.lr
+    rtol = 2**-7 if format.master == "stochastic" else 2**-8
+    torch.testing.assert_close(on.weight.cpu().float(), host.weight.float(), rtol=rtol, atol=atol)

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from offload.optimizer import adamw, kernels
+from offload.optimizer import adamw, kernel_choice, kernels
 from offload.optimizer.adamw import HostAdamW
-from offload.optimizer.states import StatePlacement, placed_bytes, state_bytes
+from offload.optimizer.conversions import in_format
+from offload.optimizer.formats import StateFormat
+from offload.optimizer.states import WEIGHT, StatePlacement, state_bytes
+from tests.offload.helpers.kernels import FORMATS
 from tests.offload.helpers.optimizers import COMPILES, OFF, SETTINGS, parameters, same, train
 
 
@@ -16,17 +19,22 @@ from tests.offload.helpers.optimizers import COMPILES, OFF, SETTINGS, parameters
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes tiles so small that a parameter has several, and the measurement of kernels short."""
     monkeypatch.setattr(kernels, "HOST_TILE", 256)
-    monkeypatch.setattr(kernels, "SAMPLE", 1 << 12)
+    monkeypatch.setattr(kernel_choice, "SAMPLE", 1 << 12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
-def test_bytes_are_known_before_they_are_allocated(dtype: torch.dtype, state_dtype: str):
+def given(format: StateFormat) -> dict[str, str]:
+    """The arguments of HostAdamW for a format."""
+    return vars(format)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_bytes_are_known_before_they_are_allocated(dtype: torch.dtype, format: StateFormat):
     weights = [*parameters(dtype), nn.Parameter(torch.ones(4, 6, dtype=dtype).t())]
     weights[0].requires_grad_(False)
     meta = [nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad) for weight in weights]
-    planned = HostAdamW.planned_bytes(meta, state_dtype)
-    host = HostAdamW(weights, **SETTINGS, **OFF, state_dtype=state_dtype)
+    planned = HostAdamW.planned_bytes(meta, format)
+    host = HostAdamW(weights, **SETTINGS, **OFF, **given(format))
     assert not host.state
     host.allocate()
     assert sum(tensor.nbytes for state in host.state.values() for tensor in state.values()) == planned
@@ -34,6 +42,36 @@ def test_bytes_are_known_before_they_are_allocated(dtype: torch.dtype, state_dty
     trained = weights[1:]
     train(host, trained, range(2))
     assert {id(tensor) for state in host.state.values() for tensor in state.values()} == allocated
+
+
+@pytest.mark.parametrize(
+    ("format", "nbytes"),
+    [
+        (StateFormat("fp32"), 12),
+        (StateFormat(), 10),
+        (StateFormat(state_dtype="bf16"), 6),
+        (StateFormat("stochastic", "int8"), 2 + 2 / 64),
+    ],
+    ids=str,
+)
+def test_bytes_of_a_bf16_weight(format: StateFormat, nbytes: float):
+    """Beside its own 2 bytes and those of its gradient."""
+    count = 1 << 20
+    assert state_bytes([nn.Parameter(torch.empty(count, dtype=torch.bfloat16, device="meta"))], format) == (
+        4 + count * nbytes
+    )
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_all_formats_begin_from_the_same_weights_and_stay_near(format: StateFormat):
+    exact, ours = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    train(HostAdamW(exact, **SETTINGS, **OFF), exact)
+    train(HostAdamW(ours, **SETTINGS, **OFF, **given(format)), ours)
+    if format.state_dtype == "fp32" and format.master in ("fp32", "compact"):
+        assert same(exact, ours)
+    # 20 steps of 0.01, and the last bit of weights around 1.
+    for one, other in zip(exact, ours, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=2**-6, atol=4e-2)
 
 
 def test_allocated_or_made_at_the_first_update_is_the_same():
@@ -85,24 +123,53 @@ def test_a_float32_weight_that_is_written_between_steps_is_the_truth():
     assert torch.equal(crossed, straight)
 
 
+@pytest.mark.parametrize("master", ["fp32", "compact", "stochastic", "kahan"])
+def test_a_bf16_weight_in_any_layout_is_updated_as_a_contiguous_one(master: str):
+    base = torch.randn(16, 16).bfloat16()
+    crossed, straight = nn.Parameter(base.clone().t()), nn.Parameter(base.t().contiguous())
+    for weight in (crossed, straight):
+        train(HostAdamW([weight], **SETTINGS, **OFF, master=master), [weight], range(3))
+    assert torch.equal(crossed, straight)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_a_bf16_weight_that_is_written_between_steps_counts_but_for_one_with_a_float32_master(layout: str):
+    found = {}
+    for master in ("compact", "fp32"):
+        base = torch.randn(16, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+        weight = nn.Parameter(base if layout == "contiguous" else base.t())
+        train(optimizer := HostAdamW([weight], **SETTINGS | {"lr": 0.0}, **OFF, master=master), [weight], range(2))
+        with torch.no_grad():
+            weight.zero_()
+        train(optimizer, [weight], range(2, 3))
+        found[master] = weight.detach().clone()
+    assert found["compact"].abs().max() < 1e-40
+    assert found["fp32"].abs().max() > 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("moment", [torch.float32, torch.bfloat16])
-def test_placed_states_have_a_master_and_the_bytes_that_were_counted(dtype: torch.dtype, moment: torch.dtype):
-    placement, made = StatePlacement(moment), []
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_placed_states_have_all_that_an_update_reads_and_the_bytes_that_were_counted(
+    dtype: torch.dtype, format: StateFormat
+):
+    placement, made = StatePlacement(format), []
     weights = parameters(dtype)
+    copied = dtype == torch.float32 or format.master != "fp32"
     for weight in weights:
         state = {}
         placement.place(weight, state, torch.device("cpu"))
         placement.prepare(weight, state)
-        assert torch.equal(state["master"], weight.float())
+        assert (WEIGHT in state) == copied
+        if copied:
+            assert torch.equal(state[WEIGHT], weight)
         made += state.values()
-    assert sum(tensor.nbytes for tensor in made) == placed_bytes(weights, moment)
-    masters = 4 * sum(weight.numel() for weight in weights) if dtype == torch.float32 else 0
-    assert placed_bytes(weights, moment) == state_bytes(weights, moment) + masters
+    assert sum(tensor.nbytes for tensor in made) == state_bytes(weights, format, placed=True)
+    copies = sum(weight.nbytes for weight in weights) if copied else 0
+    assert state_bytes(weights, format, placed=True) == state_bytes(weights, format) + copies
 
 
 def test_a_placed_state_moves_and_later_ones_are_made_there():
-    placement = StatePlacement(torch.float32)
+    placement = StatePlacement(StateFormat())
     first, second = parameters()[:2]
     state = {}
     placement.prepare(first, state)
@@ -115,14 +182,16 @@ def test_a_placed_state_moves_and_later_ones_are_made_there():
     assert {tensor.device for tensor in placement.adopt(second, {"exp_avg": second.detach()}).values()} == {meta}
 
 
-def test_a_loaded_state_gets_the_dtypes_of_the_state():
-    placement = StatePlacement(torch.bfloat16)
+def test_a_loaded_state_is_contiguous_and_in_the_format_of_the_state():
+    format = StateFormat("fp32", "bf16")
     (weight, *_) = parameters(torch.bfloat16)
-    loaded = {"step": torch.tensor(3, dtype=torch.int64), "exp_avg": weight.detach().t(), "master": weight.detach()}
-    adopted = placement.adopt(weight, loaded)
+    moment = torch.randn(48, 7).t()
+    loaded = {"step": torch.tensor(3.0), "exp_avg": moment, "exp_avg_sq": moment**2, "master": weight.detach().float()}
+    adopted = StatePlacement(format).adopt(weight, in_format(loaded, weight, format))
     assert {name: tensor.dtype for name, tensor in adopted.items()} == {
         "step": torch.float32,
         "exp_avg": torch.bfloat16,
+        "exp_avg_sq": torch.bfloat16,
         "master": torch.float32,
     }
     assert adopted["exp_avg"].is_contiguous()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.planning.dry_run import MOVED, dry_run, left_as_found
 from offload.runtime.blocks import find_blocks
+from tests.offload.helpers.mapped import with_low_rank, write_frozen
 from tests.offload.helpers.models import Shared, Stack, attached, stack_inputs, tokens
 from tests.offload.helpers.modes import mode_classes, small
 
@@ -72,6 +75,20 @@ def test_bytes_are_those_of_a_run(name: str, microbatches: int, recomputes: bool
     assert {key: found.total(key) for key in MOVED} | {"host_bytes": found.host_bytes} == real
     layer_major = MODES[name]().footprint(model).layer_major
     assert len(found.phases) == (2 if layer_major else 2 * microbatches)
+
+
+def test_bytes_of_weights_in_files_are_those_of_a_run(tmp_path: Path):
+    model, inputs = with_low_rank(Stack(width=32)), [stack_inputs(0, 0)]
+    on_meta = copy.deepcopy(model).to("meta")
+    spans = write_frozen(model, tmp_path)
+    real, found = LayerStream(source="mapped", slots=2), LayerStream(source="mapped", slots=2)
+    real.map_weights(spans)
+    same = dict(zip(model.parameters(), on_meta.parameters(), strict=True))
+    # Nobody opens a file for it.
+    found.map_weights({same[p]: [replace(span, path=tmp_path / "none")] for p, (span,) in spans.items()})
+    planned = dry(found, on_meta, inputs)
+    moved = {key: planned.total(key) for key in MOVED} | {"host_bytes": planned.host_bytes}
+    assert moved == a_step(real, model, inputs, [])
 
 
 def test_tied_weights_move_once():

@@ -62,6 +62,12 @@ def test_what_copies_nothing_takes_no_time(streams: SimulatedStreams):
     assert streams.step_ms == 0
 
 
+def test_dequantising_takes_the_time_of_the_devices_memory():
+    streams = SimulatedStreams(torch.device("meta"), Bandwidth(1.0, 1.0, 1.0), flops_per_s=1e9, device_gb_s=10.0)
+    streams.spend(MB, 0, 20 * MB)
+    assert streams.work == [Work("compute", 0, 3)]
+
+
 def test_a_step_of_a_dry_run_is_as_long_as_its_parts_allow():
     """Two linear layers of 1000 x 1000 in float32 on one row: 4 MB each, 2 MFLOP forward and 4 backward."""
     model = nn.Sequential(nn.ModuleList([nn.Linear(1000, 1000, bias=False) for _ in range(2)]))

@@ -226,6 +226,19 @@ def test_files_in_the_cache_of_the_control_group_count_as_free(monkeypatch: pyte
     assert free_host_bytes() > 2**28
 
 
+def test_the_limit_of_an_inner_control_group_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr("offload.runtime.host_memory.CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr("offload.runtime.host_memory.OWN_GROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text("3:memory:/other\n0::/user.slice/run.scope\n")
+    for name, limit in (("", 10**9), ("user.slice", 10**6), ("user.slice/run.scope", 10**7)):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text("1000\n")
+        (folder / "memory.stat").write_text("inactive_file 500\n")
+    assert free_host_bytes() == 10**6 - 500
+
+
 AT_EXIT = """
 import atexit, sys
 # Registered first, it is called last.

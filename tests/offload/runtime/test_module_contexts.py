@@ -6,7 +6,7 @@ import copy
 import inspect
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -36,6 +36,13 @@ class Log:
     def opener(self, name: str):
         return lambda arguments, keywords: self.named(name)
 
+    def runner(self, name: str):
+        def run(forward: Callable, arguments: tuple, keywords: dict) -> object:
+            with self.named(name):
+                return forward(*arguments, **keywords)
+
+        return run
+
 
 @pytest.fixture
 def log() -> Log:
@@ -54,7 +61,7 @@ class Raises(nn.Module):
 def test_a_wrapped_forward_runs_inside_its_context(log: Log):
     module = nn.Linear(4, 4)
     expected = module(INPUTS)
-    wrapped = WrappedForward(module, lambda: log.named("window"))
+    wrapped = WrappedForward(module, log.runner("window"))
     assert torch.equal(module(INPUTS), expected)
     assert log.events == ["open window", "close window"]
     wrapped.remove()
@@ -65,7 +72,7 @@ def test_a_wrapped_forward_runs_inside_its_context(log: Log):
 
 def test_the_context_of_a_wrapped_forward_is_closed_by_an_exception(log: Log):
     module = Raises(ZeroDivisionError)
-    WrappedForward(module, lambda: log.named("window"))
+    WrappedForward(module, log.runner("window"))
     with pytest.raises(ZeroDivisionError):
         module(INPUTS)
     assert log.events == ["open window", "close window"]
@@ -74,7 +81,7 @@ def test_the_context_of_a_wrapped_forward_is_closed_by_an_exception(log: Log):
 def test_a_forward_of_the_modules_own_comes_back(log: Log):
     module = nn.Linear(4, 4)
     own = module.forward = lambda hidden: hidden + 1
-    wrapped = WrappedForward(module, lambda: log.named("window"))
+    wrapped = WrappedForward(module, log.runner("window"))
     assert torch.equal(module(INPUTS), INPUTS + 1)
     assert vars(copy.deepcopy(module))["forward"] is own
     wrapped.remove()
@@ -83,7 +90,7 @@ def test_a_forward_of_the_modules_own_comes_back(log: Log):
 
 def test_a_wrapper_around_a_removed_forward_stays_and_opens_nothing(log: Log):
     module = nn.Linear(4, 4)
-    wrapped = WrappedForward(module, lambda: log.named("window"))
+    wrapped = WrappedForward(module, log.runner("window"))
     inner = module.forward
     module.forward = lambda hidden: inner(hidden)
     wrapped.remove()
@@ -93,7 +100,7 @@ def test_a_wrapper_around_a_removed_forward_stays_and_opens_nothing(log: Log):
 
 def test_a_copy_of_a_wrapped_module_computes_with_its_own_weights(log: Log):
     module = nn.Linear(4, 4)
-    WrappedForward(module, lambda: log.named("window"))
+    WrappedForward(module, log.runner("window"))
     other = copy.deepcopy(module)
     with torch.no_grad():
         module.weight.zero_()
@@ -104,7 +111,7 @@ def test_a_copy_of_a_wrapped_module_computes_with_its_own_weights(log: Log):
 
 def test_a_recompute_opens_the_context_of_a_wrapped_forward_again_and_that_of_hooks_not(log: Log):
     module = nn.Linear(4, 4)
-    WrappedForward(module, lambda: log.named("window"))
+    WrappedForward(module, log.runner("window"))
     contexts = ModuleContexts([(module, log.opener("region"))])
     forward = module.forward
     module.forward = lambda hidden: checkpoint(forward, hidden, use_reentrant=False)
@@ -224,7 +231,7 @@ def test_a_copy_of_a_module_is_a_plain_module(log: Log, copied):
     number = module.register_forward_pre_hook(called).id
     found = [OwnHook(module, module.register_state_dict_pre_hook, lambda *_: log.events.append("saved"))]
     found.append(ModuleContexts([(module, log.opener("module"))]))
-    found += [WrappedForward(module, lambda: log.named("window")) for _ in range(2)]
+    found += [WrappedForward(module, log.runner("window")) for _ in range(2)]
     other = copied(module)
     assert set(vars(other)) == names
     hooks = {name: list(value) for name, value in vars(other).items() if "hooks" in name and value}
@@ -242,14 +249,14 @@ def test_a_copy_of_a_module_is_a_plain_module(log: Log, copied):
 def test_a_copy_of_a_module_has_the_forward_of_the_modules_own(log: Log, copied):
     module = nn.Linear(4, 4)
     module.forward = keep
-    WrappedForward(module, lambda: log.named("window"))
+    WrappedForward(module, log.runner("window"))
     assert vars(copied(module))["forward"] is keep
 
 
 def test_a_class_that_copies_itself_gets_no_contexts_either(log: Log):
     module = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
     ModuleContexts([(module, log.opener("module"))])
-    WrappedForward(module, lambda: log.named("window"))
+    WrappedForward(module, log.runner("window"))
     other = copy.deepcopy(copy.deepcopy(module))
     with torch.no_grad():
         for parameter in module.parameters():
@@ -261,7 +268,7 @@ def test_a_class_that_copies_itself_gets_no_contexts_either(log: Log):
 def test_the_arguments_of_a_wrapped_forward_can_be_asked_for(log: Log):
     module = nn.Linear(4, 4)
     expected = inspect.signature(module.forward)
-    WrappedForward(module, lambda: log.named("window"))
+    WrappedForward(module, log.runner("window"))
     assert inspect.signature(module.forward) == expected
 
 

@@ -1,4 +1,4 @@
-"""What a tensor consists of."""
+"""Tensors are taken apart and put together again."""
 
 from __future__ import annotations
 

@@ -99,6 +99,16 @@ def test_the_innermost_hooks_are_the_pair_that_was_opened_last():
         assert internals.innermost_saved_tensor_hooks(True) == (pack, unpack)
 
 
+def test_attributes_are_read_without_the_function_of_a_subclass():
+    class Refusing(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, arguments=(), keywords=None):
+            raise AssertionError(function)
+
+    with internals.without_torch_function():
+        assert torch.Tensor._make_subclass(Refusing, torch.ones(2))._version == 0
+
+
 def test_nodes_are_numbered_from_the_next_sequence_number_on():
     leaf = torch.ones(1, requires_grad=True)
     first = internals.next_sequence_number()

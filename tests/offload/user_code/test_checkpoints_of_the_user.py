@@ -191,7 +191,7 @@ class WithCache(Stack):
 
 
 def given(model: nn.Module, mode) -> list[torch.Tensor]:
-    """What forward adds to its arguments is there after forward, and no more of it after backward."""
+    """An addition of forward to its arguments is there after forward, and none comes with backward."""
     found = []
     for number in range(2):
         cache, seen = KeyCache(), []

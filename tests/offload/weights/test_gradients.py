@@ -15,7 +15,9 @@ from offload.runtime.host_memory import HostArena
 from offload.runtime.stream_checker import CheckedStreams
 from offload.runtime.transfer import Telemetry, Transfer
 from offload.weights.gradients import FinalGradients, GradientOffloader
-from offload.weights.units import ModuleAttribute, OffloadUnit, UnitTensor
+from offload.weights.placement import ModuleAttribute
+from offload.weights.unit_tensor import UnitTensor
+from offload.weights.units import OffloadUnit
 from tests.offload.helpers.models import Stack, attached
 from tests.offload.helpers.updates import DTYPES, MODES, Mixed, made, make_small, one_step
 from training.loop import gradient_norm

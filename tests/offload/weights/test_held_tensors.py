@@ -11,7 +11,8 @@ from torch import nn
 
 from offload.weights.held_tensors import HeldTensors, end_watch, watch_reads
 from offload.weights.partition import CutPoint, cut
-from offload.weights.units import OffloadUnit, UnitTensor
+from offload.weights.unit_tensor import UnitTensor
+from offload.weights.units import OffloadUnit
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
+from offload.modes.shard_offload import ShardOffload
 from tests.offload.helpers.models import attached
 from tests.offload.helpers.quantised import WIDTH, Model, Nested, same_as_resident
 
@@ -27,6 +29,41 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
         return gradient @ ctx.kept["weight"][0].dequantize(), None
+
+
+class PlainProduct(torch.autograd.Function):
+    """Keeps a plain weight, and its rows, as attributes of its context."""
+
+    @staticmethod
+    def forward(ctx, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.rows, ctx.weight = rows.detach(), weight
+        return rows @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        return gradient @ ctx.weight, gradient.t() @ ctx.rows
+
+
+class Plain(nn.Module):
+    """A layer, frozen or trained, of a function that writes `ctx.weight = weight`."""
+
+    def __init__(self, trains: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8, requires_grad=trains)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return PlainProduct.apply(rows, self.weight)
+
+
+class FromOutside(nn.Module):
+    """A layer whose function also gets a weight of the module around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.weight = Plain(trains=False), nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return PlainProduct.apply(self.inner(rows), self.weight)
 
 
 class Layer(nn.Module):
@@ -59,6 +96,28 @@ class Recomputed(nn.Module):
 def test_a_function_gets_its_weight_again_wherever_it_kept_it(mode, reentrant: bool | None):
     wrap = (lambda layer: layer) if reentrant is None else lambda layer: Recomputed(layer, reentrant)
     same_as_resident(model(wrap), mode)
+
+
+def plain_model(make: Callable[[], nn.Module]) -> Model:
+    made = Model("nested")
+    for block in made.blocks:
+        block.first, block.second = make(), make()
+    return made
+
+
+@pytest.mark.parametrize(
+    "mode", [BounceLinear(slots=2), LayerStream(slots=1), ShardOffload(slots=1)], ids=["layers", "blocks", "shards"]
+)
+@pytest.mark.parametrize(
+    "make", [lambda: Plain(False), lambda: Plain(True), FromOutside], ids=["frozen", "trained", "of two modules"]
+)
+def test_a_plain_weight_on_a_context_is_the_right_one_in_backward(mode, make: Callable[[], nn.Module]):
+    same_as_resident(plain_model(make), mode)
+
+
+def test_a_plain_weight_is_the_right_one_where_a_block_is_recomputed():
+    made = plain_model(lambda: Recomputed(Plain(trains=True), reentrant=False))
+    same_as_resident(made, LayerStream(slots=1))
 
 
 def test_a_graph_that_is_kept_is_run_twice_and_leaves_nothing_behind():

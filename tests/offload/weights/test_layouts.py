@@ -1,4 +1,4 @@
-"""How tensors lie in a flat buffer."""
+"""Tensors lie in a flat buffer."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
 
@@ -17,8 +18,17 @@ from offload.runtime.host_memory import HostArena
 from offload.runtime.transfer import Telemetry, Transfer
 from offload.weights.partition import CutPoint, cut
 from offload.weights.prefetcher import Prefetcher
-from tests.offload.helpers.models import Stack, stack_inputs
+from tests.offload.helpers.models import Stack, attached, stack_inputs
 from tests.offload.helpers.updates import made, make_small, one_step, updating
+
+
+def test_the_fixture_of_the_gpus_tests_fits(poisoned: None):
+    # Here all slots are poisoned anyway.
+    torch.manual_seed(0)
+    model, mode = Stack(), LayerStream(slots=2)
+    twin = copy.deepcopy(model)
+    with attached(mode, model, "cpu"), mode.step():
+        assert torch.equal(model(stack_inputs(0, 0)), twin(stack_inputs(0, 0)))
 
 
 @pytest.mark.parametrize("pending", [False, True], ids=["fetched ahead", "after its update"])

@@ -1,4 +1,4 @@
-"""What followed a use last time is expected to follow it again."""
+"""A use is expected to be followed by the same as last time."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from offload.runtime.host_memory import HostArena
 from offload.runtime.running_microbatch import running
 from offload.weights.partition import CutPoint, cut
 from offload.weights.stand_ins import drop_stand_ins, install_stand_ins, remove_stand_ins
-from offload.weights.units import OffloadUnit, UnitTensor
+from offload.weights.unit_tensor import UnitTensor
+from offload.weights.units import OffloadUnit
 
 
 class Net(nn.Module):

@@ -1,4 +1,4 @@
-"""What a checkpoint says of the frozen base of an adapter."""
+"""A checkpoint names the frozen base of an adapter."""
 
 from __future__ import annotations
 

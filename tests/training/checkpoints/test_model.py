@@ -22,7 +22,7 @@ CHECKPOINT = Path("checkpoints", "step-00000002")
 
 @torch.no_grad()
 def of_the_checkpoint(checkpoint: Path, *overrides: str) -> Tensor:
-    """What the model of a checkpoint computes under the run's mode."""
+    """Returns what the model of a checkpoint computes under the run's mode."""
     components = components_of(*RUN, *overrides)
     with acquired(components.device) as streams, attached(components, streams) as model:
         load_model(model, checkpoint, components.config, components.device)
@@ -30,7 +30,7 @@ def of_the_checkpoint(checkpoint: Path, *overrides: str) -> Tensor:
 
 
 def of_the_run(folder: Path, *overrides: str) -> Tensor:
-    """What the model of a run computes after its last step."""
+    """Returns what the model of a run computes after its last step."""
     config, invocation = composed(*RUN, *overrides, run_dir=folder)
     folder.mkdir()
     with signals_as_before(), build(config, invocation) as job:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from offload.modes import shard_offload, tensor_swap
-from tests import ROOT
+from training.config.modes import mode_options
 
-MODES = {path.stem: () for path in sorted((ROOT / "conf" / "offload").glob("*.yaml"))}
+MODES = dict.fromkeys(sorted(mode_options()), ())
 MODES |= dict.fromkeys(("tensor_swap", "layer_stream_swap", "bounce_linear_swap"), ("offload.min_bytes=1KiB",))
 MODES["shard_offload"] = ("offload.shards=2",)
 RECIPES = {

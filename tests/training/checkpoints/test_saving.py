@@ -19,10 +19,10 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import nn
 
-from models import safetensors_files
+from models import safetensors_files, whole_folder
 from offload.optimizer.adamw import HostAdamW
 from offload.runtime import registry
-from training.checkpoints import durable, layout, manifest, saving
+from training.checkpoints import layout, manifest, saving
 from training.checkpoints.saving import Checkpoints
 from training.checkpoints.state import RunState
 from training.errors import UserError
@@ -38,7 +38,7 @@ class Trap:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, error: Callable[[], BaseException]):
         self.count = 0
         self._at, self._error, self._lock = at, error, threading.Lock()
-        monkeypatch.setattr(durable, "open", self._open, raising=False)
+        monkeypatch.setattr(whole_folder, "open", self._open, raising=False)
         for owner, name in ((os, "fsync"), (Path, "rename"), (Path, "mkdir"), (shutil, "rmtree")):
             monkeypatch.setattr(owner, name, self._failing(getattr(owner, name)))
 

@@ -34,7 +34,7 @@ def save(folder: Path, model: nn.Module, optimizer: HostAdamW) -> None:
 
 @pytest.mark.parametrize(("dtype", "masters"), [(torch.bfloat16, True), (torch.float32, False)])
 def test_states_are_named_by_their_parameter(dtype: torch.dtype, masters: bool):
-    keys = ("exp_avg", "exp_avg_sq", *(("master",) if masters else ()), "step")
+    keys = ("exp_avg", "exp_avg_sq", *(("remainder",) if masters else ()), "step")
     assert list(optimizer_tensors(*trained(dtype))) == [f"{name}.{key}" for name in ("weight", "bias") for key in keys]
 
 

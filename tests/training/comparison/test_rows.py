@@ -52,6 +52,22 @@ def test_a_seed_that_diverged_leaves_the_row_without_a_spread(write_run):
     assert row.statistics["train/final_loss"].spread is None
 
 
+def test_beside_rows_of_several_devices_others_have_one(write_run):
+    write_run()
+    write_run(top={"devices": 2}, devices=2)
+    write_run(top={"devices": 4}, status="planned", losses=None)
+    # Of another program, which does not tell.
+    (write_run() / "config.yaml").unlink()
+    found = [row.statistics.get("devices") for row in write_run.rows()]
+    assert found == [Statistic(1.0), Statistic(2.0), Statistic(4.0), None]
+
+
+def test_where_no_row_has_several_devices_none_has_their_number(write_run):
+    write_run()
+    write_run("layer_stream", top={"devices": 1})
+    assert all("devices" not in row.statistics for row in write_run.rows())
+
+
 def test_one_run_has_no_spread(write_run):
     write_run()
     assert rows(write_run)["none"].statistics["perf/step_ms"].spread is None

@@ -5,14 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests import ROOT
-from training.config.modes import ModeOption, mode_options, modes_table
+from training.config.modes import ModeOption, all_options, mode_options, modes_table, peer_options
 
 
 def test_every_file_is_an_option_and_none_is_the_first():
-    options = mode_options()
+    options = all_options()
     assert set(options) == {path.stem for path in (ROOT / "conf" / "offload").glob("*.yaml")}
     assert next(iter(options)) == "none"
     assert all(option.description.endswith(".") for option in options.values())
+
+
+def test_systems_of_others_are_no_modes_of_this_repository():
+    assert {"fsdp2", "ramtorch"} <= peer_options().keys()
+    assert not mode_options().keys() & peer_options().keys()
+    assert mode_options().keys() | peer_options().keys() == all_options().keys()
 
 
 def test_an_option_is_read_from_its_file(tmp_path: Path):

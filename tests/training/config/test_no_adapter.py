@@ -1,4 +1,4 @@
-"""Whether a configuration trains an adapter, known without torch."""
+"""A configuration tells without torch whether it trains an adapter."""
 
 from __future__ import annotations
 

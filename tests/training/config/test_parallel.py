@@ -6,7 +6,7 @@ import pytest
 from hydra.errors import CompactHydraException
 
 from tests.training.helpers.in_process import composed
-from training.config.parallel import Reduction
+from training.config.parallel import Homes, Reduction
 from training.config.validation import check
 from training.errors import UserError
 from training.parallel.reduce import SUMS
@@ -20,6 +20,7 @@ def test_the_default_is_the_order_of_the_ranks():
     config, _ = composed()
     check(config)
     assert (config.devices, config.parallel.reduction) == (1, Reduction.ordered)
+    assert config.parallel.homes == Homes.own
 
 
 def test_other_values_are_refused():

@@ -9,6 +9,7 @@ from hydra import compose
 from hydra.errors import CompactHydraException
 from omegaconf import OmegaConf
 
+from peers import peer
 from tests import ROOT
 from tests.training.helpers.in_process import conf_initialised
 from training import sweep
@@ -23,7 +24,8 @@ GROUPS = ("offload", "model", "adapter", "dataset", "optimizer", "schedule", "re
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 EXPERIMENTS = [path.stem for path in sorted((CONF / "experiment").glob("*.yaml"))]
 OFFLOADS = (
-    "bounce_linear, bounce_linear_swap, layer_stream, layer_stream_swap, none, save_on_cpu, shard_offload, tensor_swap"
+    "bounce_linear, bounce_linear_swap, deepspeed_zero3, diffusers_group, fairscale, fsdp2, layer_stream,"
+    " layer_stream_swap, none, ramtorch, roundpipe, save_on_cpu, shard_offload, tensor_swap, torchao_optimizer"
 )
 # Options that name something only the user knows.
 REQUIRED = {
@@ -37,6 +39,12 @@ REQUIRED = {
 
 schema.register()
 sweep.register_launcher()
+
+
+@pytest.fixture(autouse=True)
+def all_peers_installed(monkeypatch):
+    """As if all systems of others were installed: without them, their options are refused."""
+    monkeypatch.setattr(peer, "find_spec", lambda name: True)
 
 
 def composed(*overrides):
@@ -187,7 +195,14 @@ def test_a_sound_overlay_is_accepted(overlay):
         (["optimizer.lr=nan"], "optimizer.lr=nan: must be at least 0"),
         (["optimizer.lr=inf"], "optimizer.lr=inf: must be finite"),
         (["optimizer.eps=0"], "optimizer.eps=0.0: must be above 0"),
-        (["optimizer=host_adamw", "optimizer.state_dtype=fp16"], "optimizer.state_dtype=fp16: must be fp32 or bf16"),
+        (
+            ["optimizer=host_adamw", "optimizer.state_dtype=fp16"],
+            "optimizer.state_dtype=fp16: must be fp32 or bf16 or int8",
+        ),
+        (
+            ["optimizer=host_adamw", "optimizer.master=half"],
+            "optimizer.master=half: must be compact or fp32 or stochastic",
+        ),
         (["optimizer=host_adamw", "optimizer.compile=on"], "optimizer.compile=on: must be auto or off"),
         (["optimizer=host_adamw", "optimizer.threads=0"], "optimizer.threads=0: must be at least 1"),
         (["optimizer=host_adamw", "optimizer.device_share=much"], "optimizer.device_share=much: must be bytes"),

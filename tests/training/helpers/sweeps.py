@@ -24,7 +24,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from training import sweep
+from training import cluster_sweep, sweep
 from training.errors import UserError
 from training.runs import compose_errors
 from training.runs.failures import failures_recorded
@@ -33,6 +33,7 @@ from training.runs.parent import end_with_parent
 from training.runs.signals import StopRequest
 
 sweep.register_launcher()
+cluster_sweep.register_launchers()
 
 
 @hydra.main(version_base="1.3", config_path="settings", config_name="wrong")
@@ -110,12 +111,12 @@ def write_script(folder):
     (folder / "more" / "kind" / "special.yaml").write_text("color: red\n")
 
 
-def start(folder, *arguments, python=(), **options):
+def start(folder, *arguments, python=(), environment=None, **options):
     command = [sys.executable, *python, "script.py", "--config-name", "config", *arguments]
     return subprocess.Popen(
         command,
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | (environment or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,4 +1,4 @@
-"""How gradients are cut into buckets."""
+"""Gradients are cut into buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all ranks have a copy of, and how a difference is found."""
+"""All ranks have equal copies, and a difference is found."""
 
 from __future__ import annotations
 

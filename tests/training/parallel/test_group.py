@@ -74,7 +74,7 @@ def test_three_ranks_that_stream_weights_compute_what_one_device_does(one: Path)
     folders = [one.with_name(name) for name in ("streamed", "three")]
     mode = ("offload=layer_stream", "optimizer=host_adamw", "clip_norm=null", "steps=2", "optimizer.device_share=40KiB")
     run_here(folders[0], *RUN, "microbatches=3", "steps=2", "clip_norm=null")
-    run_ranks(folders[1], *mode, "devices=3", "microbatches=1")
+    run_ranks(folders[1], *mode, "devices=3", "microbatches=1", "parallel.homes=own")
     assert content(at(folders[1], 2)) == content(at(folders[0], 2))
 
 
@@ -84,6 +84,7 @@ class Alone(Group):
     def __init__(self):
         self.rank, self.count, self.timeout_s, self.is_exchanging = 0, 2, 5.0, False
         self._cause = lambda rank: None
+        self.hosts = (0, 0)
 
 
 def fail(error: Exception) -> None:
@@ -101,5 +102,11 @@ def test_a_broken_exchange_is_the_end_of_another_rank():
     group = Alone()
     with pytest.raises(RankLostError, match=r"^a rank has ended"):
         group._collective(lambda: fail(RuntimeError("Connection closed by peer")))
+    text = "[/src/gloo/pair.cc:538] Connection closed by peer [::1]:123. It is no fault of\n this process. See there."
+    with pytest.raises(RankLostError, match=r"^rank 1 has ended: its messages have more .Connection .*\[::1\]:123\)$"):
+        raise group._lost(1, RuntimeError(text))
+    group.hosts = (0, 1)
+    with pytest.raises(RankLostError, match=r"^rank 1 on host 1 has ended"):
+        raise group._lost(1, RuntimeError(text))
     with pytest.raises(RankLostError, match=r"^a rank hangs"):
         group._collective(lambda: fail(RuntimeError("Timed out waiting 5000ms")))

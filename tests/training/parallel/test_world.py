@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.training.helpers.in_process import composed
+from training.config.validation import check
 from training.errors import UserError
-from training.parallel.world import World, settle_devices
+from training.parallel.world import World, ranks_of_host, settle_devices
 
 
 @pytest.fixture
@@ -31,16 +32,40 @@ def test_torchrun_tells_the_place(torchrun):
     assert World.is_follower()
 
 
-def test_several_machines_are_refused(torchrun):
-    torchrun(RANK=1, WORLD_SIZE=4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
-    with pytest.raises(UserError, match="--nnodes 1"):
-        World.of_environment()
+def test_a_host_is_torchrun_s_group(torchrun):
+    torchrun(RANK=3, WORLD_SIZE=4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2, GROUP_RANK=1, GROUP_WORLD_SIZE=2)
+    assert World.of_environment() == World(3, 4, 1, 2, host=1, hosts=2)
+
+
+def test_a_rank_0_that_starts_the_others_is_on_their_host():
+    assert World.of_first(3) == World(0, 3, 0, 3, host=0, hosts=1)
 
 
 def test_devices_follow_from_torchrun():
     config, _ = composed()
     settle_devices(config, World(0, 2, 0, 2))
-    assert config.devices == 2
+    assert (config.devices, config.parallel.hosts, ranks_of_host(config)) == (2, 1, 2)
+    config, _ = composed()
+    settle_devices(config, World(0, 5, 0, 3, host=0, hosts=2))
+    assert (config.devices, config.parallel.hosts, ranks_of_host(config)) == (5, 2, 3)
+
+
+def test_hosts_are_those_of_torchrun():
+    config, invocation = composed("parallel.hosts=3")
+    with pytest.raises(UserError, match=r"^parallel.hosts=3: torchrun started 2"):
+        settle_devices(config, World(0, 4, 0, 2, host=0, hosts=2), invocation.overridden)
+
+
+def test_several_hosts_without_torchrun_can_only_be_planned_for():
+    config, _ = composed("devices=4", "parallel.hosts=2")
+    with pytest.raises(UserError, match=r"^parallel.hosts=2: .*slurm.sbatch"):
+        settle_devices(config, None)
+    settle_devices(composed("devices=4", "parallel.hosts=2", "plan=true")[0], None)
+
+
+def test_more_hosts_than_devices_are_refused():
+    with pytest.raises(UserError, match=r"^parallel.hosts=3: must be at most devices=2"):
+        check(composed("devices=2", "parallel.hosts=3")[0])
 
 
 @pytest.mark.parametrize("given", ["devices=3", "devices=1"])

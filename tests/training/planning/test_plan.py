@@ -131,18 +131,6 @@ def test_microbatches_beyond_those_of_the_dry_run(planned, mode: str):
         assert six - four == pytest.approx(2 * (four - one) / 3, rel=0.2)
 
 
-def test_several_devices_halve_activations_and_double_what_the_host_holds(planned):
-    job = ("offload=layer_stream", "optimizer=host_adamw", "batch_size=8", "microbatches=1", "clip_norm=null")
-    one, two = planned(*job), planned(*job, "devices=2")
-    assert two.device_bytes["activations"] == pytest.approx(one.device_bytes["activations"] / 2, rel=0.1)
-    for part in ("weights", "gradients", "optimizer"):
-        assert two.host_bytes[part] == 2 * one.host_bytes[part] > 0
-    # A copy of its own for each: the weights are copied as often as on one device, by each of the two.
-    assert two.step_bytes == one.step_bytes
-    assert two.model_flops == one.model_flops
-    assert any("2 devices" in note for note in two.notes)
-
-
 def test_the_exchange_of_gradients_counts_where_it_is_larger_than_activations(planned):
     job = ("batch_size=2", "seq_len=2", "microbatches=1")
     assert "exchange" not in planned(*job).device_bytes

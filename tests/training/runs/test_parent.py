@@ -61,6 +61,17 @@ def test_a_process_whose_parent_ended_before_ends_at_once(tmp_path: Path):
     assert not (tmp_path / "pid").exists()
 
 
+def test_a_scheduler_s_signal_to_all_processes_of_a_job_is_left_to_the_parent(tmp_path: Path):
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "pid"), "0.5"]
+    process = subprocess.Popen(command, env=ENVIRONMENT | {PARENT_VARIABLE: str(os.getpid())})
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "pid").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGUSR2)
+    assert process.wait(60) == 0
+
+
 def test_a_parent_that_lives_and_none_change_nothing(tmp_path: Path):
     for parent in (os.getpid(), None):
         assert child(tmp_path, parent).returncode == 0

@@ -1,4 +1,4 @@
-"""What samples write, and what wandb gets of them."""
+"""Samples write files, and wandb gets them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a task has where it says nothing itself."""
+"""The defaults of a task."""
 
 from __future__ import annotations
 

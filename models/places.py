@@ -1,0 +1,75 @@
+"""Finds the places of a model's parameters in safetensors files, where their bytes are the same there and in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from models.quantise import QuantisedWeight, stored_tensors
+from models.quantise_cache import CacheFile, quantised_weights
+from models.safetensors_files import DTYPE_NAMES, StoredTensor, read_offsets
+from models.weights import matched_weights
+
+
+@dataclass(frozen=True)
+class Place:
+    """Bytes of `file`: from `offset` on, `nbytes`."""
+
+    file: Path
+    offset: int
+    nbytes: int
+
+
+@dataclass
+class Places:
+    """`found` has the places of a parameter, one for each plain tensor that it consists of.
+
+    `reasons` says of the others why their bytes are not in the files.
+    """
+
+    found: dict[Tensor, list[Place]] = field(default_factory=dict)
+    reasons: dict[Tensor, str] = field(default_factory=dict)
+
+
+def find_places(model: nn.Module, path: Path, cache: CacheFile | None = None) -> Places:
+    """Returns where the parameters of `model` are in the files at `path`; quantised ones in `cache`, if it is there.
+
+    It reads headers, so the model may be on the meta device. A parameter of another dtype than its stored values has no
+    place, nor has one that is made of several stored ones. Raises ValueError or FileNotFoundError where the files do
+    not fit the model.
+    """
+    matched, stored = getattr(model, "matched", lambda given: matched_weights(model, given))(path)
+    places, offsets = Places(), _Offsets()
+    for parameter in model.parameters():
+        places.reasons[parameter] = "are made of several stored tensors, or are not in the files"
+    for name, tensor in matched.items():
+        dtype = stored[name].dtype
+        if dtype != DTYPE_NAMES.get(tensor.dtype):
+            places.reasons[tensor] = f"are {dtype} in the files, and {tensor.dtype} here"
+        elif not isinstance(tensor, QuantisedWeight):
+            places.found[tensor] = [offsets.place_of(name, stored)]
+    entries = cache.checked(model) if cache is not None and cache.exists else None
+    for name, weight in quantised_weights(model):
+        places.reasons[weight] = "are quantised by this run: the file that it leaves serves the next run"
+        if entries is not None:
+            places.found[weight] = [offsets.place_of(each, entries) for each in stored_tensors(name, weight)]
+    for tensor in places.found:
+        places.reasons.pop(tensor, None)
+    return places
+
+
+class _Offsets:
+    """Reads the header of each file once."""
+
+    def __init__(self) -> None:
+        self._of_file: dict[Path, dict[str, tuple[int, int]]] = {}
+
+    def place_of(self, name: str, stored: Mapping[str, StoredTensor]) -> Place:
+        file = stored[name].file
+        if file not in self._of_file:
+            self._of_file[file] = read_offsets(file)
+        begin, end = self._of_file[file][name]
+        return Place(file, begin, end - begin)

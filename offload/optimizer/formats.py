@@ -1,0 +1,81 @@
+"""The formats in which AdamW holds its states: names, tensors and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from offload.optimizer.block_quantise import BLOCK, scales_for
+from offload.runtime.knobs import one_of
+
+# The tensor beside a bfloat16 weight that makes its master, by `master`.
+MASTER_DTYPES = {"compact": torch.int16, "fp32": torch.float32, "stochastic": None, "kahan": torch.bfloat16}
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
+ROUNDINGS = ("nearest", "stochastic")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+# The name of a state's master tensor, by its dtype.
+MASTER_NAMES = {torch.float32: "master", torch.int16: "remainder", torch.bfloat16: "compensation"}
+# torch's AdamW would take codes under the name of a moment for its values.
+CODES, SCALE = "{}_codes", "{}_scale"
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """How masters and moments are held; see `HostAdamW` for the knobs. Raises KnobError for an unknown name."""
+
+    master: str = "compact"
+    state_dtype: str = "fp32"
+    state_rounding: str = "nearest"
+
+    def __post_init__(self) -> None:
+        one_of("master", self.master, *MASTER_DTYPES)
+        one_of("state_dtype", self.state_dtype, *STATE_DTYPES)
+        one_of("state_rounding", self.state_rounding, *ROUNDINGS)
+
+    @property
+    def moment_dtype(self) -> torch.dtype:
+        return STATE_DTYPES[self.state_dtype]
+
+    @property
+    def moment_names(self) -> tuple[str, str]:
+        """The names of the two moments' tensors in a state."""
+        first, second = (CODES.format(name) for name in MOMENTS) if self.state_dtype == "int8" else MOMENTS
+        return first, second
+
+    @property
+    def rounds_moments(self) -> bool:
+        """True if moments are rounded stochastically."""
+        return self.state_rounding == "stochastic" and self.moment_dtype != torch.float32
+
+    def master_dtype(self, weight: torch.dtype) -> torch.dtype | None:
+        """Returns the dtype of the master tensor beside weights of dtype `weight`; None if there is none."""
+        if weight == torch.float32:
+            return None
+        # The bits of a float16 number are not the first of a float32 one.
+        return MASTER_DTYPES[self.master] if weight == torch.bfloat16 else torch.float32
+
+    def tensors(self, weight: torch.dtype, shape: torch.Size) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """Returns dtype and shape of each tensor in the state of a parameter, by name; a copy of it is not counted."""
+        found = {"step": (torch.float32, torch.Size())}
+        for moment, name in zip(MOMENTS, self.moment_names, strict=True):
+            found[name] = (self.moment_dtype, shape)
+            if name != moment:
+                found[SCALE.format(moment)] = (torch.float32, torch.Size([scales_for(shape.numel())]))
+        if (master := self.master_dtype(weight)) is not None:
+            found[MASTER_NAMES[master]] = (master, shape)
+        return found
+
+    def nbytes(self, weight: torch.dtype, shape: torch.Size) -> int:
+        """Returns the bytes of these tensors."""
+        return sum(dtype.itemsize * size.numel() for dtype, size in self.tensors(weight, shape).values())
+
+    @property
+    def update_bytes(self) -> float:
+        """Bytes of memory traffic that an update of a bfloat16 weight with a bfloat16 gradient takes."""
+        master = self.master_dtype(torch.bfloat16)
+        # A weight beside a float32 master is written and not read.
+        weight = 2 if master == torch.float32 else 4
+        scale = torch.float32.itemsize / BLOCK if self.state_dtype == "int8" else 0
+        moments = 2 * len(MOMENTS) * (self.moment_dtype.itemsize + scale)
+        return 2 + weight + (0 if master is None else 2 * master.itemsize) + moments

@@ -1,0 +1,172 @@
+"""The AdamW update as one C loop, compiled at start-up for the formats that a run has.
+
+One pass over memory: 26 bytes a parameter with bf16 weights and gradients, compact masters and float32 moments. A
+torch.compile'd function is as fast, but holds Python's global lock for as long as it computes, so that a thread that
+updates would stop the one that launches work for the GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import math
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from offload.optimizer.block_quantise import dynamic_map, midpoints
+from offload.optimizer.formats import StateFormat
+from offload.optimizer.kernels import FusedUpdate
+from offload.optimizer.operands import HyperParameters, Operands
+from offload.optimizer.rounding import noise_key
+
+# Additions and products are contracted only where the kernel's source says so. sqrt must not set errno, or it would not
+# be vectorised.
+FLAGS = ("-O3", "-march=native", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
+# A number of 8 bits is looked up by the first 16 bits of its magnitude, from 2^-23 to 1.
+FIRST_BIN, LAST_BIN = 0x3400, 0x3F80
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class NativeLibrary:
+    """The compiled loop and the formats that it was compiled for."""
+
+    functions: ctypes.CDLL
+    format: StateFormat
+
+
+class NativeUpdate:
+    """The C loop of adamw_kernel.c on `threads` cores, called without Python's lock.
+
+    Operands that it does not support (a device's tensors, float16, other formats than the library's) go to the fused
+    kernel.
+    """
+
+    name = "native"
+
+    def __init__(self, library: NativeLibrary, threads: int):
+        self._library = library
+        self._threads = threads
+        self._other = FusedUpdate(threads)
+
+    def __call__(self, operands: Operands, step: Tensor, hyperparameters: HyperParameters, scale: float = 1.0) -> None:
+        function = self._function_for(operands)
+        if function is None:
+            self._other(operands, step, hyperparameters, scale)
+            return
+        lr, beta1, beta2, eps, weight_decay = hyperparameters
+        count = step.item()
+        tensors = (
+            operands.weight,
+            operands.gradient,
+            operands.master,
+            operands.exp_avg,
+            operands.exp_avg_sq,
+            operands.exp_avg_scale,
+            operands.exp_avg_sq_scale,
+        )
+        function(
+            operands.weight.numel(),
+            operands.start,
+            self._threads,
+            noise_key(operands.seed, step).item(),
+            *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
+            scale,
+            1 - lr * weight_decay,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            math.sqrt(1 - beta2**count),
+            eps,
+            lr / (1 - beta1**count),
+        )
+
+    def _function_for(self, operands: Operands) -> ctypes._CFuncPtr | None:
+        weight, format = operands.weight, self._library.format
+        master = None if operands.master is None else operands.master.dtype
+        supported = (
+            weight.device.type == "cpu"
+            and weight.dtype in (torch.float32, torch.bfloat16)
+            and operands.gradient.dtype in (torch.float32, torch.bfloat16)
+            and operands.exp_avg.dtype == format.moment_dtype
+            and operands.rounds_moments == format.rounds_moments
+            and master == format.master_dtype(weight.dtype)
+        )
+        if not supported:
+            return None
+        kinds = (weight.dtype, operands.gradient.dtype)
+        function = getattr(
+            self._library.functions, "adamw_" + "_".join(str(kind).removeprefix("torch.") for kind in kinds)
+        )
+        if function.argtypes is None:
+            tensors, scalars = [ctypes.c_void_p] * 7, [ctypes.c_float] * 8
+            function.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int32, *tensors, *scalars]
+            function.restype = None
+        return function
+
+
+@functools.cache
+def native_library(format: StateFormat) -> NativeLibrary | None:
+    """Compiles adamw_kernel.c for this processor and these formats and loads it, once a process each.
+
+    Returns None where that fails. The compiler is $CC, else the first of cc, gcc and clang. Nothing is left on disk.
+    """
+    source = Path(__file__).with_name("adamw_kernel.c")
+    names = [os.environ.get("CC"), "cc", "gcc", "clang"]
+    compiler = next((path for name in names if name and (path := shutil.which(name))), None)
+    if compiler is None:
+        logger.info("no C compiler found: AdamW takes torch's fused kernel, about half as fast")
+        return None
+    options = [f"-DMASTER={format.master}", f"-DMOMENT={format.state_dtype}"]
+    options += [
+        f"-DSTOCHASTIC_MOMENTS={int(format.rounds_moments)}",
+        f"-DQUANTISED={int(format.state_dtype == 'int8')}",
+    ]
+    options += [f"-DFIRST_BIN={FIRST_BIN}", f"-DLAST_BIN={LAST_BIN}"]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        target = Path(folder) / "adamw_kernel.so"
+        try:
+            command = [compiler, *FLAGS, *options, "-o", str(target), str(source), "-lm"]
+            subprocess.run(command, capture_output=True, check=True, timeout=60)
+            library = NativeLibrary(ctypes.CDLL(str(target)), format)
+        except (OSError, subprocess.SubprocessError) as error:
+            logger.info("%s cannot make adamw_kernel.c: AdamW takes torch's fused kernel, about half as fast", compiler)
+            logger.debug("the compiler's error: %s", getattr(error, "stderr", None) or error)
+            return None
+    if format.state_dtype == "int8":
+        _set_maps(library.functions)
+    return library
+
+
+def _set_maps(functions: ctypes.CDLL) -> None:
+    """Gives the C loop the maps of `block_quantise`, and tables that find the nearest entry in one look-up."""
+    signed, unsigned = midpoints(True), midpoints(False)
+    tables = torch.cat([_bins(signed, 1), _bins(signed, -1), _bins(unsigned, 1)])
+    values = torch.cat([dynamic_map(True), dynamic_map(False)])
+    functions.set_maps(*(ctypes.c_void_p(table.data_ptr()) for table in (values, tables)))
+
+
+def _bins(middles: Tensor, sign: int) -> Tensor:
+    """Returns for each bin of magnitudes the entry of the map at its beginning and the last number that it is for.
+
+    A bin holds the numbers of this sign whose magnitudes begin with the same 16 bits, and at most one of `middles`. The
+    entry is in the upper half of an int32, the low 16 bits of the last number in the lower: all of them, where no
+    midpoint lies in the bin.
+    """
+    beginnings = (torch.arange(FIRST_BIN, LAST_BIN + 1, dtype=torch.int32) << 16).view(torch.float32)
+    entries = torch.bucketize(sign * beginnings, middles, out_int32=True)
+    last = torch.full_like(entries, 0xFFFF)
+    bits = (sign * middles)[sign * middles > 0].view(torch.int32)
+    # A midpoint belongs to the lower entry, which of negative numbers is the one behind it.
+    bits = bits if sign > 0 else bits - 1
+    last[(bits >> 16) - FIRST_BIN] = bits & 0xFFFF
+    return entries << 16 | last

@@ -1,0 +1,67 @@
+"""The processes that share the homes of one model, each with a device of its own. `NO_SHARERS` shares nothing.
+
+The engine asks its sharers for an exchange of a few numbers and for a collective on the device. It imports no
+torch.distributed: `training.parallel.sharers` implements the protocol with it.
+
+Every sharer makes the same calls in the same order: each of them waits for the same call of all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+
+class Sharers(Protocol):
+    """The processes that share homes. This one is number `rank` of `count`."""
+
+    rank: int
+    count: int
+
+    def exchange(self, numbers: Sequence[int], what: str, patient: bool = False) -> list[list[int]]:
+        """Blocks the host until every sharer has given as many numbers; returns those of each, in the order of ranks.
+
+        `what` names what they are exchanged for, in the error that is raised where a sharer does not come. `patient`: a
+        sharer may come much later, because it loads weights, say.
+        """
+        ...
+
+    def gather(self, whole: torch.Tensor, what: str) -> None:
+        """Completes `whole` (uint8 on the device) on the current stream; sharer k gives the k-th of `count` slices.
+
+        The host does not wait where the device has streams.
+        """
+        ...
+
+    def sum(self, flat: torch.Tensor, what: str) -> None:
+        """Makes `flat` (1-D on the device, its length a multiple of `count`) the sum over all sharers.
+
+        It does so on the current stream, and the host does not wait where the device has streams.
+        """
+        ...
+
+
+class NoSharers:
+    """A process that shares nothing: its homes are its own memory, and it waits for nobody."""
+
+    rank = 0
+    count = 1
+
+    def exchange(self, numbers: Sequence[int], what: str, patient: bool = False) -> list[list[int]]:
+        return [list(numbers)]
+
+    def gather(self, whole: torch.Tensor, what: str) -> None:
+        pass
+
+    def sum(self, flat: torch.Tensor, what: str) -> None:
+        pass
+
+
+NO_SHARERS = NoSharers()
+
+
+def meet(sharers: Sharers, what: str) -> None:
+    """Blocks the host until every sharer is here. `what` names the place."""
+    sharers.exchange((0,), what, patient=True)

@@ -1,0 +1,28 @@
+"""Makes the memory in which processes share the homes of a model's units: the weights, and the sums of gradients."""
+
+from __future__ import annotations
+
+import torch
+
+from offload.runtime.host_memory import HostArena
+from offload.runtime.shared_memory import in_pages, share_memory
+from offload.runtime.sharers import Sharers
+from offload.weights.partition import CutModel
+from offload.weights.slices import check_divisible, slices_of
+
+
+def make_shared_homes(cut: CutModel, sharers: Sharers, device: torch.device, pin: bool) -> tuple[HostArena, int]:
+    """Returns an arena that all sharers map, and the bytes of a slot, which has a unit and the padding of its slices.
+
+    Every sharer calls it with the same model, and waits for the others. `device` and `pin` are as of `HostArena`.
+    Raises ValueError for a parameter that cannot be shared, or that has its home in files, and MemoryError where the
+    host has no room.
+    """
+    for unit in cut.units:
+        check_divisible(unit)
+    if sharers.rank == 0:
+        HostArena(device).require(cut.unit_bytes + cut.gradient_bytes)
+    sizes = (in_pages(unit.nbytes) + in_pages(unit.gradient_bytes) for unit in cut.units)
+    memory = share_memory(sharers, sum(sizes))
+    slot_bytes = max((slices_of(unit, sharers.count).padded_bytes for unit in cut.units), default=0)
+    return HostArena(device, pin, memory), slot_bytes

@@ -1,0 +1,197 @@
+"""Sums gradients over the sharers of a model's homes, on the devices, while backward goes on.
+
+The gradients of a unit are gathered in a flat buffer as they land. Once all are there, on every sharer, the buffers are
+summed, and each sharer sends its slices of the sum home: it updates these and no others. So every gradient crosses the
+link to the host once, divided among the sharers, where ZeRO-2 (Rajbhandari et al. 2020) divides them as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from offload.runtime.deferred_free import DeferredFrees, PendingFree
+from offload.runtime.sharers import Sharers
+from offload.runtime.transfer import Transfer, profiled
+from offload.weights.slices import slices_of
+from offload.weights.unit_tensor import UnitTensor
+from offload.weights.units import OffloadUnit
+
+# Gradients begin at multiples of this in a buffer, as tensors do in memory: kernels may add in another order elsewhere.
+ALIGNMENT_BYTES = 512
+# Units whose gradients may wait for those of the sharers. Beyond that the oldest goes home, to be summed after it.
+WAITING_UNITS = 4
+
+LandAlone = Callable[[OffloadUnit, UnitTensor, torch.Tensor], None]
+"""sends one sharer's gradient home, to memory of its own"""
+
+
+class _UnitGradients:
+    """The gradients of a unit: a flat buffer for each dtype, with a view for each tensor that trains."""
+
+    def __init__(self, unit: OffloadUnit, transfer: Transfer, count: int):
+        streams = transfer.streams
+        self.views: dict[UnitTensor, torch.Tensor] = {}
+        self.landed: set[UnitTensor] = set()
+        self.buffers: list[PendingFree] = []
+        for dtype in dict.fromkeys(tensor.dtype for tensor in unit.trained):
+            tensors = [tensor for tensor in unit.trained if tensor.dtype == dtype]
+            step = ALIGNMENT_BYTES // dtype.itemsize
+            sizes = [-(-tensor.host.numel() // step) * step for tensor in tensors]
+            length = -(-sum(sizes) // (step * count)) * step * count
+            # What lies between the gradients is summed with them, and used by nobody.
+            flat = torch.zeros(length, dtype=dtype, device=streams.device)
+            name = f"device gradients of {unit}"
+            self.buffers.append(PendingFree(flat, streams.event(), name, streams.compute))
+            for tensor, part in zip(tensors, flat[: sum(sizes)].split(sizes), strict=True):
+                self.views[tensor] = part[: tensor.host.numel()].view(tensor.shape)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.landed) == len(self.views)
+
+
+class GradientSum:
+    """The gradients of this process that are to be summed over `sharers`.
+
+    A unit is summed inside backward when all sharers have all of its gradients: they tell each other with the fetches
+    (`SliceGatherer`). A gradient that a sharer lacks, as of an expert that none of its tokens was sent to, keeps its
+    unit from that. Such a unit goes home by `land_alone`, and so do those beyond WAITING_UNITS: the caller sums them.
+    """
+
+    def __init__(self, sharers: Sharers, transfer: Transfer, limit_bytes: int, land_alone: LandAlone):
+        self.summed: set[UnitTensor] = set()
+        """what was summed in this step or the last"""
+        self._sharers = sharers
+        self._transfer = transfer
+        self._streams = transfer.streams
+        self._land_alone = land_alone
+        self._deferred_frees = DeferredFrees(transfer, limit_bytes)
+        self._takes_norms = False
+        self._held: dict[OffloadUnit, _UnitGradients] = {}
+
+    def begin_step(self, norms: bool) -> None:
+        """Begins a step. `norms`: take the norms of the sums."""
+        self._takes_norms = norms
+        self.summed.clear()
+
+    def land(self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor) -> None:
+        """Takes a gradient of the last microbatch, or a further piece of it.
+
+        Raises RuntimeError if a sum without it has been made.
+        """
+        if tensor in self.summed:
+            raise RuntimeError(
+                f"a gradient of {tensor.name} came after the last that was expected: the sharers have summed it."
+                " Reentrant checkpoints around layers that are used twice need use_reentrant=False"
+            )
+        streams = self._streams
+        if unit not in self._held:
+            if len(self._held) >= WAITING_UNITS:
+                self._give_up(next(iter(self._held)))
+            self._held[unit] = _UnitGradients(unit, self._transfer, self._sharers.count)
+        held = self._held[unit]
+        for buffer in held.buffers:
+            streams.writes(streams.compute, buffer, "backward")
+        with torch.no_grad():
+            if tensor in held.landed:
+                held.views[tensor].add_(gradient)
+            else:
+                held.views[tensor].copy_(gradient)
+        held.landed.add(tensor)
+
+    def takes(self, unit: OffloadUnit, tensor: UnitTensor, is_final: bool) -> bool:
+        """Tells whether the sharers sum a gradient that lands inside backward, or it goes home alone.
+
+        `is_final`: it is of the last microbatch. Raises RuntimeError where it would be added to a sum.
+        """
+        if tensor.host.grad is tensor.shared_gradient and tensor not in self.summed:
+            raise RuntimeError(
+                f"the gradient of {tensor.name} is a sum over several processes, which nothing more is added to: set it"
+                " to None before the next step (optimizer.zero_grad)"
+            )
+        if tensor in self.summed or self.holds(unit, tensor):
+            return True
+        return is_final and tensor.host.grad is None and tensor.shared_gradient is not None
+
+    def refuse_host_use(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
+        """Raises RuntimeError if the sharers sum a gradient that a loss adds to on the host."""
+        if tensor in self.summed or self.holds(unit, tensor):
+            raise RuntimeError(
+                f"a loss uses {tensor.name} in host memory, besides the forward that has it on the device: processes"
+                " that share it sum its gradient without that; give each process a home of its own"
+            )
+
+    def holds(self, unit: OffloadUnit, tensor: UnitTensor) -> bool:
+        """Tells whether a gradient, or a piece of it, is waiting for those of the sharers."""
+        return unit in self._held and tensor in self._held[unit].landed
+
+    def complete(self) -> list[OffloadUnit]:
+        """Returns the units whose gradients are all there, the oldest first."""
+        return [unit for unit, held in self._held.items() if held.is_complete]
+
+    def sum(self, units: Sequence[OffloadUnit]) -> None:
+        """Queues the sums of these units, which are complete on all sharers, and the copies of its own slices home."""
+        for unit in units:
+            self._sum(unit, self._held.pop(unit))
+
+    def end_step(self) -> None:
+        """Sends home what the sharers have not summed."""
+        for unit in list(self._held):
+            self._give_up(unit)
+
+    def release(self) -> None:
+        """Hands the device memory of sums back, for use behind their copies."""
+        self._deferred_frees.release()
+
+    def abandon(self) -> None:
+        """After an error: drops what waits for the sharers."""
+        self._held.clear()
+
+    def _give_up(self, unit: OffloadUnit) -> None:
+        held = self._held.pop(unit)
+        for tensor, view in held.views.items():
+            if tensor in held.landed:
+                self._land_alone(unit, tensor, view.clone())
+
+    def _sum(self, unit: OffloadUnit, held: _UnitGradients) -> None:
+        streams = self._streams
+        gather, d2h = streams.gather, streams.d2h
+        self._transfer.after_compute(gather)
+        with profiled(f"sum gradients of {unit}"), streams.on(gather), torch.no_grad():
+            for buffer in held.buffers:
+                streams.writes(gather, buffer, "sum")
+                self._sharers.sum(buffer.tensor, f"the gradients of {unit}")
+            for tensor, view in held.views.items():
+                tensor.norm = torch.linalg.vector_norm(view, dtype=torch.float32) if self._takes_norms else None
+        summed = streams.event()
+        summed.record(gather)
+        copies = [copy for tensor, view in held.views.items() for copy in self._own_parts(unit, tensor, view)]
+        done = summed
+        if copies:
+            done = streams.event()
+            d2h.wait_event(summed)
+            for buffer in held.buffers:
+                streams.reads(d2h, buffer, "copy out")
+        for home, part, name in copies:
+            self._transfer.copy_out(home, part, done=done, what=f"gradient of {name}")
+        for buffer in held.buffers:
+            buffer.done = done
+            self._deferred_frees.add(buffer)
+        for tensor in held.views:
+            home = tensor.shared_gradient
+            # Nobody reads it before the step has ended.
+            tensor.landed, tensor.landed_in, tensor.landed_version = None, home, home._version
+            tensor.host.grad = home
+            self.summed.add(tensor)
+
+    def _own_parts(
+        self, unit: OffloadUnit, tensor: UnitTensor, total: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
+        """Yields the home, the sum and the name of each part of a gradient that this process sends home."""
+        streams, sharers = self._streams, self._sharers
+        streams.writes(streams.d2h, tensor, "copy out")
+        for part in slices_of(unit, sharers.count).elements(tensor, sharers.rank):
+            own = slice(part.start, part.stop)
+            yield tensor.shared_gradient.view(-1)[own], total.view(-1)[own], tensor.name

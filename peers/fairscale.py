@@ -1,0 +1,76 @@
+"""fairscale: fairscale 0.4.13's `OffloadModel`, whose slices of a sequential model visit the device in turn.
+
+Settings of its documentation (https://fairscale.readthedocs.io/en/stable/deep_dive/offload.html): a slice a block,
+activation checkpointing at the boundaries of slices. Norm, head and loss stay on the device, outside of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from offload import Footprint, knob
+from peers.peer import Peer
+from peers.stages import BlockStage, refuse_other_than_llama
+
+
+class Block(BlockStage):
+    """A block of the slices, which pass on one tensor."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.block_output(hidden)
+
+
+@dataclass(kw_only=True, eq=False)
+class Fairscale(Peer):
+    """Weights and gradients are on the host but for the slice that runs; the run's own optimizer updates there.
+
+    Args:
+        slices: the model is cut into so many, of about the same size; null cuts off each block.
+        checkpoint: backward computes each slice again from its input, which waits in host memory.
+    """
+
+    option: ClassVar[str] = "fairscale"
+    package: ClassVar[str] = "fairscale"
+    needs_cuda: ClassVar[bool] = True
+    lacks: ClassVar[frozenset[str]] = frozenset({"checkpoints", "evaluation"})
+    notes: ClassVar[tuple[str, ...]] = ("compute does not wait for weights, nor the host for gradients",)
+
+    slices: int | None = knob(None, at_least=1)
+    checkpoint: bool = knob(True)
+
+    @property
+    def recomputes(self) -> bool:
+        return self.checkpoint
+
+    def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
+        refuse_other_than_llama(model, self.option)
+        return super().footprint(model, recompute)
+
+    def prepare(self, model: nn.Module) -> None:
+        from fairscale.experimental.nn.offload import OffloadModel
+
+        decoder = model.model
+        for module in (decoder.norm, model.lm_head):
+            module.to(self._device)
+        chain = [decoder.embed_tokens, *(Block(decoder, block) for block in decoder.layers)]
+        self._slices = OffloadModel(
+            nn.Sequential(*chain),
+            device=self._device,
+            offload_device=torch.device("cpu"),
+            num_slices=self.slices or len(chain),
+            checkpoint_activation=self.checkpoint,
+            num_microbatches=1,
+        )
+        model.forward = self._forward
+
+    def close(self) -> None:
+        vars(self._model).pop("forward", None)
+        del self._slices
+
+    def _forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        model = self._model
+        return model.lm_head(model.model.norm(self._slices(ids)), labels)

@@ -1,0 +1,83 @@
+"""Operands and runs for the tests of the update's kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from offload.optimizer.block_quantise import scales_for
+from offload.optimizer.formats import MASTER_DTYPES, STATE_DTYPES, StateFormat
+from offload.optimizer.native_kernel import native_library
+from offload.optimizer.operands import HyperParameters, Operands
+from offload.optimizer.rounding import split
+
+SETTINGS = HyperParameters(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+WIDE = StateFormat("fp32", "fp32")
+FORMATS = [
+    StateFormat(*names)
+    for names in itertools.product(MASTER_DTYPES, STATE_DTYPES, ("nearest", "stochastic"))
+    if names[1:] != ("fp32", "stochastic")
+]
+# Each master, each kind of moments and each rounding. The others are slow to compile.
+FEW = [
+    WIDE,
+    StateFormat("compact", "fp32"),
+    StateFormat("compact", "int8", "stochastic"),
+    StateFormat("stochastic", "bf16", "stochastic"),
+    StateFormat("kahan", "int8"),
+]
+COMPILED = [format if format in FEW else pytest.param(format, marks=pytest.mark.slow) for format in FORMATS]
+
+needs_compiler = pytest.mark.skipif(native_library(WIDE) is None, reason="needs a C compiler with OpenMP")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def operands(
+    count: int, format: StateFormat = WIDE, weight: torch.dtype = torch.bfloat16, gradient: torch.dtype = torch.bfloat16
+) -> Operands:
+    """Weights from a normal distribution with moments of zero."""
+    values = torch.randn(count, generator=torch.Generator().manual_seed(count))
+    weights, master = values.to(weight), format.master_dtype(weight)
+    rest = None
+    if master == torch.float32:
+        rest = values.clone()
+    elif master == torch.int16:
+        rest = torch.empty(count, dtype=master)
+        split(values, weights, rest)
+    elif master is not None:
+        rest = (values - weights.float()).to(master)
+    scales = [torch.zeros(scales_for(count)) if format.state_dtype == "int8" else None for _ in range(2)]
+    return Operands(
+        weight=values.clone() if weight == torch.float32 else weights,
+        gradient=torch.zeros(count, dtype=gradient),
+        exp_avg=torch.zeros(count, dtype=format.moment_dtype),
+        exp_avg_sq=torch.zeros(count, dtype=format.moment_dtype),
+        master=rest,
+        exp_avg_scale=scales[0],
+        exp_avg_sq_scale=scales[1],
+        seed=77,
+        rounds_moments=format.rounds_moments,
+    )
+
+
+def tensors(of: Operands) -> list[torch.Tensor]:
+    """What an update writes."""
+    written = (of.weight, of.master, of.exp_avg, of.exp_avg_sq, of.exp_avg_scale, of.exp_avg_sq_scale)
+    return [tensor for tensor in written if tensor is not None]
+
+
+def run(
+    kernel, on: Operands, steps: int = 5, hyperparameters: HyperParameters = SETTINGS, scale: float = 1.0
+) -> Operands:
+    for step in range(1, steps + 1):
+        on.gradient.copy_(torch.randn(on.gradient.shape, generator=torch.Generator().manual_seed(step)))
+        kernel(on, torch.tensor(float(step)), hyperparameters, scale)
+    return on
+
+
+def from_place(of: Operands, start: int) -> Operands:
+    """The same tensors as a range of their parameter that begins at `start`."""
+    return dataclasses.replace(of, start=start)

@@ -1,0 +1,102 @@
+"""Processes that share parameters update their slices of them, and their states are whole for each."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload.optimizer.adamw import HostAdamW
+from offload.runtime.errors import KnobError
+from offload.runtime.sharers import meet
+from tests.offload.helpers.sharers import ThreadSharers, as_sharers
+
+
+def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in ((30, 20), (7,))]
+
+
+def optimizer_of(given: list[nn.Parameter], **format: str) -> HostAdamW:
+    return HostAdamW(given, lr=0.1, threads=1, compile="off", **format)
+
+
+def step(given: list[nn.Parameter], optimizer: HostAdamW, number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    for parameter in given:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    optimizer.step(scale=0.5)
+
+
+def states(given: list[nn.Parameter], optimizer: HostAdamW) -> list[dict[str, Tensor]]:
+    return [{name: value.clone() for name, value in optimizer.state[p].items()} for p in given]
+
+
+def same(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> bool:
+    return all(
+        a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a) for a, b in zip(one, other, strict=True)
+    )
+
+
+# Of the second parameter the second process has nothing. Slices begin where a kernel's vectors do.
+SLICES = ([[range(128), range(384, 512)], [range(7)]], [[range(128, 384), range(512, 600)], []])
+
+
+FORMATS = [
+    {"master": "compact"},
+    {"master": "fp32", "state_dtype": "bf16"},
+    {"master": "stochastic", "state_dtype": "bf16", "state_rounding": "stochastic"},
+    {"master": "kahan"},
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "format"), [(torch.float32, {}), *((torch.bfloat16, format) for format in FORMATS)], ids=str
+)
+def test_updates_of_slices_are_that_of_the_whole(dtype: torch.dtype, format: dict[str, str]):
+    expected = parameters(dtype)
+    whole = optimizer_of(expected, **format)
+    for number in range(3):
+        step(expected, whole, number)
+    saved = copy.deepcopy(whole.state_dict())
+    step(expected, whole, 3)
+    # Threads of one process: they write the parameters that they share, each its slices.
+    shared = parameters(dtype)
+
+    def work(sharers: ThreadSharers) -> tuple[list, list]:
+        given = [nn.Parameter(p.detach()) for p in shared]
+        optimizer = optimizer_of(given, **format)
+        optimizer.share(dict(zip(given, SLICES[sharers.rank], strict=True)), sharers)
+        optimizer.allocate()
+        for number in range(3):
+            step(given, optimizer, number)
+        # All that a checkpoint has of it: it is loaded into the states that are shared.
+        meet(sharers, "test")
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        for parameter, state in zip(given, optimizer.state.values(), strict=True):
+            assert state["step"] == 3
+            assert state.keys() == whole.format.tensors(dtype, parameter.shape).keys()
+            assert state["exp_avg"].shape == parameter.shape
+        step(given, optimizer, 3)
+        meet(sharers, "test")
+        return states(given, optimizer)
+
+    for found in as_sharers(2, work):
+        assert same(found, states(expected, whole))
+    assert all(torch.equal(one, other) for one, other in zip(shared, expected, strict=True))
+
+
+def test_states_that_exist_are_not_shared():
+    given = parameters(torch.float32)
+    optimizer = optimizer_of(given)
+    step(given, optimizer, 0)
+    with pytest.raises(RuntimeError, match=r"^states that exist cannot be shared"):
+        optimizer.share({}, None)
+
+
+def test_states_in_8_bits_are_refused_because_slices_do_not_begin_with_their_blocks():
+    optimizer = optimizer_of(parameters(torch.bfloat16), state_dtype="int8")
+    with pytest.raises(KnobError, match=r"^state_dtype=int8: must be fp32 or bf16 where several processes share"):
+        optimizer.share({}, None)

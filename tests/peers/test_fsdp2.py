@@ -1,0 +1,33 @@
+"""FSDP2 with CPU offload trains in the loop, and its curve is the resident one, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.peers.helpers.runs import curve, notes
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [("precision=fp32", "microbatches=2"), ("precision=bf16", "clip_norm=null", "recompute=block")],
+    ids=["clipped", "bf16"],
+)
+def test_the_curve_is_the_resident_one(tmp_path: Path, overrides: tuple[str, ...]):
+    expected = curve(tmp_path / "none", *overrides)
+    assert curve(tmp_path / "fsdp2", "offload=fsdp2", *overrides) == expected
+    assert not dist.is_initialized()
+    assert notes(tmp_path / "fsdp2") == ["float32 masters are the parameters, and are copied in as float32"]
+
+
+def test_an_evaluation_is_the_resident_one(tmp_path: Path):
+    overrides = ("dataset=stdlib", "dataset.max_tokens=20000", "eval.every=2", "eval.batches=1", "steps=2")
+    assert curve(tmp_path / "fsdp2", "offload=fsdp2", *overrides) == curve(tmp_path / "none", *overrides)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path: Path):
+    overrides = ("device=cuda", "precision=bf16", "clip_norm=null")
+    assert curve(tmp_path / "fsdp2", "offload=fsdp2", *overrides) == curve(tmp_path / "none", *overrides)

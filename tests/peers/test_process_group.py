@@ -1,0 +1,22 @@
+"""A process group of one, and the environment as it was."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from peers.process_group import ENVIRONMENT, join_alone, leave
+
+
+def test_the_process_is_alone_in_its_group_and_leaves_no_trace(monkeypatch):
+    for name in ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    join_alone(torch.device("cpu"))
+    join_alone(torch.device("cpu"))
+    assert (dist.get_world_size(), dist.get_rank(), os.environ["LOCAL_RANK"]) == (1, 0, "0")
+    leave()
+    leave()
+    assert not dist.is_initialized()
+    assert not ENVIRONMENT.keys() & os.environ.keys()

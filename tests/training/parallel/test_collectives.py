@@ -1,0 +1,39 @@
+"""The collective whose name torch has changed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from training.parallel.collectives import gather_into
+
+
+def gathered(rank: int, folder: Path) -> None:
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    whole = torch.zeros(6, dtype=torch.uint8)
+    own = whole[3 * rank : 3 * rank + 3].fill_(rank + 1)
+    with warnings.catch_warnings(action="error"):
+        gather_into(whole, own, dist.group.WORLD)
+    later = torch.zeros(2, dtype=torch.int64)
+    gather_into(later, torch.tensor([rank + 5]), dist.group.WORLD, later=True).wait()
+    torch.save((whole, later), folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_slices_of_all_ranks_are_gathered_in_place(tmp_path: Path):
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=gathered, args=(rank, tmp_path)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    for rank in range(2):
+        whole, later = torch.load(tmp_path / f"{rank}.pt")
+        assert whole.tolist() == [1, 1, 1, 2, 2, 2]
+        assert later.tolist() == [5, 6]
