@@ -52,6 +52,7 @@ def pictures(folder: Path) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("job", TASKS.values(), ids=TASKS)
+@pytest.mark.slow
 def test_every_mode_trains_alike_and_a_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: tuple):
     # Activations of so small a model would stay, or be used again before their device memory is freed.
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
@@ -73,6 +74,7 @@ def test_every_mode_trains_alike_and_a_run_resumes(tmp_path: Path, monkeypatch: 
     assert curve(whole)[-1]["train/loss"] < 10
 
 
+@pytest.mark.slow
 def test_text_is_the_same_in_every_mode_between_steps_and_from_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -109,6 +111,7 @@ def test_a_picture_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypat
     assert read_metrics(tmp_path)[-1]["train/step"] == 1
 
 
+@pytest.mark.slow
 def test_slips_are_one_line(tmp_path: Path):
     for overrides, problem in (
         (("model=hf", "model.source=qwen9"), "model.source=qwen9: "),

@@ -111,6 +111,7 @@ def seen(repository: Path) -> dict:
     return dict(zip((*commands, "found"), json.loads(result.stdout), strict=True))
 
 
+@pytest.mark.slow
 def test_it_computes_the_numbers_of_the_resident_model(repository: Path, seen: dict):
     curves = {}
     for mode in ("none", NAME):

@@ -93,6 +93,7 @@ def raising(error: BaseException) -> Callable:
 
 
 @every_mode
+@pytest.mark.slow
 def test_a_loss_that_is_nan_stops_the_run(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, mode: str):
     at_forward(monkeypatch, 4 if "microbatches=2" not in MODES[mode] else 8, lambda loss: loss * float("nan"))
     assert run(*MODES[mode]) == 1
@@ -104,6 +105,7 @@ def test_a_loss_that_is_nan_stops_the_run(run, tmp_path: Path, monkeypatch: pyte
 
 
 @every_mode
+@pytest.mark.slow
 def test_a_loss_that_is_nan_is_skipped(run, tmp_path: Path, monkeypatch, mode: str):
     at_forward(monkeypatch, 4 if "microbatches=2" not in MODES[mode] else 8, lambda loss: loss * float("nan"))
     assert run(*MODES[mode], "on_nonfinite=skip") == 0
@@ -116,6 +118,7 @@ def test_a_loss_that_is_nan_is_skipped(run, tmp_path: Path, monkeypatch, mode: s
 
 @every_mode
 @pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.slow
 def test_a_gpu_out_of_memory_in_mid_step(run, tmp_path: Path, monkeypatch, capsys, mode: str, at: int):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of")
     at_forward(monkeypatch, at, raising(error))
@@ -133,6 +136,7 @@ def test_a_gpu_out_of_memory_in_mid_step(run, tmp_path: Path, monkeypatch, capsy
     assert read_summary(tmp_path) == {"status": "out_of_memory", "reason": line.removeprefix("error: ").strip()}
 
 
+@pytest.mark.slow
 def test_what_it_advises_can_be_taken(run, monkeypatch, capsys):
     at_forward(monkeypatch, 1, raising(torch.OutOfMemoryError("CUDA out of memory.")))
     assert run("precision=fp32") == 1
@@ -186,6 +190,7 @@ def test_a_data_file_that_vanishes_later_is_not_missed(run, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("mode", ["bounce_linear", "shard_offload", "layer_stream_swap"])
+@pytest.mark.slow
 def test_memory_that_cannot_be_page_locked_is_used_as_it_is(run, tmp_path: Path, monkeypatch, mode: str):
     initialise = HostArena.__init__
 
@@ -212,6 +217,7 @@ def test_memory_that_cannot_be_page_locked_is_used_as_it_is(run, tmp_path: Path,
         (MemoryError(), "the host is out of memory: planned were ", "out_of_memory"),
     ],
 )
+@pytest.mark.slow
 def test_a_worker_that_dies_ends_the_run(run, tmp_path: Path, monkeypatch, capsys, error, reason: str, status: str):
     apply, updates = HostAdamW.apply, []
 
@@ -274,6 +280,7 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_runs_out_of_memory_ends_cleanly(tmp_path: Path):
     process = subprocess.run(
         [sys.executable, "-c", DRIVER, *SMALL, *HOST_ADAMW, f"hydra.run.dir={tmp_path}"],

@@ -32,6 +32,7 @@ class TestFindSource:
         with pytest.raises(ValueError, match=r"'qwen33' is neither a model type of transformers nor a folder.*qwen3"):
             find_source("qwen33", "causal_lm")
 
+    @pytest.mark.slow
     def test_an_architecture_without_a_model_for_the_task_is_refused(self):
         with pytest.raises(ValueError, match="gpt2 has no model for task=classification"):
             find_source("gpt2", "classification")

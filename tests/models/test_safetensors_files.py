@@ -148,6 +148,7 @@ def test_tensors_are_split_in_order_by_bytes():
     assert list(split_into_files("m", tensors, max_bytes=1000)) == ["m.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "a.safetensors")
     # In a process of its own, because the library's wait cannot be interrupted.

@@ -13,6 +13,7 @@ from tests.offload.helpers.updates import make_small
 
 
 @pytest.mark.parametrize(("name", "where"), list(zip(MODES, itertools.cycle(["forward", "backward"]), strict=False)))
+@pytest.mark.slow
 def test_a_dropped_mode_unlocks_its_memory_first(
     name: str, where: str, streams: Streams, monkeypatch: pytest.MonkeyPatch
 ):

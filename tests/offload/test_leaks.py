@@ -100,6 +100,7 @@ def test_steps_leave_nothing_behind(make: Callable, early: bool | None, device: 
 
 @on_devices
 @on_cases
+@pytest.mark.slow
 def test_attaching_and_detaching_leave_nothing_behind(
     make: Callable, early: bool | None, device: str, locks: FakeRuntime
 ):

@@ -31,6 +31,7 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]):
     assert registry.holders("cpu") == 0
 
 
+@pytest.mark.slow
 def test_the_wheel_has_the_engine_alone(tmp_path: Path):
     source = tmp_path / "source"
     for name in SOURCES:

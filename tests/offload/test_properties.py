@@ -80,6 +80,7 @@ def comparable(spec: Spec, mode: tuple[str, dict], microbatches: int) -> bool:
     steps=st.integers(2, 3),
     recomputed=st.booleans(),
 )
+@pytest.mark.slow
 def test_losses_gradients_and_updates_are_the_resident_models(spec, mode, microbatches, steps, recomputed):
     assume(comparable(spec, mode, microbatches))
     # torch ends a recompute early, here before the forward that a second recompute inside it would make: statistics
@@ -101,6 +102,7 @@ def test_losses_gradients_and_updates_are_the_resident_models(spec, mode, microb
     early=st.booleans(),
     device_share=st.sampled_from([0, 0, 2000, 2**20]),
 )
+@pytest.mark.slow
 def test_updates_behind_the_step_are_the_resident_models(spec, mode, microbatches, clip_norm, early, device_share):
     assume(comparable(spec, mode, microbatches))
     moved, resident = with_copy(Assembled(spec))

@@ -10,6 +10,7 @@ from tests.peers.helpers.runs import curve, notes
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.slow
 def test_losses_are_those_of_the_first_weights(tmp_path: Path, blocks: int):
     own = curve(tmp_path / "group", "offload=diffusers_group", f"offload.blocks={blocks}", "clip_norm=null")
     still = curve(tmp_path / "none", "optimizer.lr=0", "clip_norm=null")

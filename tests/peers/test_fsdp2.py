@@ -15,6 +15,7 @@ from tests.peers.helpers.runs import curve, notes
     [("precision=fp32", "microbatches=2"), ("precision=bf16", "clip_norm=null", "recompute=block")],
     ids=["clipped", "bf16"],
 )
+@pytest.mark.slow
 def test_the_curve_is_the_resident_one(tmp_path: Path, overrides: tuple[str, ...]):
     expected = curve(tmp_path / "none", *overrides)
     assert curve(tmp_path / "fsdp2", "offload=fsdp2", *overrides) == expected

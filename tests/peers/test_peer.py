@@ -82,6 +82,7 @@ def test_a_missing_package_is_one_line_with_the_command(monkeypatch: pytest.Monk
     assert refusal("offload=ramtorch") == line
 
 
+@pytest.mark.slow
 def test_every_option_of_a_peer_is_a_class_with_its_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peer, "find_spec", lambda name: True)
     assert len(peer_options()) == 7

@@ -40,6 +40,7 @@ def test_a_run_compares_modes_and_names_what_failed(tmp_path: Path):
     assert rows[1]["h2d_bytes"] > 0 == rows[0]["h2d_bytes"]
 
 
+@pytest.mark.slow
 def test_any_mode_is_built_by_its_name_with_its_knobs():
     for name in mode_options():
         assert build_mode(name)[0] == name

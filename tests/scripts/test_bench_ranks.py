@@ -31,6 +31,7 @@ def test_ranks_copy_their_parts(tmp_path: Path):
     assert "3 blocks of 64, 16 tokens a device" in done.stdout
 
 
+@pytest.mark.slow
 def test_what_it_does_not_measure_is_refused():
     done = bench("--head", "100")
     assert done.returncode == 2

@@ -54,6 +54,7 @@ def sweep(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     )
 
 
+@pytest.mark.slow
 def test_a_sweep_with_failures_ends_with_every_artefact(sweep):
     folder, process = sweep
     assert process.returncode == 1
@@ -69,6 +70,7 @@ def test_a_sweep_with_failures_ends_with_every_artefact(sweep):
     assert process.stdout.count(str(folder / "compare.html")) == 1
 
 
+@pytest.mark.slow
 def test_directories_are_compared_again_into_another_place(sweep, tmp_path: Path):
     folder, _ = sweep
     process = python("scripts/compare.py", folder / "0", folder / "2", "--out", tmp_path / "new" / "place")

@@ -43,6 +43,7 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int | Non
     return 0
 
 
+@pytest.mark.slow
 def test_the_text_is_the_same_in_every_mode(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -75,6 +76,7 @@ def test_the_text_is_the_same_in_every_mode(
         (("dataset=synthetic",), "SyntheticTokens has no key dataset.tokenizer"),
     ],
 )
+@pytest.mark.slow
 def test_a_mistake_is_one_line(
     run: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -90,6 +92,7 @@ def test_a_mistake_is_one_line(
     assert shown.out == ""
 
 
+@pytest.mark.slow
 def test_a_run_without_a_checkpoint_an_unknown_path_and_a_damaged_one_are_refused(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -17,6 +17,7 @@ def options(folder: Path, *arguments: str):
     return peers.parser().parse_args([str(folder), *arguments])
 
 
+@pytest.mark.slow
 def test_every_peer_and_mode_it_names_is_an_option():
     chosen = {overrides[0].removeprefix("offload=") for overrides in peers.SYSTEMS.values()}
     assert peer_options().keys() <= chosen <= all_options().keys()

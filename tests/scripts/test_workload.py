@@ -31,6 +31,7 @@ def losses(spec: str, *arguments: str) -> list[float]:
 @pytest.mark.parametrize(
     "shape", [BLOCKS, (*BLOCKS, "--head=40", "--recompute"), MODEL], ids=["blocks", "llama", "tiny"]
 )
+@pytest.mark.slow
 def test_modes_have_the_losses_of_the_resident_model(shape: tuple[str, ...]):
     resident = losses("none", *shape)
     assert losses("layer_stream:slots=2", *shape) == losses("bounce_linear", *shape) == resident

@@ -40,6 +40,7 @@ def at(run: Path, step: int) -> Path:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.slow
 def test_a_run_resumes_under_any_mode_to_the_same_bits(tmp_path: Path, whole: Path, mode: str):
     run_here(tmp_path / "rest", *RUN, *ADAPTER, f"offload={mode}", *SHARDS.get(mode, ()), f"resume={at(whole, 2)}")
     assert results.curve(tmp_path / "rest") == results.curve(whole)[2:]
@@ -65,6 +66,7 @@ def test_an_adapter_begins_a_new_run(tmp_path: Path, whole: Path):
     assert summary["train/final_loss"] < results.curve(whole)[0]["train/loss"]
 
 
+@pytest.mark.slow
 def test_a_base_that_was_loaded_is_loaded_again_and_compared(tmp_path: Path):
     small = [o for o in RUN if not o.startswith(("steps", "checkpoint"))]
     run_here(tmp_path / "base", *small, "steps=1", "checkpoint.every=1")
@@ -97,6 +99,7 @@ def test_an_adapter_resumes_as_no_other(tmp_path: Path, whole: Path):
             run_here(tmp_path, *RUN, *overrides, f"resume={at(whole, 2)}")
 
 
+@pytest.mark.slow
 def test_slips_are_one_line(tmp_path: Path):
     for overrides, problem in (
         (("adapter.targets=[q_prj]",), "adapter.targets=q_prj: matches no module; the model has down_proj, gate_proj,"),
@@ -118,6 +121,7 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path, whole: Path):
     assert is_free()
 
 
+@pytest.mark.slow
 def test_what_trains_stays_on_the_device_unless_it_is_asked_to_stream():
     chosen = components_of("adapter=lora", "offload=layer_stream")
     assert (chosen.mode.trained, chosen.optimizer_class.overlaps) == ("device", False)

@@ -72,6 +72,7 @@ def fails(tmp_path: Path) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("step", STEPS)
+@pytest.mark.slow
 def test_a_step_of_the_build_that_fails_gives_everything_back(fails, monkeypatch: pytest.MonkeyPatch, step: str):
     fails(monkeypatch, build_module, step)
 
@@ -80,10 +81,12 @@ def test_a_mode_that_fails_to_attach_gives_the_streams_back(fails, monkeypatch: 
     fails(monkeypatch, WeightStreamer, "__init__")
 
 
+@pytest.mark.slow
 def test_checkpoints_that_fail_give_everything_back(fails, monkeypatch: pytest.MonkeyPatch):
     fails(monkeypatch, build_module, "Checkpoints")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_does_not_load_gives_everything_back(fails, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     run_here(tmp_path / "saved", *JOB)
     fails(monkeypatch, build_module.Checkpoint, "restore", f"resume={tmp_path / 'saved'}", "steps=9")
@@ -133,6 +136,7 @@ def test_the_model_is_given_back(tmp_path: Path):
 
 
 @pytest.mark.parametrize("count", [1, 6])
+@pytest.mark.slow
 def test_model_and_mode_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int):
     made = []
     for kind in (Llama, LayerStream):
@@ -160,6 +164,7 @@ def test_the_run_begins_when_nothing_can_be_refused_and_before_anything_is_writt
     assert len(begun) == 1
 
 
+@pytest.mark.slow
 def test_epochs_are_as_many_steps_as_they_take(tmp_path: Path):
     # 31 sequences of 32 tokens, 4 in a step.
     job = (

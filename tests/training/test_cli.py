@@ -25,6 +25,7 @@ def train(*arguments, python=(), **environment):
     )
 
 
+@pytest.mark.slow
 def test_showing_the_configuration_imports_nothing_heavy():
     process = train("--cfg", "job", python=("-X", "importtime"))
     assert process.returncode == 0
@@ -34,6 +35,7 @@ def test_showing_the_configuration_imports_nothing_heavy():
     assert not imported & {"wandb", "datasets", "rich", "matplotlib", "tokenizers", "safetensors"}
 
 
+@pytest.mark.slow
 def test_showing_the_configuration_is_fast():
     seconds = []
     for _ in range(3):
@@ -60,6 +62,7 @@ def test_help_names_every_group_option_and_key():
 
 
 @pytest.mark.parametrize("command", ["--cfg job", "-m", ""])
+@pytest.mark.slow
 def test_a_typo_is_one_line(tmp_path, command):
     process = train(*command.split(), "ofload=none", f"hydra.run.dir={tmp_path}", f"hydra.sweep.dir={tmp_path}")
     assert process.returncode == 1
@@ -68,12 +71,14 @@ def test_a_typo_is_one_line(tmp_path, command):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_hydra_full_error_gives_the_traceback():
     process = train("ofload=none", HYDRA_FULL_ERROR="1")
     assert process.returncode == 1
     assert process.stderr.startswith("Traceback")
 
 
+@pytest.mark.slow
 def test_a_value_out_of_range_is_one_line_and_a_summary(tmp_path):
     process = train("steps=0", f"hydra.run.dir={tmp_path}")
     assert process.returncode == 1
@@ -82,6 +87,7 @@ def test_a_value_out_of_range_is_one_line_and_a_summary(tmp_path):
     assert "UserError" in (tmp_path / "train.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     process = train(f"hydra.run.dir={tmp_path}/file/run")
@@ -90,6 +96,7 @@ def test_a_run_directory_that_cannot_be_made_is_one_line(tmp_path):
     assert len(process.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_config_dir_adds_options_of_the_user(tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nsteps: 7\n")

@@ -62,6 +62,7 @@ def slurm(folder: Path, *arguments: str, lost: str) -> Sweep:
     return Sweep(start(folder, *command, environment=environment), folder / "sweep")
 
 
+@pytest.mark.slow
 def test_every_job_is_the_sweep_s_command_in_a_fresh_process(sweep: Sweep):
     jobs = [sweep.seen(number) for number in range(3)]
     assert len({job["pid"] for job in jobs} | {sweep.pid}) == 4
@@ -97,6 +98,7 @@ def test_finished_jobs_are_left_alone(tmp_path: Path):
     assert again.stdout.count("finished earlier, and not run again") == 1
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_waits_until_its_jobs_are_saved(tmp_path: Path):
     write_script(tmp_path)
     process = start(tmp_path, *LOCAL, "act=save", "note=1", "kind=plain")
@@ -108,6 +110,7 @@ def test_an_interrupted_sweep_waits_until_its_jobs_are_saved(tmp_path: Path):
     assert "waiting for the jobs to finish their steps and save" in done.stdout
 
 
+@pytest.mark.slow
 def test_slurm_gets_an_array_and_a_job_whose_host_is_lost_is_a_row(tmp_path: Path):
     done = slurm(tmp_path, "note=a,b", "hydra.launcher.partition=long", "hydra.launcher.timeout_min=90", lost="1")
     (script,) = tmp_path.glob("script-*")

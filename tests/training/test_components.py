@@ -49,6 +49,7 @@ def hooks(model: nn.Module) -> list[object]:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.slow
 def test_a_dry_run_leaves_the_model_as_it_was(mode: str):
     components = components_under(mode, "recompute=block", TIED, "microbatches=2")
     before = held(components.model)
@@ -62,6 +63,7 @@ def test_a_dry_run_leaves_the_model_as_it_was(mode: str):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.slow
 def test_a_mode_attaches_to_a_device_after_a_dry_run(mode: str):
     components = components_under(mode, TIED)
     dry_step(components, has_gpu=False)
@@ -73,6 +75,7 @@ def test_a_mode_attaches_to_a_device_after_a_dry_run(mode: str):
 
 
 @pytest.mark.parametrize("mode", ["none", "bounce_linear", "shard_offload", "layer_stream_swap"])
+@pytest.mark.slow
 def test_a_run_without_a_dry_run_trains_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str):
     """A dry run that fails in the middle of a step leaves model and mode usable."""
     job = (*TINY_RUN, f"offload={mode}", "dataset=synthetic")

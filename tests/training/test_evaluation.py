@@ -101,6 +101,7 @@ def test_a_stop_or_an_error_leaves_the_model_as_it_was():
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.slow
 def test_every_mode_evaluates_alike_and_trains_as_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1024)
     monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 1024)
@@ -123,6 +124,7 @@ def test_every_mode_evaluates_alike_and_trains_as_without(tmp_path: Path, monkey
     assert evaluated[-1][1] < evaluated[0][1]
 
 
+@pytest.mark.slow
 def test_an_evaluation_counts_in_no_time_and_no_traffic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     clock, compute = [0.0], CausalLM.scores
 
@@ -150,6 +152,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("step", [0, 3, 6])
+@pytest.mark.slow
 def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path, step: int
 ):
@@ -173,6 +176,7 @@ def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it(
     assert finished["train/first_loss"] == values(whole, "train/first_loss")[0][1]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_and_loses_no_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     saved = (*RUN, *EVALUATES, "checkpoint.every=4")
     run_here(tmp_path / "run", *saved)

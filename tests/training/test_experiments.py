@@ -43,6 +43,7 @@ def composed(*overrides: str) -> DictConfig:
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.slow
 def test_every_experiment_composes_and_is_consistent(experiment: str):
     config = composed(f"experiment={experiment}")
     with open_dict(config):
@@ -96,6 +97,7 @@ def test_the_largest_model_is_searched_by_plans_of_every_size_of_the_states():
 @pytest.mark.parametrize(
     "overrides", [("fit_7b_24gib", "seq_len=64", "schedule.warmup=1"), ("long_context", "seq_len=2048")]
 )
+@pytest.mark.slow
 def test_a_large_experiment_trains_when_it_is_made_small(tmp_path: Path, overrides: tuple[str, ...]):
     experiment, *shrunk = overrides
     run_here(tmp_path, f"experiment={experiment}", *SMALL, *shrunk)

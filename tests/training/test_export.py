@@ -58,6 +58,7 @@ def output(library: str, model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("max_shard_bytes", [2**30, 4000])
+@pytest.mark.slow
 def test_the_library_reads_what_was_trained(run: tuple[str, Path], tmp_path: Path, max_shard_bytes: int):
     library, folder = run
     names = export(str(folder), str(tmp_path / "out"), [], max_shard_bytes)
@@ -81,6 +82,7 @@ def test_the_library_reads_what_was_trained(run: tuple[str, Path], tmp_path: Pat
         assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 def test_no_memory_is_made_for_the_model(run: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     library, folder = run
     made, empty = [], torch.empty_like
@@ -95,6 +97,7 @@ def test_no_memory_is_made_for_the_model(run: tuple[str, Path], tmp_path: Path, 
     assert library != "transformers" or made
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(run: tuple[str, Path], tmp_path: Path):
     library, folder = run
     sizes = {

@@ -43,6 +43,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return folder, getattr(logits, "logits", logits)
 
 
+@pytest.mark.slow
 def test_it_is_merged_on_request_and_has_the_same_outputs(run: tuple[Path, torch.Tensor], tmp_path: Path):
     folder, expected = run
     assert "model.safetensors" in export(str(folder), str(tmp_path / "merged"), [], merge=True)
@@ -58,6 +59,7 @@ def test_the_adapter_alone_is_that_of_the_checkpoint(run: tuple[Path, torch.Tens
         assert (tmp_path / "adapter" / name).read_bytes() == (folder / "checkpoints/step-00000002" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_merge_of_nothing_is_refused(tmp_path: Path):
     folder = made(tmp_path / "run", *RUNS["llama"])
     with pytest.raises(UserError, match=r"^--merge: .* trained no adapter"):
@@ -65,6 +67,7 @@ def test_a_merge_of_nothing_is_refused(tmp_path: Path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_quantised_base_is_not_merged(tmp_path: Path):
     folder = made(tmp_path / "run", *RUNS["llama"], "adapter=lora", "adapter.rank=2", "quantize=int8")
     with pytest.raises(UserError, match=r"^--merge: .* is quantised"):

@@ -135,6 +135,7 @@ OVERFLOW = ("optimizer.lr=1e30",)
 
 
 @pytest.mark.parametrize("options", [(), ("optimizer=host_adamw", "offload=layer_stream", "clip_norm=null")])
+@pytest.mark.slow
 def test_stop_ends_the_run_with_one_line(tmp_path: Path, options: tuple[str, ...]):
     result = run(tmp_path, *options, *OVERFLOW, status=1)
     (line,) = result.stderr.strip().splitlines()

@@ -35,6 +35,7 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["train/loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_memory_and_the_plan_counts_the_ring(tmp_path: Path, weights: Path):
     run_here(tmp_path / "memory", *RUN, "offload=layer_stream", f"model.weights={weights}")
     run_here(tmp_path / "mapped", *MAPPED, f"model.weights={weights}", "checkpoint.every=2")
@@ -52,6 +53,7 @@ def test_losses_are_those_of_memory_and_the_plan_counts_the_ring(tmp_path: Path,
     assert losses(tmp_path / "rest") == losses(tmp_path / "memory")[2:]
 
 
+@pytest.mark.slow
 def test_quantised_weights_are_read_from_their_cache(tmp_path: Path, weights: Path):
     keys = (f"model.weights={weights}", "quantize=int8")
     first = components_of(*MAPPED, *keys).footprint
@@ -98,6 +100,7 @@ def test_a_file_that_changes_ends_the_run_with_one_line(tmp_path: Path, weights:
         (("model.num_hidden_layers=1",), "model.weights=.*: .* which the model lacks"),
     ],
 )
+@pytest.mark.slow
 def test_refusals_name_the_key_and_what_to_do(weights: Path, keys: tuple[str, ...], message: str):
     with pytest.raises(UserError, match=message):
         components_of(*MAPPED, f"model.weights={weights}", *keys)

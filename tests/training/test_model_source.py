@@ -84,6 +84,7 @@ def downloaded(cache: Path) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_a_language_model_begins_with_its_weights_and_then_needs_no_network(
     hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -154,6 +155,7 @@ def test_what_auto_stands_for(tmp_path: Path, repositories: dict):
         ("me/old", r"model\.weights=me/old: .*: that model has no \.safetensors file: choose one that has"),
     ],
 )
+@pytest.mark.slow
 def test_what_the_hub_lacks_is_one_line(hub: Path, tmp_path: Path, source: str, problem: str):
     with pytest.raises(UserError, match=problem) as refusal:
         run_here(tmp_path / "run", *ONE_STEP, "model=hf", f"model.source={source}")

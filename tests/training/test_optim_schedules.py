@@ -53,6 +53,7 @@ EXPECTED = [
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["adamw", "host_adamw"])
 @pytest.mark.parametrize(("overrides", "expected"), EXPECTED)
+@pytest.mark.slow
 def test_factors_are_those_worked_out_by_hand(overrides: list[str], expected: list[float], optimizer: list[str]):
     assert rates(*overrides, *optimizer) == pytest.approx(expected, rel=1e-12)
 
@@ -119,6 +120,7 @@ def test_a_resumed_schedule_goes_on():
         (["optimizer=host_adamw", "optimizer.betas=[0.9,1]"], "optimizer.betas=[0.9, 1.0]: must be two numbers"),
     ],
 )
+@pytest.mark.slow
 def test_what_cannot_be_is_refused_in_one_line(overrides: list[str], message: str):
     with pytest.raises(UserError) as caught:
         checked(*overrides)

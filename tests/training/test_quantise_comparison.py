@@ -20,6 +20,7 @@ def first_loss(folder: Path) -> float:
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["train/loss"]
 
 
+@pytest.mark.slow
 def test_both_losses_are_logged_once_and_the_run_is_as_without(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO):
         run_here(tmp_path / "plain", *RUN)

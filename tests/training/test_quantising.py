@@ -32,6 +32,7 @@ def caches(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.quantised"))
 
 
+@pytest.mark.slow
 def test_every_mode_trains_and_resumes_alike(tmp_path: Path):
     keys = (*RUN, "quantize=int4", "quantize.group=16", "checkpoint.every=2")
     run_here(tmp_path / "resident", *keys, "offload=none")
@@ -46,6 +47,7 @@ def test_every_mode_trains_and_resumes_alike(tmp_path: Path):
 
 
 @pytest.mark.parametrize("quantize", ["int8", "float8", "nf4"])
+@pytest.mark.slow
 def test_each_format_trains_with_fewer_bytes(tmp_path: Path, quantize: str):
     for name in ("none", "layer_stream"):
         run_here(tmp_path / name, *RUN, "steps=2", f"quantize={quantize}", f"offload={name}")
@@ -55,6 +57,7 @@ def test_each_format_trains_with_fewer_bytes(tmp_path: Path, quantize: str):
     assert plans[0]["device_bytes"]["weights"] == sum(parameter.nbytes for parameter in parts.model.parameters())
 
 
+@pytest.mark.slow
 def test_loaded_weights_are_quantised_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     run_here(tmp_path / "first", *RUN, "checkpoint.every=3")
     source = tmp_path / "first" / "checkpoints" / "step-00000003"

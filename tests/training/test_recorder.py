@@ -88,6 +88,7 @@ def test_a_record_covers_the_steps_since_the_last(tmp_path: Path):
     assert all(record["transfer/d2h_gib"] > 0 for record in records)
 
 
+@pytest.mark.slow
 def test_a_traced_step_counts_in_no_speed_and_no_traffic(tmp_path: Path):
     run_here(tmp_path, *QUIET, "steps=4", "log_every=2", "offload=layer_stream", "trace=true", "trace_step=3")
     run_here(tmp_path / "untraced", *QUIET, "steps=4", "log_every=2", "offload=layer_stream")
@@ -124,6 +125,7 @@ def test_a_resumed_run_keeps_its_records_and_its_count_of_skipped_steps(tmp_path
     assert "checkpoint/save_ms" in records[2]
 
 
+@pytest.mark.slow
 def test_the_first_loss_is_that_of_the_first_step_also_where_it_is_not_logged(tmp_path: Path):
     run_here(tmp_path / "every", *QUIET, "steps=3", "log_every=1")
     expected = metrics(tmp_path / "every")[0]["train/loss"]

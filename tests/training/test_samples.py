@@ -76,6 +76,7 @@ def test_training_is_as_without_samples(whole: Path, tmp_path: Path):
 
 # scripts/generate.py is tested with all modes.
 @pytest.mark.parametrize("offload", ["layer_stream", "shard_offload", "bounce_linear_swap"])
+@pytest.mark.slow
 def test_modes_sample_and_train_alike(whole: Path, tmp_path: Path, offload: str):
     run_here(tmp_path, *RUN, *SAMPLES, f"offload={offload}", *small_modes()[offload], "recompute=block")
     assert records(tmp_path) == records(whole)

@@ -116,6 +116,7 @@ def test_a_sweep_with_a_failed_job_ends_non_zero(sweep):
     assert sweep.stderr.splitlines()[-1] == "error: job 1 failed: ValueError: a broken [job]"
 
 
+@pytest.mark.slow
 def test_a_sweep_without_failures_ends_with_zero(tmp_path):
     write_script(tmp_path)
     done = Sweep(start(tmp_path, "-m", "note=a,b", "hydra.sweep.dir=sweep"), tmp_path / "sweep")
@@ -133,6 +134,7 @@ def test_a_sweep_without_failures_ends_with_zero(tmp_path):
         ("hydra.job.name=${hydra.job.num}", "0"),
     ],
 )
+@pytest.mark.slow
 def test_a_job_is_told_its_directory_and_resolves_what_else_refers_to_others(tmp_path, override, directory):
     write_script(tmp_path)
     done = Sweep(start(tmp_path, "-m", "act=ok", "note=a", override, "hydra.sweep.dir=sweep"), tmp_path / "sweep")
@@ -162,6 +164,7 @@ def test_a_sweep_that_does_not_compose_starts_no_job(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.slow
 def test_an_interrupted_sweep_takes_its_job_with_it(tmp_path, number):
     write_script(tmp_path)
     process = start(tmp_path, "-m", "act=sleep,ok", "hydra.sweep.dir=sweep")
@@ -177,6 +180,7 @@ def test_an_interrupted_sweep_takes_its_job_with_it(tmp_path, number):
     assert not runs(seen["started"])
 
 
+@pytest.mark.slow
 def test_a_sweep_in_the_background_that_ignores_ctrl_c_can_be_ended(tmp_path):
     write_script(tmp_path)
     in_background = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
@@ -189,6 +193,7 @@ def test_a_sweep_in_the_background_that_ignores_ctrl_c_can_be_ended(tmp_path):
     assert not runs(seen["pid"])
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_waits_until_its_job_is_saved(tmp_path):
     write_script(tmp_path)
     process = start(tmp_path, "-m", "act=save,ok", "note=3", "hydra.sweep.dir=sweep")
@@ -202,6 +207,7 @@ def test_an_interrupted_sweep_waits_until_its_job_is_saved(tmp_path):
     assert "waiting for job 0 to finish its step and save; a second signal kills it" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_second_request_kills_the_job_and_the_sweep_says_that_it_did(tmp_path):
     write_script(tmp_path)
     process = start(tmp_path, "-m", "act=save,ok", "note=60", "hydra.sweep.dir=sweep")
@@ -249,6 +255,7 @@ def test_what_is_missing_of_a_sweep_is_run_and_nothing_else(tmp_path):
         (("act=ok,once", "kind=special"), "kind.color: was grey, is red"),
     ],
 )
+@pytest.mark.slow
 def test_another_sweep_is_not_mixed_with_the_one_in_its_directory(tmp_path, overrides, changed):
     write_script(tmp_path)
     Sweep(start(tmp_path, "-m", "act=ok,once", "hydra.sweep.dir=sweep"), tmp_path / "sweep")
@@ -261,6 +268,7 @@ def test_another_sweep_is_not_mixed_with_the_one_in_its_directory(tmp_path, over
     assert {path: path.read_bytes() for path in (tmp_path / "sweep").glob("[01]/*")} == before
 
 
+@pytest.mark.slow
 def test_a_finished_job_that_is_to_do_more_steps_is_run(tmp_path):
     write_script(tmp_path)
     first = Sweep(start(tmp_path, "-m", "act=ok", "hydra.sweep.dir=sweep"), tmp_path / "sweep")

@@ -56,6 +56,7 @@ def test_a_job_that_does_not_react_is_killed_with_all_that_it_started(tmp_path: 
     assert "it is to save and end, within 0 s" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_job_is_asked_earlier_so_that_it_has_saved_when_its_time_is_over(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     late = job(tmp_path, timeout_min=0.1)
@@ -94,6 +95,7 @@ def test_a_job_whose_process_cannot_start_is_a_row(tmp_path: Path):
     assert read_summary(tmp_path) == {"status": "failed", "reason": reason}
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_after_a_job_that_took_too_long(tmp_path: Path):
     write_script(tmp_path)
     limit = "hydra.launcher.timeout_min=0.1"
@@ -105,6 +107,7 @@ def test_a_sweep_goes_on_after_a_job_that_took_too_long(tmp_path: Path):
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "inf", "nan"])
+@pytest.mark.slow
 def test_a_limit_that_is_none_starts_no_job(tmp_path: Path, limit: str):
     write_script(tmp_path)
     process = start(tmp_path, "-m", "act=ok", f"hydra.launcher.timeout_min={limit}", "hydra.sweep.dir=sweep")

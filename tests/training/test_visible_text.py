@@ -34,6 +34,7 @@ def test_characters_that_act_are_shown_as_escapes(text: str, shown: str | None):
     assert visible(text) == (text if shown is None else shown)
 
 
+@pytest.mark.slow
 def test_no_character_that_acts_is_left_and_all_can_be_encoded():
     every = "".join(map(chr, range(sys.maxunicode + 1)))
     shown = visible(every)
@@ -62,6 +63,7 @@ def test_log_lines_and_tracebacks_are_visible_line_by_line():
     assert (trace[0], trace[-1]) == ("Traceback (most recent call last):", r"ValueError: b\x1b")
 
 
+@pytest.mark.slow
 def test_the_log_of_a_run_quotes_nothing_that_acts(tmp_path: Path):
     tiny = (*TINY_RUN, "dataset=synthetic", "checkpoint.every=3")
     odd = tmp_path / "a\x1b[31m\u202e"

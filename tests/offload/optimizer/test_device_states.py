@@ -29,6 +29,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @EARLY
 @pytest.mark.parametrize("share", [SHARE, 10**9], ids=["some", "all"])
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.slow
 def test_equals_resident(mode: str, share: int, early: bool):
     """Updates that wait for the step are clipped. In bf16 every parameter has a master, in either place."""
     options = {"microbatches": 2, "steps": 8, "clip_norm": None if early else 0.05}
@@ -38,6 +39,7 @@ def test_equals_resident(mode: str, share: int, early: bool):
 
 @EARLY
 @pytest.mark.parametrize("format", [format for format in FEW if format.master != "fp32"], ids=str)
+@pytest.mark.slow
 def test_every_format_has_the_same_numbers_in_either_place(format: StateFormat, early: bool):
     """Noise too. The first block is updated on the device, the others on the host."""
     first = HostAdamW.planned_bytes(made(Stack, torch.bfloat16).blocks[0].parameters(), format, placed=True)
@@ -107,6 +109,7 @@ def test_gradients_that_are_not_used_do_not_reach_the_next_step():
 @EARLY
 @pytest.mark.parametrize("who", ["a hook", "a hook that looks", "the caller", "the caller's own"])
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.slow
 def test_a_gradient_that_changes_after_it_landed_is_updated_as_it_is_then(mode: str, who: str, early: bool):
     def flip(parameter: nn.Parameter) -> None:
         parameter.grad.neg_()

@@ -55,6 +55,7 @@ def same(first: Operands, second: Operands) -> bool:
 
 @WHOLE_VECTORS
 @pytest.mark.parametrize("format", COMPILED, ids=str)
+@pytest.mark.slow
 def test_kernels_agree_bitwise_on_whole_vectors(format: StateFormat):
     """From a place of the parameter where counters of 32 bits end."""
     start = (1 << 32) - (1 << 15)

@@ -72,6 +72,7 @@ def test_equals_resident_step_by_step(mode: str, dtype: str, microbatches: int, 
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.slow
 def test_equals_resident_where_every_unit_is_early(mode: str):
     model = functools.partial(Stack, dropout=0.2)
     seen = train(made(model), MODES[mode](), early=True, microbatches=3)
@@ -81,6 +82,7 @@ def test_equals_resident_where_every_unit_is_early(mode: str):
 @needs_compiler
 @EARLY
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.slow
 def test_equals_resident_with_the_compiled_kernel(dtype: str, early: bool):
     seen = train(made(Mixed, DTYPES[dtype]), LayerStream(slots=2), early, microbatches=3, compile="auto")
     assert_same(seen, expected("none", dtype, 3, compile="auto"))
@@ -102,6 +104,7 @@ def test_one_layer_used_three_times_and_a_tied_head(early: bool):
 
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.slow
 def test_equals_torchs_adamw_on_the_same_gradients(mode: str, clip_norm: float | None):
     """With a schedule; torch clips the gradients, ours scales them in the update."""
     model = made(Mixed)
@@ -133,6 +136,7 @@ def test_equals_torchs_adamw_on_the_same_gradients(mode: str, clip_norm: float |
 @EARLY
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("kind", ["a block twice", "microbatches side by side"])
+@pytest.mark.slow
 def test_gradients_that_land_in_pieces(kind: str, microbatches: int, early: bool):
     """Under reentrant checkpoints every use of a weight lands by itself."""
     ours = made(functools.partial(Stack, recompute="reentrant"))
@@ -160,6 +164,7 @@ class Detached(nn.Module):
 @pytest.mark.parametrize("pace", [sleepy, eager])
 @pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("mode", ["bounce_linear", "layer_stream", "shard_offload"])
+@pytest.mark.slow
 def test_a_weight_that_backward_needs_after_its_gradient(mode: str, recompute: str | None, pace, monkeypatch):
     pace(monkeypatch)
 
@@ -244,6 +249,7 @@ def test_a_gradient_after_the_last_is_refused(monkeypatch: pytest.MonkeyPatch):
 
 
 @EARLY
+@pytest.mark.slow
 def test_steps_of_changing_shape(early: bool, monkeypatch: pytest.MonkeyPatch):
     """Units fetched ahead by the record of the step before are not always those that are used."""
     sleepy(monkeypatch, 0.002)

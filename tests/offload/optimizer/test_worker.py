@@ -47,6 +47,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @EARLY
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("pace", [sleepy, eager])
+@pytest.mark.slow
 def test_the_pace_of_the_worker_changes_no_number(pace: Callable, mode: str, early: bool, monkeypatch):
     pace(monkeypatch)
     ours, theirs = with_copy(made(Stack))
@@ -97,6 +98,7 @@ def test_weights_that_the_model_loads_are_written_after_updates_under_way(mode: 
 
 @EARLY
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.slow
 def test_an_irregular_worker_changes_no_number(mode: str, early: bool, monkeypatch: pytest.MonkeyPatch):
     """Some updates are made at once, some late; clipped where they begin at the step."""
     apply, pauses = HostAdamW.apply, random.Random(0)

@@ -118,6 +118,7 @@ def test_gradients_of_resident_parameters_stay_to_the_end():
     assert 0.9 * weights < found.peak_gradient_bytes <= weights < found.peak_bytes < 1.2 * weights
 
 
+@pytest.mark.slow
 def test_later_microbatches_follow_from_the_first():
     with torch.device("meta"):
         model = Stack(width=32)

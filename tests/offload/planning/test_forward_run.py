@@ -65,6 +65,7 @@ def times(mode: Mode, tokens: Sequence[int], flops_per_s: float, around: Callabl
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", MODES)
+@pytest.mark.slow
 def test_forwards_in_a_row_take_as_long_as_their_copies_or_their_arithmetic(name: str, case: str):
     found = times(MODES[name](), [CASES[case][0]] * COUNT, CASES[case][1])
     assert found.bus > 0
@@ -73,6 +74,7 @@ def test_forwards_in_a_row_take_as_long_as_their_copies_or_their_arithmetic(name
 
 
 @pytest.mark.parametrize("name", ["bounce_linear", "layer_stream", "shard_offload"])
+@pytest.mark.slow
 def test_so_they_do_in_the_first_step(name: str):
     found = times(mode := MODES[name](), [4096] * COUNT, FAST, mode.step)
     assert found.all <= 1.01 * found.bus + 2 * found.fill

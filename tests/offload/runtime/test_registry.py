@@ -37,6 +37,7 @@ def test_a_device_without_streams_is_refused():
         registry.acquire("meta")
 
 
+@pytest.mark.slow
 def test_importing_the_engine_touches_no_cuda():
     code = (
         "import sys, torch\n"

@@ -97,6 +97,7 @@ def shared_bytes() -> int:
     return int(fields["Shmem"].split()[0]) * 1024
 
 
+@pytest.mark.slow
 def test_the_memory_is_gone_after_a_kill():
     before = shared_bytes()
     command = [sys.executable, "-c", HOLDER]

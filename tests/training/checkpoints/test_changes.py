@@ -23,6 +23,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("override", "listed"), CHANGES, ids=[override for override, _ in CHANGES])
+@pytest.mark.slow
 def test_a_changed_configuration_is_refused_listing_the_keys(
     tmp_path: Path, finished: Path, run_here, override, listed
 ):

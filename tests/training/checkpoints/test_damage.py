@@ -184,6 +184,7 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("case", FORGERIES)
+@pytest.mark.slow
 def test_a_forged_checkpoint_does_nothing(
     tmp_path: Path, finished: Path, run_here, at, case: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -214,6 +215,7 @@ def test_a_forged_checkpoint_does_nothing(
     ],
     ids=["missing", "unknown", "shape", "dtype"],
 )
+@pytest.mark.slow
 def test_tensors_of_another_model_are_refused_before_the_model_is_touched(
     tmp_path: Path, finished: Path, run_here, at, stem: str, change: Callable, reason: str, monkeypatch
 ):
@@ -241,6 +243,7 @@ INDICES = {
 
 
 @pytest.mark.parametrize("case", INDICES)
+@pytest.mark.slow
 def test_weights_are_read_from_listed_files_alone(tmp_path: Path, finished: Path, run_here, at, case: str):
     """Files that the manifest does not list were not verified."""
     named, reason = INDICES[case]

@@ -40,6 +40,7 @@ def of_the_run(folder: Path, *overrides: str) -> Tensor:
 
 
 @pytest.mark.parametrize("overrides", [("optimizer=adamw",), ("adapter=lora", "adapter.rank=2")])
+@pytest.mark.slow
 def test_the_model_is_that_after_the_last_step(tmp_path: Path, overrides: tuple[str, ...]):
     trained = of_the_run(tmp_path / "run", *overrides)
     assert torch.equal(of_the_checkpoint(tmp_path / "run" / CHECKPOINT, *overrides), trained)

@@ -31,6 +31,7 @@ def test_a_new_run_does_not_mix_with_the_checkpoints_of_another(tmp_path: Path, 
         run_here(tmp_path / "other", f"resume={finished}")
 
 
+@pytest.mark.slow
 def test_going_back_sets_later_ones_aside_as_often_as_one_goes(finished: Path, run_here, at, content, curve):
     end, records = content(at(finished, 6)), curve(finished)
     asides = ["step-00000006.aside", "step-00000006.aside-2", "step-00000006.aside-3"]
@@ -55,6 +56,7 @@ def test_what_a_kill_left_behind_is_removed_without_another_save(finished: Path,
 
 
 @pytest.mark.parametrize("resume", ["auto", "RUN", "RUN/checkpoints/step-00000003", "DISK/step-00000003"])
+@pytest.mark.slow
 def test_checkpoints_may_be_a_link_to_another_disk(tmp_path: Path, finished: Path, run_here, at, content, resume: str):
     end = content(at(finished, 6))
     disk = (finished / "checkpoints").rename(tmp_path / "disk")
@@ -65,6 +67,7 @@ def test_checkpoints_may_be_a_link_to_another_disk(tmp_path: Path, finished: Pat
     assert (disk / "step-00000006.aside").exists() == ("step" in resume)
 
 
+@pytest.mark.slow
 def test_other_text_is_refused(tmp_path: Path, run_here):
     """Also where the last batch, of 4 x 33 of the 20,000 tokens, happens not to hold what has changed."""
     text = tmp_path / "a.txt"

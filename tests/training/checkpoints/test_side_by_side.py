@@ -86,6 +86,7 @@ def test_an_interrupt_of_the_caller_ends_all_of_them(monkeypatch: pytest.MonkeyP
     assert not [thread for thread in threading.enumerate() if thread.name == "side by side"]
 
 
+@pytest.mark.slow
 def test_a_run_saves_and_resumes_without_a_thread(tmp_path: Path, granted, at, content, caplog):
     overrides = (*TINY_RUN, "dataset=synthetic", "checkpoint.every=3")
     run_here(tmp_path / "whole", *overrides)

@@ -58,6 +58,7 @@ def whole(run_dir: Path) -> list[int]:
     return [step_of(folder) for folder in found]
 
 
+@pytest.mark.slow
 def test_checkpoints_on_a_full_disk(small_disk: Path, run_here, caplog: pytest.LogCaptureFixture, curve):
     """One that is refused is a warning, and no more than a warning; the last has to be there."""
     run_dir = small_disk / "run"
@@ -91,6 +92,7 @@ def test_records_on_a_full_disk(small_disk: Path):
     assert read_metrics(small_disk) == records[: len(written) + 1]
 
 
+@pytest.mark.slow
 def test_checkpoints_where_files_may_not_grow(tmp_path: Path, run_here, caplog: pytest.LogCaptureFixture):
     run_here(tmp_path / "run", "steps=3")
     with (

@@ -29,6 +29,7 @@ def compact(tmp_path_factory: pytest.TempPathFactory, run_here) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_exact_masters_resume_from_one_another_bit_for_bit(tmp_path: Path, compact: Path, run_here, at, content, curve):
     whole = (*RUN, "optimizer.master=fp32")
     run_here(tmp_path / "whole", *whole)
@@ -43,6 +44,7 @@ def test_exact_masters_resume_from_one_another_bit_for_bit(tmp_path: Path, compa
     assert curve(tmp_path / "from_adamw") == curve(compact)[1:]
 
 
+@pytest.mark.slow
 def test_where_states_live_leaves_no_trace_in_bf16(tmp_path: Path, compact: Path, run_here, at, content):
     there = (*RUN, "offload=layer_stream", "optimizer.device_share=1GiB")
     run_here(tmp_path / "there", *there)
@@ -62,6 +64,7 @@ def test_where_states_live_leaves_no_trace_in_bf16(tmp_path: Path, compact: Path
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_wider_states_take_narrower_ones_with_a_warning(tmp_path: Path, run_here, at, caplog, was, now):
     run_here(tmp_path / "was", *RUN, *was)
     summary = run_here(tmp_path / "now", *RUN, *now, f"resume={at(tmp_path / 'was', 3)}")
@@ -89,6 +92,7 @@ def test_what_would_be_lost_is_told(tmp_path: Path, compact: Path, run_here, now
 
 
 @pytest.mark.parametrize("offload", ["layer_stream", "shard_offload"])
+@pytest.mark.slow
 def test_a_resumed_run_with_noise_equals_the_uninterrupted_one_in_every_mode(
     tmp_path: Path, run_here, at, content, offload: str
 ):

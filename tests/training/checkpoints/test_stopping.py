@@ -120,6 +120,7 @@ def test_as_a_user_does_it(tmp_path: Path, run_here, at, content):
     assert records == list(range(1, step + 2))
 
 
+@pytest.mark.slow
 def test_wandb_continues_the_same_run(tmp_path: Path, run_here, at):
     run_here(tmp_path / "run", "tracking=offline")
     tracked = json.loads((at(tmp_path / "run", 3) / "state.json").read_text())["tracking_id"]

@@ -75,6 +75,7 @@ def two_runs(write_run) -> None:
 
 @pytest.mark.usefixtures("two_runs")
 @pytest.mark.parametrize("file", [*DESCRIPTIONS, *RESULTS])
+@pytest.mark.slow
 def test_a_strange_file_is_one_row_that_says_why(write_run, tmp_path: Path, capsys, file: str):
     kinds = STRANGE | STRANGE_YAML if file in YAML_FILES else STRANGE
     strange = {}

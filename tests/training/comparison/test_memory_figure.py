@@ -43,6 +43,7 @@ def test_labels_stay_on_the_figure(write_run, files: str):
 
 
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.slow
 def test_labels_cover_neither_points_nor_each_other(write_run, seed: int):
     generator = random.Random(seed)
     write_points(write_run, [(generator.uniform(5, 30), generator.uniform(300, 700)) for _ in range(12)])

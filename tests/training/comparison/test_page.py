@@ -62,6 +62,7 @@ def files(figures) -> list[str]:
 
 
 @pytest.mark.parametrize("count", [1, 12])
+@pytest.mark.slow
 def test_every_figure_is_drawn(write_run, count: int):
     for i in range(count):
         write_run("layer_stream", knobs={"slots": i}, step_ms=10.0 * 2**i, memory__vram_peak_gib=20.0 - i,
@@ -74,6 +75,7 @@ def test_without_a_gpu_the_memory_is_that_of_the_process(write_run):
     assert files(render_figures(write_run.rows())) == ["compare_memory.png", "compare_loss.png"]
 
 
+@pytest.mark.slow
 def test_a_run_on_the_cpu_is_no_point_among_those_on_a_gpu(write_run):
     write_run(memory__vram_peak_gib=0.0, memory__rss_gib=0.5, hardware={"device": "cpu"})
     write_run(memory__vram_peak_gib=3.0, memory__rss_gib=0.5, hardware={"device": "cuda:0", "gpu_name": "H200"})
@@ -102,6 +104,7 @@ def test_plans_are_drawn_whether_they_fit_or_not(write_run, fits: bool):
     assert ("Plans that do not fit are not on the line." in figure.caption) == (not fits)
 
 
+@pytest.mark.slow
 def test_the_page_refers_to_nothing_outside(write_run):
     write_runs(write_run)
     page = read(write_run.folder)
@@ -158,6 +161,7 @@ def test_nothing_is_wider_than_the_window(write_run):
     assert narrow <= 390
 
 
+@pytest.mark.slow
 def test_the_page_has_the_table_the_reasons_and_the_figures(write_run):
     write_runs(write_run)
     page = read(write_run.folder)

@@ -40,6 +40,7 @@ def test_a_figure_of_an_earlier_comparison_does_not_stay(write_run):
         '{"train/step": 13, "train/loss": 2.0, "nonfinite": {"train/loss": []}}',
     ],
 )
+@pytest.mark.slow
 def test_a_record_that_no_run_writes_fails_its_run_alone(write_run, line: str):
     write_run("none")
     odd = write_run("layer_stream") / "metrics.jsonl"
@@ -79,6 +80,7 @@ def test_a_summary_that_no_run_writes_fails_its_run_alone(write_run, summary: st
         ("plan.json", '{"fits": [true]}'),
     ],
 )
+@pytest.mark.slow
 def test_an_odd_description_leaves_the_metrics(write_run, file: str, text: str):
     write_run("none")
     directory = write_run("layer_stream", transfer__h2d_gib=1.0)

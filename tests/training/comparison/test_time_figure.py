@@ -29,6 +29,7 @@ def test_the_bars_name_the_run_that_they_are_compared_with(write_run):
 
 
 @pytest.mark.parametrize("files", ["/data/texts/" + "x" * 60 + "/train-*.parquet", ",".join(["y" * 50] * 30)])
+@pytest.mark.slow
 def test_labels_stay_on_the_figure(write_run, files: str):
     for slots in range(24):
         top = {"files": files[: 400 - slots % 2]}

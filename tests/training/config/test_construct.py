@@ -70,6 +70,7 @@ def test_a_knob_that_fits_no_model_is_refused_by_its_key(overrides: tuple[str, .
         (("offload=shard_offload", "offload.shards=9"), "offload.shards=9: must be between 1 and"),
     ],
 )
+@pytest.mark.slow
 def test_a_knob_that_does_not_fit_the_model_is_refused_by_its_key(overrides, message: str, call: str):
     mode = make_mode(composed(*overrides).offload)
     with pytest.raises(UserError) as caught, keys_under("offload"):

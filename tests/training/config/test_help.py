@@ -69,6 +69,7 @@ def test_optimizers_explain_their_keys(name: str):
 
 
 @pytest.mark.parametrize("name", ["lora", "dora", "rslora"])
+@pytest.mark.slow
 def test_adapters_explain_their_keys(name: str):
     page = knobs("adapter", f"adapter={name}", "adapter.rank=7")
     assert "adapter.rank             of the two matrices beside a layer. [7]" in page
@@ -78,6 +79,7 @@ def test_adapters_explain_their_keys(name: str):
     assert knobs("adapter") == "adapter: no keys"
 
 
+@pytest.mark.slow
 def test_no_line_is_too_long():
     for option in mode_options():
         assert all(len(line) <= help.WIDTH for line in knobs("offload", f"offload={option}").splitlines())

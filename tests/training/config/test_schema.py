@@ -86,6 +86,7 @@ def test_every_option_composes_under_its_schema(group, option):
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.slow
 def test_every_experiment_composes(name):
     checked(f"experiment={name}")
 
@@ -138,6 +139,7 @@ def test_schemas_are_not_offered_as_options():
         ("steps=1,2", ["steps=1,2", "--multirun"]),
     ],
 )
+@pytest.mark.slow
 def test_a_refusal_names_the_key_and_the_choices(override, named):
     line = refused(override)
     assert [words for words in named if words not in line] == []
@@ -228,6 +230,7 @@ def test_a_sound_overlay_is_accepted(overlay):
         (["~steps"], "steps has no value"),
     ],
 )
+@pytest.mark.slow
 def test_check_names_key_value_and_range(overrides, message):
     with pytest.raises(UserError) as caught:
         checked(*overrides)
@@ -255,6 +258,7 @@ def test_device_names(device):
 
 
 @pytest.mark.parametrize("option", [option for group, option in OPTIONS if group == "offload"])
+@pytest.mark.slow
 def test_an_offload_option_makes_its_mode(option):
     config = composed(f"offload={option}").offload
     mode = make_mode(config)

@@ -74,6 +74,7 @@ def test_the_keys_of_both():
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_value_that_does_not_fit_is_refused_by_its_whole_key(overrides: list[str], line: str):
     with pytest.raises(UserError, match=line):
         check(composed("offload=layer_stream_swap", *overrides))

@@ -92,6 +92,7 @@ def test_a_value_that_fits_no_key_is_refused(base_and_key, value):
 
 @PROFILE
 @given(BASE_AND_KEY, st.sampled_from(NUMBERS + ODD))
+@pytest.mark.slow
 def test_any_value_is_accepted_or_refused_in_one_line(base_and_key, value):
     base, key = base_and_key
     line = refusal(*base, f"{key}={value}")
@@ -112,6 +113,7 @@ def test_any_text_is_refused_in_one_line_or_kept_as_it_is(base_and_key, text):
     "key", ["offload.slots", "offload.shards", "steps", "optimizer.lr", "clip_norm", "model.rope_theta"]
 )
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1"])
+@pytest.mark.slow
 def test_numbers_out_of_every_range(key: str, value: str):
     assert refusal("offload=shard_offload", f"{key}={value}").startswith(key)
 
@@ -129,6 +131,7 @@ def test_numbers_too_large_to_finish(override: str, line: str):
 
 
 @pytest.mark.parametrize("betas", ["[[1]]", "[null,0.9]", "[0.9]", "[0.9,0.9,0.9]", "[]", "[nan,0.9]", "[0.9,{a: 1}]"])
+@pytest.mark.slow
 def test_betas_are_two_numbers(betas: str):
     assert refusal(f"optimizer.betas={betas}").startswith("optimizer.betas")
 
@@ -144,6 +147,7 @@ TARGETS = ("os.system", "subprocess.Popen", "builtins.eval", "offload.modes.tens
         *zip(("offload.weights", "offload.weights", "offload", "model", "dataset"), TARGETS, strict=True),
     ],
 )
+@pytest.mark.slow
 def test_no_configuration_names_other_code(group: str, target: str):
     line = refusal("offload=tensor_swap", f"{group}._target_={target}")
     assert line.startswith(f"{group}._target_=")
@@ -163,6 +167,7 @@ def test_no_configuration_names_other_code(group: str, target: str):
         "++recompute._target_=os.system",
     ],
 )
+@pytest.mark.slow
 def test_no_other_way_to_call_code(override: str):
     assert refusal(override) is not None
 
@@ -196,6 +201,7 @@ def refusal_of_overlay(text: str, folder: Path) -> str | None:
         "- a\n- b\n",
     ],
 )
+@pytest.mark.slow
 def test_overlays_of_others(text: str, tmp_path: Path):
     line = refusal_of_overlay(text, tmp_path)
     assert line is not None
@@ -217,6 +223,7 @@ def test_overlays_of_others(text: str, tmp_path: Path):
         (("model.hidden_size=1000000000000", "device=cpu"), "error: model: its sizes are beyond any memory"),
     ],
 )
+@pytest.mark.slow
 def test_on_the_command_line(tmp_path: Path, overrides: tuple[str, ...], line: str):
     process = command_here(*overrides, "tracking.mode=disabled", f"hydra.run.dir={tmp_path}")
     assert process.returncode == 1

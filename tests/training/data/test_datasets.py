@@ -115,6 +115,7 @@ def run_python(program: str, folder: Path, **environment: str) -> str:
     return completed.stdout
 
 
+@pytest.mark.slow
 def test_batches_are_the_same_in_another_process_and_nothing_is_left_behind(
     corpus: tuple[str, str], tmp_path: Path
 ) -> None:

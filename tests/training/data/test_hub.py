@@ -172,6 +172,7 @@ for name in ("me/typo", "not a name", "too/many/parts"):
 """
 
 
+@pytest.mark.slow
 def test_reading_from_the_hub_writes_into_the_given_folder_only(tmp_path: Path) -> None:
     for name in ("home", "tmp", "here"):
         (tmp_path / name).mkdir()

@@ -177,6 +177,7 @@ print(characters, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.txt"])
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs the peak of a process in KiB")
+@pytest.mark.slow
 def test_memory_is_three_times_the_longest_value(name: str, write, tmp_path: Path) -> None:
     nbytes = 100 << 20
     text = "a" * nbytes

@@ -79,6 +79,7 @@ def full_record(step):
     return values | counts | {"train/step": step, "train/skipped_steps": step // 10}
 
 
+@pytest.mark.slow
 def test_an_offline_run_reads_back_equal_to_metrics_jsonl(run_dir, tmp_path, caplog, capfd):
     config = {"seed": 1, "model": {"name": "tiny", "layers": [1, 2]}, "note": None}
     tracker = Tracker(
@@ -143,6 +144,7 @@ def test_the_closing_summary_replaces_last_values_and_a_failure_is_marked(run_di
     assert summary["exit_code"] == 1
 
 
+@pytest.mark.slow
 def test_trackers_one_after_another_are_runs_of_their_own(tmp_path):
     ids = []
     for place in (1, 2):
@@ -160,6 +162,7 @@ def test_trackers_one_after_another_are_runs_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize(("explicit", "expected"), [(None, "sweep-7"), ("mine", "mine")])
+@pytest.mark.slow
 def test_group(run_dir, monkeypatch, explicit, expected):
     monkeypatch.setenv("OFFLOAD_SWEEP_GROUP", "sweep-7")
     Tracker("offline", run_dir=run_dir, config={}, group=explicit).finish({})
@@ -254,6 +257,7 @@ def test_a_start_that_hangs_is_left_behind(run_dir, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("network", ["refused", "silent"])
+@pytest.mark.slow
 def test_a_key_without_network_falls_back_to_offline(run_dir, monkeypatch, caplog, network):
     monkeypatch.setitem(wandb_tracker._SETTINGS, "init_timeout", 1.0)
     with socket.socket() as server:

@@ -22,6 +22,7 @@ from training.parallel.ranks import RankLostError, Share
 TWO = ("devices=2", "microbatches=1", "eval.every=null")
 
 
+@pytest.mark.slow
 def test_an_error_on_another_rank_is_told_by_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
     # Tokens that are in no vocabulary.
     wrong = torch.full((2, 33), 10**6)
@@ -32,6 +33,7 @@ def test_an_error_on_another_rank_is_told_by_the_first(tmp_path: Path, monkeypat
     assert "\nrank 1: Traceback" in "\n" + capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_ranks_that_differ_save_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     compute = loop.forward_backward
 

@@ -40,6 +40,7 @@ def two(one: Path) -> tuple[Path, dict]:
     return folder, summary
 
 
+@pytest.mark.slow
 def test_two_ranks_compute_what_one_device_does(one: Path, two: tuple[Path, dict]):
     for step in (3, 4):
         for key in ("train/loss", "train/grad_norm"):
@@ -66,6 +67,7 @@ def test_the_summary_has_the_memory_of_each_rank(two: tuple[Path, dict]):
     assert summary["memory/rss_gib"] > max(ranks)
 
 
+@pytest.mark.slow
 def test_three_ranks_that_stream_weights_compute_what_one_device_does(one: Path):
     """Four sequences, so that the first rank has two; weights are in host memory, some states on the device.
 

@@ -69,6 +69,7 @@ def test_a_rank_that_is_killed_ends_the_run_which_is_saved(tmp_path: Path, at_st
     assert content(tmp_path / "rest" / last) == content(tmp_path / "whole" / last)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named(tmp_path: Path, at_step, started: list[int]):
     def stop() -> None:
         os.kill(started[0], signal.SIGSTOP)
@@ -84,6 +85,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path, at_step, started: list[int])
     assert not runs(started[0])
 
 
+@pytest.mark.slow
 def test_a_signal_saves_the_run_and_ends_all_ranks(tmp_path: Path, at_step, started: list[int]):
     at_step(2, lambda: os.kill(os.getpid(), signal.SIGTERM))
     summary = run_ranks(tmp_path, *SAVING, "eval.every=null")

@@ -46,6 +46,7 @@ def test_two_ranks_that_share_weights_compute_what_one_device_does(one: Path, tw
     assert content(at(two, 4)) == content(at(one, 4))
 
 
+@pytest.mark.slow
 def test_another_rank_that_fails_ends_the_run_which_is_not_saved(tmp_path: Path, monkeypatch, capfd):
     # Tokens that are in no vocabulary, on the other rank, from the second step on.
     wrong = torch.full((2, 33), 10**6)
@@ -83,6 +84,7 @@ def test_ranks_of_several_hosts_cannot_share():
         check(composed(*STREAMED, "devices=2", "parallel.hosts=2", "plan=true")[0])
 
 
+@pytest.mark.slow
 def test_three_ranks_share_units_of_all_sizes(one: Path):
     """Four sequences, so that the first rank has two."""
     expected, folder = one.with_name("in thirds"), one.with_name("three")

@@ -55,6 +55,7 @@ def pieces(advice: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(("mode", "setting", "size"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.slow
 def test_all_advice_composes_and_saves_memory(plans, mode: str, setting: tuple[str, ...], size: dict[str, str]):
     own = dict(zip(("optimizer", "precision", "recompute"), setting, strict=True))
     overrides = {"offload": mode, **own, **BASE, **size}
@@ -80,6 +81,7 @@ def test_what_the_configuration_has_already_is_not_advised(plans):
     assert "seq_len=256" in advice
 
 
+@pytest.mark.slow
 def test_changes_that_keep_the_numbers_come_first_unless_they_do_not_suffice(plans):
     job = ("batch_size=4", "seq_len=256", "precision=fp32")
     assert advised(plans, *job).split(", ")[0] in ("microbatches=2", "recompute=block")
@@ -90,6 +92,7 @@ def test_changes_that_keep_the_numbers_come_first_unless_they_do_not_suffice(pla
     assert advised(plans, *job, needed=10 * needed) == advised(plans, *job)
 
 
+@pytest.mark.slow
 def test_moments_of_half_the_size_need_the_optimizer_that_has_them(plans):
     job = ("offload=layer_stream", "model.intermediate_size=1024", "seq_len=16", "batch_size=1", "vram_budget=1MiB")
     assert "optimizer=host_adamw optimizer.state_dtype=bf16" in advised(
@@ -98,6 +101,7 @@ def test_moments_of_half_the_size_need_the_optimizer_that_has_them(plans):
     assert " optimizer.state_dtype=bf16" not in advised(plans, *job, "optimizer=host_adamw", budget="host_budget")
 
 
+@pytest.mark.slow
 def test_another_mode_is_not_advised_where_the_command_line_has_keys_that_it_lacks(plans):
     job = ("model.intermediate_size=1024", "seq_len=16", "batch_size=1", "optimizer=host_adamw")
     assert "offload=none" in advised(plans, "offload=layer_stream", *job, budget="host_budget")
@@ -127,12 +131,14 @@ def test_nothing_is_moved_to_memory_that_is_too_small(plans):
         (("steps=5", "optimizer.lr=0"), "on_nonfinite=skip"),
     ],
 )
+@pytest.mark.slow
 def test_advice_on_gradients_that_are_not_finite(overrides: tuple[str, ...], advice: str):
     assert nonfinite_advice(composed(*overrides)[0]) == advice
     for piece in pieces(advice):
         check(composed(*overrides, *(f"{key}={value}" for key, value in piece.items()))[0])
 
 
+@pytest.mark.slow
 def test_advice_for_an_adapter_composes_and_keeps_what_trains_on_the_device(plans):
     overrides = BASE | {"adapter": "lora", "adapter.rank": "2", "precision": "bf16", **SIZES[1]}
     components, plan = plans(overrides)

@@ -24,6 +24,7 @@ def filled(*overrides: str, has_gpu: bool = True):
 
 
 @pytest.mark.parametrize("mode", ["bounce_linear", "layer_stream"])
+@pytest.mark.slow
 def test_a_larger_budget_keeps_more_on_the_device_and_is_never_exceeded(mode: str):
     seen = [filled(f"offload={mode}", f"vram_budget={mib}MiB") for mib in (40, 70, 400)]
     amounts = [offload.resident for offload, _ in seen]
@@ -35,6 +36,7 @@ def test_a_larger_budget_keeps_more_on_the_device_and_is_never_exceeded(mode: st
     assert times[0] > 1.1 * times[1]
 
 
+@pytest.mark.slow
 def test_what_is_left_of_the_budget_is_for_states():
     offload, plan = filled("offload=layer_stream", "vram_budget=100MiB")
     none = filled(
@@ -48,6 +50,7 @@ def test_what_is_left_of_the_budget_is_for_states():
 
 
 @pytest.mark.parametrize("machine", [{"has_gpu": False}, {}])
+@pytest.mark.slow
 def test_without_a_budget_a_mode_keeps_nothing_that_it_would_move(machine: dict):
     budget = () if not machine else ("vram_budget=400MiB",)
     offload, plan = filled("offload=layer_stream", *budget, **machine)
@@ -56,6 +59,7 @@ def test_without_a_budget_a_mode_keeps_nothing_that_it_would_move(machine: dict)
     assert plan.device_bytes["weights"] < plan.host_bytes["weights"]
 
 
+@pytest.mark.slow
 def test_the_weights_of_another_mode_fill_the_budget_too():
     offload, _ = filled("offload=layer_stream_swap", "vram_budget=400MiB")
     assert offload.weights.resident == 6
@@ -68,6 +72,7 @@ def test_an_amount_that_was_given_stays():
     assert components.config.offload.resident == "25%"
 
 
+@pytest.mark.slow
 def test_the_chosen_mode_is_the_one_that_the_configuration_names():
     components = components_of(*MODEL, *SLOW_BUS, "offload=layer_stream", "vram_budget=100MiB")
     written = components.config

@@ -46,6 +46,7 @@ def machine(monkeypatch: pytest.MonkeyPatch):
     return machine
 
 
+@pytest.mark.slow
 def test_a_run_that_exceeds_a_budget_is_refused_and_leaves_earlier_results(tmp_path: Path):
     command = (*RUN, "host_budget=1MiB", f"hydra.run.dir={tmp_path}")
     refused = command_here(*command)
@@ -66,6 +67,7 @@ def test_a_run_that_exceeds_a_budget_is_refused_and_leaves_earlier_results(tmp_p
     assert {path: path.read_bytes() for path in before} == before
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_is_written_and_ends_non_zero(tmp_path: Path):
     arguments = ("plan=true", *RUN, "offload=layer_stream", "vram_budget=1KiB", f"hydra.run.dir={tmp_path}")
     result = command_here(*arguments)
@@ -93,6 +95,7 @@ def test_a_run_is_held_to_its_own_machine_and_not_to_the_one_it_is_planned_for(m
 
 @pytest.mark.usefixtures("process_without_memory")
 @pytest.mark.parametrize("key", ["vram_budget", "host_budget"])
+@pytest.mark.slow
 def test_the_machines_memory_is_not_held_to_the_error_of_the_plan_and_a_budget_is(machine, key: str):
     components, plan = planned("offload=layer_stream", has_gpu=True)
     total, tolerance = plan.totals[key], fit.TOLERANCE[key]

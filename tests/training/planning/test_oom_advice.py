@@ -45,6 +45,7 @@ def test_the_message_has_the_numbers_of_the_plan():
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "the host is out of memory: planned were "),
     ],
 )
+@pytest.mark.slow
 def test_the_host_has_its_own_numbers(error: Exception, start: str):
     message, plan = explained(error=error)
     assert message.startswith(start)

@@ -8,6 +8,7 @@ from offload.planning import StateFormat
 from training.planning.optimizer import speed_of
 
 
+@pytest.mark.slow
 def test_states_on_the_device_take_work_from_the_host(planned):
     job = ("offload=layer_stream", "offload.resident=0", "precision=bf16", "vram_budget=10GiB")
     none, some, all_that_fit = (planned(*job, f"optimizer.device_share={share}") for share in ("0", "5MiB", "auto"))
@@ -34,6 +35,7 @@ def test_states_on_the_device_take_work_from_the_host(planned):
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_every_format_has_its_bytes(planned, format: tuple[str, ...], nbytes: float):
     job = ("offload=layer_stream", "offload.outside=stream", "precision=bf16", "optimizer.device_share=0")
     plan = planned(*job, *format)
@@ -50,6 +52,7 @@ def test_only_formats_that_memory_alone_limits_are_planned_to_be_faster():
         assert speed_of(StateFormat(*slow)) == speed_of(compact)
 
 
+@pytest.mark.slow
 def test_updates_that_the_step_waits_for_are_noted(planned):
     sizes = (
         "model.hidden_size=2048",

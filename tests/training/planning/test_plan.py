@@ -80,6 +80,7 @@ def test_unknown_hardware_is_refused(tmp_path: Path):
     assert all(word in output for word in ("h2000", "h200,", "rtx4090"))
 
 
+@pytest.mark.slow
 def test_a_summary_has_planned_values_beside_measured_ones(tmp_path: Path):
     overrides = ("offload=bounce_linear", "optimizer=host_adamw", "batch_size=4", "microbatches=2", "seq_len=32")
     output = run(tmp_path, *overrides, "steps=4", "log_every=2", "warmup_steps=2", "device=cpu")
@@ -103,6 +104,7 @@ def test_an_automatic_budget_keeps_what_copies_would_not_hide(planned):
 
 
 @pytest.mark.parametrize("count", [1, 6])
+@pytest.mark.slow
 def test_the_picture_of_a_plan_shows_the_whole_step_or_says_which_part(
     planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ):
@@ -122,6 +124,7 @@ def test_the_picture_of_a_plan_shows_the_whole_step_or_says_which_part(
 
 
 @pytest.mark.parametrize("mode", ["layer_stream", "shard_offload"])
+@pytest.mark.slow
 def test_microbatches_beyond_those_of_the_dry_run(planned, mode: str):
     job = (f"offload={mode}", "model.num_hidden_layers=2", "batch_size=12", "seq_len=16")
     one, four, six = (planned(*job, f"microbatches={count}").step_bytes["in"] for count in (1, 4, 6))
@@ -155,6 +158,7 @@ def test_a_dry_run_that_ends_early_gives_neither_a_timeline_nor_a_time(planned, 
 
 
 @pytest.mark.parametrize("mode", ["none", "layer_stream", "shard_offload"])
+@pytest.mark.slow
 def test_a_frozen_base_has_neither_gradients_nor_states(planned, mode: str):
     small = ("adapter=lora", "adapter.rank=2", "adapter.targets=[q_proj]", f"offload={mode}", "precision=bf16")
     plan = planned(*small)

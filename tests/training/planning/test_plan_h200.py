@@ -73,6 +73,7 @@ def dry_run_of(
     STEPS,
     ids=[f"{spec}-{2 * sequences}k" for spec, sequences, *_ in STEPS],
 )
+@pytest.mark.slow
 def test_forward_and_backward(h200: Machine, timed, spec, sequences, recomputes, ms, peak_gib, gb_in, gb_out):
     resident_bytes, found = dry_run_of(spec, sequences, recomputes, timed=timed)
     assert (resident_bytes + found.peak_bytes) / GIB == pytest.approx(peak_gib, rel=0.1)
@@ -96,6 +97,7 @@ def test_full_steps(h200: Machine):
         assert predicted.step_ms == pytest.approx(ms, rel=0.15), begins
 
 
+@pytest.mark.slow
 def test_a_budget_that_finds_itself(h200: Machine):
     resident_bytes, found = dry_run_of("tensor_swap:budget=auto", 8, False)
     flops_per_s = h200.flops_per_s(torch.bfloat16)
@@ -116,6 +118,7 @@ def test_a_budget_that_finds_itself(h200: Machine):
     ],
     ids=["7 B, exact states", "11 B, bf16 moments"],
 )
+@pytest.mark.slow
 def test_whole_runs_within_24_gib(overrides, ms, vram_gib, rss_gib, gib_in, gib_out):
     # Measured with float32 masters.
     job = ("experiment=fit_7b_24gib", "dataset=synthetic", "hardware=h200", "optimizer.master=fp32")
@@ -128,6 +131,7 @@ def test_whole_runs_within_24_gib(overrides, ms, vram_gib, rss_gib, gib_in, gib_
     assert plan.step_bytes["out"] / GIB == pytest.approx(gib_out, rel=0.1)
 
 
+@pytest.mark.slow
 def test_forward_only_is_at_the_bus(h200: Machine):
     _, found = dry_run_of("layer_stream", 2, False)
     forward = forecast(found.phases[:1], h200.bandwidth, h200.flops_per_s(torch.bfloat16), UpdateTimes())

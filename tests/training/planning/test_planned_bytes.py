@@ -39,6 +39,7 @@ def moved(folder: Path, mode: str, *overrides: str) -> dict[str, float]:
 
 @pytest.mark.parametrize(("precision", "recompute"), [("fp32", "block"), ("bf16", "none")])
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.slow
 def test_planned_bytes_are_measured(tmp_path: Path, mode: str, precision: str, recompute: str):
     measured = moved(tmp_path, mode, f"precision={precision}", f"recompute={recompute}", "microbatches=2")
     if mode != "none":
@@ -52,6 +53,7 @@ def test_of_microbatches_that_are_not_alike(tmp_path: Path, mode: str):
 
 
 @pytest.mark.parametrize("head", ["own", "tied"])
+@pytest.mark.slow
 def test_of_shards_that_hold_what_is_outside_the_blocks(tmp_path: Path, head: str):
     """The embedding and the head come in once for all microbatches."""
     asked = ("offload.outside=stream", "offload.shard_bytes=1", f"model.tie_word_embeddings={head == 'tied'}")
@@ -60,6 +62,7 @@ def test_of_shards_that_hold_what_is_outside_the_blocks(tmp_path: Path, head: st
 
 
 @pytest.mark.parametrize("mode", ["bounce_linear", "layer_stream", "layer_stream_swap", "shard_offload"])
+@pytest.mark.slow
 def test_of_an_adapter_beside_frozen_weights(tmp_path: Path, mode: str):
     measured = moved(tmp_path, mode, "adapter=dora", "adapter.rank=2", "microbatches=2", "recompute=block")
     assert measured["transfer/d2h_gib"] == measured["transfer/activations_d2h_gib"]

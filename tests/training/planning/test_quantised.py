@@ -28,6 +28,7 @@ def test_the_largest_that_are_not_quantised_are_named():
 
 @pytest.mark.parametrize(("quantize", "read_and_written"), [("int8", 1 + 4 + 4 + 2), ("nf4", 0.5 + 2)])
 @pytest.mark.parametrize("offload", ["none", "layer_stream"])
+@pytest.mark.slow
 def test_a_plan_counts_the_time_to_dequantise(offload: str, quantize: str, read_and_written: float):
     keys = (*MODEL, "precision=bf16", f"quantize={quantize}", f"offload={offload}", "hardware=h200")
     components = components_of(*keys)

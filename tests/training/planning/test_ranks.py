@@ -6,6 +6,7 @@ import pytest
 
 
 @pytest.mark.parametrize(("homes", "times"), [("own", 2), ("shared", 1)])
+@pytest.mark.slow
 def test_several_devices_halve_activations_and_double_what_the_host_holds_unless_they_share_it(planned, homes, times):
     job = ("offload=layer_stream", "optimizer=host_adamw", "batch_size=8", "microbatches=1", "clip_norm=null")
     one, two = planned(*job), planned(*job, "devices=2", f"parallel.homes={homes}")
@@ -21,6 +22,7 @@ def test_several_devices_halve_activations_and_double_what_the_host_holds_unless
     assert any("its 1 processes" in note for note in hosts.notes)
 
 
+@pytest.mark.slow
 def test_gradients_of_several_microbatches_have_memory_of_each_rank_besides_that_of_their_sum(planned):
     job = ("offload=layer_stream", "batch_size=8", "microbatches=2", "parallel.homes=shared")
     one, two = planned(*job), planned(*job, "devices=2")

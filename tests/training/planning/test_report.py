@@ -34,6 +34,7 @@ def test_parts_add_up_to_the_model_and_its_states(planned):
 
 
 @pytest.mark.parametrize("mode", ["none", "layer_stream", "shard_offload", "tensor_swap"])
+@pytest.mark.slow
 def test_no_planned_step_is_shorter_than_its_floor(planned, mode: str):
     plan = planned(f"offload={mode}", "precision=bf16", "microbatches=2")
     assert 0 < plan.floor_ms <= plan.forecast.step_ms

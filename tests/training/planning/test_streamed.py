@@ -42,6 +42,7 @@ def test_no_note_where_all_streams_or_the_user_keeps_some(asked: str):
 
 
 @pytest.mark.parametrize("name", streamed_shapes.SHAPES)
+@pytest.mark.slow
 def test_every_mode_streams_models_of_all_kinds(name: str):
     """Blocks are found in all lists: encoder and decoder, down, mid and up, double and single."""
     model = streamed_shapes.built(name)

@@ -183,6 +183,7 @@ def test_memory_on_the_cpu():
     assert hardware.vram_peak_gib(CPU) == hardware.vram_reserved_gib(CPU) == 0.0
 
 
+@pytest.mark.slow
 def test_importing_touches_no_gpu():
     code = "import torch, training.profiling.hardware; assert not torch.cuda.is_initialized()"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -118,6 +118,7 @@ def test_merge_accepts_any_order_and_nesting():
 
 
 @pytest.mark.parametrize("events", [GPU, CPU], ids=["gpu", "cpu"])
+@pytest.mark.slow
 def test_the_chart_is_a_picture_in_the_lanes_colours(tmp_path: Path, events: list[dict]):
     draw_chart(read_timeline(write(tmp_path / "t.json", events)), tmp_path / "step.png", "tiny-layer_stream-0, step 6")
     pixels = (image.imread(tmp_path / "step.png")[:, :, :3] * 255).round().astype(int)

@@ -71,6 +71,7 @@ def run_dir(tmp_path_factory) -> Path:
     return run_dir
 
 
+@pytest.mark.slow
 def test_a_trace_has_every_lane_and_a_picture(run_dir: Path):
     assert sorted(path.name for path in (run_dir / "trace").iterdir()) == ["step-2.json.gz", "step-2.png"]
     lanes = {work.lane for work in read_timeline(run_dir / "trace" / "step-2.json.gz").intervals}
@@ -122,6 +123,7 @@ def test_wandb_records_configuration_and_machine(run_dir: Path):
     ],
     ids=["before the first step", "in a step"],
 )
+@pytest.mark.slow
 def test_a_failed_run_is_marked_in_wandb(
     tmp_path: Path, monkeypatch, hidden: int, override: str, status: str, reason: str
 ):

@@ -81,6 +81,7 @@ def shell(run_dir: Path, redirections: str, *python: str) -> subprocess.Complete
         ("<&- >&- 2>&-", {}),
     ],
 )
+@pytest.mark.slow
 def test_whatever_is_lost_a_program_ends_well_and_its_log_says_so(tmp_path: Path, redirections: str, lost: dict):
     result = shell(tmp_path, redirections)
     assert result.returncode == 0, result.stderr
@@ -166,6 +167,7 @@ RUN = (*TINY_RUN, "dataset=synthetic", "log_every=1", "checkpoint.every=3")
 
 
 @pytest.mark.parametrize("redirections", ["| head -1", "> /dev/full 2> /dev/full"])
+@pytest.mark.slow
 def test_a_run_without_a_console_is_complete(tmp_path: Path, redirections: str):
     """The first line of a pipe is the plan's, and the pipe breaks while the rest is printed."""
     overrides = (*RUN, "tracking=offline", f"hydra.run.dir={tmp_path}")

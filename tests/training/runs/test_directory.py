@@ -64,6 +64,7 @@ def finished(finished_once: Path, tmp_path: Path) -> Path:
         (("resume=auto", "offload=bounce_linear", "offload.resident=99"), "offload.resident=99: the model has"),
     ],
 )
+@pytest.mark.slow
 def test_a_refused_command_leaves_a_finished_run_as_it_was(finished: Path, overrides: tuple[str, ...], message: str):
     before = content(finished)
     assert message in train(finished, "checkpoint.every=3", *overrides, status=1)
@@ -78,6 +79,7 @@ def test_a_refused_command_leaves_a_killed_run_as_it_was(finished: Path):
     assert read_run(finished).status == "killed"
 
 
+@pytest.mark.slow
 def test_a_refused_plan_leaves_an_earlier_plan_as_it_was(tmp_path: Path):
     train(tmp_path, "plan=true")
     before = content(tmp_path)
@@ -87,6 +89,7 @@ def test_a_refused_plan_leaves_an_earlier_plan_as_it_was(tmp_path: Path):
     assert read_run(tmp_path).choices["offload"] == "layer_stream"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_refused_in_a_directory_of_its_own_says_why_there(tmp_path: Path):
     train(tmp_path, "steps=-1", "offload=layer_stream", status=1)
     run = read_run(tmp_path)
@@ -106,6 +109,7 @@ def test_a_run_says_what_it_was_composed_of(finished: Path):
     assert made_of["overrides"] == [*TINY, "checkpoint.every=3"]
 
 
+@pytest.mark.slow
 def test_a_second_run_leaves_the_files_of_the_first_alone(tmp_path: Path):
     written = ("config.yaml", "choices.yaml", "plan.json", "hardware.json", "train.log")
     metrics = tmp_path / "metrics.jsonl"

@@ -44,6 +44,7 @@ def test_what_is_not_a_file_is_refused(tmp_path: Path, name: str, make):
 
 
 @pytest.mark.parametrize("name", [".lock", "train.log", "metrics.jsonl", "summary.json.partial"])
+@pytest.mark.slow
 def test_a_pipe_in_the_directory_of_a_run_is_one_line(tmp_path: Path, name: str):
     os.mkfifo(tmp_path / name)
     with time_limit(60):

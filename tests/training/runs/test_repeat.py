@@ -53,6 +53,7 @@ def again(folder: Path, *overrides: str) -> dict:
 
 
 @pytest.mark.parametrize("overrides", [SWAPS, TEXT, LARGE, FREE, IMAGES])
+@pytest.mark.slow
 def test_everything_is_as_it_was(tmp_path: Path, overrides: tuple[str, ...]):
     was = run_of(tmp_path, *overrides)
     assert again(tmp_path) == was | {"resume": None}

@@ -79,6 +79,7 @@ def resident() -> dict[str, tuple[list[float], Tensor]]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_losses_and_images_are_those_of_the_resident_model(name: str, mode: str, resident) -> None:
     losses, images = trained(name, MODES[mode]())
     assert losses == resident[name][0]
