@@ -1,16 +1,21 @@
 """Trains one model under one offload mode, or a sweep of them: see `python train.py --help`."""
 
 import sys
+from functools import partial
 
 import hydra
 from omegaconf import DictConfig
 
 from training import cluster_sweep, sweep
+from training.build import build
 from training.config import help, schema
 from training.config.validation import check
 from training.errors import UserError
+from training.loop import train
+from training.metrics.progress import print_summary
 from training.parallel.launch import connected
 from training.parallel.world import World, settle_devices
+from training.planning.plan import plan_only
 from training.runs import command_line, compose_errors, console
 from training.runs.directory import locked, refuse_records
 from training.runs.failures import failures_recorded, print_failure, refusals_reported
@@ -32,23 +37,16 @@ def main(config: DictConfig) -> None:
         world = World.of_environment()
         settle_devices(config, world, invocation.overridden)
         check(config)
-        # These modules import torch, which takes seconds: only after the configuration was checked.
         if config.plan:
-            from training.planning.plan import plan_only
-
             refuse_records(run_dir)
             summary = plan_only(config, invocation)
             directory.write_config(config, invocation)
             if summary["reason"]:
                 sys.exit(print_failure(UserError(summary["reason"])))
             return
-        with connected(config, world) as ranks:
-            from training.build import build
-            from training.loop import train
-            from training.metrics.progress import print_summary
-
-            with build(config, invocation, lambda: directory.take(config, invocation), ranks) as job:
-                summary = train(job)
+        begin = partial(directory.take, config, invocation)
+        with connected(config, world) as ranks, build(config, invocation, begin, ranks) as job:
+            summary = train(job)
         print_summary(summary, run_dir)
 
 

@@ -8,13 +8,13 @@ and `load_lora_adapter` of a model; it has no `modules_to_save`, which diffusers
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from models.adapters import NAME, config_of, root_of
+from models.json_files import read_object
 from models.safetensors_files import open_file, read_headers, read_into, write_tensors
 from models.weights import check_fits, first_and_count
 
@@ -24,8 +24,8 @@ DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 # The key of the header in which diffusers looks for the configuration.
 DIFFUSERS_METADATA = "lora_adapter_metadata"
 PREFIX = "base_model.model."
-# A thousand times the largest.
-MAX_CONFIG_BYTES = 2**24
+# For a file that is none of peft's.
+GIVE_OTHERS = "give a folder that peft has saved"
 # The keys of peft's configuration that change what the same tensors compute, with the knobs that set them.
 SAME = {"r": "rank", "lora_alpha": "alpha", "use_dora": "dora", "use_rslora": "rslora"}
 # Those that this program does not have, with the only values that it can load.
@@ -99,13 +99,13 @@ def load_adapter_tensors(model: nn.Module, file: Path) -> None:
 
 def check_folder(folder: Path) -> None:
     """Raises ValueError in one line if `folder` has no adapter that can be read. Reads headers alone."""
-    _read_config(folder / CONFIG_FILE)
+    read_object(folder / CONFIG_FILE, GIVE_OTHERS)
     with open_file(folder / WEIGHTS_FILE):
         pass
 
 
 def _check_config(model: nn.Module, file: Path) -> None:
-    stored, own = _read_config(file), config_of(model).to_dict()
+    stored, own = read_object(file, GIVE_OTHERS), config_of(model).to_dict()
     for key, knob in SAME.items():
         if stored.get(key, own[key] if key in ("r", "lora_alpha") else False) != own[key]:
             raise ValueError(f"{file} has {key}={stored[key]}, and this adapter {own[key]}: give the same {knob}")
@@ -114,23 +114,9 @@ def _check_config(model: nn.Module, file: Path) -> None:
             raise ValueError(f"{file} has {key}={stored[key]}, which cannot be loaded here")
 
 
-def _read_config(file: Path) -> dict[str, Any]:
-    try:
-        if file.stat().st_size > MAX_CONFIG_BYTES:
-            raise ValueError("it is too large")
-        values = json.loads(file.read_bytes())
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read ({error.strerror}): give a folder that peft has saved") from None
-    except (ValueError, RecursionError):
-        raise ValueError(f"{file} is not JSON: give a folder that peft has saved") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{file} is no configuration of an adapter: give a folder that peft has saved")
-    return values
-
-
 def _write(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     with file.open("wb") as opened:
-        partial(write_tensors, tensors=tensors, metadata=metadata)(opened.write)
+        write_tensors(opened.write, tensors, metadata)
 
 
 def _plain(value: Any) -> Any:

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from models.adapter_targets import saved_names, short_names, target_names
-from models.initialise import HashUniform
+from models.buffers import with_statistics
+from models.initialise import Draws
 from models.quiet_imports import import_quantisers, without_remarks
 
 if TYPE_CHECKING:
@@ -157,17 +158,13 @@ def initialise_adapters(model: nn.Module, seed: int, device: torch.device | str 
         device: where numbers are computed before they are copied, one weight at a time; by default where the parameter
             is. Lengths may differ in the last bit between devices, so give the same for every offload mode.
     """
-    generators: dict[torch.device, HashUniform] = {}
+    draws = Draws(seed, device)
     for name, layer in adapter_layers(root_of(model)):
         first, second = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
-        source = torch.device(device) if device is not None else first.device
-        if source not in generators:
-            generators[source] = HashUniform(source)
-        bound = first[0].numel() ** -0.5
-        generators[source].fill(first.detach(), f"{seed}/{name}.lora_A", bound)
+        draws.uniform(first.detach(), f"{name}.lora_A", first[0].numel() ** -0.5)
         second.detach().zero_()
         if NAME in layer.lora_magnitude_vector:
-            _fill_magnitude(layer, source)
+            _fill_magnitude(layer, first.device if device is None else device)
 
 
 def merge_adapter(model: nn.Module) -> None:
@@ -193,12 +190,11 @@ def merge_adapter(model: nn.Module) -> None:
 
 
 def _refuse_statistics(root: nn.Module) -> None:
-    for name, module in root.named_modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
-            raise ValueError(
-                f"targets: {name} is a batch norm, whose statistics would change in training and be lost with the"
-                " frozen base: choose a model without"
-            )
+    for name, _ in with_statistics(root):
+        raise ValueError(
+            f"targets: {name} is a batch norm, whose statistics would change in training and be lost with the frozen"
+            " base: choose a model without"
+        )
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -206,7 +202,7 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
-def _fill_magnitude(layer: LoraLayer, device: torch.device) -> None:
+def _fill_magnitude(layer: LoraLayer, device: torch.device | str) -> None:
     from peft.utils.integrations import dequantize_module_weight
 
     magnitude = layer.lora_magnitude_vector[NAME]

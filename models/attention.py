@@ -1,4 +1,4 @@
-"""Which of torch's kernels for attention models of other libraries may use."""
+"""Keeps models of other libraries from a kernel of torch for attention that fails."""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ Buffers such as rotary frequencies are computed when a model is made, and are in
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +21,7 @@ def fill_buffers(model: nn.Module, build: Build) -> None:
     first values; load weights after this. Parameters and the caller's random numbers are not changed.
 
     Args:
-        build: makes the same model anew; its buffers take memory, its parameters none.
+        build: makes the same model again; its buffers take memory, its parameters none.
 
     Raises:
         ValueError: a buffer is on the meta device, has random values, depends on parameters or is not in the model
@@ -36,6 +38,13 @@ def fill_buffers(model: nn.Module, build: Build) -> None:
     _refuse(wrong, "the model built again has no value for it, so build this model on the CPU")
     for name, buffer in buffers.items():
         buffer.copy_(values[name])
+
+
+def with_statistics(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the norms that keep running statistics of the examples which they see, with their names."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            yield name, module
 
 
 def _loose_tensors(model: nn.Module) -> list[str]:

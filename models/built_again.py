@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 Model = TypeVar("Model", bound=nn.Module)
 Build = Callable[[], Model]
-"""makes the same model anew"""
+"""makes the same model again"""
 
 # A model whose buffers differ between these seeds has random ones.
 SEEDS = (0, 1)
@@ -87,9 +87,14 @@ def as_made(model: nn.Module, build: Build, names: Iterable[str], seed: int) -> 
         torch.use_deterministic_algorithms(settings[0], warn_only=settings[1])
     for name in names:
         value = made.get_parameter(name)
-        if value.isnan().any():
-            raise ValueError(f"{name}: its library gives it no first value: load weights instead")
+        refuse_nan(name, value)
         yield name, value
+
+
+def refuse_nan(name: str, value: Tensor) -> None:
+    """Raises ValueError for a parameter that was filled with NaN, and that its library wrote nothing to."""
+    if value.isnan().any():
+        raise ValueError(f"{name}: its library gives it no first value: load weights instead")
 
 
 def digest(key: str) -> int:

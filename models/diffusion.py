@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,15 +13,13 @@ from torch import Tensor, nn
 
 from models.attention import avoid_cudnn_attention
 from models.buffers import fill_buffers
-from models.diffusion_families import FAMILIES, Family, Shape
+from models.diffusion_families import FAMILIES, Family
 from models.diffusion_files import CONFIG_FILE, config_folder, load_diffusion, matched_diffusion
 from models.diffusion_initialise import initialise_diffusion
 from models.diffusion_shapes import SHAPES
+from models.json_files import read_object
 from models.quiet_imports import import_quantisers, without_remarks
 from models.safetensors_files import StoredTensor
-
-# A thousand times the largest.
-MAX_CONFIG_BYTES = 2**22
 
 
 class DiffusionModel(nn.Module):
@@ -30,7 +27,8 @@ class DiffusionModel(nn.Module):
 
     Attributes:
         network: the model itself, whose names of parameters are those of its files.
-        condition_shapes: the shape of one example of each condition that the model needs, by name.
+        condition_shapes: the shape of one example of each condition that the model needs, by name: () for `labels`,
+            which are int64; all others are floating point.
         sample_shape: the shape of one image, [C, H, W]; None where the model takes any size.
         num_labels: the labels that have an embedding, that for no label included; None for a model without labels.
     """
@@ -151,14 +149,6 @@ def build_diffusion(source: str | Path, overrides: Mapping[str, Any] | None = No
         raise ValueError(f"{name} cannot be built with {values}: {reason}") from error
 
 
-def needed_condition(model: DiffusionModel) -> dict[str, Shape]:
-    """Returns the shape of one example of each condition that `model` needs: () for `labels`, which are int64.
-
-    All others are floating point.
-    """
-    return dict(model.condition_shapes)
-
-
 def _plain(value: Any) -> Any:
     """Returns `value` with lists and dictionaries of any kind as Python's own, which can be written as JSON."""
     if isinstance(value, Mapping):
@@ -181,14 +171,7 @@ def _described(source: str | Path) -> tuple[str, dict[str, Any]]:
             f" {', '.join(FAMILIES)}"
         )
     file = folder / CONFIG_FILE
-    if file.stat().st_size > MAX_CONFIG_BYTES:
-        raise ValueError(f"{file} has {file.stat().st_size} bytes, too many for a configuration: download it again")
-    try:
-        config = json.loads(file.read_bytes())
-    except (ValueError, RecursionError):
-        raise ValueError(f"{file} is not JSON: download it again") from None
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read ({error.strerror}): check its permissions") from None
-    if not isinstance(config, dict) or not isinstance(config.get("_class_name"), str):
+    config = read_object(file, "download it again")
+    if not isinstance(config.get("_class_name"), str):
         raise ValueError(f"{file} names no class of diffusers: give the folder of a model that diffusers saved")
     return config["_class_name"], {key: value for key, value in config.items() if not key.startswith("_")}

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from models.built_again import Build, as_made
-from models.initialise import HashNormal, HashUniform
+from models.initialise import Draws, check_initialisable
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 
@@ -41,23 +41,15 @@ def initialise_diffusion(
     order of filling nor on mode, device or dtype, but for rounding to it. Buffers are not changed.
 
     Args:
-        build: makes the same network anew.
+        build: makes the same network again.
         device: where hashed numbers are computed before they are copied; by default the parameter's own device.
 
     Raises:
         ValueError: a parameter is on the meta device or has no floating-point dtype, and nothing has been written then;
             or diffusers gives it no value.
     """
-    _check_initialisable(network)
-    numbers: dict[tuple[type, torch.device], HashNormal | HashUniform] = {}
-
-    def draw(kind: type, parameter: nn.Parameter, name: str, scale: float) -> None:
-        source = torch.device(device) if device is not None else parameter.device
-        if (kind, source) not in numbers:
-            numbers[kind, source] = kind(source)
-        numbers[kind, source].fill(parameter.detach(), f"{seed}/{name}", scale)
-
-    others = []
+    check_initialisable(network.named_parameters())
+    draws, others = Draws(seed, device), []
     for path, module in network.named_modules():
         std = next((std for pattern, std in first_stds.items() if fnmatchcase(path, pattern)), None)
         for own, parameter in module.named_parameters(recurse=False):
@@ -65,11 +57,12 @@ def initialise_diffusion(
             if std == 0 or (std is not None and own == "bias"):
                 parameter.zero_()
             elif std is not None:
-                draw(HashNormal, parameter, name, std)
+                draws.normal(parameter.detach(), name, std)
             elif isinstance(module, (nn.Linear, _ConvNd)):
-                draw(HashUniform, parameter, name, (module.weight.shape[1] * module.weight[0][0].numel()) ** -0.5)
+                bound = (module.weight.shape[1] * module.weight[0][0].numel()) ** -0.5
+                draws.uniform(parameter.detach(), name, bound)
             elif isinstance(module, nn.Embedding):
-                draw(HashNormal, parameter, name, 1.0)
+                draws.normal(parameter.detach(), name, 1.0)
                 if module.padding_idx is not None:
                     parameter[module.padding_idx].zero_()
             elif isinstance(module, NORMS):
@@ -78,11 +71,3 @@ def initialise_diffusion(
                 others.append(name)
     for name, value in as_made(network, build, others, seed):
         network.get_parameter(name).copy_(value)
-
-
-def _check_initialisable(network: nn.Module) -> None:
-    for name, parameter in network.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(f"{name} is on the meta device: allocate its memory before initialising it")
-        if not parameter.is_floating_point():
-            raise ValueError(f"{name} has dtype {parameter.dtype}: only floating-point parameters can be initialised")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,20 @@ from torch import Tensor, nn
 def can_generate(model: nn.Module) -> bool:
     """Tells whether `generate` can use the model: whether it has a key/value cache (see `models.llama.Llama`)."""
     return hasattr(model, "key_value_cache")
+
+
+def largest_forwards(model: nn.Module, positions: int) -> list[Callable[[], Tensor]]:
+    """Returns two forwards that hold what `generate` holds at most for a text of so many tokens, for a plan.
+
+    The first stores all positions but one in a cache, where `generate` stores the prompt alone, so its activations are
+    those of a whole text; the second adds the last. The model and its ids are on the meta device.
+    """
+    cache = model.key_value_cache(positions)
+
+    def forward(count: int) -> Tensor:
+        return model(torch.empty((1, count), dtype=torch.int64, device="meta"), cache=cache)
+
+    return [partial(forward, count) for count in (positions - 1, 1) if count]
 
 
 def generate(

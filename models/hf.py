@@ -21,9 +21,9 @@ from models.attention import avoid_cudnn_attention
 from models.buffers import fill_buffers
 from models.hf_head import use_plain_head
 from models.hf_host_reads import one_sequence_a_row, without_padding_warning
+from models.hf_positions import most_positions
 from models.hf_source import CAUSAL_LM, find_source, one_line, same_again
 from models.loss import IGNORED_LABEL
-from models.quiet_imports import import_quantisers
 from models.safetensors_files import StoredTensor
 
 # transformers chooses the attention backend.
@@ -49,7 +49,6 @@ def build_hf(
         ValueError: the source, an override or the backend cannot be had. The message is one line.
     """
     avoid_cudnn_attention()
-    import_quantisers()
     config = find_source(source, task).config(overrides)
     auto = AutoModelForCausalLM if task == CAUSAL_LM else AutoModelForImageClassification
     # Of several classes for a task transformers takes the one that is named here, or the first.
@@ -123,12 +122,14 @@ class CausalLanguageModel(TransformersModel):
     does. The auxiliary loss of experts is added with the model's own coefficient where the configuration has
     `output_router_logits=true`, as in transformers, and then the logits are stored. By default it is off.
 
-    There is no attention mask: every position sees all earlier ones of its row.
+    There is no attention mask: every position sees all earlier ones of its row. `most_positions` are the most tokens
+    of a row, None for any number.
     """
 
     def __init__(self, model: PreTrainedModel):
         super().__init__(model)
         self.vocab_size = model.get_input_embeddings().num_embeddings
+        self.most_positions = most_positions(model)
         self._plain_head = use_plain_head(model)
 
     @property

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 
 from models.hf_source import one_line
 from models.quantise import values_of
-from models.safetensors_files import DTYPE_NAMES, StoredTensor, open_file, tensor_pieces
+from models.safetensors_files import DTYPES, StoredTensor, open_file, tensor_pieces
 from models.weights import (
     FLOAT_DTYPES,
     IGNORED_SUFFIXES,
@@ -38,7 +38,6 @@ from models.weights import (
     read_checkpoint_headers,
 )
 
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 # Buffers that old checkpoints have among the weights; models compute them.
 IGNORED = r"(\.rotary_emb\.inv_freq|(^|\.)position_ids)$"
 WHOLE_MODEL = "choose the model that it was saved from"

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, initialization
 
-from models.built_again import as_made, digest, with_buffers
+from models.built_again import as_made, digest, refuse_nan, with_buffers
 from models.hf_source import same_again
-from models.initialise import HashNormal
+from models.initialise import Draws, check_initialisable
 from models.quantise import values_of
 
 
@@ -72,7 +72,10 @@ def initialise_hf(model: nn.Module, seed: int, device: torch.device | str | None
             then; or transformers gives it no value.
     """
     parameters = dict(model.hf.named_parameters())
-    _check_initialisable(parameters)
+    check_initialisable(parameters.items())
+    for name, parameter in parameters.items():
+        if not parameter.is_contiguous():
+            raise ValueError(f"{name} is not contiguous: allocate it as the model made it")
     shell = with_buffers(partial(same_again, model.hf))
     sources = _sources(shell)
     for name in parameters:
@@ -80,7 +83,7 @@ def initialise_hf(model: nn.Module, seed: int, device: torch.device | str | None
             raise ValueError(f"{name} is tied to another parameter in transformers, but not in this model: tie them")
     parameters = {sources[name]: parameter for name, parameter in parameters.items()}
     writes = _watched(shell)
-    generators: dict[torch.device, HashNormal] = {}
+    draws = Draws(seed, device)
     computed: dict[str, list[str]] = {}
     left = []
     for name, parameter in parameters.items():
@@ -94,10 +97,7 @@ def initialise_hf(model: nn.Module, seed: int, device: torch.device | str | None
                 if final[0].std is None:
                     values.fill_(final[0].fill)
                 else:
-                    source = torch.device(device) if device is not None else parameter.device
-                    if source not in generators:
-                        generators[source] = HashNormal(source)
-                    generators[source].fill(values, f"{seed}/{name}", final[0].std)
+                    draws.normal(values, name, final[0].std)
                 for write in final[1:]:
                     _part(values, write).fill_(write.fill)
     for module, names in computed.items():
@@ -105,16 +105,6 @@ def initialise_hf(model: nn.Module, seed: int, device: torch.device | str | None
             parameters[name].detach().copy_(value)
     for name, value in as_made(model.hf, partial(same_again, model.hf), left, seed):
         parameters[name].detach().copy_(value)
-
-
-def _check_initialisable(parameters: dict[str, nn.Parameter]) -> None:
-    for name, parameter in parameters.items():
-        if parameter.is_meta:
-            raise ValueError(f"{name} is on the meta device: allocate its memory before initialising it")
-        if not parameter.is_floating_point():
-            raise ValueError(f"{name} has dtype {parameter.dtype}: only floating-point parameters can be initialised")
-        if not parameter.is_contiguous():
-            raise ValueError(f"{name} is not contiguous: allocate it as the model made it")
 
 
 def _part(values: Tensor, write: Write) -> Tensor:
@@ -228,10 +218,5 @@ def _computed(shell: PreTrainedModel, module: str, names: list[str], seed: int) 
         torch.manual_seed(digest(f"{seed}/{module}"))
         owner._init_weights(copied)
     for name, value in values.items():
-        _check_computed(name, value)
+        refuse_nan(name, value)
         yield name, value
-
-
-def _check_computed(name: str, value: Tensor) -> None:
-    if value.isnan().any():
-        raise ValueError(f"{name}: its library gives it no first value: load weights instead")

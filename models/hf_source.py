@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +22,11 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from models.hf_shapes import SHAPES
+from models.json_files import read_object
 
 CAUSAL_LM, CLASSIFICATION = "causal_lm", "classification"
 CLASSES = {CAUSAL_LM: MODEL_FOR_CAUSAL_LM_MAPPING, CLASSIFICATION: MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING}
 CONFIG_FILE = "config.json"
-# A model's config.json has a few kilobytes.
-MAX_CONFIG_BYTES = 2**24
 # Keys that this module, or the caller of the model, decides.
 DECIDED = {
     "use_cache": "training keeps no key/value cache",
@@ -43,6 +41,8 @@ DECIDED = {
 # Architectures that transformers has among the causal language models, and that see later tokens all the same unless
 # they are given masks.
 SEES_LATER_TOKENS = ("cpmant", "xlm", "xlnet")
+# How the names of keys that count something begin.
+COUNTS = ("n_", "num_")
 # Names of a message.
 NAMED = 3
 
@@ -116,7 +116,9 @@ def find_source(source: str, task: str) -> Source:
         values, folder = {}, None
         model_type = source
     elif folder.is_dir():
-        values = _read_config(folder / CONFIG_FILE)
+        if not (folder / CONFIG_FILE).exists():
+            raise ValueError(f"{folder} has no {CONFIG_FILE}: give the folder of a model, or a model type")
+        values = read_object(folder / CONFIG_FILE, "download it again")
         model_type = values.get("model_type")
     else:
         nearest = _nearest(source, [*CONFIG_MAPPING, *SHAPES])
@@ -133,7 +135,9 @@ def find_source(source: str, task: str) -> Source:
     config_class = CONFIG_MAPPING[model_type]
     if config_class not in CLASSES[task]:
         fitting = [name for name, known in CONFIG_MAPPING.items() if known in CLASSES[task]]
-        raise ValueError(f"{model_type} has no model for task={task}{_nearest(model_type, fitting)}")
+        others = [other for other in CLASSES if config_class in CLASSES[other]]
+        advice = f"; it has one for model.task={others[0]}" if others else _nearest(model_type, fitting)
+        raise ValueError(f"{model_type} has no model for task={task}{advice}")
     return Source(task, config_class, values, folder)
 
 
@@ -180,6 +184,9 @@ def _merged(found: PreTrainedConfig, values: Mapping[str, Any], overrides: dict[
             merged[key] = {**present, **value}
         else:
             _check_type(f"{path}{given}", value, _type_of(present))
+            # Some classes take -1 layers as none.
+            if given.startswith(COUNTS) and isinstance(value, int) and value < 0:
+                raise _RefusedError(f"{path}{given}={value}: must be at least 0")
             merged[key] = value
         if key == "num_labels":
             # A file's names of classes come before the number of them.
@@ -213,22 +220,6 @@ def _check_type(key: str, value: Any, wanted: type | tuple[type, ...]) -> None:
     if not isinstance(value, wanted) or (is_bool and wanted not in (bool, object)):
         kinds = wanted if isinstance(wanted, tuple) else (wanted,)
         raise _RefusedError(f"{key}={value!r}: must be {' or '.join(kind.__name__ for kind in kinds)}")
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    try:
-        if file.stat().st_size > MAX_CONFIG_BYTES:
-            raise ValueError(f"{file} has {file.stat().st_size} bytes, too many for a configuration")
-        values = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise ValueError(f"{file.parent} has no {CONFIG_FILE}: give the folder of a model, or a model type") from None
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read ({error.strerror}): check its permissions") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-        raise ValueError(f"{file} is not JSON: download it again") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{file} is not a configuration: download it again")
-    return values
 
 
 def _nearest(name: str, names: Any) -> str:

@@ -9,6 +9,7 @@ parameter's dtype, which give the same result on CPU and GPU.
 import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -49,10 +50,10 @@ def initialise(model: nn.Module, seed: int, device: torch.device | str | None = 
         ValueError: a parameter or buffer is on the meta device, or a parameter has no floating-point dtype. Nothing
             has been written then.
     """
-    _check_initialisable(model)
+    check_initialisable((*model.named_buffers(), *model.named_parameters()))
     residual_projections = sum(name.endswith(RESIDUAL_PROJECTIONS) for name, _ in model.named_modules())
     uses = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
-    generators: dict[torch.device, HashNormal] = {}
+    draws = Draws(seed, device)
     filled = set()
     for module_name, module in model.named_modules():
         for parameter_name, parameter in module.named_parameters(recurse=False):
@@ -70,22 +71,19 @@ def initialise(model: nn.Module, seed: int, device: torch.device | str | None = 
                 std /= residual_projections**0.5
             elif isinstance(module, nn.Embedding) and uses[parameter] == 1:
                 std = EMBEDDING_STD
-            source = torch.device(device) if device is not None else parameter.device
-            if source not in generators:
-                generators[source] = HashNormal(source)
             with values_of(parameter) as values:
-                generators[source].fill(values, f"{seed}/{name}", std)
+                draws.normal(values, name, std)
         if isinstance(module, nn.modules.batchnorm._NormBase):
             module.reset_running_stats()
 
 
-def _check_initialisable(model: nn.Module) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+def check_initialisable(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises ValueError for a named tensor on the meta device, and for a parameter without a floating-point dtype."""
+    for name, tensor in tensors:
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device: allocate its memory before initialising it")
-    for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point():
-            raise ValueError(f"{name} has dtype {parameter.dtype}: only floating-point parameters can be initialised")
+        if isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
+            raise ValueError(f"{name} has dtype {tensor.dtype}: only floating-point parameters can be initialised")
 
 
 def _constant(module: nn.Module, name: str, parameter: Tensor) -> float | None:
@@ -197,3 +195,31 @@ class HashUniform(_HashNumbers):
     def _whole(self, hashed: Tensor, scratch: Tensor, values: Tensor) -> None:
         # The lower bits, since the shift of a negative number fills in ones.
         values.copy_(hashed.bitwise_and_(2**self.BITS - 1).mul_(2).add_(1 - 2**self.BITS))
+
+
+class Draws:
+    """Fills tensors with random numbers that depend on the seed, a name and the element's index alone.
+
+    Args:
+        seed: any integer.
+        device: where numbers are computed before they are copied; by default the tensor's own device.
+    """
+
+    def __init__(self, seed: int, device: torch.device | str | None = None):
+        self._seed = seed
+        self._device = None if device is None else torch.device(device)
+        self._numbers: dict[tuple[type, torch.device], HashNormal | HashUniform] = {}
+
+    def normal(self, target: Tensor, name: str, std: float) -> None:
+        """Writes normal(0, std) into `target`."""
+        self._on_device_of(target, HashNormal).fill(target, f"{self._seed}/{name}", std)
+
+    def uniform(self, target: Tensor, name: str, bound: float) -> None:
+        """Writes uniform(-bound, bound) into `target`."""
+        self._on_device_of(target, HashUniform).fill(target, f"{self._seed}/{name}", bound)
+
+    def _on_device_of(self, target: Tensor, kind: type) -> HashNormal | HashUniform:
+        device = target.device if self._device is None else self._device
+        if (kind, device) not in self._numbers:
+            self._numbers[kind, device] = kind(device)
+        return self._numbers[kind, device]

@@ -1,11 +1,11 @@
 """Frozen weights that are held in eight or four bits, and products with them.
 
 A quantised weight is a tensor subclass: it has the shape and dtype of what it stands for, and wraps the tensors that
-its format needs (`models.quantise_formats`). So a layer stays an `nn.Linear`, and whoever holds parameters holds fewer
-bytes. A product saves the quantised tensors for backward, not the weight that it computes from them: where they go
-meanwhile is the business of the mode (QLoRA, Dettmers et al. 2023, computes the same so). For `F.linear` there is a
-product of our own. Other products (`addmm`, `grouped_mm`) save their argument, which is the quantised weight: also
-where it is transposed, or one expert's matrix, since these are quantised weights too.
+its format needs (`models.quantise_formats`). So a layer stays an `nn.Linear`, and its parameter takes fewer bytes. A
+product saves the quantised tensors for backward, not the weight that it computes from them, as QLoRA does (Dettmers et
+al. 2023); the mode decides where they are meanwhile. For `F.linear` there is a product of our own. Other products
+(`addmm`, `grouped_mm`) save their argument, which is the quantised weight: also where it is transposed, or one expert's
+matrix, since these are quantised weights too.
 
 Values are quantised on the CPU, wherever the weight is: the same bits in every mode and with every number of threads.
 """

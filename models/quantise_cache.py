@@ -1,13 +1,12 @@
 """A file of quantised weights beside the weights that they were made from.
 
-It is a safetensors file under another suffix, so that nobody takes it for a shard. Its name has the format, the dtype
-of the weights and a digest of the layers; its header has a digest of the weights that it was made from.
+It is a safetensors file under another suffix, so that no program takes it for a shard. Its name has the format, the
+dtype of the weights and a digest of the layers; its header has a digest of the weights that it was made from.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from models.quantise import QuantisedWeight, is_settled, stored_tensors
-from models.safetensors_files import StoredTensor, open_file, read_headers, read_into, write_tensors
+from models.safetensors_files import StoredTensor, open_file, read_headers, read_into, read_offsets, write_tensors
 from models.weights import checkpoint_files
 from models.whole_folder import write_file
 
@@ -114,21 +113,13 @@ def source_digest(files: list[Path]) -> str:
     """
     digest = hashlib.sha256()
     for path in files:
-        # Raises ValueError where the header cannot be used.
-        open_file(path)
+        offsets = read_offsets(path)
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             header = file.read(int.from_bytes(file.read(8), "little"))
             digest.update(f"{path.name} {size} {len(header)}\n".encode() + header)
-            for start, end in _extents(header):
+            for start, end in offsets.values():
                 for place in (start, max(start, end - SAMPLED_BYTES)):
-                    file.seek(8 + len(header) + place)
+                    file.seek(place)
                     digest.update(file.read(min(SAMPLED_BYTES, end - start)))
     return digest.hexdigest()
-
-
-def _extents(header: bytes) -> Iterator[tuple[int, int]]:
-    """Yields where tensors begin and end behind the header."""
-    for name, entry in json.loads(header).items():
-        if name != "__metadata__":
-            yield tuple(entry["data_offsets"])

@@ -33,6 +33,6 @@ def import_quantisers() -> None:
     """Imports what is installed of torchao and bitsandbytes, before another library does."""
     for package in QUANTISERS:
         if importlib.util.find_spec(package) is not None:
-            # One that cannot be imported is the business of whoever uses it.
+            # A package that cannot be imported is reported where it is needed.
             with without_remarks(), suppress(Exception):
                 importlib.import_module(package)

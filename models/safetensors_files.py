@@ -31,6 +31,7 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def open_file(file: Path) -> safe_open:
         ValueError: it is missing, cut short or not a safetensors file. The message is one line.
     """
     if file.exists() and not file.is_file():
-        # The library would wait for a pipe for ever.
+        # The library would wait at a pipe without end.
         raise ValueError(f"{file} is not a file: download the checkpoint again")
     try:
         return safe_open(file, framework="pt")

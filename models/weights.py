@@ -7,11 +7,11 @@ second copy of a model. A checkpoint that does not fit the model is refused befo
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from models.json_files import read_object
 from models.quantise import stored_tensors
 from models.safetensors_files import (
     DTYPE_NAMES,
@@ -210,7 +210,7 @@ def checkpoint_files(path: Path) -> dict[Path, set[str]]:
 
 def _indexed_files(index: Path) -> dict[Path, set[str]]:
     try:
-        weight_map = _parsed(index)["weight_map"]
+        weight_map = read_object(index, "download it again", "an index", MAX_INDEX_BYTES)["weight_map"]
         by_file: dict[Path, set[str]] = {}
         for name, file_name in weight_map.items():
             # An index is not trusted: it may name files of its own folder only.
@@ -220,20 +220,8 @@ def _indexed_files(index: Path) -> dict[Path, set[str]]:
                     "download the checkpoint again"
                 )
             by_file.setdefault(index.parent / file_name, set()).add(name)
-    except OSError as error:
-        raise ValueError(f"{index} cannot be read ({error.strerror}): check its permissions") from None
     except (KeyError, TypeError, AttributeError):
         raise ValueError(f"{index} is not an index of safetensors shards: download it again") from None
     if not by_file:
         raise ValueError(f"{index} lists no tensor: download it again")
     return by_file
-
-
-def _parsed(index: Path) -> Any:
-    if index.stat().st_size > MAX_INDEX_BYTES:
-        raise ValueError(f"{index} has {index.stat().st_size} bytes, too many for an index: download it again")
-    try:
-        return json.loads(index.read_bytes())
-    # ValueError: also a number of too many digits.
-    except (ValueError, RecursionError):
-        raise ValueError(f"{index} is not JSON: download it again") from None

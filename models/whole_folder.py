@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 Write = Callable[[bytes | memoryview], object]
@@ -43,10 +43,20 @@ def write_whole_folder(folder: Path, files: Mapping[str, Fill]) -> None:
     """
     refuse_present(folder)
     partial = _partial(folder)
-    partial.mkdir(parents=True)
-    try:
+    with renamed_when_whole(partial, folder):
         for name, fill in files.items():
             write_file(partial / name, fill)
+
+
+@contextmanager
+def renamed_when_whole(partial: Path, folder: Path) -> Iterator[None]:
+    """Makes the folder `partial`, and renames it to `folder` after the block, which writes its files with `write_file`.
+
+    An error or an interrupt in the block removes it. Raises OSError.
+    """
+    partial.mkdir(parents=True)
+    try:
+        yield
         flush_names(partial)
         # It takes the place of an empty folder.
         partial.rename(folder)

@@ -29,11 +29,13 @@ too. Every other module may change without notice.
   `Resident` (none) leaves all on the device. `BounceLinear`, `LayerStream` and `ShardOffload` stream weights
   (`WeightMode`). `TensorSwap` and `SaveOnCpu` move activations (`ActivationMode`) and stand on a mode for the weights:
   `TensorSwap(LayerStream())`. Their knobs are their arguments.
-- `HostAdamW`: AdamW for weights in host memory; `mode.overlap` hides its updates behind the steps.
+- `HostAdamW`: AdamW for weights in host memory; `mode.overlap` hides its updates behind the steps. With a `Speculation`
+  they begin inside backward also where gradients are clipped, and are undone exactly if they were.
 - `recompute`: activation checkpointing, called after `attach`, for blocks such as those of `find_blocks`.
 - `Counters`: bytes copied and times waited, from `mode.counters()`. `Footprint`: bytes of a mode before it is attached.
 - `Sharers`: processes of one host, each with a device, that share the homes of what streams: `mode.attach(model,
-  streams, sharers)`, then `mode.divide(optimizer)`. `NO_SHARERS` is a process by itself.
+  streams, sharers)`, then `mode.divide(optimizer)`. `NO_SHARERS` is a process by itself. `ExchangeBoard`: their
+  exchanges of numbers through shared memory; `SharerLostError` names one that has ended or hangs; `meet` waits for all.
 - `KnobError`: a knob has a value that it cannot have. On the CPU also `HostOperandError`: an operation takes host
   memory and tensors of the device, which a GPU would refuse; and `StreamOrderError`: the engine left out a wait.
 - `FileSpan`: bytes of a file. `mode.map_weights` takes those of frozen weights, which `source=mapped` reads from there
@@ -68,16 +70,18 @@ from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.modes.weight_mode import WeightMode
 from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.speculation import Speculation
 from offload.runtime.blocks import find_blocks
 from offload.runtime.byte_sizes import GIB, format_bytes, parse_bytes
 from offload.runtime.counters import Counters
 from offload.runtime.device_work import HostOperandError
 from offload.runtime.errors import KnobError
+from offload.runtime.exchange_board import ExchangeBoard
 from offload.runtime.host_cores import usable_cores
 from offload.runtime.knobs import choice, explanations, in_range, knob
 from offload.runtime.mapped_files import ChangedFileError, FileSpan, lies_in_file
 from offload.runtime.registry import Streams, acquire, release
-from offload.runtime.sharers import NO_SHARERS, Sharers
+from offload.runtime.sharers import NO_SHARERS, SharerLostError, Sharers, meet
 from offload.runtime.stream_checker import StreamOrderError
 from offload.runtime.transfer import upload
 from offload.weights.footprint import Footprint
@@ -89,6 +93,7 @@ __all__ = [
     "BounceLinear",
     "ChangedFileError",
     "Counters",
+    "ExchangeBoard",
     "FileSpan",
     "Footprint",
     "HostAdamW",
@@ -100,7 +105,9 @@ __all__ = [
     "Resident",
     "SaveOnCpu",
     "ShardOffload",
+    "SharerLostError",
     "Sharers",
+    "Speculation",
     "StreamOrderError",
     "Streams",
     "TensorSwap",
@@ -113,6 +120,7 @@ __all__ = [
     "in_range",
     "knob",
     "lies_in_file",
+    "meet",
     "parse_bytes",
     "recompute",
     "release",

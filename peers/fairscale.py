@@ -1,4 +1,4 @@
-"""fairscale: fairscale 0.4.13's `OffloadModel`, whose slices of a sequential model visit the device in turn.
+"""fairscale: fairscale 0.4.13's `OffloadModel`, which has slices of a sequential model on the device in turn.
 
 Settings of its documentation (https://fairscale.readthedocs.io/en/stable/deep_dive/offload.html): a slice a block,
 activation checkpointing at the boundaries of slices. Norm, head and loss stay on the device, outside of it.
@@ -12,9 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from offload import Footprint, knob
-from peers.peer import Peer
-from peers.stages import BlockStage, refuse_other_than_llama
+from offload import knob
+from peers.stages import BlockStage, ChainPeer
 
 
 class Block(BlockStage):
@@ -25,7 +24,7 @@ class Block(BlockStage):
 
 
 @dataclass(kw_only=True, eq=False)
-class Fairscale(Peer):
+class Fairscale(ChainPeer):
     """Weights and gradients are on the host but for the slice that runs; the run's own optimizer updates there.
 
     Args:
@@ -36,7 +35,6 @@ class Fairscale(Peer):
     option: ClassVar[str] = "fairscale"
     package: ClassVar[str] = "fairscale"
     needs_cuda: ClassVar[bool] = True
-    lacks: ClassVar[frozenset[str]] = frozenset({"checkpoints", "evaluation"})
     notes: ClassVar[tuple[str, ...]] = ("compute does not wait for weights, nor the host for gradients",)
 
     slices: int | None = knob(None, at_least=1)
@@ -45,10 +43,6 @@ class Fairscale(Peer):
     @property
     def recomputes(self) -> bool:
         return self.checkpoint
-
-    def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
-        refuse_other_than_llama(model, self.option)
-        return super().footprint(model, recompute)
 
     def prepare(self, model: nn.Module) -> None:
         from fairscale.experimental.nn.offload import OffloadModel

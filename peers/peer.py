@@ -146,7 +146,7 @@ def names_for_parameters(model: nn.Module, groups: list[dict]) -> None:
 
 
 def clip(gradients: Sequence[Tensor], clip_norm: float | None, measure: bool) -> float | None:
-    """Scales `gradients` down to the norm `clip_norm`; returns their norm before, or None where nobody wants it."""
+    """Scales `gradients` down to the norm `clip_norm`; returns their norm before, or None where it is not asked for."""
     if clip_norm is None and not measure:
         return None
     norm = norm_of(gradients)

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from offload import Footprint, OwnOptimizer, choice, knob
-from peers.peer import Peer, adamw_group, clip, set_rate
-from peers.stages import refuse_other_than_llama, stages
+from offload import OwnOptimizer, choice, knob
+from peers.peer import adamw_group, clip, set_rate
+from peers.stages import ChainPeer, stages
 
 
 @dataclass(kw_only=True, eq=False)
-class RamTorch(Peer):
+class RamTorch(ChainPeer):
     """Each block, the embedding and the head are a chunk; gradients return to the host at the end of the step.
 
     Args:
@@ -34,7 +34,6 @@ class RamTorch(Peer):
     package: ClassVar[str] = "ramtorch"
     owns_update: ClassVar[bool] = True
     recomputes: ClassVar[bool] = True
-    lacks: ClassVar[frozenset[str]] = frozenset({"checkpoints", "evaluation"})
 
     window: int = knob(2, at_least=1)
     pin: int = knob(0, at_least=0)
@@ -46,10 +45,6 @@ class RamTorch(Peer):
         if self.masters == "none":
             return ("without float32 masters: AdamW computes in the precision of the weights",)
         return ("float32 weights are copied in; autocast computes in bf16, but norms and sums in float32",)
-
-    def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
-        refuse_other_than_llama(model, self.option)
-        return super().footprint(model, recompute)
 
     def own_optimizer(self, groups: list[dict], clip_norm: float | None, microbatches: int) -> OwnOptimizer:
         from ramtorch import OffloadModel

@@ -13,13 +13,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from offload import Footprint, OwnOptimizer, knob
-from peers.peer import Peer, adamw_group, clip, set_rate
-from peers.stages import refuse_other_than_llama, stages
+from offload import OwnOptimizer, knob
+from peers.peer import adamw_group, clip, set_rate
+from peers.stages import ChainPeer, stages
 
 
 @dataclass(kw_only=True, eq=False)
-class RoundPipe(Peer):
+class RoundPipe(ChainPeer):
     """Layers are recomputed in backward; the update is beside the next step if it may be one step stale.
 
     Args:
@@ -32,7 +32,6 @@ class RoundPipe(Peer):
     needs_cuda: ClassVar[bool] = True
     owns_update: ClassVar[bool] = True
     recomputes: ClassVar[bool] = True
-    lacks: ClassVar[frozenset[str]] = frozenset({"checkpoints", "evaluation"})
 
     stale: bool = knob(False)
     num_microbatch: int = knob(1, at_least=1)
@@ -41,10 +40,6 @@ class RoundPipe(Peer):
     def notes(self) -> tuple[str, ...]:
         compiled = ("its Adam is compiled with -Ofast",)
         return ("updates are one step stale", *compiled) if self.stale else compiled
-
-    def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
-        refuse_other_than_llama(model, self.option)
-        return super().footprint(model, recompute)
 
     def own_optimizer(self, groups: list[dict], clip_norm: float | None, microbatches: int) -> OwnOptimizer:
         import roundpipe

@@ -1,11 +1,15 @@
-"""Cuts a Llama into the chain of modules that systems for sequential models take."""
+"""Cuts a Llama into the chain of modules that systems for sequential models take; the base of their adapters."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from models.llama import Decoder, Llama, rotary_tables
-from peers.peer import PeerError
+from offload import Footprint
+from peers.peer import Peer, PeerError
 
 
 class Stage(nn.Module):
@@ -28,7 +32,7 @@ class FirstStage(Stage):
 
 
 class BlockStage(Stage):
-    """Runs a block. Each computes the rotary tables anew, because a chain passes on activations alone."""
+    """Runs a block. Each computes the rotary tables again, because a chain passes on activations alone."""
 
     def __init__(self, decoder: Decoder, block: nn.Module):
         super().__init__()
@@ -55,13 +59,21 @@ class LastStage(Stage):
         return self.lm_head(self.norm(hidden), labels)
 
 
-def refuse_other_than_llama(model: nn.Module, option: str) -> None:
-    """Raises PeerError for a model that cannot be cut into stages."""
-    if not isinstance(model, Llama):
-        problem = f"takes a chain of modules, and {type(model).__name__} is not cut into one here: take a Llama"
-        raise PeerError("offload", option, f"{problem}, as model=llama1b")
-    if model.lm_head.weight is model.model.embed_tokens.weight:
-        raise PeerError("offload", option, "ties no weights across stages: take model.tie_word_embeddings=false")
+@dataclass(kw_only=True, eq=False)
+class ChainPeer(Peer):
+    """The base of systems that take a chain of modules, and train it alone: they have no forward to evaluate with."""
+
+    lacks: ClassVar[frozenset[str]] = frozenset({"checkpoints", "evaluation"})
+
+    def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
+        """Raises PeerError for a model that is not cut into stages here."""
+        if not isinstance(model, Llama):
+            problem = f"takes a chain of modules, and {type(model).__name__} is not cut into one here: take a Llama"
+            raise PeerError("offload", self.option, f"{problem}, as model=llama1b")
+        if model.lm_head.weight is model.model.embed_tokens.weight:
+            problem = "ties no weights across stages: take model.tie_word_embeddings=false"
+            raise PeerError("offload", self.option, problem)
+        return super().footprint(model, recompute)
 
 
 def stages(model: Llama) -> list[Stage]:

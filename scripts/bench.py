@@ -39,11 +39,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from offload import GIB, WeightMode, acquire, release
 from offload.planning import Bandwidth, floor_ms, measure_bandwidth
-from scripts.workload import make_workload, parser
+from scripts.workload import make_workload, parser, timed_steps
 from training.config.modes import RESIDENT, mode_options
-from training.loop import short_garbage_collections
-from training.metrics.step_timer import StepTimer
-from training.profiling.hardware import reset_peaks, vram_peak_gib, vram_reserved_gib
+from training.profiling.hardware import vram_peak_gib, vram_reserved_gib
 from training.visible_text import visible
 
 # Counters of a mode whose growth in a step is reported.
@@ -91,31 +89,19 @@ def bandwidths(device: torch.device) -> dict[str, float]:
 
 def measure(spec: str, options: argparse.Namespace) -> dict:
     """Measures one mode: medians of the timed steps, peaks, and bytes moved in a step."""
-    with make_workload(spec, options) as workload, short_garbage_collections():
-        device, clock = workload.device, StepTimer(workload.streams)
-        reset_peaks(device)
-        for _ in range(options.warmup):
-            workload.step()
-        workload.streams.synchronize()
-        before, highest = workload.mode.counters(), vram_peak_gib(device)
-        reset_peaks(device)
-        for _ in range(options.steps):
-            clock.start()
-            loss = workload.step()
-            clock.stop()
-        times_ms = clock.collect()
-        after = workload.mode.counters()
-        grown = dataclasses.asdict(after - before)
+    with make_workload(spec, options) as workload:
+        timed, device = timed_steps(workload, options.warmup, options.steps), workload.device
+        grown = dataclasses.asdict(timed.grown)
         return {
             "mode": spec,
-            "step_ms": statistics.median(times_ms),
-            "step_ms_each": times_ms,
+            "step_ms": statistics.median(timed.times_ms),
+            "step_ms_each": timed.times_ms,
             "attach_s": workload.attach_ms / 1e3,
             "vram_peak_gib": vram_peak_gib(device),
-            "vram_peak_of_all_gib": max(highest, vram_peak_gib(device)),
+            "vram_peak_of_all_gib": max(timed.warmup_peak_gib, vram_peak_gib(device)),
             "vram_reserved_gib": vram_reserved_gib(device),
-            "host_pinned_gib": after.host_pinned_bytes / GIB,
-            "loss": loss.item(),
+            "host_pinned_gib": timed.after.host_pinned_bytes / GIB,
+            "loss": timed.loss,
             **{key: None if grown[key] is None else grown[key] / options.steps for key in MOVED},
         }
 
@@ -174,7 +160,7 @@ def main() -> None:
             resident_ms = row.get("step_ms")
         rows.append(row if "failed" in row else with_ratios(row, resident_ms, bus))
         cells = (_cell(rows[-1].get(key), scale) for _, key, scale in COLUMNS)
-        # At once: whoever stops the rest has it.
+        # At once, so that it is there if the rest is stopped.
         print(f"{spec:36}" + (f"failed: {visible(row['failed'])}" if "failed" in row else "".join(cells)), flush=True)
     if options.json:
         options.json.write_text(json.dumps({"options": vars(options), "gb_per_s": speed, "rows": rows}, default=str))

@@ -25,11 +25,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from offload import NO_SHARERS, Sharers
-from scripts.workload import BlocksWorkload, parser
+from offload import GIB, NO_SHARERS, Sharers
+from scripts.workload import BlocksWorkload, parser, timed_steps
 from training.config.modes import RESIDENT
-from training.metrics.step_timer import StepTimer
-from training.profiling.hardware import reset_peaks, vram_peak_gib
+from training.profiling.hardware import vram_peak_gib
 from training.visible_text import visible
 
 COLUMNS = ("step_ms", "to_none", "stall_ms", "in_gb", "out_gb", "weights_gb_s", "peak_gib", "pinned_gib", "loss")
@@ -39,30 +38,18 @@ TITLES = ("step ms", "to none", "stall ms", "in GB", "out GB", "weights GB/s", "
 def measure(spec: str, options: argparse.Namespace, sharers: Sharers) -> dict[str, float]:
     """Measures steps of one rank: medians, and bytes moved in a step."""
     with BlocksWorkload(spec, options, sharers) as workload:
-        clock = StepTimer(workload.streams)
-        for _ in range(options.warmup):
-            workload.step()
-        workload.streams.synchronize()
-        before = workload.mode.counters()
-        reset_peaks(workload.device)
-        for _ in range(options.steps):
-            clock.start()
-            loss = workload.step()
-            clock.stop()
-        times_ms = clock.collect()
-        after = workload.mode.counters()
-        grown = after - before
+        timed = timed_steps(workload, options.warmup, options.steps)
         if workload.optimizer is not None:
             workload.optimizer.finish()
         sharers.exchange((0,), "the end", patient=True)
         return {
-            "step_ms": statistics.median(times_ms),
-            "stall_ms": grown.stall_ms / options.steps,
-            "in_gb": grown.h2d_bytes / options.steps / 1e9,
-            "out_gb": grown.d2h_bytes / options.steps / 1e9,
+            "step_ms": statistics.median(timed.times_ms),
+            "stall_ms": timed.grown.stall_ms / options.steps,
+            "in_gb": timed.grown.h2d_bytes / options.steps / 1e9,
+            "out_gb": timed.grown.d2h_bytes / options.steps / 1e9,
             "peak_gib": vram_peak_gib(workload.device),
-            "pinned_gib": after.host_pinned_bytes / 2**30,
-            "loss": loss.item(),
+            "pinned_gib": timed.after.host_pinned_bytes / GIB,
+            "loss": timed.loss,
         }
 
 

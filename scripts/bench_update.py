@@ -6,7 +6,8 @@
 Weights and gradients are bf16; --master and --state-dtype are formats of the states, of which each is measured. GB/s
 count the bytes that an update reads and writes; `copy` is the rate of torch's copy of as many bytes on as many threads,
 read and written. `pause` is the longest time, in ms, that another Python thread (such as the one that launches GPU
-kernels) waits for Python's lock during an update. `--compiled` adds a function compiled by torch.compile for float32
+kernels) waits for Python's lock during an update. `with log` is the faster kernel's update that can be undone, and
+`undone` is how fast that is. `--compiled` adds a function compiled by torch.compile for float32
 masters.
 """
 
@@ -31,7 +32,9 @@ from offload.optimizer.kernel_choice import sample
 from offload.optimizer.kernels import FusedUpdate, UpdateKernel
 from offload.optimizer.kernels import torch_threads as threads_of_torch
 from offload.optimizer.native_kernel import NativeUpdate, native_library
+from offload.optimizer.native_undo import reversible
 from offload.optimizer.operands import HyperParameters, Operands
+from offload.optimizer.undo_log import UndoLog, can_be_undone
 from offload.runtime.host_cores import usable_cores
 
 SETTINGS = HyperParameters(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
@@ -130,11 +133,22 @@ def measure_format(format: StateFormat, options: argparse.Namespace) -> None:
                 f" {rate * format.update_bytes / 1e9:6.1f} GB/s  pause {pause:6.1f} ms",
                 flush=True,
             )
+        if can_be_undone(format):
+            measure_undoing(kernels[min(len(kernels), 2) - 1], format, operands, threads, options.repeats)
         nbytes = int(options.parameters * format.update_bytes / 2)
         source, target = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
         with threads_of_torch(threads):
             seconds = seconds_of(functools.partial(target.copy_, source), options.repeats)
         print(f"{threads:3d} threads  copy      {2 * nbytes / seconds / 1e9:22.1f} GB/s", flush=True)
+
+
+def measure_undoing(kernel: UpdateKernel, format: StateFormat, operands: Operands, threads: int, repeats: int) -> None:
+    """Prints the rates of the update with a log, and of undoing it."""
+    log = UndoLog.over(torch.zeros(UndoLog.nbytes(operands.weight.numel()), dtype=torch.uint8), operands.weight.numel())
+    undoable, step = reversible(kernel, format, threads), torch.ones(())
+    for name, work in (("with log", undoable.update), ("undone", undoable.undo)):
+        rate = operands.weight.numel() / seconds_of(lambda work=work: work(operands, step, SETTINGS, log), repeats)
+        print(f"{threads:3d} threads  {name:8s}  {rate / 1e9:5.2f} Gparam/s", flush=True)
 
 
 def seconds_of(work: Callable[[], object], repeats: int) -> float:

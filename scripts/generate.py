@@ -34,13 +34,20 @@ def text_of(options: argparse.Namespace) -> str:
     run_dir, checkpoint = found(options.run)
     config, invocation = configuration(run_dir, options.overrides)
     checkpoint = checkpoint or newest_checkpoint(run_dir)
-    from training.build import attached
     from training.checkpoints.model import load_model
-    from training.components import Components, acquired
+    from training.components import Components, acquired, attached
     from training.evaluation import observed
     from training.filling import fill_buffers
+    from training.planning.samples import refuse_text
     from training.profiling.hardware import resolve_device
-    from training.tasks.causal_lm import check_vocabulary, continued, prompt_ids, refuse_model, tokenizer_of
+    from training.tasks.causal_lm import (
+        check_vocabulary,
+        continued,
+        prompt_ids,
+        refuse_model,
+        refuse_positions,
+        tokenizer_of,
+    )
 
     tokenizer = tokenizer_of(config, options.run)
     components = Components.of(config, invocation, resolve_device(config.device))
@@ -48,7 +55,11 @@ def text_of(options: argparse.Namespace) -> str:
     refuse_model(components.model, options.run)
     refuse_damage(checkpoint)
     prompt = prompt_ids(tokenizer, options.prompt)
-    if len(prompt) + options.tokens > config.seq_len:
+    positions = len(prompt) + options.tokens
+    # The last token is only drawn.
+    refuse_positions(components.model, positions - 1, f"--tokens={options.tokens} after {len(prompt)} of the prompt")
+    refuse_text(components, positions)
+    if positions > config.seq_len:
         print(f"note: the text may be longer than seq_len={config.seq_len}, the longest in training", file=sys.stderr)
     with acquired(components.device) as streams, attached(components, streams) as model:
         try:

@@ -1,7 +1,7 @@
 """Runs the systems of others and the modes of this repository on one GPU, and compares them: docs/peers.md.
 
     python scripts/peers.py runs/peers                        # 4k and 16k tokens a step, 9 minutes at most
-    python scripts/peers.py runs/peers --minutes 30 --page    # goes on with what is missing, and fills docs/peers.md
+    python scripts/peers.py runs/peers --minutes 30 --page    # runs what is missing, and fills docs/peers.md
     python scripts/peers.py runs/peers --systems none fsdp2 roundpipe --tokens 16384
 
 Each system runs in a process of its own, with a time limit; one that fails does not stop the others. A run that ended

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,10 +24,11 @@ from models.initialise import initialise
 from models.llama import Llama, rotary_tables
 from offload import (
     NO_SHARERS,
-    Footprint,
+    Counters,
     HostAdamW,
     Mode,
     Sharers,
+    Speculation,
     acquire,
     find_blocks,
     parse_bytes,
@@ -34,19 +36,21 @@ from offload import (
     release,
     upload,
 )
+from offload.planning import log_bytes
 from training import sweep
 from training.adapters import RunAdapter
 from training.batches import Batch, examples_in, uploaded
-from training.build import attached, build_dataset
-from training.components import Components
+from training.build import build_dataset
+from training.components import Components, attached
 from training.config import schema
 from training.config.construct import make_mode
 from training.config.modes import FOLDER, RESIDENT
 from training.config.validation import check
 from training.filling import fill_buffers, fill_parameters
-from training.loop import clip_scale, forward_backward, gradient_norm
+from training.loop import clip_scale, forward_backward, gradient_norm, short_garbage_collections
 from training.metrics.step_timer import StepTimer
 from training.parallel.ranks import ALONE, Share
+from training.profiling.hardware import reset_peaks, vram_peak_gib
 from training.runs.invocation import Invocation
 from training.seeds import seed_of
 from training.tasks.causal_lm import CausalLM
@@ -103,7 +107,6 @@ class Workload(ABC):
     task: Task
     mode: Mode
     model: nn.Module
-    plan: Footprint
     microbatches: int
 
     def __init__(self, spec: str, options: argparse.Namespace, sharers: Sharers = NO_SHARERS):
@@ -124,9 +127,11 @@ class Workload(ABC):
             if options.optimizer and name != RESIDENT:
                 self.optimizer = HostAdamW(self.model.parameters(), lr=1e-5, threads=options.threads)
                 share = parse_bytes("--device-share", options.device_share)
-                early = options.clip_norm is None and sharers.count == 1
-                self.mode.overlap(self.optimizer, early, device_share=share)
+                speculation = None
+                if options.clip_norm is not None:
+                    speculation = Speculation(options.clip_norm, log_bytes(self.model.parameters()))
                 self.mode.divide(self.optimizer)
+                self.mode.overlap(self.optimizer, options.clip_norm is None, share, speculation)
                 self.optimizer.allocate()
             self._undo = self._undo.pop_all()
         torch.manual_seed(0)
@@ -180,7 +185,6 @@ class BlocksWorkload(Workload):
             if not options.head:
                 model = Blocks(model.model.layers, options.hidden // options.heads)
         self.model = model.bfloat16()
-        self.plan = self.mode.footprint(self.model, options.recompute)
         self.mode.attach(self.model, self.streams, self.sharers)
         self._undo.callback(self.mode.detach)
         initialise(self.model, 0, self.device)
@@ -209,7 +213,7 @@ class ModelWorkload(Workload):
         check(config)
         components = Components.of(config, Invocation(Path(), {}), self.device)
         self.task, self.mode, self.model = components.task, components.mode, components.model
-        self.plan, self.microbatches = components.footprint, config.microbatches
+        self.microbatches = config.microbatches
         with tempfile.TemporaryDirectory() as folder:
             dataset = build_dataset(config, self.model, Path(folder))
             batch = self.task.prepared(dataset.batch(0), seed_of(config.seed, 1))
@@ -223,6 +227,39 @@ class ModelWorkload(Workload):
 
     def batch(self) -> Batch:
         return self._batch
+
+
+@dataclass(frozen=True)
+class TimedSteps:
+    """The times of steps in ms, each, the mode's counters over them and at their end, and the loss of the last.
+
+    `warmup_peak_gib` is the peak on the device before; that of the steps is the device's since then.
+    """
+
+    times_ms: list[float]
+    grown: Counters
+    after: Counters
+    loss: float
+    warmup_peak_gib: float
+
+
+def timed_steps(workload: Workload, warmup: int, steps: int) -> TimedSteps:
+    """Runs `warmup` steps, and `steps` more, which are timed."""
+    clock = StepTimer(workload.streams)
+    with short_garbage_collections():
+        reset_peaks(workload.device)
+        for _ in range(warmup):
+            workload.step()
+        workload.streams.synchronize()
+        before, warmup_peak_gib = workload.mode.counters(), vram_peak_gib(workload.device)
+        reset_peaks(workload.device)
+        for _ in range(steps):
+            clock.start()
+            loss = workload.step()
+            clock.stop()
+        times_ms = clock.collect()
+        after = workload.mode.counters()
+    return TimedSteps(times_ms, after - before, after, loss.item(), warmup_peak_gib)
 
 
 def make_workload(spec: str, options: argparse.Namespace) -> Workload:

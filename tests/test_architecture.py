@@ -190,6 +190,15 @@ def test_an_adapter_is_short_and_imports_its_system_when_it_is_used(path: Path):
     assert tops <= {*sys.stdlib_module_names, "torch", "offload", "models", "peers"}
 
 
+def test_every_file_has_its_room_in_the_documentation():
+    rooms = (ROOT / "docs" / "architecture.md").read_text().split("## Rooms")[1].split("```")[1]
+    named = set(re.findall(r"\w+", rooms))
+    # The rooms say of these folders what a file is.
+    one_each = {*MODES, *(ROOT / "training" / "tasks").glob("*.py"), *(ROOT / "peers").glob("*.py")}
+    for path in set(SOURCES) - one_each:
+        assert path.stem in named or path.stem == "__init__" or path.stem.endswith("_figure"), path
+
+
 def test_nothing_calls_cuda_at_import():
     for path in SOURCES:
         for node in ast.parse(path.read_text()).body:

@@ -21,8 +21,8 @@ from offload.runtime.host_memory import HostArena
 from tests import ROOT
 from tests.offload.helpers.page_locks import FakeRuntime
 from tests.training.helpers.in_process import SMALL_MODEL, components_of, composed, signals_as_before
-from training.build import attached, build, build_optimizer
-from training.components import acquired
+from training.build import build, build_optimizer
+from training.components import acquired, attached
 from training.config.validation import check
 from training.data import datasets
 from training.loop import train

@@ -19,23 +19,15 @@ from models.llama import Llama
 from offload.modes import shard_offload, tensor_swap
 from tests import ROOT
 from tests.models.helpers.saving import save_weights
-from tests.training.helpers.in_process import SMALL_MODEL, command_here, run_here
+from tests.training.helpers.in_process import SMALL_RUN, command_here, run_here
 from tests.training.helpers.modes import moves_activations, small_modes, streams_weights
 from training.errors import UserError
 from training.runs.failures import explain
 
-SMALL = (
-    *SMALL_MODEL,
-    "seq_len=64",
-    "steps=6",
-    "log_every=2",
-    "warmup_steps=1",
-    "dataset=synthetic",
-)
 # Read from files, for what may depend on how that is done.
 STDLIB = ("dataset=stdlib", "dataset.max_tokens=100000")
 # For runs in this process.
-QUIET = (*SMALL, "tracking=disabled")
+QUIET = (*SMALL_RUN, "tracking=disabled")
 # Every mode there is, with knobs that make it move something of a model as small as this.
 MODES = small_modes()
 TRANSFERS = ("transfer/", "perf/", "memory/", "optimizer/")
@@ -128,7 +120,7 @@ def test_states_that_fill_the_spare_device_memory_train_alike(tmp_path: Path):
 
 
 def test_a_run_is_a_function_of_its_seed(tmp_path: Path):
-    run(tmp_path / "elsewhere", *SMALL, *STDLIB, "seed=3", PYTHONHASHSEED="9")
+    run(tmp_path / "elsewhere", *SMALL_RUN, *STDLIB, "seed=3", PYTHONHASHSEED="9")
     run_here(tmp_path / "here", *QUIET, *STDLIB, "seed=3")
     run_here(tmp_path / "other", *QUIET, *STDLIB, "seed=4")
     assert curve(tmp_path / "elsewhere") == curve(tmp_path / "here") != curve(tmp_path / "other")
@@ -139,7 +131,7 @@ def test_a_run_writes_to_its_directory_only_and_wandb_has_what_the_files_have(tm
     home.mkdir()
     before = set(ROOT.iterdir())
     scrubbed = dict.fromkeys(("WANDB_API_KEY", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HF_HOME"), "")
-    run(folder, *SMALL, *STDLIB, "offload=bounce_linear", HOME=str(home), WANDB_MODE="offline", **scrubbed)
+    run(folder, *SMALL_RUN, *STDLIB, "offload=bounce_linear", HOME=str(home), WANDB_MODE="offline", **scrubbed)
     assert not list(home.rglob("*"))
     assert set(ROOT.iterdir()) == before
     names = {path.name for path in folder.iterdir()}
@@ -217,5 +209,5 @@ def test_a_mistake_is_one_line(tmp_path: Path, overrides: tuple[str, ...], messa
 
 
 def test_an_absent_gpu_is_one_line(tmp_path: Path):
-    result = run(tmp_path, *SMALL, "device=cuda:7", status=1, CUDA_VISIBLE_DEVICES="")
+    result = run(tmp_path, *SMALL_RUN, "device=cuda:7", status=1, CUDA_VISIBLE_DEVICES="")
     assert result.stderr.startswith("error: device=cuda:7: ")

@@ -13,7 +13,7 @@ from torch import nn
 
 from models.adapter_files import check_folder, load_adapter
 from models.adapters import initialise_adapters, inject
-from training.config.no_adapter import has_adapter
+from training.config.adapter import has_adapter
 from training.errors import UserError
 from training.metrics.progress import phase
 from training.runs.paths import home_expanded

@@ -13,13 +13,13 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from offload import GIB, NO_SHARERS, HostAdamW, OwnOptimizer, Sharers, Streams, parse_bytes, recompute, usable_cores
+from offload import GIB, HostAdamW, OwnOptimizer, Speculation, Streams, parse_bytes, usable_cores
 from training.adapters import RunAdapter
 from training.checkpoints.base import BaseReference
 from training.checkpoints.resuming import Checkpoint, is_in, starting_point
 from training.checkpoints.saving import Checkpoints
 from training.checkpoints.state import RunState
-from training.components import STATES_OF_SPARE, Components, acquired, trained_parameters
+from training.components import STATES_OF_SPARE, Components, acquired, attached, trained_parameters
 from training.config.auto import AUTO
 from training.config.construct import keys_under
 from training.config.validation import check_steps
@@ -38,6 +38,7 @@ from training.planning.machine import machine_of
 from training.planning.oom_advice import memory_explained
 from training.planning.plan import plan_filled
 from training.planning.report import RunPlan
+from training.planning.speculation import planned_speculation
 from training.profiling.hardware import record_hardware, resolve_device, vram_bytes, vram_peak_gib
 from training.quantise_comparison import loss_of_base, loss_of_first, report
 from training.runs.directory import refuse_records
@@ -100,14 +101,7 @@ def build(
     if not resumes_here(config, checkpoint, invocation.run_dir):
         refuse_records(invocation.run_dir)
     adapter = RunAdapter.of(config, starts=checkpoint is None)
-    # A checkpoint of an adapter does not have the base.
-    from_weights = (checkpoint is None or adapter is not None) and config.model.weights is not None
-    weights = ModelWeights.find(config.model.weights) if from_weights else None
-    if is_mapped(config) and weights is None:
-        raise UserError(
-            f"resume={checkpoint.folder}: a checkpoint of a whole model is loaded into memory, so its weights cannot"
-            " stay in the files of model.weights: take source=memory"
-        )
+    weights = weights_of_run(config, checkpoint, adapter)
     with phase("reading the dataset"):
         dataset = build_dataset(config, components.model, invocation.run_dir)
     if config.epochs is not None:
@@ -126,12 +120,7 @@ def build(
         components, plan = plan_filled(components, machine, has_gpu=components.device.type == "cuda")
     refuse_misfit(components, plan)
     ranks.check_model(components.model)
-    base = None
-    if adapter is not None:
-        with phase("hashing the frozen weights"):
-            base = BaseReference.of(config.seed, weights)
-        if checkpoint is not None:
-            base.check(checkpoint.folder, f"resume={checkpoint.folder}")
+    base = None if adapter is None else base_of_run(config, checkpoint, weights)
     begin()
     start = RunState() if checkpoint is None else checkpoint.state
     with acquired(components.device) as streams:
@@ -155,7 +144,7 @@ def build(
             if base_loss is not None:
                 report(components, loss_of_first(components, model, streams, dataset), base_loss)
             with phase("allocating the optimizer's states, choosing its kernel"):
-                optimizer = build_optimizer(components)
+                optimizer = build_optimizer(components, planned_speculation(components, plan))
             schedule = build_schedule(config, optimizer)
             if checkpoint is not None:
                 with phase("restoring the checkpoint"):
@@ -189,13 +178,44 @@ def resumes_here(config: DictConfig, checkpoint: Checkpoint | None, run_dir: Pat
     return is_in(run_dir, checkpoint.folder)
 
 
+def weights_of_run(
+    config: DictConfig, checkpoint: Checkpoint | None, adapter: RunAdapter | None
+) -> ModelWeights | None:
+    """Finds the weights that fill the model, or the base of its adapter; None: those of the checkpoint, or the seed's.
+
+    Raises UserError if there are no such weights, or they cannot stay in their files.
+    """
+    # A checkpoint of an adapter does not have the base.
+    if config.model.weights is not None and (checkpoint is None or adapter is not None):
+        return ModelWeights.find(config.model.weights)
+    if is_mapped(config):
+        raise UserError(
+            f"resume={checkpoint.folder}: a checkpoint of a whole model is loaded into memory, so its weights cannot"
+            " stay in the files of model.weights: take source=memory"
+        )
+    return None
+
+
+def base_of_run(config: DictConfig, checkpoint: Checkpoint | None, weights: ModelWeights | None) -> BaseReference:
+    """Names the frozen base of an adapter by its seed, or by the files of `weights`, which it hashes.
+
+    Raises UserError if the base of the checkpoint is another.
+    """
+    with phase("hashing the frozen weights"):
+        base = BaseReference.of(config.seed, weights)
+    if checkpoint is not None:
+        base.check(checkpoint.folder, f"resume={checkpoint.folder}")
+    return base
+
+
 def build_dataset(config: DictConfig, model: nn.Module, run_dir: Path):
     """Makes the dataset of `config`; its cache goes under `run_dir`. Random tokens and conditions fit `model`."""
     sizes = {key: config[key] for key in ("seed", "seq_len", "batch_size")}
     if "vocab_size" in config.dataset and config.dataset.vocab_size is None:
         if not hasattr(model, "vocab_size"):
             raise UserError(
-                f"dataset.vocab_size=null: {type(model).__name__} has no vocabulary: choose another dataset and task"
+                f"dataset.vocab_size=null: {type(model).__name__} has no vocabulary: choose a dataset of images, and"
+                " task=flow_matching or classification"
             )
         sizes["vocab_size"] = model.vocab_size
     return instantiate(config.dataset, **sizes, cache_dir=run_dir / DATASETS_FOLDER)
@@ -216,30 +236,10 @@ def with_steps(config: DictConfig, dataset) -> DictConfig:
     return config
 
 
-@contextmanager
-def attached(components: Components, streams: Streams, sharers: Sharers = NO_SHARERS) -> Iterator[nn.Module]:
-    """Attaches the mode to the model, whose parameters become memory, and detaches it afterwards.
-
-    `sharers` share the homes of what streams.
-
-    Raises MemoryError if the host has too little memory.
-    """
-    mode, model = components.mode, components.model
-    with phase("allocating and page-locking memory"):
-        mode.attach(model, streams, sharers)
-    try:
-        # After the mode has attached, so that the recompute has its weights in place too.
-        undo = recompute(components.recomputed_blocks)
-        try:
-            yield model
-        finally:
-            undo()
-    finally:
-        mode.detach()
-
-
-def build_optimizer(components: Components) -> HostAdamW | OwnOptimizer:
+def build_optimizer(components: Components, speculation: Speculation | None = None) -> HostAdamW | OwnOptimizer:
     """Makes the optimizer and its states; its updates run beside the step if it can do that.
+
+    `speculation` lets them begin before the norm of the gradients is known.
 
     A mode that owns the update makes its own, with the same hyper-parameters.
 
@@ -252,10 +252,10 @@ def build_optimizer(components: Components) -> HostAdamW | OwnOptimizer:
         # It holds the parameters, whose memory the mode may replace.
         del optimizer
         return mode.own_optimizer(groups, config.clip_norm, config.microbatches)
+    mode.divide(optimizer)
     if optimizer.overlaps:
         share = 0 if optimizer.device_share == "auto" else optimizer.device_share
-        mode.overlap(optimizer, components.updates_begin_early, share)
-    mode.divide(optimizer)
+        mode.overlap(optimizer, components.updates_begin_early, share, speculation)
     optimizer.allocate()
     return optimizer
 

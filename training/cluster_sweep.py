@@ -67,7 +67,7 @@ def _plugin_name(cluster: str) -> str:
 
 @dataclass
 class ClusterJob:
-    """What a job of a sweep runs on its host: it is pickled there, and its outcome is pickled back.
+    """The work of one job of a sweep on its host: it is sent there as a pickle, and comes back with its outcome.
 
     Attributes:
         early_s: seconds before its time limit at which the job is asked to save and end.

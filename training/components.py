@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,17 +13,33 @@ from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from offload import Footprint, HostAdamW, Mode, Streams, WeightMode, acquire, find_blocks, parse_bytes, release
-from offload.planning import StateFormat
+from models.quiet_imports import import_quantisers
+from offload import (
+    NO_SHARERS,
+    Footprint,
+    HostAdamW,
+    Mode,
+    Sharers,
+    Streams,
+    WeightMode,
+    acquire,
+    find_blocks,
+    recompute,
+    release,
+)
+from offload.planning import StateFormat, can_be_undone
 from training.adapters import add_adapter
+from training.config.adapter import has_adapter
 from training.config.auto import AUTO
 from training.config.construct import keys_under, make_mode, make_task
-from training.config.no_adapter import has_adapter
 from training.config.parallel import Homes
 from training.config.schema import OnNonfinite, Precision, RecomputeBlocks
 from training.errors import UserError
+from training.gradients import KEPT, GradientChoice
 from training.mapped_weights import map_weights
+from training.metrics.progress import phase
 from training.model_source import local_source, weights_of_source
+from training.parallel.world import ranks_of_host
 from training.quantising import quantise_blocks
 from training.runs.invocation import Invocation
 from training.tasks.task import Task
@@ -49,6 +66,7 @@ class Components:
         footprint: the bytes that the mode will hold and move.
         recomputed_blocks: the blocks whose activations backward computes again; empty if the mode itself does that.
         optimizer_class: the class of the optimizer, which is made after the mode has attached.
+        gradients: whether gradients of what streams are kept in host memory; the mode has been told.
         settled: the keys whose value in the configuration was auto.
     """
 
@@ -63,6 +81,7 @@ class Components:
     recomputed_blocks: tuple[nn.Module, ...]
     optimizer_class: type[HostAdamW]
     settled: frozenset[str] = frozenset()
+    gradients: GradientChoice = KEPT
 
     @classmethod
     def of(
@@ -90,15 +109,17 @@ class Components:
             config.model.weights = weights_of_source(config.model)
         dtype = DTYPES[config.precision]
         model = _model(config, dtype) if model is None else model
-        mode, footprint = _mode(config, model)
+        mode = make_mode(config.offload)
+        footprint = footprint_of(config, mode, model)
+        gradients = GradientChoice.of(config, mode, model, footprint)
+        if gradients.released:
+            footprint = footprint_of(config, mode, model, gradients)
         with keys_under("offload"):
             mode.check_device(device)
         blocks = _recomputed_blocks(config, model, mode)
         optimizer_class = get_class(config.optimizer._target_)
         parts = (task, model, mode, footprint, blocks, optimizer_class, settled)
-        components = cls(config, invocation, device, dtype, *parts)
-        components.check_sharing()
-        return components
+        return cls(config, invocation, device, dtype, *parts, gradients)
 
     @property
     def updates_overlap(self) -> bool:
@@ -107,39 +128,41 @@ class Components:
 
     @property
     def updates_begin_early(self) -> bool:
-        """True if an update may begin inside backward.
+        """True if an update may begin inside backward and is final.
 
         Clipping needs the norm of all gradients first, and `on_nonfinite=skip` needs to know that all are finite. On
-        several devices gradients are sums over these, which are made after backward.
+        several devices gradients are sums over these, which are made after backward, but for those of weights that the
+        ranks share, if each rank has its gradients in one go.
         """
         one_by_one = self.config.clip_norm is None and self.config.on_nonfinite == OnNonfinite.stop
-        return one_by_one and self.config.devices == 1
+        at_once = self.config.microbatches == 1 or self.footprint.layer_major
+        return one_by_one and (self.config.devices == 1 or (self.shares_homes and at_once))
+
+    @property
+    def may_speculate(self) -> bool:
+        """True if updates of what streams wait for the norm of the gradients, and the user lets them begin before."""
+        wanted = str(self.config.optimizer.get("speculate", "off")) not in ("off", "False")
+        waits = self.updates_overlap and bool(self.footprint.host_gradient_bytes) and not self.updates_begin_early
+        return wanted and waits and self.config.devices == 1 and not self.mode.owns_update
+
+    @property
+    def speculates(self) -> bool:
+        """True if updates begin inside backward before the norm is known, and may be undone."""
+        return self.may_speculate and can_be_undone(self.state_format)
+
+    @property
+    def largest_norm(self) -> float:
+        """The norm of the gradients up to which they count in full."""
+        return math.inf if self.config.clip_norm is None else self.config.clip_norm
 
     @property
     def shares_homes(self) -> bool:
-        """True if the ranks of the run have one copy of what streams, in memory that they share."""
-        mode = getattr(self.mode, "weights", self.mode)
-        return self.config.devices > 1 and self.config.parallel.homes == Homes.shared and isinstance(mode, WeightMode)
-
-    def check_sharing(self) -> None:
-        """Raises UserError for what does not go together with homes that ranks share."""
-        if not self.shares_homes:
-            return
-        own, share = "or parallel.homes=own", self.config.optimizer.get("device_share", 0)
-        if share != AUTO and parse_bytes("optimizer.device_share", share):
-            raise UserError(
-                f"optimizer.device_share={share} with devices={self.config.devices}: states that the ranks share stay"
-                f" on the host: give 0, {own}"
-            )
-        if self.state_format.state_dtype == "int8":
-            raise UserError(
-                "optimizer.state_dtype=int8 with parallel.homes=shared: the ranks' slices do not begin with its blocks"
-                f" of 256 numbers: give bf16, {own}"
-            )
+        """True if the ranks of a host have one copy of what streams, in memory that they share."""
+        return _shares_homes(self.config, self.mode)
 
     @property
     def state_format(self) -> StateFormat:
-        """How the optimizer holds its states; masters and moments in float32 where it has no such knobs."""
+        """The format of the optimizer's states; masters and moments are float32 where it has no such knobs."""
         given = self.config.optimizer
         names = ("master", "state_dtype", "state_rounding")
         return StateFormat(*(str(given.get(name, default)) for name, default in zip(names, WIDEST, strict=True)))
@@ -150,14 +173,22 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def footprint_of(config: DictConfig, mode: Mode, model: nn.Module) -> Footprint:
+def footprint_of(config: DictConfig, mode: Mode, model: nn.Module, gradients: GradientChoice = KEPT) -> Footprint:
     """Returns the bytes that `mode` will hold and move. Raises UserError for a knob that does not fit the model.
 
-    The mode knows afterwards where weights are in files, if it reads them from there.
+    The mode knows afterwards where weights are in files, if it reads them from there, and about `gradients`.
     """
     map_weights(config, mode, model)
+    mode.release_gradients(gradients.released)
+    if _shares_homes(config, mode):
+        mode.expect_sharers(ranks_of_host(config))
     with keys_under("offload"):
         return mode.footprint(model, recompute=recomputes(config))
+
+
+def _shares_homes(config: DictConfig, mode: Mode) -> bool:
+    wanted = config.parallel.homes == Homes.shared and isinstance(getattr(mode, "weights", mode), WeightMode)
+    return wanted and ranks_of_host(config) > 1
 
 
 def recomputes(config: DictConfig) -> bool:
@@ -175,6 +206,28 @@ def acquired(device: torch.device) -> Iterator[Streams]:
         release(streams)
 
 
+@contextmanager
+def attached(components: Components, streams: Streams, sharers: Sharers = NO_SHARERS) -> Iterator[nn.Module]:
+    """Attaches the mode to the model, whose parameters become memory, and detaches it afterwards.
+
+    `sharers` share the homes of what streams.
+
+    Raises MemoryError if the host has too little memory.
+    """
+    mode, model = components.mode, components.model
+    with phase("allocating and page-locking memory"):
+        mode.attach(model, streams, sharers)
+    try:
+        # After the mode has attached, so that the recompute has its weights in place too.
+        undo = recompute(components.recomputed_blocks)
+        try:
+            yield model
+        finally:
+            undo()
+    finally:
+        mode.detach()
+
+
 def _precision(on_gpu: bool) -> Precision:
     # Emulated, as on GPUs before Ampere, bfloat16 is slower than float32. A plan may be for a GPU that is not here.
     has_bf16 = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
@@ -187,6 +240,8 @@ def _model(config: DictConfig, dtype: torch.dtype) -> nn.Module:
     arguments.pop("weights")
     if "source" in arguments:
         arguments["source"] = local_source(arguments["source"])
+        # Before the module that makes the model: transformers imports them with it.
+        import_quantisers()
     try:
         with torch.device("meta"):
             model = instantiate(arguments).to(dtype).train()
@@ -201,12 +256,6 @@ def _model(config: DictConfig, dtype: torch.dtype) -> nn.Module:
         # Last, because the layers of an adapter depend on what its targets are.
         add_adapter(model, config, dtype)
     return model
-
-
-def _mode(config: DictConfig, model: nn.Module) -> tuple[Mode, Footprint]:
-    """Makes the offload mode and its footprint on `model`. Raises UserError for a knob that does not fit the model."""
-    mode = make_mode(config.offload)
-    return mode, footprint_of(config, mode, model)
 
 
 def _recomputed_blocks(config: DictConfig, model: nn.Module, mode: Mode) -> tuple[nn.Module, ...]:

@@ -31,7 +31,7 @@ PartScores = tuple[int, dict[str, float]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """When a run evaluates, and on which batches: the same at each time, in every mode and after resuming.
+    """The evaluations of a run. Their batches are the same each time, in every mode and after resuming.
 
     Attributes:
         batches: of at most batch_size examples, on the CPU; none if the run does not evaluate.

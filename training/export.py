@@ -6,7 +6,6 @@ mapped, to the new one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -31,7 +30,7 @@ from training.checkpoints.hugging_face import hugging_face_config
 from training.checkpoints.layout import HUGGING_FACE_FILE, WEIGHTS_STEM
 from training.checkpoints.saved_run import configuration, found, newest_checkpoint, refuse_damage
 from training.components import Components
-from training.config.no_adapter import has_adapter
+from training.config.adapter import has_adapter
 from training.config.schema import Precision
 from training.data.tokenizer import load_tokenizer
 from training.data.tokenizer_files import tokenizer_files
@@ -147,8 +146,7 @@ def _llama_files(
     tensors = {names[0]: tensor.detach() for tensor, names in named_tensors(model)}
     parts = split_into_files(WEIGHTS_STEM, tensors, max_shard_bytes)
     files: dict[str, Fill] = {name: partial(write_tensors, tensors=part, read=read) for name, part in parts.items()}
-    values = json.loads(hugging_face_config(config)) | {"eos_token_id": eos_token_id}
-    files[HUGGING_FACE_FILE] = bytes_of(json.dumps(values, indent=2).encode())
+    files[HUGGING_FACE_FILE] = bytes_of(hugging_face_config(config, eos_token_id))
     if len(parts) > 1:
         files[INDEX_FILE] = bytes_of(index_of(parts))
     return files

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from models.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from models.adapters import merge_adapter
 from models.whole_folder import Fill, Write
-from training.build import attached
 from training.checkpoints.model import load_model
-from training.components import Components, acquired
+from training.components import Components, acquired, attached
 from training.errors import UserError
 from training.filling import fill_buffers
 

@@ -17,7 +17,7 @@ from offload import Mode
 from training.adapters import warn_of_unused
 from training.batches import Batch, examples_in, split_into, uploaded
 from training.build import Job, RankJob, place_states_in_spare_vram
-from training.config.no_adapter import has_adapter
+from training.config.adapter import has_adapter
 from training.config.schema import OnNonfinite
 from training.errors import UserError
 from training.parallel.ranks import RankLostError, Ranks, Share
@@ -34,7 +34,7 @@ class StepResult(NamedTuple):
     loss: Tensor
     """float32 scalar on the device"""
     norm: float | None
-    """of the gradients before clipping; None where nobody took it"""
+    """of the gradients before clipping; None where it was not taken"""
     lr: float
     """of the first parameter group"""
     skipped: bool
@@ -45,7 +45,7 @@ def train(job: Job) -> dict:
     """Runs the job to its last step and returns the summary, which is also in the run's directory.
 
     Metrics are written every `log_every` steps and after the last. If the run saves itself on signals, a signal ends it
-    after the current step, and an evaluation or a sample at once; the resumed run makes that anew.
+    after the current step, and an evaluation or a sample at once; the resumed run makes that again.
     """
     config, start = job.components.config, job.start.step
     first = start + 1
@@ -116,7 +116,7 @@ def evaluate(job: Job, recorder: Recorder, stop: StopRequest, step: int) -> dict
     if not job.evaluation.due(step):
         return {}
     with recorder.outside_steps():
-        # The mode would wait for the updates of a unit; those of what stays on the device, nobody waits for.
+        # The mode waits for the updates of units that stream, and for no others.
         job.ranks.finish_updates(job.optimizer)
         model, ranks = job.components.model, job.ranks
         with job.components.mode.inference():
@@ -201,7 +201,7 @@ def save_or_stop(job: Job, recorder: Recorder, stop: StopRequest, step: int, bat
 def saved_if_rank_is_lost(job: Job, recorder: Recorder, stop: StopRequest, step: int) -> Iterator[None]:
     """Saves the run after `step`, the last step that is done, if the block loses a rank, where a signal would save it.
 
-    The error goes on.
+    The error is raised after that.
     """
     try:
         yield
@@ -244,7 +244,7 @@ def forward_backward(
 
     The share is split into `microbatches`, each weighted by its part of the step's examples, so that the sum does not
     depend on the split, even if the sizes differ; `mode` chooses their order. Each one seeds the random numbers of its
-    dropout anew, by its position in the step, so that they depend neither on that order nor on the number of ranks.
+    dropout by its position in the step, so that they depend neither on that order nor on the number of ranks.
     Returns the loss of the whole step, a float32 scalar.
     """
 
@@ -260,9 +260,10 @@ def forward_backward(
 def gradient_norm(model: nn.Module, known: Mapping[nn.Parameter, Tensor]) -> float:
     """Returns the L2 norm of all gradients; `known` has the norms that were taken already, by parameter.
 
-    It is computed in float32 for gradients of any dtype (torch's own function uses theirs). Waits for the device.
+    Gradients that were released are in `known` alone. The norm is computed in float32 for gradients of any dtype
+    (torch's own function uses theirs). Waits for the device.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None or parameter in known]
     norms = [known.get(parameter) for parameter in parameters]
     norms = [
         torch.linalg.vector_norm(parameter.grad, dtype=torch.float32) if norm is None else norm

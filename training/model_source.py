@@ -1,4 +1,4 @@
-"""Where `model.source` leads: the name of an architecture, a folder, or a model on the Hugging Face Hub.
+"""Finds `model.source`: the name of an architecture, a folder, or a model on the Hugging Face Hub.
 
 Of a model on the Hub the configuration alone is downloaded at first; `training.model_weights` has its weights.
 """

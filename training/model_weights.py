@@ -47,6 +47,14 @@ def weight_files_in(folder: Path) -> list[Path]:
     return list(checkpoint_files(own)) if any(own.glob("*.safetensors")) else []
 
 
+def weight_files(path: Path) -> list[Path]:
+    """Returns the safetensors files that are loaded from `path`: a file, an index, the folder of a model or a pipeline.
+
+    Raises FileNotFoundError if it does not exist, and ValueError if it has none, or an index that cannot be used.
+    """
+    return (path.is_dir() and weight_files_in(path)) or list(checkpoint_files(path))
+
+
 def _part_in(folder: Path) -> str:
     return next((part for part in PARTS if (folder / part / CONFIG_FILE).is_file()), "")
 
@@ -83,8 +91,7 @@ class ModelWeights:
         path = home_expanded(KEY, given)
         if path.exists():
             try:
-                if not (path.is_dir() and weight_files_in(path)):
-                    checkpoint_files(path)
+                weight_files(path)
             except ValueError as error:
                 raise UserError(f"{KEY}={given}: {error}") from error
             return cls(given)

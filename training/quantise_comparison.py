@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from offload import Streams
-from training.components import Components
+from training.components import Components, attached
+from training.config.adapter import NoAdapter
 from training.config.modes import weights_node
-from training.config.no_adapter import NoAdapter
 from training.config.quantize import NoQuantize, quantises
 from training.evaluation import held_out_scores
 from training.filling import fill_buffers, fill_parameters
@@ -43,14 +43,10 @@ def loss_of_base(components: Components, streams: Streams, dataset, weights: Mod
         weights_mode.source = "memory"
     base = Components.of(config, components.invocation, components.device)
     try:
-        with phase("computing the loss without quantising"):
-            base.mode.attach(base.model, streams)
-            try:
-                fill_buffers(base.model)
-                fill_parameters(base.model, config, base.device, weights)
-                return loss_of_first(base, base.model, streams, dataset)
-            finally:
-                base.mode.detach()
+        with phase("computing the loss without quantising"), attached(base, streams) as model:
+            fill_buffers(model)
+            fill_parameters(model, config, base.device, weights)
+            return loss_of_first(base, model, streams, dataset)
     except (MemoryError, torch.OutOfMemoryError) as error:
         logger.warning("quantize.compare=true: no room for the weights that are not quantised (%s)", error)
         return None

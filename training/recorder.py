@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offload import GIB, Counters
+from offload import GIB, Counters, parse_bytes
 from training.batches import Batch, sha256_of
 from training.build import Job
 from training.checkpoints.state import RunState, digest_of_all
@@ -25,6 +25,9 @@ from training.profiling.trace import Tracer
 from training.runs.console import note_failures
 from training.runs.files import SAMPLES_FILE
 from training.tasks.sample import Sample
+
+# The counters of updates that may be under way when a step has ended.
+UPDATE_COUNTERS = ("update_ms", "updated_parameters", "speculated_parameters", "undone_parameters", "undo_ms")
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +74,7 @@ class Recorder:
         # The mode's counters at the last record.
         self._counters = self._mode.counters()
         self._save_ms: list[float] = []
+        self._held_warned = False
         # Of the whole run, on each rank.
         self._rank_peaks: list[dict[str, float]] = [{} for _ in range(job.ranks.count)]
         reset_peaks(self._device)
@@ -100,7 +104,8 @@ class Recorder:
             yield
         finally:
             moved = self._mode.counters() - before
-            self._counters += replace(moved, update_ms=0.0, updated_parameters=0)
+            updates = dict.fromkeys(UPDATE_COUNTERS, 0)
+            self._counters += replace(moved, **updates)
 
     def record(self, step: int, loss: Tensor, norm: float | None, lr: float, evaluation: Mapping[str, float]) -> None:
         """Waits for the device and writes the metrics of the steps since the last record, and of an evaluation now."""
@@ -220,6 +225,8 @@ class Recorder:
         if not memory["memory/vram_reserved_gib"] and not memory["memory/vram_peak_gib"]:
             # Without a GPU there is none of its memory.
             del memory["memory/vram_peak_gib"], memory["memory/vram_reserved_gib"]
+        elif not self._held_warned:
+            self._held_warned = warn_of_held(self._job.components.config.vram_budget, memory)
         return memory
 
     def _speed(self, step_s: float) -> dict[str, float]:
@@ -261,6 +268,22 @@ def memory_of_rank(device: torch.device, counters: Counters) -> dict[str, float]
     return memory
 
 
+def warn_of_held(vram_budget: str | int | None, memory: Mapping[str, float]) -> bool:
+    """Warns if torch's allocator holds more of the GPU than `vram_budget`, which limits tensors; returns whether."""
+    held, live = memory["memory/vram_reserved_gib"], memory["memory/vram_peak_gib"]
+    if vram_budget is None or held * GIB <= parse_bytes("vram_budget", vram_budget):
+        return False
+    logger.warning(
+        "vram_budget=%s: torch's allocator holds %.2f GiB, in which tensors took %.2f GiB: the rest is pieces that no"
+        " tensor fitted; PYTORCH_ALLOC_CONF=expandable_segments:True before the command may join them, and a smaller"
+        " vram_budget leaves room for them",
+        vram_budget,
+        held,
+        live,
+    )
+    return True
+
+
 def of_largest_host(hosts: Sequence[int], values: Sequence[float]) -> float:
     """Returns the largest sum of `values`, one of each rank, over the ranks of one host; `hosts` are those of ranks."""
     totals: dict[int, float] = {}
@@ -297,4 +320,16 @@ def _updates(moved: Counters, steps: int) -> dict[str, float]:
         "optimizer/host_ms": moved.update_ms / steps,
         "optimizer/wait_ms": moved.update_wait_ms / steps,
         "optimizer/gparams_per_s": rate,
+        **_speculation(moved, steps),
+    }
+
+
+def _speculation(moved: Counters, steps: int) -> dict[str, float]:
+    """Returns the metrics of updates that began before the norm was known; none where none did."""
+    if not moved.speculated_parameters:
+        return {}
+    return {
+        "optimizer/speculated": moved.speculated_parameters / moved.updated_parameters,
+        "optimizer/undone": moved.undone_parameters / moved.speculated_parameters,
+        "optimizer/undo_ms": moved.undo_ms / steps,
     }

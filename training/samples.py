@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Samples:
-    """When a run makes a sample; `sampler` is None if it makes none."""
+    """The samples that a run makes; `sampler` is None if it makes none."""
 
     config: DictConfig
     sampler: Sampler | None

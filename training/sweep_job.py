@@ -101,7 +101,7 @@ class SweepJob:
                 self._record_outcome()
 
     def lose(self, reason: str) -> None:
-        """Notes that the job ended, in whatever way, where nobody could see how; `reason` is one line."""
+        """Notes that the job ended, and that it is not known how; `reason` is one line."""
         self.exit_status, self.summary = FAILED, {"status": "killed", "reason": reason}
         self.refused = (self.directory / SUMMARY_FILE).exists() and holds_results(self.directory)
         if not self.refused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload.activations.caches import CacheBefore
+from offload.runtime.block_attributes import BlockAttributes
 from offload.runtime.block_buffers import BlockBuffers
 from offload.runtime.module_contexts import ReplacedForward
 from offload.runtime.torch_internals import tree_flatten, tree_unflatten
@@ -21,11 +23,11 @@ def recompute(blocks: Iterable[nn.Module]) -> Callable[[], None]:
 
     Each block's `forward` is wrapped in torch's non-reentrant checkpoint: random state is restored for the recompute,
     keyword and nested arguments work, inputs need no gradient, and without gradients nothing is recomputed. Buffers
-    (running statistics, counters) are changed by forward alone, and the recompute starts from those that its forward
-    started from; from the lists and caches of keys and values, too, to which a block adds. Module hooks on the block
-    run once, outside of the checkpoint;
-    those on modules within the block run again in the recompute. Call this after an offload mode has attached, so that
-    the recompute, too, has the mode's weights in place.
+    (running statistics, counters) and attributes of modules are changed by forward alone, and the recompute starts from
+    those that its forward started from; from the lists and caches of keys and values, too, to which a block adds.
+    Module hooks on the block run once, outside of the checkpoint; those on modules within the block run again in the
+    recompute. Call this after an offload mode has attached, so that the recompute, too, has the mode's weights in
+    place; attaching afterwards is refused for blocks with buffers of their own.
 
     Copies of a block (deepcopy, `torch.save`) do not recompute.
 
@@ -43,6 +45,8 @@ def recompute(blocks: Iterable[nn.Module]) -> Callable[[], None]:
 
 
 class _Recomputed(ReplacedForward):
+    computes_again = True
+
     def __init__(self, block: nn.Module):
         super().__init__(block)
         # torch ends a recompute early by an exception, which a scripted module turns into an error.
@@ -54,6 +58,7 @@ class _Recomputed(ReplacedForward):
         # All tensors are passed as positional arguments, for which checkpoint calls the hooks on saved tensors. Tensors
         # in keyword and nested arguments it would keep by itself, and no hook could swap them.
         leaves, structure = tree_flatten((arguments, keywords))
+        attributes, context = BlockAttributes(self._module), contextvars.copy_context()
         # Forward may add to the lists and caches that it gets. The recompute adds to copies of what they were before.
         found, failed = [(arguments, keywords)], []
 
@@ -61,7 +66,8 @@ class _Recomputed(ReplacedForward):
             if not found:
                 leaves = [leaf.again() if isinstance(leaf, CacheBefore) else leaf for leaf in leaves]
                 arguments, keywords = tree_unflatten(leaves, structure)
-                return self._forward(*arguments, **keywords)
+                with attributes.in_recompute():
+                    return context.copy().run(self._forward, *arguments, **keywords)
             arguments, keywords = found.pop()
             try:
                 return self._forward(*arguments, **keywords)

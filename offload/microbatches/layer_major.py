@@ -58,22 +58,30 @@ class LayerMajor:
             look_again()
 
     def accumulate(
-        self, losses: Sequence[Callable[[], Tensor]], before_last: Callable[[], None] = lambda: None
+        self,
+        losses: Sequence[Callable[[], Tensor]],
+        after_forward: Callable[[], None] = lambda: None,
+        before_last: Callable[[], None] = lambda: None,
     ) -> list[Tensor]:
         """Computes every loss and the gradients of all. Returns the losses, detached, in order.
 
-        `before_last` is called before backward: the gradients that follow are final.
+        `after_forward` is called when all losses are there; what it raises ends the step. `before_last` is called
+        before the last backward: the gradients that follow are final.
 
         In backward, too, the microbatches pass each place in their order. So gradients are added in the same order as
-        if the microbatches ran one after another, and are equal bit for bit.
+        if the microbatches ran one after another, and are equal bit for bit. Where three or more take different ways
+        through the places (layers that are skipped at random), that order would depend on their ways: each has a
+        backward of its own then.
         """
         if len(losses) == 1:
             return one_after_another(losses, before_last)
         self._lockstep = Lockstep(losses, self._streams, self._threads, self._around_turn)
         try:
             values = self._lockstep.run()
-            for index, value in enumerate(values):
-                _renumber(value, self._order(index, len(losses)))
+            together = len(losses) == 2 or self._lockstep.all_took_one_way
+            if together:
+                for index, value in enumerate(values):
+                    _renumber(value, self._order(index, len(losses)))
         except BaseException:
             # An aborted thread may have hooks on saved tensors open, which torch's module hooks close on an Exception
             # only. They would see the tensors of the next step. They end with the thread.
@@ -81,8 +89,12 @@ class LayerMajor:
             raise
         finally:
             self._lockstep = None
-        before_last()
-        torch.autograd.backward(values)
+        after_forward()
+        passes = [values] if together else [[value] for value in values]
+        for number, losses_of_pass in enumerate(passes, start=1):
+            if number == len(passes):
+                before_last()
+            torch.autograd.backward(losses_of_pass)
         return [value.detach() for value in values]
 
     def close(self) -> None:

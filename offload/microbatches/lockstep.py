@@ -7,16 +7,21 @@ in a thread, and pauses where it enters the next layers. One thread runs at a ti
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
+from offload.runtime.random_state import RandomState
 from offload.runtime.registry import Streams
 from offload.runtime.running_microbatch import running
+from offload.runtime.saved_tensor_hooks import active_hooks
 from offload.runtime.torch_internals import next_sequence_number
 
 
@@ -99,6 +104,11 @@ class Lockstep:
         worker = self._workers[index]
         return worker.turns[max(bisect_right(worker.turn_starts, sequence_number) - 1, 0)]
 
+    @property
+    def all_took_one_way(self) -> bool:
+        """True if all functions had their turns at the same places."""
+        return all(worker.turns == self._workers[0].turns for worker in self._workers)
+
     def _resume(self, worker: _Worker, turn: int) -> None:
         previous, self._current = self._current, worker
         # Each turn casts the weights for itself, as each microbatch does that runs alone. With shared casts, autograd
@@ -131,6 +141,8 @@ class _Worker:
 
     def __init__(self, index: int, function: Callable[[], object], state: _ThreadState, threads: Threads):
         self.running: Future | None = None
+        # Each has its own values of context variables, those of the caller at first.
+        self._context = contextvars.copy_context()
         self.place = -1
         self.result: object = None
         self.error: BaseException | None = None
@@ -148,7 +160,7 @@ class _Worker:
         if self.running is not None:
             self._go.release()
         else:
-            self.running = self._threads.run(self.index, self._run)
+            self.running = self._threads.run(self.index, partial(self._context.run, self._run))
         self._gave_up.acquire()
 
     def pause(self, place: int) -> None:
@@ -158,7 +170,7 @@ class _Worker:
         self._go.acquire()
         if self.aborted:
             raise _Aborted
-        self._state.set_random_state(random_state)
+        random_state.restore()
         self.turn_starts.append(next_sequence_number())
 
     def _run(self) -> None:
@@ -176,7 +188,7 @@ class _Worker:
 
 
 class _ThreadState:
-    """The state that torch keeps for each thread, as the caller has it: autograd, autocast, streams and devices."""
+    """The state that torch keeps for each thread, as the caller has it: autograd with its hooks, autocast, streams."""
 
     def __init__(self, streams: Streams):
         self._streams = streams
@@ -188,6 +200,7 @@ class _ThreadState:
         ]
         self._cache = torch.is_autocast_cache_enabled()
         self._default_device = torch.get_default_device()
+        self._hooks = active_hooks()
         self._streams_context = streams.thread_context()
 
     def as_in_caller(self) -> ExitStack:
@@ -199,15 +212,9 @@ class _ThreadState:
         stack.enter_context(self._streams_context())
         if self._default_device.type != "cpu":
             stack.enter_context(self._default_device)
+        if self._hooks is not None:
+            stack.enter_context(saved_tensors_hooks(*self._hooks))
         return stack
 
-    def random_state(self) -> tuple[torch.Tensor, ...]:
-        states = [torch.get_rng_state()]
-        if self._streams.device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self._streams.device))
-        return tuple(states)
-
-    def set_random_state(self, states: tuple[torch.Tensor, ...]) -> None:
-        torch.set_rng_state(states[0])
-        for state in states[1:]:
-            torch.cuda.set_rng_state(state, self._streams.device)
+    def random_state(self) -> RandomState:
+        return RandomState.of(self._streams.device)

@@ -12,14 +12,16 @@ from torch import Tensor, nn
 
 from offload.modes.mode import Mode
 from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.speculation import Speculation
 from offload.runtime.counters import Counters
-from offload.runtime.errors import OUTSIDE_STEP, KnobError, knobs_under
+from offload.runtime.errors import NOT_ATTACHED, OUTSIDE_STEP, KnobError, knobs_under
 from offload.runtime.module_contexts import ModuleContexts, Opener
 from offload.runtime.registry import Streams
 from offload.runtime.sharers import NO_SHARERS, Sharers
-from offload.runtime.torch_internals import is_in_backward, tree_leaves
+from offload.runtime.torch_internals import is_in_backward, is_transformed, tree_leaves
 from offload.weights.file_homes import Spans
 from offload.weights.footprint import Footprint
+from offload.weights.updates import Updates
 
 
 @dataclass(kw_only=True, eq=False)
@@ -65,6 +67,22 @@ class ActivationMode(Mode, ABC):
     def map_weights(self, spans: Spans) -> None:
         self.weights.map_weights(spans)
 
+    def why_gradients_stay(self, model: nn.Module) -> str | None:
+        return self.weights.why_gradients_stay(model)
+
+    def release_gradients(self, released: bool = True) -> None:
+        self.weights.release_gradients(released)
+
+    @property
+    def releases_gradients(self) -> bool:
+        return self.weights.releases_gradients
+
+    def use_updates(self, updates: Updates) -> None:
+        self.weights.use_updates(updates)
+
+    def expect_sharers(self, count: int) -> None:
+        self.weights.expect_sharers(count)
+
     def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
         list(self.openers(model))
         with knobs_under("weights"):
@@ -85,6 +103,7 @@ class ActivationMode(Mode, ABC):
             raise
 
     def detach(self) -> None:
+        self._check_attached()
         if self._in_step:
             raise RuntimeError("detach inside a step: close the step first")
         self._contexts_of_modules.remove()
@@ -98,6 +117,7 @@ class ActivationMode(Mode, ABC):
         Outside of it a forward with gradients, of which nothing would move, raises RuntimeError.
         Activations may still be on their way then; the device's next computation is queued behind them.
         """
+        self._check_attached()
         if self._in_step:
             raise RuntimeError("a step is open already: close it before the next")
         with self.weights.step(norms), self.around_step():
@@ -117,8 +137,10 @@ class ActivationMode(Mode, ABC):
     def gradient_norms(self) -> dict[nn.Parameter, Tensor]:
         return self.weights.gradient_norms()
 
-    def overlap(self, optimizer: HostAdamW, early: bool, device_share: int = 0) -> None:
-        self.weights.overlap(optimizer, early, device_share)
+    def overlap(
+        self, optimizer: HostAdamW, early: bool, device_share: int = 0, speculation: Speculation | None = None
+    ) -> None:
+        self.weights.overlap(optimizer, early, device_share, speculation)
 
     def divide(self, optimizer: HostAdamW) -> None:
         self.weights.divide(optimizer)
@@ -134,11 +156,17 @@ class ActivationMode(Mode, ABC):
 
     def counters(self) -> Counters:
         """Returns the counters of weights and activations together."""
+        self._check_attached()
         return self.weights.counters() + self.activation_counters()
+
+    def _check_attached(self) -> None:
+        if self._contexts_of_modules is None:
+            raise RuntimeError(NOT_ATTACHED)
 
     def _in_steps_only(self, module: nn.Module, opener: Opener) -> Opener:
         def opened(arguments: tuple, keywords: dict) -> AbstractContextManager:
-            if not torch.is_grad_enabled():
+            # The transforms of torch.func save tensors without memory of their own, and know no hooks.
+            if not torch.is_grad_enabled() or is_transformed():
                 return nullcontext()
             if self._in_step:
                 return opener(arguments, keywords)

@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 
 from offload.microbatches.layer_major import one_after_another
 from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.speculation import Speculation
 from offload.runtime.attachment import Attachment, attaching
 from offload.runtime.counters import Counters
+from offload.runtime.errors import NOT_ATTACHED
 from offload.runtime.knobs import check_knobs
 from offload.runtime.registry import Streams
 from offload.runtime.sharers import NO_SHARERS, Sharers
@@ -23,6 +25,7 @@ from offload.weights.footprint import Footprint
 from offload.weights.partition import cut
 from offload.weights.placement import DevicePlacement
 from offload.weights.unfilled import UnfilledTensors
+from offload.weights.updates import Updates
 
 # A group of parameters of an optimizer, with its hyper-parameters.
 Group = dict[str, Any]
@@ -107,6 +110,30 @@ class Mode:
         they stay on the device.
         """
 
+    def why_gradients_stay(self, model: nn.Module) -> str | None:
+        """Returns in words why `release_gradients` cannot be asked for with `model`; None if it can."""
+        return "no weights stream, so no gradients go to the host"
+
+    def release_gradients(self, released: bool = True) -> None:
+        """Before `footprint` and `attach`: gradients of what streams go to updates inside backward, and to no `.grad`.
+
+        They take no host memory but that of a ring, through which they pass. It needs `overlap` with `early` before the
+        first step, and steps that make their gradients in one `accumulate`, of one microbatch or layer-major. Whatever
+        else needs such a gradient raises RuntimeError: hooks, gradients that are there already, sparse ones, and those
+        that are not final when they land (NotFinalError). Raises RuntimeError while a model is attached.
+        """
+
+    @property
+    def releases_gradients(self) -> bool:
+        """True if `release_gradients` was asked for."""
+        return False
+
+    def use_updates(self, updates: Updates) -> None:
+        """After `attach`: calls `updates` at the points of a step, where the mode has weights on the host."""
+
+    def expect_sharers(self, count: int) -> None:
+        """Before `footprint`: tells how many processes of a host will attach to the model together; see `attach`."""
+
     def attach(self, model: nn.Module, streams: Streams, sharers: Sharers = NO_SHARERS) -> None:
         """Takes `model` over and moves it to where it belongs, here to the device of `streams`.
 
@@ -120,12 +147,14 @@ class Mode:
         """
         if self._placement is not None:
             raise RuntimeError("this mode has a model already: detach it, or make a second mode")
-        with attaching(model, self) as self._attachment:
+        with attaching(model, self, streams) as self._attachment:
             self._placement = DevicePlacement(cut(model, []).resident, streams.device)
             self._unfilled.watch(model)
 
     def detach(self) -> None:
-        """Gives the model back as it was found. Raises RuntimeError inside a step."""
+        """Gives the model back as it was found. Raises RuntimeError inside a step, and where there is none."""
+        if self._placement is None:
+            raise RuntimeError(NOT_ATTACHED)
         self._unfilled.close()
         self._placement.restore()
         self._placement = None
@@ -168,21 +197,25 @@ class Mode:
         """Makes the optimizer of a mode with `owns_update`, once the parameters are filled.
 
         `groups` are those of AdamW, with all hyper-parameters; the mode may keep and change them. `microbatches` is the
-        number of losses of each step.
+        number of losses of each step. Raises RuntimeError in a mode without one.
         """
-        raise NotImplementedError
+        raise RuntimeError(f"{type(self).__name__} has no optimizer of its own: the run's own updates")
 
-    def overlap(self, optimizer: HostAdamW, early: bool, device_share: int = 0) -> None:
+    def overlap(
+        self, optimizer: HostAdamW, early: bool, device_share: int = 0, speculation: Speculation | None = None
+    ) -> None:
         """Hides the updates of `optimizer` behind the step, where the mode has weights on the host.
 
         `early`: updates may begin inside backward. `device_share`: bytes of optimizer states that live on the device.
+        `speculation`: where not `early`, updates begin inside backward all the same, and are undone if `step` has
+        another scale than 1, or `skip` is called.
         """
 
     def divide(self, optimizer: HostAdamW) -> None:
         """Has `optimizer` update, of what sharers have in common, this process's slices alone, with shared states.
 
-        Call it before the optimizer has states. The caller sums the gradients of the sharers, but for those of
-        `summed_parameters`. Without sharers it does nothing.
+        Call it before `overlap`, and before the optimizer has states. The caller sums the gradients of the sharers, but
+        for those of `summed_parameters`. Without sharers it does nothing.
         """
 
     def shared_parameters(self) -> frozenset[nn.Parameter]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from offload.activations.checkpointing import recompute
 from offload.activations.swapper import ActivationSwapper
 from offload.microbatches.layer_major import LayerMajor
+from offload.microbatches.module_attributes import ModuleAttributes
 from offload.modes.weight_mode import WeightMode
 from offload.runtime.block_buffers import buffers_here
 from offload.runtime.blocks import find_blocks, outside_blocks
@@ -28,12 +29,14 @@ from offload.runtime.errors import KnobError
 from offload.runtime.knobs import choice, knob, nbytes
 from offload.runtime.module_contexts import WrappedForward
 from offload.runtime.registry import Streams
+from offload.runtime.running_microbatch import SideBySideError, running_microbatch
 from offload.runtime.sharers import NO_SHARERS, Sharers
 from offload.runtime.tensor_parts import true_bytes
 from offload.runtime.torch_internals import gradient_accumulated_hooks, gradient_hooks
 from offload.weights.footprint import Footprint
 from offload.weights.partition import CutPoint
 from offload.weights.resident_shares import ResidentShares
+from offload.weights.side_by_side import WeightsSideBySide
 
 
 def cut_evenly(sizes: Sequence[int], count: int, limit: float = math.inf) -> list[range]:
@@ -116,6 +119,10 @@ class ShardOffload(WeightMode):
         self._resident_buffers: list[Place] = []
         self._boundary_swapper: ActivationSwapper | None = None
         self._undo: list[Callable[[], None]] = []
+        self._one_by_one = False
+        self._unchanged: WeightsSideBySide | None = None
+        self._attributes: ModuleAttributes | None = None
+        self._not_begun: set[int] = set()
 
     @property
     def recomputes(self) -> bool:
@@ -177,17 +184,31 @@ class ShardOffload(WeightMode):
         """Inside a step: computes every loss and the gradients of all. Returns the losses, detached.
 
         Layer-major, but one microbatch after another where the gradients of each matter by themselves: where a
-        parameter has hooks on its gradient, which run for each, or a gradient already, to which each is added.
+        parameter has hooks on its gradient, which run for each, or a gradient already, to which each is added. Raises
+        SideBySideError where a loss changes, freezes or replaces weights; from then on they run one after another.
         """
-        if len(losses) > 1 and any(map(_takes_each_gradient, self._model.parameters())):
+        if running_microbatch() is not None:
+            raise RuntimeError("accumulate inside a loss of several microbatches: call loss.backward() there")
+        if len(losses) == 1 or self._one_by_one or self._model is None:
+            return super().accumulate(losses)
+        if any(map(_takes_each_gradient, self._model.parameters())):
             return super().accumulate(losses)
         self._resident_buffers = buffers_here(self._model)
+        self._resident_shares.begin()
+        self._attributes = ModuleAttributes(self._model.modules())
+        self._unchanged = weights = WeightsSideBySide(self._streamer.cut, self._streamer.is_pending)
+        self._not_begun = set(range(len(losses)))
         try:
-            with self._streamer.accumulating():
-                return self._layer_major.accumulate(losses, self._streamer.last_microbatch)
+            with self._streamer.gradients.accumulating(side_by_side=True):
+                return self._layer_major.accumulate(losses, weights.check, self._streamer.gradients.last_microbatch)
+        except BaseException as error:
+            weights.put_back()
+            self._one_by_one |= isinstance(error, SideBySideError)
+            raise
         finally:
+            self._attributes.end(len(losses))
             self._resident_shares.drop()
-            self._resident_buffers = []
+            self._resident_buffers, self._unchanged, self._attributes = [], None, None
 
     def counters(self) -> Counters:
         counters, swapper = super().counters(), self._boundary_swapper
@@ -214,10 +235,18 @@ class ShardOffload(WeightMode):
         """Gives a microbatch its own share of what stays on the device, as windows do for what streams.
 
         So the gradients of its uses are summed by themselves, and what autograd saves of a buffer does not change in
-        the turns of other microbatches.
+        the turns of other microbatches. Plain attributes of modules are those that it would see one after another.
         """
-        with own_copies(self._resident_buffers), self._resident_shares.turn(microbatch):
+        with (
+            own_copies(self._resident_buffers),
+            self._resident_shares.turn(microbatch),
+            self._attributes.turn(microbatch),
+        ):
             yield
+        # By the end of its first turn a loss has set what it sets before it calls the model.
+        if microbatch in self._not_begun:
+            self._not_begun.discard(microbatch)
+            self._unchanged.check_frozen()
 
     def _wrap_blocks(self, model: nn.Module) -> None:
         if self.boundary == "host" and self.checkpoint:

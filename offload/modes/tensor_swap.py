@@ -22,6 +22,7 @@ from offload.runtime.errors import KnobError
 from offload.runtime.host_memory import HostArena
 from offload.runtime.knobs import choice, knob, nbytes
 from offload.runtime.module_contexts import Opener
+from offload.runtime.one_thread import OneThread
 from offload.runtime.registry import Streams
 from offload.runtime.transfer import Telemetry, Transfer
 from offload.weights.footprint import Footprint
@@ -65,6 +66,7 @@ class TensorSwap(ActivationMode):
         self._asked = None if self.predicate is None else _imported(self.predicate)
         self._model: nn.Module | None = None
         self._swapper: ActivationSwapper | None = None
+        self._one_thread = OneThread()
 
     def check(self) -> None:
         if self.layers is not None and not self.layers:
@@ -129,6 +131,7 @@ class TensorSwap(ActivationMode):
         def opened(arguments: tuple, keywords: Mapping) -> Iterator[None]:
             with ExitStack() as stack:
                 if is_root:
+                    stack.enter_context(self._one_thread.turn())
                     stack.enter_context(self._swapper.excluding(_tensors((arguments, keywords))))
                 if swaps:
                     stack.enter_context(self._swapper.hooks())

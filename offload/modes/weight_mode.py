@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -16,10 +16,13 @@ from offload.microbatches.layer_major import one_after_another
 from offload.modes.mode import Mode
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.overlap import Overlap
+from offload.optimizer.speculation import Speculation
 from offload.runtime.attachment import attaching
 from offload.runtime.counters import Counters
-from offload.runtime.errors import KnobError
+from offload.runtime.errors import NOT_ATTACHED, KnobError
+from offload.runtime.fused_optimizers import counting_fused_updates
 from offload.runtime.knobs import choice, knob, nbytes
+from offload.runtime.module_contexts import check_recompute_is_outside
 from offload.runtime.registry import Streams
 from offload.runtime.sharers import NO_SHARERS, Sharers
 from offload.weights.file_homes import FileHomes, Spans, put_in_files, ring_size
@@ -27,14 +30,16 @@ from offload.weights.footprint import Footprint
 from offload.weights.partition import (
     CutModel,
     CutPoint,
-    buffers_stay,
     check_amount,
     cut,
+    cut_for_sharers,
     keep_on_device,
     open_at_once,
 )
+from offload.weights.released_gradients import why_kept
 from offload.weights.slices import slices_of
 from offload.weights.streamer import WeightStreamer
+from offload.weights.updates import Updates
 
 
 @dataclass(kw_only=True, eq=False)
@@ -71,9 +76,17 @@ class WeightMode(Mode, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._streamer: WeightStreamer | None = None
+        self._attached: WeightStreamer | None = None
         self._overlap: Overlap | None = None
         self._spans: Spans | None = None
+        self._releases = False
+        self._expected_sharers = 1
+
+    @property
+    def _streamer(self) -> WeightStreamer:
+        if self._attached is None:
+            raise RuntimeError(NOT_ATTACHED)
+        return self._attached
 
     def check(self) -> None:
         if self.prefetch is not None and self.prefetch >= self.slots:
@@ -92,11 +105,34 @@ class WeightMode(Mode, ABC):
     def map_weights(self, spans: Spans) -> None:
         self._spans = spans
 
+    def why_gradients_stay(self, model: nn.Module) -> str | None:
+        units = self._cut(model).units
+        if not any(unit.trained for unit in units):
+            return "nothing that streams trains, so no gradients go to the host"
+        return why_kept(units)
+
+    def release_gradients(self, released: bool = True) -> None:
+        if self._attached is not None:
+            raise RuntimeError("release_gradients while a model is attached: detach it first")
+        self._releases = released
+
+    @property
+    def releases_gradients(self) -> bool:
+        return self._releases
+
+    def use_updates(self, updates: Updates) -> None:
+        self._streamer.use_updates(updates)
+
+    def expect_sharers(self, count: int) -> None:
+        self._expected_sharers = count
+
     def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
         streamed, ring_bytes = self._cut(model), 0
+        if self._expected_sharers > 1:
+            streamed = cut_for_sharers(streamed)
         if self.source == "mapped":
             ring_bytes = math.prod(ring_size(streamed.units, self.ring_bytes))
-        return Footprint.of(streamed, self._slots_for(streamed), recompute, ring_bytes)
+        return Footprint.of(streamed, self._slots_for(streamed), recompute, ring_bytes, self._releases)
 
     def attach(self, model: nn.Module, streams: Streams, sharers: Sharers = NO_SHARERS) -> None:
         """Takes `model` over: its units go to host memory, the rest to the device of `streams`.
@@ -112,31 +148,36 @@ class WeightMode(Mode, ABC):
         copies whole units, so the caller sees to it that the updates of all sharers are done. Parameters are updated by
         an optimizer that was given to `divide`. Before `detach` the updates of all sharers are done, too.
         """
-        if self._streamer is not None:
+        if self._attached is not None:
             raise RuntimeError("this mode has a model already: detach it, or make a second mode")
-        with attaching(model, self) as self._attachment:
+        check_recompute_is_outside(model)
+        with attaching(model, self, streams) as self._attachment:
             streamed = self._cut(model)
             if sharers.count > 1:
-                streamed = buffers_stay(streamed)
+                streamed = cut_for_sharers(streamed)
             slots = self._slots_for(streamed)
             prefetch = slots - 1 if self.prefetch is None else min(self.prefetch, slots - 1)
             knobs = {"slots": slots, "prefetch": prefetch, "pin": self.pin == "auto"}
             if self.source == "mapped":
                 ring = {"ring_bytes": self.ring_bytes, "threads": self.file_readers}
                 knobs["make_files"] = partial(FileHomes, streamed.units, **ring)
-            self._streamer = WeightStreamer(streamed, streams, **knobs, sharers=sharers)
+            if self._releases:
+                self._check_release(streamed, sharers)
+            self._attached = WeightStreamer(streamed, streams, **knobs, sharers=sharers, releases=self._releases)
             self._unfilled.watch(model)
 
     def detach(self) -> None:
         self._streamer.detach()
         self._unfilled.close()
-        self._streamer = self._overlap = None
+        self._attached = self._overlap = None
         self._attachment.release()
 
-    def step(self, norms: bool = False) -> AbstractContextManager:
+    @contextmanager
+    def step(self, norms: bool = False) -> Iterator[None]:
         """Surrounds forward and backward of one step; afterwards gradients can be read on the host."""
         self._unfilled.check_step()
-        return self._streamer.step(norms)
+        with self._streamer.step(norms), counting_fused_updates():
+            yield
 
     @contextmanager
     def inference(self) -> Iterator[None]:
@@ -144,38 +185,40 @@ class WeightMode(Mode, ABC):
 
         Raises RuntimeError also for a parameter that was moved or replaced by one that cannot be streamed.
         """
-        with super().inference(), self._streamer.inference():
+        with super().inference(), self._streamer.inference(), counting_fused_updates():
             yield
 
     def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
-        with self._streamer.accumulating():
-            return one_after_another(losses, self._streamer.last_microbatch)
+        with self._streamer.gradients.accumulating():
+            return one_after_another(losses, self._streamer.gradients.last_microbatch)
 
     def gradient_norms(self) -> dict[nn.Parameter, Tensor]:
-        return self._streamer.gradient_norms()
+        return self._streamer.gradients.norms()
 
-    def overlap(self, optimizer: HostAdamW, early: bool, device_share: int = 0) -> None:
+    def overlap(
+        self, optimizer: HostAdamW, early: bool, device_share: int = 0, speculation: Speculation | None = None
+    ) -> None:
         """Hides the updates of `optimizer` behind the step; see `Overlap`.
 
-        Raises KnobError for what does not go together with sharers of the weights.
+        Raises KnobError for what does not go together with released gradients. Where processes share the weights, call
+        it after `divide`: `device_share` is for this process's slices, and no update speculates, because another
+        process may have to undo what this one keeps.
         """
+        if self._releases and not early:
+            raise KnobError("early", early, "must be true where gradients are released to updates inside backward")
         if self._streamer.sharers.count > 1:
-            if early:
-                raise KnobError("early", early, "must be false where several processes share the weights")
-            if device_share:
-                raise KnobError("device_share", device_share, "must be 0 where several processes share the weights")
+            speculation = None
         if self._overlap is not None:
             self._overlap.close()
-        self._overlap = Overlap(optimizer, self._streamer, early, device_share)
+        self._overlap = Overlap(optimizer, self._streamer, early, device_share, speculation)
         self._streamer.use_updates(self._overlap)
 
     def place_states(self, nbytes: int) -> None:
         """Between steps: optimizer states of the first units that fit into `nbytes` live on the device from now on.
 
-        Shared states stay on the host.
+        Where processes share the weights, these are the states of this process's slices.
         """
-        if self._streamer.sharers.count == 1:
-            self._overlap.place_states(nbytes)
+        self._overlap.place_states(nbytes)
 
     def divide(self, optimizer: HostAdamW) -> None:
         sharers = self._streamer.sharers
@@ -188,7 +231,7 @@ class WeightMode(Mode, ABC):
             optimizer.share(slices, sharers)
 
     def summed_parameters(self) -> frozenset[nn.Parameter]:
-        return self._streamer.summed_parameters()
+        return self._streamer.gradients.summed_parameters()
 
     def shared_parameters(self) -> frozenset[nn.Parameter]:
         units = self._streamer.cut.units if self._streamer.sharers.count > 1 else ()
@@ -200,6 +243,12 @@ class WeightMode(Mode, ABC):
     def chosen(self, model: nn.Module) -> Sequence[CutPoint]:
         """Returns the cut points that `include` and `exclude` leave, named by their units."""
         return self.grouped([point for point in self.cut_points(model) if self._selects(point.name)])
+
+    @staticmethod
+    def _check_release(streamed: CutModel, sharers: Sharers) -> None:
+        shared = "processes that share the weights sum gradients first" if sharers.count > 1 else None
+        if reason := shared or why_kept(streamed.units):
+            raise KnobError("gradients", "release", f"{reason}: take keep")
 
     def _cut(self, model: nn.Module) -> CutModel:
         parts = cut(model, self.chosen(model), trained_stays=self.trained == "device")

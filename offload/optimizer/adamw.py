@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from offload.optimizer.claims import Claim, update_elsewhere, update_in_place
-from offload.optimizer.conversions import MASTER, in_format
+from offload.optimizer.conversions import copy_state
+from offload.optimizer.deferral import Deferral
 from offload.optimizer.formats import StateFormat
 from offload.optimizer.kernel_choice import fastest_update
 from offload.optimizer.kernels import FusedUpdate, UpdateKernel, torch_threads
@@ -17,28 +19,17 @@ from offload.optimizer.param_groups import check_group, check_settings, decay_gr
 from offload.optimizer.rounding import noise_seed
 from offload.optimizer.shared_states import SharedStates
 from offload.optimizer.state_dicts import states_as_torchs, states_to_load
-from offload.optimizer.states import WEIGHT, State, StatePlacement, state_bytes
+from offload.optimizer.states import State, StatePlacement, state_bytes
 from offload.runtime.byte_sizes import GIB
 from offload.runtime.errors import KnobError
-from offload.runtime.host_cores import usable_cores
+from offload.runtime.host_cores import all_cores_but
 from offload.runtime.host_memory import free_host_bytes
 from offload.runtime.knobs import bytes_or, in_range, one_of
 from offload.runtime.sharers import Sharers
 
 # The system could not start more: the process would end without a message.
 MAX_THREADS = 1024
-
-
-class Deferral(Protocol):
-    """Makes some of an optimizer's updates beside the caller; see `offload.optimizer.overlap`."""
-
-    def offer_all(self, scale: float) -> None:
-        """Claims and starts its updates."""
-        ...
-
-    def finish(self) -> None:
-        """Waits for its updates."""
-        ...
+NOTHING: Mapping[Tensor, Tensor] = MappingProxyType({})
 
 
 class HostAdamW(torch.optim.AdamW):
@@ -69,8 +60,14 @@ class HostAdamW(torch.optim.AdamW):
         rounding_seed: of random rounding, which depends on it, the parameter's place, the step and the element alone.
         device_share: bytes of states ("10GiB") that a mode which overlaps the updates places on the device, or "auto"
             for as many as fit there. Without such a mode it has no effect.
+        gradients: of weights that stream. "keep" leaves them in `.grad`, in host memory; "release" hands each to its
+            update inside backward, so that it needs no memory of its own (see `Mode.release_gradients`). "auto"
+            releases them where nothing else needs them.
         threads: cores that update host parameters. None takes all but one, which launches the device's work, or all
             but three under a mode that begins updates inside backward (see `leave_cores`).
+        speculate: "on" lets a mode that overlaps the updates begin them inside backward where gradients may still be
+            clipped, and undo them exactly if they are (`offload.optimizer.speculation`). "auto" does so while steps are
+            not clipped, "off" never. No number depends on it.
         compile: "auto" takes the fastest kernel of the host, "off" torch's own (see `fastest_update`).
 
     Raises KnobError for a setting out of range.
@@ -93,11 +90,15 @@ class HostAdamW(torch.optim.AdamW):
         state_rounding: str = "nearest",
         rounding_seed: int = 0,
         device_share: str | int = 0,
+        gradients: str = "auto",
         threads: int | None = None,
+        speculate: str = "auto",
         compile: str = "auto",
     ):
         self.format = StateFormat(master, state_dtype, state_rounding)
+        one_of("speculate", speculate, "auto", "on", "off")
         one_of("compile", compile, "auto", "off")
+        one_of("gradients", gradients, "auto", "keep", "release")
         if threads is not None and threads not in range(1, MAX_THREADS + 1):
             raise KnobError("threads", threads, f"must be at least 1 and at most {MAX_THREADS}, or null to choose")
         in_range("lr", lr, at_least=0)
@@ -106,10 +107,11 @@ class HostAdamW(torch.optim.AdamW):
         if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
             raise KnobError("betas", list(betas), "must be two numbers, at least 0 and below 1")
         groups = params if decay_norms_and_biases else decay_groups(params)
-        self.threads = _all_but(1) if threads is None else threads
+        self.threads = all_cores_but(1) if threads is None else threads
         self._chooses_threads = threads is None
         self._rounding_seed = rounding_seed
         self.device_share = bytes_or("auto", "device_share", device_share)
+        self.speculate = speculate
         self._compile = compile
         self._claimed: set[Tensor] = set()
         self._deferral: Deferral | None = None
@@ -163,18 +165,16 @@ class HostAdamW(torch.optim.AdamW):
 
         The parameters, contiguous and on the host, are the sharers' shared memory, and so are their states from now on.
         `allocate` makes these; each sharer calls it, and waits for the others. Raises RuntimeError where states exist,
-        and KnobError for moments in 8 bits: ranges do not begin with their blocks.
+        or have a place on the device, and ValueError for moments in 8 bits where a range does not begin with a block.
         """
-        if self.format.state_dtype == "int8":
-            raise KnobError("state_dtype", "int8", "must be fp32 or bf16 where several processes share the states")
-        if self.state:
-            raise RuntimeError("states that exist cannot be shared: share the parameters before the first update")
+        if self.state or any(map(self._placement.is_placed, slices)):
+            raise RuntimeError("states that exist cannot be shared: share the parameters before anything has states")
         self._shared = SharedStates(slices, self.format, sharers)
 
     def leave_cores(self, count: int) -> None:
         """Makes updates run on all cores but `count`, unless `threads` was given."""
         if self._chooses_threads:
-            self.threads = _all_but(count)
+            self.threads = all_cores_but(count)
             if self._updates_on_host:
                 # Measured now, and not in the next step.
                 fastest_update(self.threads, self._compile, self.format)
@@ -192,11 +192,13 @@ class HostAdamW(torch.optim.AdamW):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state in the layout of torch.optim.AdamW, after the updates that are under way."""
-        self.finish()
+        self.bring_states_home()
         return states_as_torchs(super().state_dict(), self._parameters)
 
     def skip(self) -> None:
-        """Ends the step without updating parameters that are not claimed yet; claimed ones are updated all the same."""
+        """Ends the step without updating parameters that are not claimed yet; other updates stay if they are final."""
+        if self._deferral is not None:
+            self._deferral.skip()
         self._claimed.clear()
 
     @property
@@ -208,22 +210,28 @@ class HostAdamW(torch.optim.AdamW):
         """Updates these parameters now, on the calling thread: `apply(claim(parameters), scale)`."""
         self.apply(self.claim(parameters), scale)
 
-    def claim(self, parameters: Iterable[Tensor]) -> list[Claim]:
+    def claim(self, parameters: Iterable[Tensor], released: Mapping[Tensor, Tensor] = NOTHING) -> list[Claim]:
         """Claims the updates of those parameters that have a gradient and are not claimed yet in this step.
 
-        Parameters of no group are left out. Raises ValueError for a sparse gradient.
+        `released` has gradients that are in no `.grad`. Parameters of no group are left out. Raises ValueError for a
+        sparse gradient.
         """
         hyperparameters = [hyperparameters_of(group) for group in self.param_groups]
         claims = []
         for parameter in parameters:
-            if parameter.grad is None or parameter in self._claimed or parameter not in self._group_of:
+            gradient = released.get(parameter, parameter.grad)
+            if gradient is None or parameter in self._claimed or parameter not in self._group_of:
                 continue
-            if parameter.grad.layout is not torch.strided:
+            if gradient.layout is not torch.strided:
                 raise ValueError("AdamW takes no sparse gradients: build the embedding with sparse=False")
             self._claimed.add(parameter)
             settings = hyperparameters[self._group_of[parameter]]
-            claims.append(Claim(parameter, parameter.grad, settings, self.format, self._noise_seeds[parameter]))
+            claims.append(Claim(parameter, gradient, settings, self.format, self._noise_seeds[parameter]))
         return claims
+
+    def release(self, claims: Iterable[Claim]) -> None:
+        """Takes claims back whose updates are not made, or undone."""
+        self._claimed.difference_update(claim.parameter for claim in claims)
 
     @torch.no_grad()
     def apply(self, claims: Iterable[Claim], scale: float = 1.0) -> None:
@@ -237,13 +245,32 @@ class HostAdamW(torch.optim.AdamW):
                 self._apply(claim, scale)
 
     @torch.no_grad()
-    def apply_on_device(self, claim: Claim, gradient: Tensor, scale: float = 1.0) -> Tensor:
+    def apply_on_device(self, claim: Claim, gradient: Tensor, scale: float = 1.0) -> list[tuple[Tensor, Tensor]]:
         """Updates the placed states of a claimed parameter with `gradient` on their device, on the current stream.
 
-        Returns the new weight there: the parameter's shape and dtype.
+        Of a parameter that is shared, `gradient` has this process's slices, one behind the other (1-D). Returns pairs
+        of a place at home and the new weight for it on the device, alike in shape and dtype.
         """
-        state = self._begin_update(claim.parameter)
-        return update_elsewhere(claim, state, gradient, FusedUpdate(self.threads), scale)
+        parameter, kernel = claim.parameter, FusedUpdate(self.threads)
+        state = self.begin_update(parameter)
+        if self._is_shared(parameter):
+            return self._shared.update_placed(claim, state, gradient, kernel, scale)
+        return [(parameter.data, update_elsewhere(claim, state, gradient, kernel, scale))]
+
+    def bytes_to_place(self, parameters: Sequence[Tensor]) -> int:
+        """Returns the bytes of the states that `place` puts on the device for these parameters, masters included."""
+        shared = [parameter for parameter in parameters if self._is_shared(parameter)]
+        own = state_bytes((p for p in parameters if not self._is_shared(p)), self.format, placed=True)
+        return own + sum(self._shared.bytes_to_place(parameter) for parameter in shared)
+
+    def bring_states_home(self) -> None:
+        """Copies shared states that were updated on this process's device to the memory that all sharers read.
+
+        A sharer that reads whole states has the others do so before; `state_dict` does so for this process's slices.
+        """
+        self.finish()
+        if self._shared is not None:
+            self._shared.bring_home()
 
     def place(self, parameters: Iterable[Tensor], device: torch.device) -> None:
         """Puts the states of these parameters, masters too, on `device`, wherever the parameters live.
@@ -251,7 +278,10 @@ class HostAdamW(torch.optim.AdamW):
         States that exist move. They are updated by `apply_on_device`, for a caller who has the gradients there.
         """
         for parameter in parameters:
-            self._placement.place(parameter, self.state.get(parameter, {}), device)
+            if self._is_shared(parameter):
+                self._shared.place(parameter, device)
+            else:
+                self._placement.place(parameter, self.state.get(parameter, {}), device)
 
     @torch.no_grad()
     def allocate(self) -> None:
@@ -262,7 +292,7 @@ class HostAdamW(torch.optim.AdamW):
         if self._shared is not None:
             self._shared.allocate()
         missing = [p for p in self._group_of if p.requires_grad and not self.state.get(p)]
-        on_host = [p for p in missing if p.device.type == "cpu" and not self._is_elsewhere(p)]
+        on_host = [p for p in missing if p.device.type == "cpu" and not self.is_elsewhere(p)]
         needed = state_bytes(on_host, self.format)
         free = free_host_bytes()
         if free is not None and needed > free:
@@ -307,31 +337,28 @@ class HostAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def load_state(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
-        """Copies a state of any format into that of `parameter`, which exists; see `conversions.in_format`.
+        """Copies a state of any format into that of `parameter`, which exists; see `conversions.copy_state`.
 
         The parameter has the values that belong to the state; where that has no master, they are it.
         """
-        found = in_format(state, parameter, self.format)
-        for name, tensor in self.state[parameter].items():
-            if name in found:
-                tensor.copy_(found[name])
-            elif name in (WEIGHT, MASTER):
-                tensor.copy_(parameter)
-            else:
-                tensor.zero_()
+        if self._is_shared(parameter):
+            self._shared.forget_placed(parameter)
+        copy_state(state, self.state[parameter], parameter, self.format)
 
     def _apply(self, claim: Claim, scale: float) -> None:
-        parameter = claim.parameter
-        if self._placement.is_placed(parameter):
-            gradient = claim.gradient.to(self._placement.device_of(parameter))
-            parameter.data.copy_(self.apply_on_device(claim, gradient, scale))
+        parameter, is_shared = claim.parameter, self._is_shared(claim.parameter)
+        owner = self._shared if is_shared else self._placement
+        if owner.is_placed(parameter):
+            gradient = self._shared.own_part(parameter, claim.gradient) if is_shared else claim.gradient
+            for home, weight in self.apply_on_device(claim, gradient.to(owner.device_of(parameter)), scale):
+                home.copy_(weight)
             return
-        state = self._begin_update(parameter)
+        state = self.begin_update(parameter)
         kernel = self.kernel if parameter.device.type == "cpu" else FusedUpdate()
-        slices = self._shared.slices(parameter) if self._is_shared(parameter) else None
+        slices = self._shared.slices(parameter) if is_shared else None
         update_in_place(claim, state, kernel, scale, slices)
 
-    def _begin_update(self, parameter: Tensor) -> State:
+    def begin_update(self, parameter: Tensor) -> State:
         """Counts an update that is about to be made; returns the parameter's state."""
         state = self.state[parameter]
         self._prepare(parameter, state)
@@ -350,7 +377,8 @@ class HostAdamW(torch.optim.AdamW):
     def _is_shared(self, parameter: Tensor) -> bool:
         return self._shared is not None and parameter in self._shared
 
-    def _is_elsewhere(self, parameter: Tensor) -> bool:
+    def is_elsewhere(self, parameter: Tensor) -> bool:
+        """True if the state of a parameter is on another device than its weight, or several processes share it."""
         return self._placement.is_placed(parameter) or self._is_shared(parameter)
 
     @property
@@ -362,12 +390,8 @@ class HostAdamW(torch.optim.AdamW):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ["threads", "_chooses_threads", "device_share", "format", "_compile", "_claimed", "_group_of"]
-        names += ["_rounding_seed", "_noise_seeds"]
+        names = ["threads", "_chooses_threads", "device_share", "format", "speculate", "_compile", "_claimed"]
+        names += ["_group_of", "_rounding_seed", "_noise_seeds"]
         # A copy makes its updates itself.
         own = {"_deferral": None, "_shared": None, "_placement": StatePlacement(self.format)}
         return super().__getstate__() | {name: getattr(self, name) for name in names} | own
-
-
-def _all_but(count: int) -> int:
-    return max(usable_cores() - count, 1)

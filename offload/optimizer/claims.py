@@ -54,6 +54,20 @@ def update_elsewhere(claim: Claim, state: State, gradient: Tensor, kernel: Updat
     return weight
 
 
+def update_slice(
+    claim: Claim, state: State, start: int, gradient: Tensor, kernel: UpdateKernel, scale: float
+) -> Tensor:
+    """Updates a state of a part of the claimed parameter, from element `start` on, as `update_elsewhere` does all.
+
+    `gradient` is that of the part, 1-D on the device of the state. Returns the new weight of the part there.
+    """
+    weight = state.get(WEIGHT)
+    if weight is None:
+        weight = torch.empty_like(state[MASTER_NAMES[torch.float32]], dtype=claim.parameter.dtype)
+    _update(claim, state, weight, gradient, kernel, scale, start=start)
+    return weight
+
+
 def _update(
     claim: Claim,
     state: State,
@@ -62,19 +76,29 @@ def _update(
     kernel: UpdateKernel,
     scale: float,
     slices: Sequence[range] | None = None,
+    start: int = 0,
 ) -> None:
+    operands = operands_of(claim, state, weight, gradient, start)
+    for piece in [operands] if slices is None else map(operands.part, slices):
+        kernel(piece, state["step"], claim.hyperparameters, scale)
+
+
+def operands_of(claim: Claim, state: State, weight: Tensor, gradient: Tensor, start: int = 0) -> Operands:
+    """Returns the operands of a claimed update whose weight is `weight`, contiguous, on the device of the state.
+
+    `start`: the element of the parameter with which the weight begins.
+    """
     master = claim.format.master_dtype(weight.dtype)
-    operands = Operands(
+    return Operands(
         weight=_flat(weight),
         gradient=_flat(gradient),
         **{moment: _flat(state[name]) for moment, name in zip(MOMENTS, claim.format.moment_names, strict=True)},
         **{key: state.get(key) for key in map(SCALE.format, MOMENTS)},
         master=None if master is None else _flat(state[MASTER_NAMES[master]]),
+        start=start,
         seed=claim.seed,
         rounds_moments=claim.format.rounds_moments,
     )
-    for piece in [operands] if slices is None else map(operands.part, slices):
-        kernel(piece, state["step"], claim.hyperparameters, scale)
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from offload.optimizer.block_quantise import dequantise, quantise, scales_for
 from offload.optimizer.formats import CODES, MASTER_NAMES, MOMENTS, SCALE, StateFormat
 from offload.optimizer.rounding import join
-from offload.optimizer.states import State
+from offload.optimizer.states import WEIGHT, State
 
 MASTER, REMAINDER, COMPENSATION = (MASTER_NAMES[dtype] for dtype in (torch.float32, torch.int16, torch.bfloat16))
 
@@ -46,6 +46,21 @@ def in_format(state: State, weight: Tensor, format: StateFormat) -> State:
     elif dtype is not None and (master := _master(state, weight)) is not None:
         found[MASTER_NAMES[dtype]] = _beside(weight, master, dtype)
     return found
+
+
+def copy_state(state: State, into: State, parameter: Tensor, format: StateFormat) -> None:
+    """Copies a state of any format into that of `parameter`, which has `format` and all its tensors.
+
+    The parameter has the values that belong to the state; where that has no master, they are it.
+    """
+    found = in_format(state, parameter, format)
+    for name, tensor in into.items():
+        if name in found:
+            tensor.copy_(found[name])
+        elif name in (WEIGHT, MASTER):
+            tensor.copy_(parameter)
+        else:
+            tensor.zero_()
 
 
 def _values(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:

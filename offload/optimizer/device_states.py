@@ -19,10 +19,10 @@ from offload.weights.units import OffloadUnit
 class DeviceStates:
     """The first of `units` whose states by `optimizer` fit in `budget` bytes of the device.
 
-    Their gradients stay on the device, besides going to the host, until they are updated: 2 bytes a parameter more
-    where they are bf16. Updates run on the d2h stream, between the copies, and send the new weights home. A gradient
-    that a hook or the caller changes on the host is left to the optimizer's `step`; autograd's version counter shows
-    such a change, so one that is made through `.data` is missed.
+    Their gradients stay on the device until they are updated, besides going to the host unless they are released: 2
+    bytes a parameter more where they are bf16. Updates run on the d2h stream, between the copies, and send the new
+    weights home. A gradient that a hook or the caller changes on the host is left to the optimizer's `step`; autograd's
+    version counter shows such a change, so one that is made through `.data` is missed.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class DeviceStates:
         left = budget
         for unit in units:
             parameters = [tensor.host for tensor in unit.trained]
-            left -= optimizer.planned_bytes(parameters, optimizer.format, placed=True)
+            left -= optimizer.bytes_to_place(parameters)
             if left < 0:
                 break
             self.units.add(unit)
@@ -66,11 +66,16 @@ class DeviceStates:
     def offer(
         self, unit: OffloadUnit, tensors: Iterable[UnitTensor], scale: float = 1.0, after: Sequence[Event] = ()
     ) -> None:
-        """Queues, behind the events `after`, the update of those of `tensors` whose gradient is as it landed."""
+        """Queues, behind the events `after`, the update of those of `tensors` whose gradient is as it landed.
+
+        A gradient that was released is on the device alone.
+        """
         streams, d2h = self._streams, self._streams.d2h
         retained = [tensor for tensor in tensors if tensor in self._gradients]
-        by_parameter = {tensor.host: tensor for tensor in retained if tensor.has_landed_gradient}
-        claims = self._optimizer.claim(by_parameter)
+        as_landed = [tensor for tensor in retained if tensor.is_released or tensor.has_landed_gradient]
+        by_parameter = {tensor.host: tensor for tensor in as_landed}
+        released = {tensor.host: self._gradients[tensor].tensor for tensor in as_landed if tensor.is_released}
+        claims = self._optimizer.claim(by_parameter, released)
         if not claims:
             return
         for event in after:
@@ -82,10 +87,10 @@ class DeviceStates:
             streams.reads(d2h, gradient, "update")
             with streams.on(d2h):
                 # Used on this stream alone, the memory of the new weight may be freed before its copy is done.
-                weight = self._optimizer.apply_on_device(claim, gradient.tensor, scale)
-            streams.writes(d2h, unit.weights, "copy out")
-            what = f"new weight of {tensor.name}"
-            self._transfer.copy_out(tensor.host.data, weight, done=updated, what=what)
+                weights = self._optimizer.apply_on_device(claim, gradient.tensor, scale)
+            for home, weight in weights:
+                streams.writes(d2h, unit.weights, "copy out")
+                self._transfer.copy_out(home, weight, done=updated, what=f"new weight of {tensor.name}")
             gradient.done = streams.event()
             gradient.done.record(d2h)
             self._deferred_frees.add(gradient)

@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +44,29 @@ class NativeLibrary:
     functions: ctypes.CDLL
     format: StateFormat
 
+    def supports(self, operands: Operands) -> bool:
+        """Tells whether the loop takes these operands: the host's, of its formats."""
+        weight, format = operands.weight, self.format
+        master = None if operands.master is None else operands.master.dtype
+        return (
+            weight.device.type == "cpu"
+            and weight.dtype in (torch.float32, torch.bfloat16)
+            and operands.gradient.dtype in (torch.float32, torch.bfloat16)
+            and operands.exp_avg.dtype == format.moment_dtype
+            and operands.rounds_moments == format.rounds_moments
+            and master == format.master_dtype(weight.dtype)
+        )
+
+    def function(
+        self, name: str, operands: Operands, arguments: Sequence[type], returns: type | None = None
+    ) -> ctypes._CFuncPtr:
+        """Returns the function `name` for the dtypes of weight and gradient, which takes `arguments`."""
+        kinds = (operands.weight.dtype, operands.gradient.dtype)
+        function = getattr(self.functions, "_".join([name, *(str(kind).removeprefix("torch.") for kind in kinds)]))
+        if function.argtypes is None:
+            function.argtypes, function.restype = arguments, returns
+        return function
+
 
 class NativeUpdate:
     """The C loop of adamw_kernel.c on `threads` cores, called without Python's lock.
@@ -63,8 +87,6 @@ class NativeUpdate:
         if function is None:
             self._other(operands, step, hyperparameters, scale)
             return
-        lr, beta1, beta2, eps, weight_decay = hyperparameters
-        count = step.item()
         tensors = (
             operands.weight,
             operands.gradient,
@@ -79,50 +101,51 @@ class NativeUpdate:
             operands.start,
             self._threads,
             noise_key(operands.seed, step).item(),
-            *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
+            *map(address, tensors),
             scale,
-            1 - lr * weight_decay,
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            math.sqrt(1 - beta2**count),
-            eps,
-            lr / (1 - beta1**count),
+            *factors(hyperparameters, step),
         )
 
     def _function_for(self, operands: Operands) -> ctypes._CFuncPtr | None:
-        weight, format = operands.weight, self._library.format
-        master = None if operands.master is None else operands.master.dtype
-        supported = (
-            weight.device.type == "cpu"
-            and weight.dtype in (torch.float32, torch.bfloat16)
-            and operands.gradient.dtype in (torch.float32, torch.bfloat16)
-            and operands.exp_avg.dtype == format.moment_dtype
-            and operands.rounds_moments == format.rounds_moments
-            and master == format.master_dtype(weight.dtype)
-        )
-        if not supported:
+        if not self._library.supports(operands):
             return None
-        kinds = (weight.dtype, operands.gradient.dtype)
-        function = getattr(
-            self._library.functions, "adamw_" + "_".join(str(kind).removeprefix("torch.") for kind in kinds)
-        )
-        if function.argtypes is None:
-            tensors, scalars = [ctypes.c_void_p] * 7, [ctypes.c_float] * 8
-            function.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int32, *tensors, *scalars]
-            function.restype = None
-        return function
+        tensors, scalars = [ctypes.c_void_p] * 7, [ctypes.c_float] * 8
+        arguments = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int32, *tensors, *scalars]
+        return self._library.function("adamw", operands, arguments)
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Returns the address of a tensor's memory; None for none."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def factors(hyperparameters: HyperParameters, step: Tensor) -> tuple[float, ...]:
+    """Returns the factors of the rule in update number `step`, in the order in which the C functions take them."""
+    lr, beta1, beta2, eps, weight_decay = hyperparameters
+    count = step.item()
+    return (
+        1 - lr * weight_decay,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        math.sqrt(1 - beta2**count),
+        eps,
+        lr / (1 - beta1**count),
+    )
 
 
 @functools.cache
-def native_library(format: StateFormat) -> NativeLibrary | None:
-    """Compiles adamw_kernel.c for this processor and these formats and loads it, once a process each.
+def native_library(
+    format: StateFormat, source: str = "adamw_kernel.c", definitions: tuple[str, ...] = ()
+) -> NativeLibrary | None:
+    """Compiles `source`, of this folder, for this processor and these formats and loads it, once a process each.
 
-    Returns None where that fails. The compiler is $CC, else the first of cc, gcc and clang. Nothing is left on disk.
+    `definitions` are further options of the compiler. Returns None where that fails. The compiler is $CC, else the
+    first of cc, gcc and clang. Nothing is left on disk.
     """
-    source = Path(__file__).with_name("adamw_kernel.c")
+    path = Path(__file__).with_name(source)
     names = [os.environ.get("CC"), "cc", "gcc", "clang"]
-    compiler = next((path for name in names if name and (path := shutil.which(name))), None)
+    compiler = next((found for name in names if name and (found := shutil.which(name))), None)
     if compiler is None:
         logger.info("no C compiler found: AdamW takes torch's fused kernel, about half as fast")
         return None
@@ -131,15 +154,15 @@ def native_library(format: StateFormat) -> NativeLibrary | None:
         f"-DSTOCHASTIC_MOMENTS={int(format.rounds_moments)}",
         f"-DQUANTISED={int(format.state_dtype == 'int8')}",
     ]
-    options += [f"-DFIRST_BIN={FIRST_BIN}", f"-DLAST_BIN={LAST_BIN}"]
+    options += [f"-DFIRST_BIN={FIRST_BIN}", f"-DLAST_BIN={LAST_BIN}", *definitions]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        target = Path(folder) / "adamw_kernel.so"
+        target = Path(folder) / "adamw.so"
         try:
-            command = [compiler, *FLAGS, *options, "-o", str(target), str(source), "-lm"]
+            command = [compiler, *FLAGS, *options, "-o", str(target), str(path), "-lm"]
             subprocess.run(command, capture_output=True, check=True, timeout=60)
             library = NativeLibrary(ctypes.CDLL(str(target)), format)
         except (OSError, subprocess.SubprocessError) as error:
-            logger.info("%s cannot make adamw_kernel.c: AdamW takes torch's fused kernel, about half as fast", compiler)
+            logger.info("%s cannot make %s: AdamW takes torch's fused kernel, about half as fast", compiler, source)
             logger.debug("the compiler's error: %s", getattr(error, "stderr", None) or error)
             return None
     if format.state_dtype == "int8":

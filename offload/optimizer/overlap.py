@@ -1,20 +1,24 @@
 """Updates a model's units while its steps run: on a worker thread of the host, or on the device.
 
 A unit's update begins inside backward when its gradients are final (`early`), or else in `optimizer.step`, and may last
-into the next forward. Streaming waits for it before the unit is copied in again, and for nothing else.
+into the next forward. Streaming waits for it before the unit is copied in again, and for nothing else. With a
+`Speculation` it begins inside backward as well, and is undone if its gradients turn out not to count in full.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.device_states import DeviceStates
+from offload.optimizer.speculation import Decision, Speculation, SpeculativeUpdates
 from offload.optimizer.worker import UpdateWorker
 from offload.runtime.counters import Counters
 from offload.runtime.deferred_free import PendingFree
 from offload.runtime.module_contexts import OwnHook
-from offload.runtime.registry import Event
+from offload.runtime.registry import Event, Signal
+from offload.weights.gradient_ring import RingBlock
 from offload.weights.streamer import WeightStreamer
 from offload.weights.unit_tensor import UnitTensor
 from offload.weights.units import OffloadUnit
@@ -32,18 +36,33 @@ class Overlap:
     landed, if in the step before each landed there once; else the optimizer's `step` starts it. A change to settings (a
     learning rate set by hand between backward and that `step`) then comes too late for updates that have begun.
     `state_dict` and `load_state_dict` of the model and the optimizer wait for the updates.
+
+    `speculation`: updates may begin inside backward although not `early`, unless the optimizer has speculate=off. All
+    that is seen between backward and `step` is as if none had begun, but for parameters and states that are looked at
+    without `state_dict` or `finish`. Units with states on the device wait for `step`. Raises KnobError for states whose
+    updates cannot be undone.
     """
 
-    def __init__(self, optimizer: HostAdamW, streamer: WeightStreamer, early: bool, device_share: int = 0):
-        self.early = early
+    def __init__(
+        self,
+        optimizer: HostAdamW,
+        streamer: WeightStreamer,
+        early: bool,
+        device_share: int = 0,
+        speculation: Speculation | None = None,
+    ):
+        self._speculative = None
+        if speculation is not None and not early and optimizer.speculate != "off":
+            self._speculative = SpeculativeUpdates(optimizer, speculation)
+        self.early = early or self._speculative is not None
         self._optimizer = optimizer
         self._streamer = streamer
         self._units = streamer.cut.units
         self._transfer = streamer.transfer
         self._first_use = streamer.prefetcher.first_use
         self._limit_bytes = streamer.gradients.limit_bytes
-        self._worker = UpdateWorker(optimizer, streamer.transfer.streams, self._first_use)
-        optimizer.leave_cores(BUSY_CORES if early else LAUNCHING_CORES)
+        self._worker = UpdateWorker(optimizer, streamer.transfer.streams, self._first_use, self._speculative)
+        optimizer.leave_cores(BUSY_CORES if self.early else LAUNCHING_CORES)
         self._device = DeviceStates(self._units, optimizer, self._transfer, device_share, self._limit_bytes)
         self._hooks: list[OwnHook] = []
         for window in streamer.cut.windows:
@@ -65,18 +84,43 @@ class Overlap:
         Raises RuntimeError inside `Mode.inference`, where copies in may be reading the weights.
         """
         self._streamer.check_weights_may_change()
+        if self._speculative is not None:
+            undecided = self._worker.undecided_claims
+            self._optimizer.release(undecided)
+            # Claimed anew, with the gradients and the settings of now.
+            claims = self._optimizer.claim([claim.parameter for claim in undecided])
+            self._worker.decide(Decision(scale, {claim.parameter: claim for claim in claims}))
+            self._speculative.end_step(is_clipped=scale != 1.0)
         for unit in sorted(self._units, key=self._first_use):
             self._offer(unit, unit.trained, scale)
 
+    def skip(self) -> None:
+        """Undoes the speculative updates of this step."""
+        self.take_back()
+        if self._speculative is not None:
+            self._speculative.end_step(is_clipped=True)
+
     def finish(self) -> None:
-        """Waits for the updates that are under way; afterwards the weights at home are final."""
+        """Waits for the updates that are under way; afterwards the weights at home are final.
+
+        Between backward and `step` that undoes the speculative ones, which `step` makes then.
+        """
+        self.take_back()
         self._worker.finish()
         self._device.finish()
 
     # Called by the streamer; see `Updates`.
 
     def begin_step(self) -> None:
-        """Raises RuntimeError where updates of the last step have begun, and frees gradients that it left unused."""
+        """Raises RuntimeError where updates of the last step have begun, and frees gradients that it left unused.
+
+        Speculative ones of a step that nothing has ended are undone: its gradients are added to.
+        """
+        for unit in self._units:
+            unit.has_begun_updates = False
+        if self._speculative is not None:
+            self.take_back()
+            self._speculative.begin_step()
         if self._optimizer.has_begun:
             raise RuntimeError(
                 "updates of the last step have begun: end it with optimizer.step() or optimizer.skip(), which leaves"
@@ -86,6 +130,8 @@ class Overlap:
 
     def before_onload(self, unit: OffloadUnit) -> None:
         """Blocks the host for the worker's updates of the unit; h2d waits for those on the device."""
+        if self._worker.is_undecided(unit):
+            self.take_back()
         self._worker.wait(unit)
         self._device.before_onload(unit)
 
@@ -93,16 +139,51 @@ class Overlap:
         """Tells whether the worker has updates of the unit left."""
         return self._worker.is_pending(unit)
 
+    def keeps_gradients(self, unit: OffloadUnit) -> bool:
+        """Tells whether the unit is updated on the device."""
+        return unit in self._device.units
+
     def retain_gradient(self, unit: OffloadUnit, tensor: UnitTensor, gradient: PendingFree) -> bool:
         """Keeps on the device the gradients of units that are updated there."""
-        if unit not in self._device.units:
+        if not self.keeps_gradients(unit):
             return False
         self._device.retain(tensor, gradient)
         return True
 
-    def gradient_landed(self, unit: OffloadUnit, tensor: UnitTensor, after: Sequence[Event]) -> None:
-        """Starts the update by a final gradient."""
-        self._offer(unit, [tensor], after=after)
+    def gradients_landed(
+        self,
+        unit: OffloadUnit,
+        tensors: Sequence[UnitTensor],
+        after: Sequence[Event],
+        released: RingBlock | PendingFree | None = None,
+    ) -> Signal | None:
+        """Starts the updates by final gradients. Returns what is set when the worker has read a released one."""
+        unit.has_begun_updates = True
+        if isinstance(released, RingBlock):
+            return self._worker.offer(unit, tensors, after=after, released=released)
+        if self._speculative is None:
+            self._offer(unit, tensors, after=after)
+        elif self._speculative.goes_on and unit not in self._device.units:
+            self._worker.offer(unit, tensors, after=after, is_undecided=True)
+        return None
+
+    def take_back(self) -> bool:
+        """Undoes the speculative updates of this step, and makes no more; those that count for sure stay."""
+        if self._speculative is None:
+            return False
+        undecided = self._worker.undecided_units
+        if undecided:
+            self._optimizer.release(self._worker.undecided_claims)
+            self._worker.decide(Decision())
+            self._speculative.take_back()
+            for unit in undecided:
+                self._worker.wait(unit)
+        return True
+
+    def abandon_step(self) -> None:
+        """Takes back, too. Who waits for the worker next gets its error, if that fails."""
+        with suppress(Exception):
+            self.take_back()
 
     def end_step(self) -> None:
         """Forgets the ends of updates on the device, which is idle."""
@@ -113,7 +194,11 @@ class Overlap:
         return self._worker.counters()
 
     def close(self) -> None:
-        """Makes the worker's updates that were offered, and gives the optimizer and the model back."""
+        """Makes the worker's updates that were offered, and gives the optimizer and the model back.
+
+        Undoes those on which `step` has not decided.
+        """
+        self.abandon_step()
         self._worker.close()
         self._optimizer.defer_to(None)
         for hook in self._hooks:

@@ -12,24 +12,32 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from offload.optimizer.block_quantise import BLOCK
+from offload.optimizer.claims import Claim
 from offload.optimizer.formats import MASTER_NAMES, StateFormat
+from offload.optimizer.kernels import UpdateKernel
+from offload.optimizer.placed_slices import STEP, PlacedSlices, bytes_of_slices, part_of
 from offload.optimizer.states import State
 from offload.runtime.host_memory import HostArena
 from offload.runtime.shared_memory import in_pages, share_memory
 from offload.runtime.sharers import Sharers, meet
 
 MASTER = MASTER_NAMES[torch.float32]
-STEP = "step"
 
 
 class SharedStates:
     """States of parameters that `sharers` share. `slices` has this process's ranges of each, in elements.
 
-    They are made in the order of `slices`, which is the same on all sharers, when the first is needed.
+    `allocate` makes them in the order of `slices`, which is the same on all sharers. A process may
+    have its slices of some parameters on its device besides (`place`), where they are updated. Raises ValueError for a
+    range that does not begin with a block of 256 numbers, where the format has a scale for each block.
     """
 
     def __init__(self, slices: Mapping[Tensor, Sequence[range]], format: StateFormat, sharers: Sharers):
+        if format.state_dtype == "int8" and any(part.start % BLOCK for parts in slices.values() for part in parts):
+            raise ValueError(f"states in 8 bits: a slice does not begin at a multiple of {BLOCK} numbers")
         self._slices = dict(slices)
+        self._placed: dict[Tensor, PlacedSlices] = {}
         self._format = format
         self._sharers = sharers
         self._memory: dict[Tensor, State] = {}
@@ -49,53 +57,92 @@ class SharedStates:
         if self._memory:
             return
         sizes = {parameter: dict(self._tensors(parameter)) for parameter in self._slices}
-        each = (parameter.numel() * dtype.itemsize for parameter, of in sizes.items() for dtype in of.values())
+        each = (dtype.itemsize * shape.numel() for of in sizes.values() for dtype, shape in of.values())
         total, host = sum(map(in_pages, each)), torch.device("cpu")
         if self._sharers.rank == 0:
             HostArena(host).require(total)
         # Not page-locked: no device copies them.
         arena = HostArena(host, shared=share_memory(self._sharers, total))
-        for parameter, dtypes in sizes.items():
+        for parameter, tensors in sizes.items():
             state = self._memory[parameter] = {}
-            for name, dtype in dtypes.items():
-                block = arena.allocate(parameter.numel() * dtype.itemsize, name)
-                state[name] = block.bytes.view(dtype).view(parameter.shape)
+            for name, (dtype, shape) in tensors.items():
+                block = arena.allocate(dtype.itemsize * shape.numel(), name)
+                state[name] = block.bytes.view(dtype).view(shape)
 
     def settle(self) -> None:
         """Waits until every sharer has made its slices: from then on any of them may give states other values."""
         meet(self._sharers, "making the optimizer's states")
 
     def make(self, parameter: Tensor) -> State:
-        """Returns the state of a parameter before its first update; this process has written its slices of it."""
-        self.allocate()
+        """Returns the state of a parameter before its first update; this process has written its slices of it.
+
+        Raises RuntimeError before `allocate`, which waits for the other sharers: an update may be beside their steps.
+        """
+        if not self._memory:
+            raise RuntimeError("the states that processes share have no memory yet: call optimizer.allocate() first")
         state = {STEP: torch.zeros(()), **self._memory[parameter]}
         for part in self._slices[parameter]:
-            own = slice(part.start, part.stop)
             for name in self._memory[parameter]:
                 # Written, so that memory that is missing is missed now.
-                flat(state[name])[own].zero_()
+                part_of(state[name], parameter, part).zero_()
             if MASTER in state:
-                flat(state[MASTER])[own].copy_(flat(parameter.detach())[own])
+                part_of(state[MASTER], parameter, part).copy_(part_of(parameter.detach(), parameter, part))
         return state
 
     def adopt(self, parameter: Tensor, loaded: State) -> State:
         """Returns the state of a parameter with the values of `loaded`, which every sharer loads."""
         state = self.make(parameter)
+        self.forget_placed(parameter)
         for name, tensor in loaded.items():
             if name == STEP:
                 state[name] = tensor.to(torch.float32)
                 continue
             for part in self._slices[parameter]:
-                flat(state[name])[part.start : part.stop].copy_(flat(tensor)[part.start : part.stop])
+                part_of(state[name], parameter, part).copy_(part_of(tensor.contiguous(), parameter, part))
         return state
 
-    def _tensors(self, parameter: Tensor) -> Iterable[tuple[str, torch.dtype]]:
-        for name, (dtype, _) in self._format.tensors(parameter.dtype, parameter.shape).items():
+    # Slices on this process's device.
+
+    def bytes_to_place(self, parameter: Tensor) -> int:
+        """Returns the bytes that the states of this process's slices take on a device."""
+        return bytes_of_slices(parameter, self._slices[parameter], self._format)
+
+    def place(self, parameter: Tensor, device: torch.device) -> None:
+        """Has this process's slices of a parameter updated on `device` from now on."""
+        if parameter not in self._placed:
+            self._placed[parameter] = PlacedSlices(parameter, self._slices[parameter], self._format, device)
+
+    def is_placed(self, parameter: Tensor) -> bool:
+        return parameter in self._placed
+
+    def device_of(self, parameter: Tensor) -> torch.device:
+        """Returns the device on which the parameter's slices are."""
+        return self._placed[parameter].device
+
+    def own_part(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """Returns this process's slices of a whole gradient, one behind the other (1-D)."""
+        parts = [part_of(gradient.contiguous(), parameter, part) for part in self._slices[parameter]]
+        return torch.cat(parts or [gradient.new_empty(0)])
+
+    def update_placed(
+        self, claim: Claim, state: State, gradient: Tensor, kernel: UpdateKernel, scale: float
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Updates slices on the device; see `PlacedSlices.update`."""
+        return self._placed[claim.parameter].update(claim, state, gradient, kernel, scale)
+
+    def forget_placed(self, parameter: Tensor) -> None:
+        """The states at home have other values now: those on the device are made from them anew."""
+        if parameter in self._placed:
+            self._placed[parameter].forget()
+
+    def bring_home(self) -> None:
+        """Copies the states of this process's slices on the device to their places at home."""
+        for parameter, placed in self._placed.items():
+            if parameter in self._memory:
+                placed.copy_home(self._memory[parameter])
+
+    def _tensors(self, parameter: Tensor) -> Iterable[tuple[str, tuple[torch.dtype, torch.Size]]]:
+        for name, kind in self._format.tensors(parameter.dtype, parameter.shape).items():
             # Each process counts its updates.
             if name != STEP:
-                yield name, dtype
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """Returns a view of all elements of a contiguous tensor."""
-    return tensor.view(-1)
+                yield name, kind

@@ -17,9 +17,11 @@ from time import perf_counter
 
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.claims import Claim
+from offload.optimizer.speculation import Decision, SpeculativeUpdates, Trial
 from offload.runtime.counters import Counters
 from offload.runtime.registry import Event, Signal, Streams
 from offload.runtime.transfer import profiled
+from offload.weights.gradient_ring import RingBlock
 from offload.weights.unit_tensor import UnitTensor
 from offload.weights.units import OffloadUnit
 
@@ -30,43 +32,60 @@ IDLE_S = 1.0
 
 @dataclass(eq=False)
 class _UnitUpdate:
-    """An update of some of a unit's tensors.
+    """An update of some of a unit's tensors. `read` stands for the memory of their gradients.
 
     It may begin when `offered` is set and the events `landed` are past: the gradients are there, and nothing reads the
     weights. `done` is set when it has ended.
     """
 
     unit: OffloadUnit
-    tensors: list[UnitTensor]
+    read: list[UnitTensor] | list[RingBlock]
     claims: list[Claim]
     scale: float
     first_use: float
     landed: list[Event]
     offered: Signal
     done: Signal
-    parameters: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.parameters = sum(claim.parameter.numel() for claim in self.claims)
+    # An update whose scale is not known yet makes trials, which the decision keeps, or leaves to be undone.
+    is_undecided: bool = False
+    makes_trials: bool = False
+    trials: list[Trial] = field(default_factory=list)
+    undo: list[Trial] = field(default_factory=list)
 
     def has_landed(self) -> bool:
         return all(event.query() for event in self.landed)
+
+    @property
+    def is_over(self) -> bool:
+        return self.done.is_set() and not self.is_undecided
 
 
 class UpdateWorker:
     """Makes the updates of one attached model's units by `optimizer`, on a thread of its own.
 
-    `first_use` tells when the next forward uses a unit: the lower, the sooner. An error ends the thread, and is raised,
-    with the thread's traceback, by every call that waits from then on.
+    `first_use` tells when the next forward uses a unit: the lower, the sooner. `speculative` makes the updates of which
+    `decide` tells later whether they count. An error ends the thread, and is raised, with the thread's traceback, by
+    every call that waits from then on.
     """
 
-    def __init__(self, optimizer: HostAdamW, streams: Streams, first_use: Callable[[OffloadUnit], float]):
+    def __init__(
+        self,
+        optimizer: HostAdamW,
+        streams: Streams,
+        first_use: Callable[[OffloadUnit], float],
+        speculative: SpeculativeUpdates | None = None,
+    ):
         self.host_ms = 0.0
         self.wait_ms = 0.0
         self.parameters = 0
         self._optimizer = optimizer
         self._streams = streams
         self._first_use = first_use
+        self._speculative = speculative
+        self._undecided: list[_UnitUpdate] = []
+        # What the thread makes now, and the decision on it that came meanwhile.
+        self._current: _UnitUpdate | None = None
+        self._decision: Decision | None = None
         self._updates: dict[OffloadUnit, list[_UnitUpdate]] = {}
         self._coming: deque[_UnitUpdate] = deque()
         self._landed: list[_UnitUpdate] = []
@@ -78,38 +97,99 @@ class UpdateWorker:
         self._ended: Signal | None = None
 
     def offer(
-        self, unit: OffloadUnit, tensors: Iterable[UnitTensor], scale: float = 1.0, after: Iterable[Event] = ()
-    ) -> None:
+        self,
+        unit: OffloadUnit,
+        tensors: Iterable[UnitTensor],
+        scale: float = 1.0,
+        after: Iterable[Event] = (),
+        released: RingBlock | None = None,
+        is_undecided: bool = False,
+    ) -> Signal | None:
         """Queues the update of these `tensors` of the unit, whose gradients are final and on their way to the host.
 
-        It begins when they have landed and the events `after` are past. Gradients count `scale` times. Tensors without
-        a gradient, or offered in this step before, are left out.
+        It begins when they have landed and the events `after` are past. Gradients count `scale` times, or where that
+        `is_undecided` as `decide` tells. Tensors without a gradient, or offered in this step before, are left out.
+        `released` has the gradient of a single tensor that has none of its own. Returns what is set when the update has
+        ended; None where there is none.
         """
         tensors = list(tensors)
-        claims = self._optimizer.claim(tensor.host for tensor in tensors)
+        gradients = {} if released is None else {tensors[0].host: released.tensor}
+        claims = self._optimizer.claim((tensor.host for tensor in tensors), gradients)
         if not claims:
-            return
+            return None
         landed = [tensor.landed for tensor in tensors if tensor.landed is not None]
         landed += after
         signals = self._streams.signal(), self._streams.signal()
-        update = _UnitUpdate(unit, tensors, claims, scale, self._first_use(unit), landed, *signals)
+        read = tensors if released is None else [released]
+        update = _UnitUpdate(unit, read, claims, scale, self._first_use(unit), landed, *signals, is_undecided)
         update.offered.set()
         with self._changed:
             self._raise_error()
             self._start()
             self._updates.setdefault(unit, []).append(update)
             self._coming.append(update)
+            if is_undecided:
+                self._undecided.append(update)
             self._changed.notify_all()
+        return update.done
+
+    @property
+    def undecided_units(self) -> list[OffloadUnit]:
+        """The units with updates on which there is no decision yet."""
+        return list(dict.fromkeys(update.unit for update in self._undecided))
+
+    @property
+    def undecided_claims(self) -> list[Claim]:
+        """The claims of the updates on which there is no decision yet."""
+        return [claim for update in self._undecided for claim in update.claims]
+
+    def decide(self, decision: Decision) -> None:
+        """Decides on the updates that were offered as undecided: trials are kept, or undone and made anew.
+
+        What is left to do is queued, of units that the next forward uses first before others.
+        """
+        with self._changed:
+            self._raise_error()
+            undecided, self._undecided = self._undecided, []
+            for update in undecided:
+                update.is_undecided = False
+                if update is self._current:
+                    self._decision = decision
+                elif self._settle(update, decision) and update.done.is_set():
+                    update.offered, update.done = self._streams.signal(), self._streams.signal()
+                    update.offered.set()
+                    self._landed.append(update)
+            if self._landed:
+                self._start()
+                self._changed.notify_all()
+
+    def _settle(self, update: _UnitUpdate, decision: Decision) -> bool:
+        """Turns an update of trials into what is left to do. Returns True if there is anything."""
+        claims = [decision.claims[p] for claim in update.claims if (p := claim.parameter) in decision.claims]
+        kept = [trial for trial in update.trials if decision.keeps(trial)]
+        parameters = {trial.claim.parameter for trial in kept}
+        update.undo = [trial for trial in update.trials if trial.claim.parameter not in parameters]
+        update.claims = [claim for claim in claims if claim.parameter not in parameters]
+        update.scale = decision.scale
+        # They refer to gradients, as claims do.
+        update.trials.clear()
+        self._speculative.forget(kept)
+        self._speculative.count_undone(update.undo)
+        return bool(update.undo or update.claims)
 
     def is_pending(self, unit: OffloadUnit) -> bool:
-        """Tells whether updates of the unit are not done yet."""
+        """Tells whether updates of the unit are not done yet, or not decided on."""
         updates = self._updates.get(unit)
-        if updates and all(update.done.is_set() for update in updates):
+        if updates and all(update.is_over for update in updates):
             self.wait(unit)
         return unit in self._updates
 
+    def is_undecided(self, unit: OffloadUnit) -> bool:
+        """Tells whether there are updates of the unit on which there is no decision yet."""
+        return any(update.is_undecided for update in self._updates.get(unit, ()))
+
     def wait(self, unit: OffloadUnit) -> None:
-        """Blocks the host until the unit's updates are done. Raises the worker's error."""
+        """Blocks the host until the unit's updates, on which is decided, are done. Raises the worker's error."""
         start = perf_counter()
         for update in self._updates.pop(unit, ()):
             update.done.wait()
@@ -124,7 +204,8 @@ class UpdateWorker:
 
     def counters(self) -> Counters:
         """Counts the updates made, how long they took and how long the host waited for them."""
-        return Counters(update_ms=self.host_ms, update_wait_ms=self.wait_ms, updated_parameters=self.parameters)
+        made = Counters(update_ms=self.host_ms, update_wait_ms=self.wait_ms, updated_parameters=self.parameters)
+        return made if self._speculative is None else made + self._speculative.counters()
 
     def close(self) -> None:
         """Ends the thread when it has made the updates that were offered, or at once if it failed; raises nothing."""
@@ -180,7 +261,7 @@ class UpdateWorker:
             while not self._coming and not self._landed:
                 if self._closed:
                     return None
-                if not self._changed.wait(IDLE_S) and not self._coming and not self._closed:
+                if not self._changed.wait(IDLE_S) and not (self._coming or self._landed or self._closed):
                     self._forget_thread()
                     return None
             # They land in the order of their offers. To query each of a hundred takes a while, so those behind one that
@@ -189,28 +270,44 @@ class UpdateWorker:
                 self._landed.append(self._coming.popleft())
             if not self._landed:
                 self._landed.append(self._coming.popleft())
-            return min(self._landed, key=lambda update: update.first_use)
+            self._current = min(self._landed, key=lambda update: update.first_use)
+            self._current.makes_trials = self._current.is_undecided
+            return self._current
 
     def _make(self, update: _UnitUpdate) -> None:
         streams = self._streams
         update.offered.wait()
         for event in update.landed:
             event.synchronize()
-        for tensor in update.tensors:
-            streams.reads(None, tensor, "update")
+        for gradient in update.read:
+            streams.reads(None, gradient, "update")
         streams.writes(None, update.unit.weights, "update")
-        start = perf_counter()
         with profiled(f"update {update.unit.name}"):
-            self._optimizer.apply(update.claims, update.scale)
+            if update.makes_trials:
+                start, claims = perf_counter(), update.claims
+                update.trials = self._speculative.make(claims)
+                claims = [trial.claim for trial in update.trials]
+            else:
+                if update.undo:
+                    self._speculative.undo(update.undo)
+                    self._speculative.forget(update.undo)
+                start, claims = perf_counter(), update.claims
+                self._optimizer.apply(claims, update.scale)
         self.host_ms += (perf_counter() - start) * 1e3
-        self.parameters += update.parameters
+        self.parameters += sum(claim.parameter.numel() for claim in claims)
 
     def _end(self, update: _UnitUpdate) -> None:
         with self._changed:
+            self._current, decision, self._decision = None, self._decision, None
+            if decision is not None and self._settle(update, decision):
+                # It is among those that have landed still.
+                return
             self._landed.remove(update)
-        # They refer to gradients, whose memory is used again only when nobody else does.
-        update.claims.clear()
-        update.done.set()
+            if not update.is_undecided:
+                # They refer to gradients, whose memory is used again only when nobody else does.
+                update.claims.clear()
+                update.undo.clear()
+            update.done.set()
 
     def _fail(self, error: BaseException) -> None:
         # The error first: threads that are woken look for it.
@@ -220,5 +317,6 @@ class UpdateWorker:
                 update.done.set()
             self._coming.clear()
             self._landed.clear()
+            self._undecided.clear()
         # The thread ends, and is in no update.
         atexit.unregister(self.close)

@@ -3,13 +3,15 @@
 The names in `__all__` are public, beside those of `offload`.
 
 - `dry_run` runs a step on the meta device and returns a `DryRun` of `Phase`s; `SimulatedStreams` keep the time of its
-  `Work`. `dry_run_forwards` runs forwards in a row without gradients and returns a `ForwardRun`.
+  `Work`, and `PlannedSharers` stand for processes that share homes. It raises `NotFinalError` for a gradient that
+  cannot be released. `dry_run_forwards` runs forwards in a row without gradients and returns a `ForwardRun`.
 - `MemoryTracker` counts bytes and FLOPs; `fused_kernels` are the kernels as a GPU has them.
 - `forecast` makes a `Forecast` of a whole step, with the `UpdateTimes` of the optimizer; nothing is faster than
   `floor_ms`, and reads from files may make it longer (`bounded_by_files`); `hidden_share` tells how many copies of
   activations compute hides, and `update_work` when a step updates.
 - `Bandwidth` and `measure_bandwidth` are of the bus, `measure_update_rate` is of the optimizer on the host, and
-  `StateFormat` is how its states are held: one of `MASTER_DTYPES` and one of `STATE_DTYPES`. `free_host_bytes` are what
+  `StateFormat` is how its states are held: one of `MASTER_DTYPES` and one of `STATE_DTYPES`. Updates of
+  some formats `can_be_undone`, by logs of `log_bytes`. `free_host_bytes` are what
   the host still has, and `GRADIENT_SLOTS` the gradients that wait on the device for their copies.
 
 Read `dry_run` first, then `memory_tracker` (bytes), `simulated_streams` (times) and `cost_model` (the whole step).
@@ -17,6 +19,7 @@ Read `dry_run` first, then `memory_tracker` (bytes), `simulated_streams` (times)
 
 from offload.optimizer.formats import MASTER_DTYPES, STATE_DTYPES, StateFormat
 from offload.optimizer.kernel_choice import measure_update_rate
+from offload.optimizer.undo_log import can_be_undone, log_bytes
 from offload.planning.cost_model import (
     Forecast,
     UpdateTimes,
@@ -30,9 +33,11 @@ from offload.planning.dry_run import DryRun, Phase, dry_run
 from offload.planning.forward_run import ForwardRun, dry_run_forwards
 from offload.planning.memory_tracker import MemoryTracker
 from offload.planning.meta_kernels import fused_kernels
+from offload.planning.planned_sharers import PlannedSharers
 from offload.planning.simulated_streams import SimulatedStreams, Work
 from offload.runtime.bandwidth import Bandwidth, measure_bandwidth
 from offload.runtime.host_memory import free_host_bytes
+from offload.weights.final_gradients import NotFinalError
 from offload.weights.streamer import GRADIENT_SLOTS
 
 __all__ = [
@@ -44,12 +49,15 @@ __all__ = [
     "Forecast",
     "ForwardRun",
     "MemoryTracker",
+    "NotFinalError",
     "Phase",
+    "PlannedSharers",
     "SimulatedStreams",
     "StateFormat",
     "UpdateTimes",
     "Work",
     "bounded_by_files",
+    "can_be_undone",
     "dry_run",
     "dry_run_forwards",
     "floor_ms",
@@ -57,6 +65,7 @@ __all__ = [
     "free_host_bytes",
     "fused_kernels",
     "hidden_share",
+    "log_bytes",
     "measure_bandwidth",
     "measure_update_rate",
     "update_work",

@@ -16,20 +16,25 @@ class UpdateTimes:
     """The optimizer's part of a step: `host_ms` on the host's cores, `device_ms` on the device.
 
     `begins` says when the host's part may begin: "after" the step, which then waits for it; "at the end" of backward,
-    hidden behind the forward that follows; or "inside" backward, as soon as gradients have landed.
+    hidden behind the forward that follows; or "inside" backward, as soon as gradients have landed. At most `left_ms` of
+    it may be left when backward ends: backward waits for the rest where gradients have no homes. Of what begins inside
+    backward, `inside_share` may: the rest waits for its end.
     """
 
     host_ms: float = 0.0
     device_ms: float = 0.0
     begins: str = "after"
+    left_ms: float = math.inf
+    inside_share: float = 1.0
 
 
 @dataclass(frozen=True)
 class Forecast:
     """The predicted time of a step and its parts, in ms.
 
-    `alone_ms` are the times that compute, copies in, copies out and the host's update are expected to take, each
-    alone. `bound` names the part that would have to be faster for a shorter step. `phases_ms` are the phases in order.
+    `alone_ms` are the times that compute, copies in, copies out, exchanges with other devices and the host's update are
+    expected to take, each alone. `bound` names the part that would have to be faster for a shorter step. `phases_ms`
+    are the phases in order.
     """
 
     step_ms: float
@@ -71,10 +76,12 @@ def forecast(
     update: UpdateTimes,
     simulated_ms: float | None = None,
     device_gb_s: float = math.inf,
+    links_gb_s: float = math.inf,
 ) -> Forecast:
     """Predicts the time of a step of `phases`; `simulated_ms` is the time of forward and backward, where it is known.
 
-    `device_gb_s` are the GB that the device reads and writes in its memory in a second, to dequantise weights.
+    `device_gb_s` are the GB that the device reads and writes in its memory in a second, to dequantise weights,
+    `links_gb_s` those that it receives from other devices.
 
     Without it, compute and copies overlap within a phase, and each phase waits for both of the one before: gradients
     do not leave in forward, and backward does not begin before its forward has ended.
@@ -82,13 +89,16 @@ def forecast(
     compute_ms = [phase.compute_ms(flops_per_s, device_gb_s) for phase in phases]
     waits_ms = [bandwidth.two_way_ms(phase.waited_for_bytes, 0) for phase in phases]
     copies_ms = [bandwidth.two_way_ms(phase.h2d_bytes, phase.d2h_bytes) for phase in phases]
+    exchanges_ms = [phase.exchanged_bytes / links_gb_s / 1e6 for phase in phases]
     phases_ms = [
-        max(compute + wait, copies) for compute, wait, copies in zip(compute_ms, waits_ms, copies_ms, strict=True)
+        max(compute + wait, copies, exchange)
+        for compute, wait, copies, exchange in zip(compute_ms, waits_ms, copies_ms, exchanges_ms, strict=True)
     ]
     alone_ms = {
         "compute": sum(compute_ms),
         "copies in": bandwidth.two_way_ms(sum(phase.h2d_bytes for phase in phases), 0),
         "copies out": bandwidth.two_way_ms(0, sum(phase.d2h_bytes for phase in phases)),
+        "exchanges between devices": sum(exchanges_ms),
         "host optimizer": update.host_ms,
     }
     not_hidden_ms = update.host_ms - sum(hidden_update_ms(update, phases_ms))
@@ -117,8 +127,9 @@ def bounded_by_files(step: Forecast, files_ms: float) -> Forecast:
 
 def hidden_update_ms(update: UpdateTimes, phases_ms: Sequence[float]) -> tuple[float, float]:
     """Returns the ms of the host's update that run beside the last backward, and beside the forward that follows."""
-    beside_backward = min(update.host_ms, phases_ms[-1]) if update.begins == "inside" else 0.0
-    beside_forward = 0.0 if update.begins == "after" else min(update.host_ms - beside_backward, phases_ms[0])
+    beside_backward = min(update.host_ms * update.inside_share, phases_ms[-1]) if update.begins == "inside" else 0.0
+    left_ms = min(update.host_ms - beside_backward, update.left_ms)
+    beside_forward = 0.0 if update.begins == "after" else min(left_ms, phases_ms[0])
     return beside_backward, beside_forward
 
 

@@ -18,16 +18,19 @@ from offload.activations.checkpointing import recompute
 from offload.modes.mode import Mode
 from offload.planning.memory_tracker import MemoryTracker
 from offload.planning.meta_kernels import fused_kernels
+from offload.planning.planned_sharers import PlannedSharers
 from offload.planning.simulated_streams import SimulatedStreams
 from offload.runtime.counters import Counters
+from offload.runtime.sharers import NO_SHARERS
 from offload.runtime.stream_checker import CheckedStreams
 from offload.weights.partition import cut
+from offload.weights.updates import ImmediateUpdates
 
 # The first step records the order of use; the second knows it, as all later ones do.
 STEPS = 2
 
 MOVED = ("h2d_bytes", "d2h_bytes", "activation_h2d_bytes", "activation_d2h_bytes", "waited_for_bytes")
-COUNTED = ("flops", "dequantised_bytes", *MOVED)
+COUNTED = ("flops", "dequantised_bytes", "exchanged_bytes", *MOVED)
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class Phase:
     """Operations and copies from the beginning of a forward to its end, or from there to the next forward.
 
     `waited_for_bytes` of the bytes are copied while compute stands still. `dequantised_bytes` are read and written in
-    the device's memory to make weights of those in few bits.
+    the device's memory to make weights of those in few bits. `exchanged_bytes` come from other devices that share the
+    homes.
     """
 
     forward: bool
@@ -46,6 +50,7 @@ class Phase:
     activation_d2h_bytes: float
     waited_for_bytes: float = 0.0
     dequantised_bytes: float = 0.0
+    exchanged_bytes: float = 0.0
 
     def compute_ms(self, flops_per_s: float, device_gb_s: float) -> float:
         """Returns the time of arithmetic, and of dequantising at so many GB a second."""
@@ -135,20 +140,24 @@ def dry_run(
     norms: bool = False,
     timed: SimulatedStreams | None = None,
     on_gpu: bool = True,
+    sharers: PlannedSharers | None = None,
 ) -> DryRun:
     """Attaches `mode` to `model` and runs a step. The model is on the meta device, and left as it was found.
 
     `losses` compute the loss of each microbatch on meta tensors. `recomputed` are the blocks that backward computes
     again, unless the mode does so itself. `norms`: the mode takes the norms of gradients. `timed` are streams that
     record when they do what. `on_gpu`: the kernels are those of a GPU, not of the CPU; they save other tensors for
-    backward. Raises the model's error where the model needs values.
+    backward. `sharers`: those that the mode shares its homes with; None, nobody. Raises the model's error where the
+    model needs values, and NotFinalError where the mode releases gradients and one is not final when it lands.
     """
     streams = timed or CheckedStreams(torch.device("meta"))
     tracker = MemoryTracker(timed.spend) if timed else MemoryTracker()
     resident = [tensor for tensor in mode.footprint(model).resident if tensor.requires_grad]
     kernels = fused_kernels(tracker.add_flops, on_gpu)
     with left_as_found(model), torch.random.fork_rng(devices=[]), kernels, tracker.recording():
-        mode.attach(model, streams)
+        mode.attach(model, streams, sharers or NO_SHARERS)
+        if mode.releases_gradients:
+            mode.use_updates(ImmediateUpdates(streams))
         undo = recompute(recomputed)
         slot_bytes = tracker.live_bytes
         # Not on the parameters, whose hooks a mode respects in its order of microbatches.
@@ -163,7 +172,7 @@ def dry_run(
                 tracker.start_step()
                 if timed:
                     timed.start_step()
-                log = _Log(tracker, mode)
+                log = _Log(tracker, mode, sharers)
                 with mode.step(norms):
                     mode.accumulate([log.around(loss) for loss in losses])
                 log.mark()
@@ -203,16 +212,19 @@ def left_as_found(model: nn.Module) -> Iterator[None]:
 class _Log:
     """Reads the counters where forward begins and ends: when the first microbatch enters it, and the last leaves it."""
 
-    def __init__(self, tracker: MemoryTracker, mode: Mode):
+    def __init__(self, tracker: MemoryTracker, mode: Mode, sharers: PlannedSharers | None):
         self.turn_bytes = 0
         self._tracker = tracker
         self._mode = mode
+        self._sharers = sharers
         self._inside = 0
-        self._readings: list[tuple[float, float, Counters]] = []
+        self._readings: list[tuple[float, float, float, Counters]] = []
         self.mark()
 
     def mark(self) -> None:
-        self._readings.append((self._tracker.flops, self._tracker.dequantised_bytes, self._mode.counters()))
+        exchanged = self._sharers.exchanged_bytes if self._sharers else 0.0
+        counted = self._tracker.flops, self._tracker.dequantised_bytes, exchanged
+        self._readings.append((*counted, self._mode.counters()))
 
     def around(self, loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
         def logged() -> Tensor:
@@ -237,7 +249,8 @@ class _Log:
                 index % 2 == 0,
                 after[0] - before[0],
                 dequantised_bytes=after[1] - before[1],
-                **{key: getattr(after[2] - before[2], key) for key in MOVED},
+                exchanged_bytes=after[2] - before[2],
+                **{key: getattr(after[3] - before[3], key) for key in MOVED},
             )
             for index, (before, after) in enumerate(pairs)
         )

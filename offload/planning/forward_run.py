@@ -18,12 +18,17 @@ from offload.planning.simulated_streams import SimulatedStreams
 
 @dataclass(frozen=True)
 class ForwardRun:
-    """Forwards in a row: their FLOPs, the bytes copied in and out, and the ms from their start to the last result."""
+    """Forwards in a row: their FLOPs, the bytes copied in and out, and the ms from their start to the last result.
+
+    `peak_bytes` are on the device at most, besides the slots and what stays there: activations, and what outlives a
+    forward, such as a key/value cache.
+    """
 
     flops: float
     h2d_bytes: int
     d2h_bytes: int
     ms: float
+    peak_bytes: int
 
 
 def dry_run_forwards(
@@ -46,8 +51,10 @@ def dry_run_forwards(
     kernels = fused_kernels(tracker.add_flops, on_gpu)
     with left_as_found(model), torch.random.fork_rng(devices=[]), kernels, tracker.recording(), torch.no_grad():
         mode.attach(model, timed)
+        slot_bytes = tracker.live_bytes
         try:
             timed.start_step()
+            tracker.start_step()
             before, flops = mode.counters(), tracker.flops
             with (around or mode.inference)():
                 for forward in forwards:
@@ -59,4 +66,5 @@ def dry_run_forwards(
             moved = mode.counters() - before
         finally:
             mode.detach()
-    return ForwardRun(tracker.flops - flops, moved.h2d_bytes, moved.d2h_bytes, ms)
+    peak_bytes = tracker.peak_bytes - slot_bytes
+    return ForwardRun(tracker.flops - flops, moved.h2d_bytes, moved.d2h_bytes, ms, peak_bytes)

@@ -16,7 +16,10 @@ TIME = "ms"
 
 @dataclass(frozen=True)
 class Work:
-    """One stream is busy from `start_ms` to `end_ms` of the step; `lane` is "copy in", "compute" or "copy out"."""
+    """One stream is busy from `start_ms` to `end_ms` of the step.
+
+    `lane` is "copy in", "compute" or "copy out", or "exchange" with other devices.
+    """
 
     lane: str
     start_ms: float
@@ -27,16 +30,25 @@ class SimulatedStreams(CheckedStreams):
     """The stream checker's streams, on which arithmetic takes time at `flops_per_s`, and copies at `bandwidth`.
 
     To dequantise weights takes time at `device_gb_s`, GB read and written in the device's memory in a second. A copy
-    that begins while the bus is busy the other way has the speed of two copies at once. The host takes no time.
+    that begins while the bus is busy the other way has the speed of two copies at once. What the device receives from
+    other devices comes at `links_gb_s`, and does not slow copies. The host takes no time.
     `work` is everything that the streams did since the last `start_step`.
     """
 
-    def __init__(self, device: torch.device, bandwidth: Bandwidth, flops_per_s: float, device_gb_s: float = math.inf):
+    def __init__(
+        self,
+        device: torch.device,
+        bandwidth: Bandwidth,
+        flops_per_s: float,
+        device_gb_s: float = math.inf,
+        links_gb_s: float = math.inf,
+    ):
         super().__init__(device)
         self.work: list[Work] = []
         self._bandwidth = bandwidth
         self._flops_per_s = flops_per_s
         self._device_gb_s = device_gb_s
+        self._links_gb_s = links_gb_s
         self._began_ms = 0.0
 
     @property
@@ -70,6 +82,15 @@ class SimulatedStreams(CheckedStreams):
             taken_ms = flops / self._flops_per_s * 1e3 + dequantised_bytes / self._device_gb_s / 1e6
         else:
             taken_ms = copied_bytes / rate / 1e6
+        self._work(stream, lane, start_ms, taken_ms)
+
+    def exchange(self, nbytes: float) -> None:
+        """Lets the current stream receive so many bytes from other devices."""
+        stream = self.compute
+        stream.follow(self.host.clock)
+        self._work(stream, "exchange", _time(stream), nbytes / self._links_gb_s / 1e6)
+
+    def _work(self, stream: CheckedStream, lane: str, start_ms: float, taken_ms: float) -> None:
         if taken_ms:
             stream.clock[TIME] = start_ms + taken_ms
             self.work.append(Work(lane, start_ms - self._began_ms, start_ms + taken_ms - self._began_ms))

@@ -1,4 +1,4 @@
-"""Which modules have an offload mode: each module has one at a time."""
+"""Remembers which modules have an offload mode: each module has one at a time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 _mode_of: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -37,8 +38,13 @@ class Attachment:
 
 
 @contextmanager
-def attaching(model: nn.Module, mode: object) -> Iterator[Attachment]:
-    """Surrounds what attaches `mode` to `model`. Gives the attachment, which an exception in the block releases."""
+def attaching(model: nn.Module, mode: object, streams: object) -> Iterator[Attachment]:
+    """Surrounds what attaches `mode` to `model`. Gives the attachment, which an exception in the block releases.
+
+    Raises TypeError in one line for a device in place of its streams.
+    """
+    if isinstance(streams, (str, torch.device)):
+        raise TypeError(f"attach to {streams!r}: give the streams of a device, as offload.acquire({streams!r}) returns")
     # A mode is known by the file that it is in.
     attachment = Attachment(model, type(mode).__module__.rpartition(".")[2])
     try:

@@ -25,6 +25,8 @@ class Counters:
         released_bytes: of these, those whose device memory was free until they were wanted back.
         update_ms: updates took on the host. `update_wait_ms`: the host waited for updates.
         updated_parameters: parameters that were updated on the host beside the device.
+        speculated_parameters: of these, inside backward, before it was known whether the update had to be undone.
+        undone_parameters: of these, those whose update was undone. `undo_ms`: that took on the host.
         file_bytes: read from files of weights. `file_wait_ms`: the host waited for these reads.
         host_pinned_bytes, host_pageable_bytes: host memory that the mode has now, page-locked and not.
     """
@@ -40,6 +42,9 @@ class Counters:
     update_ms: float = 0.0
     update_wait_ms: float = 0.0
     updated_parameters: float = 0
+    speculated_parameters: float = 0
+    undone_parameters: float = 0
+    undo_ms: float = 0.0
     file_bytes: float = 0
     file_wait_ms: float = 0.0
     host_pinned_bytes: int = 0

@@ -51,7 +51,8 @@ class DeviceSlots:
             return next(filter(None, map(self.slot_of, parts(tensor))), None)
         if tensor.layout is not torch.strided:
             return None
-        return self._by_address.get(_address(tensor))
+        storage = tensor.untyped_storage()
+        return self._by_address.get(storage.data_ptr() or storage_address(storage))
 
 
 def _address(tensor: torch.Tensor) -> int:

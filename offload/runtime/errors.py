@@ -1,10 +1,11 @@
-"""The error for a knob whose value does not fit, and a message that several modes have."""
+"""The error for a knob whose value does not fit, and messages that several modes have."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+NOT_ATTACHED = "this mode has no model: attach it first"
 OUTSIDE_STEP = (
     "forward with gradients outside a step: wrap forward and backward in `with mode.step():`,"
     " or evaluation in torch.no_grad()"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from contextlib import suppress
 
 from torch.autograd.function import BackwardCFunction
 
@@ -38,25 +39,28 @@ class FunctionContexts(threading.local):
 
 function_contexts = FunctionContexts()
 
-_lock = threading.Lock()
-_watchers = 0
+# Reentrant, because the garbage collector may end a watch in the middle of `watch_contexts`.
+_lock = threading.RLock()
+_watches: set[object] = set()
 
 
-def watch_contexts() -> None:
-    """Has contexts noted, in all threads, until `unwatch_contexts` has been called as often as this."""
-    global _watchers
+def watch_contexts(owner: object) -> weakref.finalize:
+    """Has contexts noted, in all threads, until the returned function is called or `owner` is gone."""
+    watch = object()
     with _lock:
-        _watchers += 1
+        _watches.add(watch)
         BackwardCFunction.__init__ = _init
+    end = weakref.finalize(owner, _end, watch)
+    end.atexit = False
+    return end
 
 
-def unwatch_contexts() -> None:
-    """Undoes one `watch_contexts`."""
-    global _watchers
+def _end(watch: object) -> None:
     with _lock:
-        _watchers -= 1
-        if not _watchers:
-            del BackwardCFunction.__init__
+        _watches.discard(watch)
+        if not _watches:
+            with suppress(AttributeError):
+                del BackwardCFunction.__init__
 
 
 def _init(context: BackwardCFunction) -> None:

@@ -25,9 +25,9 @@ OWN_GROUPS = Path("/proc/self/cgroup")
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
 
 
-def aligned(nbytes: int) -> int:
+def aligned(nbytes: int, alignment: int = ALIGNMENT_BYTES) -> int:
     """Returns `nbytes` rounded up to the alignment of tensors inside a flat buffer."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return -(-nbytes // alignment) * alignment
 
 
 class HostBlock:

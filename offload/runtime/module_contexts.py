@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import threading
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 
@@ -23,27 +24,38 @@ from torch.utils.hooks import RemovableHandle
 from offload.runtime.torch_internals import left_out_of_graphs
 
 
-class ReplacedForward:
+class ReplacedForward(ABC):
     """Stands in for the `forward` of a module: calls `run` in its place, which torch.compile leaves as it is.
 
-    Copies and files of the module (deepcopy, `torch.save`) have the forward that it had before.
+    Copies and files of the module (deepcopy, `torch.save`) have the forward that it had before. `computes_again` is
+    True where backward computes it a second time.
     """
+
+    computes_again = False
 
     def __init__(self, module: nn.Module):
         self._module = module
         self._replaced = vars(module).get("forward")
         # The second name is the one by which `inspect.signature` finds the arguments that the forward takes.
-        self._forward = self.__wrapped__ = module.forward
+        self._found = self.__wrapped__ = module.forward
+        self._kind = type(module)
         vars(module)["forward"] = self
         _State.of(module).add(self)
 
+    @abstractmethod
     def run(self, *arguments: object, **keywords: object) -> object:
         """Returns the result of a call of the module."""
-        raise NotImplementedError
 
     @left_out_of_graphs
     def __call__(self, *arguments: object, **keywords: object) -> object:
         return self.run(*arguments, **keywords)
+
+    @property
+    def _forward(self) -> Callable:
+        """The forward of before; that of the class which the module has now, where it was given another."""
+        if self._replaced is None and type(self._module) is not self._kind:
+            return types.MethodType(type(self._module).forward, self._module)
+        return self._found
 
     def remove(self) -> None:
         """Restores the forward of before. If somebody has wrapped this one, it stays, and is that forward."""
@@ -67,6 +79,19 @@ class ReplacedForward:
             return copy.deepcopy(self._replaced, memo)
         module = memo[id(self._module)]
         return types.MethodType(type(module).forward, module)
+
+
+def check_recompute_is_outside(model: nn.Module) -> None:
+    """Raises RuntimeError in one line for a module of `model` that has buffers of its own and is computed again.
+
+    What replaces its forward later would not be there in the recompute, which would change the buffers a second time.
+    """
+    for name, module in model.named_modules():
+        if module._buffers and getattr(vars(module).get("forward"), "computes_again", False):
+            raise RuntimeError(
+                f"{name or type(module).__name__} has buffers of its own, and recompute() was called before the mode"
+                " was attached: call it afterwards"
+            )
 
 
 # Runs a forward with its positional and its keyword arguments, and returns the result.

@@ -1,9 +1,10 @@
 """The streams and events of each device, shared by all modes that run there.
 
-Every mode takes the streams of its device from here with `acquire`, and gives them back with `release`. So two models
-on one GPU queue their copies one after the other instead of competing, and dropping one model never takes the streams
-away from another. On the CPU, which has no streams, the same calls reach `offload.runtime.stream_checker`: it executes
-in program order, and checks that every wait that a GPU would need was queued.
+Who attaches a mode takes the streams of its device from here with `acquire`, and gives them back with `release`. So two
+models on one GPU queue their copies one after the other instead of competing, and dropping one model never takes the
+streams away from another. Streams that nobody refers to any more are dropped also where a `release` was forgotten. On
+the CPU, which has no streams, the same calls reach `offload.runtime.stream_checker`: it executes in program order, and
+checks that every wait that a GPU would need was queued.
 
 `Streams`, `Stream`, `Event` and `Signal` are the protocols that both implement.
 """
@@ -11,6 +12,7 @@ in program order, and checks that every wait that a GPU would need was queued.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -162,7 +164,8 @@ class CudaStreams:
 
 
 _lock = threading.Lock()
-_open: dict[torch.device, tuple[Streams, int]] = {}
+# Weak references: a mode that was dropped without `detach`, after an error in a notebook say, is released by nobody.
+_open: dict[torch.device, tuple[weakref.ref[Streams], int]] = {}
 
 
 def acquire(device: torch.device | str) -> Streams:
@@ -172,10 +175,10 @@ def acquire(device: torch.device | str) -> Streams:
     """
     device = _with_index(torch.device(device))
     with _lock:
-        streams, holders = _open.get(device, (None, 0))
+        streams, holders = _registered(device)
         if streams is None:
             streams = CudaStreams(device) if device.type == "cuda" else CheckedStreams(device)
-        _open[device] = (streams, holders + 1)
+        _open[device] = (weakref.ref(streams), holders + 1)
         return streams
 
 
@@ -185,11 +188,11 @@ def release(streams: Streams) -> None:
     Raises ValueError if `streams` is not in the registry.
     """
     with _lock:
-        registered, holders = _open.get(streams.device, (None, 0))
+        registered, holders = _registered(streams.device)
         if registered is not streams:
             raise ValueError(f"streams of {streams.device} are not in the registry: released once too often?")
         if holders > 1:
-            _open[streams.device] = (streams, holders - 1)
+            _open[streams.device] = (weakref.ref(streams), holders - 1)
         else:
             del _open[streams.device]
 
@@ -197,7 +200,14 @@ def release(streams: Streams) -> None:
 def holders(device: torch.device | str) -> int:
     """Returns how many times the streams of `device` were acquired and not yet released."""
     with _lock:
-        return _open.get(_with_index(torch.device(device)), (None, 0))[1]
+        return _registered(_with_index(torch.device(device)))[1]
+
+
+def _registered(device: torch.device) -> tuple[Streams | None, int]:
+    """Returns the streams of `device` and the number of holders; None and 0 where nobody refers to them."""
+    reference, holders = _open.get(device, (None, 0))
+    streams = None if reference is None else reference()
+    return (None, 0) if streams is None else (streams, holders)
 
 
 def _with_index(device: torch.device) -> torch.device:

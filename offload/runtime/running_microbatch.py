@@ -7,6 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+class SideBySideError(RuntimeError):
+    """Raised for what code does with `what` while microbatches run side by side, and each would see it of others.
+
+    The mode runs them one after another from then on.
+    """
+
+    def __init__(self, what: str):
+        super().__init__(
+            f"{what} in a loss while several microbatches run side by side: one after another they would compute"
+            " something else. From now on this mode runs them one after another: clear the gradients and run the step"
+            " again"
+        )
+
+
 class _Running(threading.local):
     number: int | None = None
 

@@ -1,5 +1,8 @@
 """The processes that share the homes of one model, each with a device of its own. `NO_SHARERS` shares nothing.
 
+Processes of one host share memory. Where several hosts train one model, each has its own homes, and gradients are
+summed over all (hybrid sharding, as of PyTorch FSDP, Zhao et al. 2023).
+
 The engine asks its sharers for an exchange of a few numbers and for a collective on the device. It imports no
 torch.distributed: `training.parallel.sharers` implements the protocol with it.
 
@@ -14,29 +17,45 @@ from typing import Protocol
 import torch
 
 
+class SharerLostError(RuntimeError):
+    """A sharer, number `rank` of its host, has ended or `hangs`: what all were to do together cannot be done."""
+
+    def __init__(self, rank: int, problem: str, hangs: bool):
+        super().__init__(problem)
+        self.rank = rank
+        self.hangs = hangs
+
+
 class Sharers(Protocol):
-    """The processes that share homes. This one is number `rank` of `count`."""
+    """The processes that share homes. This one is number `rank` of the `count` of its host.
+
+    `first` is the number of its host's first among those of all `hosts`, each of which has `count`.
+    """
 
     rank: int
     count: int
+    first: int
+    hosts: int
 
-    def exchange(self, numbers: Sequence[int], what: str, patient: bool = False) -> list[list[int]]:
+    def exchange(
+        self, numbers: Sequence[int], what: str, patient: bool = False, everywhere: bool = False
+    ) -> list[list[int]]:
         """Blocks the host until every sharer has given as many numbers; returns those of each, in the order of ranks.
 
         `what` names what they are exchanged for, in the error that is raised where a sharer does not come. `patient`: a
-        sharer may come much later, because it loads weights, say.
+        sharer may come much later, because it loads weights, say. `everywhere`: with the sharers of all hosts.
         """
         ...
 
     def gather(self, whole: torch.Tensor, what: str) -> None:
         """Completes `whole` (uint8 on the device) on the current stream; sharer k gives the k-th of `count` slices.
 
-        The host does not wait where the device has streams.
+        It is a matter of one host. The host does not wait where the device has streams.
         """
         ...
 
     def sum(self, flat: torch.Tensor, what: str) -> None:
-        """Makes `flat` (1-D on the device, its length a multiple of `count`) the sum over all sharers.
+        """Makes `flat` (1-D on the device, its length a multiple of `count`) the sum over the sharers of all hosts.
 
         It does so on the current stream, and the host does not wait where the device has streams.
         """
@@ -46,10 +65,12 @@ class Sharers(Protocol):
 class NoSharers:
     """A process that shares nothing: its homes are its own memory, and it waits for nobody."""
 
-    rank = 0
-    count = 1
+    rank = first = 0
+    count = hosts = 1
 
-    def exchange(self, numbers: Sequence[int], what: str, patient: bool = False) -> list[list[int]]:
+    def exchange(
+        self, numbers: Sequence[int], what: str, patient: bool = False, everywhere: bool = False
+    ) -> list[list[int]]:
         return [list(numbers)]
 
     def gather(self, whole: torch.Tensor, what: str) -> None:
@@ -63,5 +84,5 @@ NO_SHARERS = NoSharers()
 
 
 def meet(sharers: Sharers, what: str) -> None:
-    """Blocks the host until every sharer is here. `what` names the place."""
+    """Blocks the host until every sharer of this host is here. `what` names the place."""
     sharers.exchange((0,), what, patient=True)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
@@ -65,6 +66,12 @@ innermost_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hoo
 # engine asks quantised weights for their versions thousands of times in a step.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
+# () -> bool. Whether torch.compile traces this call: the compiler answers for the function, which itself says no.
+_is_traced = torch.compiler.is_dynamo_compiling
+
+# () -> object. torch.compile's answer to frames of this thread, None where no compiled function runs.
+_compiles_frames = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
 # () -> int. The number that the next autograd node recorded in this thread gets. A microbatch that runs in a thread of
 # its own notes it at each turn.
 next_sequence_number = torch._C._autograd._get_sequence_nr
@@ -94,25 +101,41 @@ def left_out_of_graphs(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def run(*arguments: object, **keywords: object) -> object:
-        # A step has thousands of these calls, and each of torch's wrapper takes longer than what many of them do.
-        return (uncompiled if may_be_compiled() else function)(*arguments, **keywords)
+        # A step has thousands of these calls, and torch's wrapper takes longer than what many of them do. It is needed
+        # while a call is traced, and where the functions that it calls would be compiled.
+        if _is_traced() or _compiles_frames() is not None:
+            return uncompiled(*arguments, **keywords)
+        return function(*arguments, **keywords)
 
     return run
-
-
-def may_be_compiled() -> bool:
-    """Tells whether torch.compile traces this call, or would trace the functions that it calls."""
-    return torch.compiler.is_dynamo_compiling() or ("torch._dynamo" in sys.modules and _compiles_frames())
-
-
-def _compiles_frames() -> bool:
-    # None where no compiled function runs in this thread.
-    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
 def is_in_backward() -> bool:
     """Returns whether autograd runs a backward in this thread, so that a forward now is a recompute."""
     return torch._C._current_graph_task_id() != -1
+
+
+def is_transformed() -> bool:
+    """Tells whether a transform of torch.func that differentiates, or forward-mode AD, sees each operation now.
+
+    Their tensors have no bytes that could be named, and they know no hooks on saved tensors.
+    """
+    if forward_ad._current_level >= 0:
+        return True
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    if interpreter is None:
+        return False
+    is_vmap = interpreter.key() == torch._C._functorch.TransformType.Vmap
+    return not is_vmap or torch.is_grad_enabled()
+
+
+def check_no_transform() -> None:
+    """Raises RuntimeError under such a transform."""
+    if is_transformed():
+        raise RuntimeError(
+            "torch.func (grad, vjp, jvp, jacrev) and forward-mode AD do not work on a model whose weights stream: take"
+            " torch.autograd, or a copy of the model (copy.deepcopy)"
+        )
 
 
 def is_profiling() -> bool:

@@ -7,7 +7,7 @@ engine copies asynchronously (a test of the architecture holds that).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 
@@ -18,6 +18,9 @@ from offload.runtime.torch_internals import is_profiling
 
 # Two events with nothing to wait for between them are microseconds apart, and a step has a thousand such pairs.
 RESOLUTION_MS = 0.01
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""destinations and sources of copies"""
 
 
 class Telemetry:
@@ -74,8 +77,12 @@ class Transfer:
 
         `what` names the copy in a profiler's trace.
         """
+        self.copies_in([(device_tensor, host_tensor)], done, what)
+
+    def copies_in(self, pairs: Pairs, done: Event, what: str) -> None:
+        """Copies several tensors as `copy_in` does; a pair is the device's tensor and the host's."""
         with profiled(f"copy in {what}"):
-            self.telemetry.h2d_bytes += self._copy(device_tensor, host_tensor, self.streams.h2d)
+            self.telemetry.h2d_bytes += self._copy(pairs, self.streams.h2d)
         done.record(self.streams.h2d)
 
     def copy_out(self, host_tensor: torch.Tensor, device_tensor: torch.Tensor, done: Event, what: str) -> None:
@@ -83,8 +90,12 @@ class Transfer:
 
         `what` names the copy in a profiler's trace.
         """
+        self.copies_out([(host_tensor, device_tensor)], done, what)
+
+    def copies_out(self, pairs: Pairs, done: Event, what: str) -> None:
+        """Copies several tensors as `copy_out` does; a pair is the host's tensor and the device's."""
         with profiled(f"copy out {what}"):
-            self.telemetry.d2h_bytes += self._copy(host_tensor, device_tensor, self.streams.d2h)
+            self.telemetry.d2h_bytes += self._copy(pairs, self.streams.d2h)
         done.record(self.streams.d2h)
 
     def after_compute(self, *streams: Stream) -> None:
@@ -99,14 +110,16 @@ class Transfer:
         with self.telemetry.stall(stream):
             stream.wait_event(event)
 
-    def _copy(self, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> int:
-        start = perf_counter()
+    def _copy(self, pairs: Pairs, stream: Stream) -> int:
+        start, nbytes = perf_counter(), 0
         with torch.no_grad(), self.streams.on(stream):
-            destination.copy_(source, non_blocking=True)
+            for destination, source in pairs:
+                destination.copy_(source, non_blocking=True)
+                nbytes += source.nbytes
         if not self.streams.asynchronous:
             # On a device without streams the copy is made at once: compute waits for all of it.
             self.telemetry.stall_ms += (perf_counter() - start) * 1e3
-        return source.nbytes
+        return nbytes
 
 
 def profiled(name: str) -> AbstractContextManager:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from offload.weights.gradient_ring import gradient_ring_bytes
 from offload.weights.partition import CutModel
 
 
@@ -35,8 +36,10 @@ class Footprint:
     trained: tuple[tuple[Tensor, ...], ...] = field(default=(), compare=False, repr=False)
 
     @classmethod
-    def of(cls, model: CutModel, slots: int, recompute: bool, ring_bytes: int = 0) -> Footprint:
+    def of(cls, model: CutModel, slots: int, recompute: bool, ring_bytes: int = 0, releases: bool = False) -> Footprint:
         """Returns the footprint of a cut model that streams through `slots` device slots, and `ring_bytes` from files.
+
+        `releases`: gradients on the host have a ring, and no homes.
 
         Weights come in for forward and for backward, with recompute once more in between. Units that are still in slots
         when forward turns to backward are not copied again; their number depends on the order of use, so the traffic in
@@ -48,7 +51,7 @@ class Footprint:
             resident_bytes=model.resident_bytes,
             slot_bytes=slots * model.largest_unit_bytes,
             host_weight_bytes=model.unit_bytes,
-            host_gradient_bytes=model.gradient_bytes,
+            host_gradient_bytes=gradient_ring_bytes(model.units) if releases else model.gradient_bytes,
             h2d_bytes=model.unit_bytes * (3 if recompute else 2),
             d2h_bytes=model.gradient_bytes,
             file_bytes=model.file_bytes,

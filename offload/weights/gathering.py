@@ -15,10 +15,6 @@ from offload.weights.units import OffloadUnit
 
 # In place of a unit's index: the step has ended, and nothing is fetched any more.
 END_OF_STEP = -1
-# In place of a unit's index: no unit.
-NOTHING = -2
-# Units whose gradients may be summed at one fetch.
-SUMS_AT_ONCE = 4
 
 
 class _Chunk:
@@ -53,16 +49,17 @@ class SliceGatherer:
         Raises RuntimeError if a sharer is about to do something else.
         """
         name = f"{unit} {'ahead of its use' if ahead else 'for its use'}"
-        pending_anywhere, _ = self._exchange(unit.index, ahead, pending, f"the fetch of {name}")
+        pending_anywhere, _ = self._exchange(unit.index, ahead, pending, f"the fetch of {name}", everywhere=False)
         return pending_anywhere
 
     def note_use(self, unit: OffloadUnit, in_backward: bool) -> None:
         """Takes the use of a unit in a step. Where it is another than the last one in backward, all sharers agree.
 
-        So gradients are summed also where units that are still in their slots are not fetched again.
+        So gradients are summed also where units that are still in their slots are not fetched again. All hosts come to
+        this, while a fetch is a matter of one.
         """
         if in_backward and unit is not self._last_in_backward:
-            self.agree(unit, ahead=False)
+            self._exchange(unit.index, False, False, f"the use of {unit} in backward", everywhere=True)
         self._last_in_backward = unit if in_backward else None
 
     def agree_on_end(self) -> None:
@@ -72,7 +69,7 @@ class SliceGatherer:
         """
         summed = True
         while summed:
-            _, summed = self._exchange(END_OF_STEP, False, False, "the end of a step")
+            _, summed = self._exchange(END_OF_STEP, False, False, "the end of a step", everywhere=True)
 
     def fill(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
         """Queues the copies of this process's slices and the gathers of all; `slot.ready` ends the last of these.
@@ -95,21 +92,29 @@ class SliceGatherer:
         streams.writes(gather, slot, f"gather of {unit}")
         slot.ready.record(gather)
 
-    def _exchange(self, index: int, ahead: bool, pending: bool, what: str) -> tuple[bool, bool]:
-        """Returns whether `pending` is True on any sharer, and whether gradients were summed."""
-        complete = [unit.index for unit in self._gradients.complete()[:SUMS_AT_ONCE]]
-        complete += [NOTHING] * (SUMS_AT_ONCE - len(complete))
-        found = self._sharers.exchange((index, int(ahead), int(pending), *complete), what)
-        for rank, theirs in enumerate(found):
+    def _exchange(self, index: int, ahead: bool, pending: bool, what: str, everywhere: bool) -> tuple[bool, bool]:
+        """Returns whether `pending` is True on any sharer, and whether gradients were summed.
+
+        `everywhere`: with the sharers of all hosts, who sum gradients together.
+        """
+        sharers = self._sharers
+        sums = everywhere or sharers.hosts == 1
+        offers = self._gradients.offers() if sums else ()
+        # On one host there is one kind of exchange, so that a sharer at its end meets one that still fetches.
+        everywhere = everywhere and sharers.hosts > 1
+        found = sharers.exchange((index, int(ahead), int(pending), *offers), what, everywhere=everywhere)
+        for rank, theirs in enumerate(found, start=0 if everywhere else sharers.first):
             if theirs[:2] != [index, int(ahead)]:
                 raise RuntimeError(
-                    f"rank {self._sharers.rank} has come to {what}, rank {rank} to {self._named(theirs[0])}: processes"
-                    " that share weights must use them in the same order; give each process a home of its own"
+                    f"rank {sharers.first + sharers.rank} has come to {what}, rank {rank} to {self._named(theirs[0])}:"
+                    " processes that share weights must use them in the same order; give each process a home of its own"
                 )
-        # In the order of the first, which is then that of all.
-        common = [number for number in found[0][3:] if number != NOTHING and all(number in other for other in found)]
-        self._gradients.sum([self._units[number] for number in common])
-        return any(theirs[2] for theirs in found), bool(common)
+        if not sums:
+            return any(theirs[2] for theirs in found), False
+        summed = self._gradients.sum_common([theirs[3:] for theirs in found])
+        return any(theirs[2] for theirs in found), summed
 
     def _named(self, index: int) -> str:
-        return "the end of a step" if index == END_OF_STEP else f"the fetch of {self._units[index]}"
+        if index == END_OF_STEP:
+            return "the end of a step"
+        return f"the fetch of {self._units[index]}" if index < len(self._units) else "another exchange"

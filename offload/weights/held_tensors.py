@@ -8,11 +8,14 @@ ParameterList, a hook. `module.weight` is a look-up in `module._parameters`, so 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
+from offload.runtime.device_slots import DeviceSlots
+from offload.runtime.module_contexts import OwnHook
 from offload.weights.unit_tensor import UnitTensor
 from offload.weights.units import OffloadUnit
 
@@ -46,6 +49,20 @@ class HeldTensors(dict):
 
     def __reduce__(self) -> tuple:
         return dict, (dict(self),)
+
+
+class LeavesSlots(OwnHook):
+    """Gives a state dict that is made inside a forward copies of the tensors of `module` that are in a slot then."""
+
+    def __init__(self, module: nn.Module, slots: DeviceSlots):
+        super().__init__(module, module.register_state_dict_post_hook, functools.partial(_copy_out_of_slots, slots))
+
+
+def _copy_out_of_slots(slots: DeviceSlots, module: nn.Module, state: dict, prefix: str, *_: object) -> None:
+    for name in (*module._parameters, *module._buffers):
+        tensor = state.get(prefix + name)
+        if tensor is not None and slots.slot_of(tensor) is not None:
+            state[prefix + name] = tensor.clone()
 
 
 def watch_reads(units: Iterable[OffloadUnit], on_read: OnRead) -> list[nn.Module]:

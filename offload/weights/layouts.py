@@ -86,6 +86,15 @@ def check_frozen(name: str, tensor: Tensor) -> None:
         )
 
 
+def check_buffer(name: str, tensor: Tensor) -> None:
+    """Raises ValueError in one line for a buffer of which gradients are wanted, as of a parameter."""
+    if tensor.requires_grad and tensor.is_leaf and not isinstance(tensor, nn.Parameter):
+        raise ValueError(
+            f"{name} is a buffer that requires a gradient, and what streams computes with copies of buffers: make it a"
+            " parameter, or leave its module out of the mode with `exclude`"
+        )
+
+
 def _is_dense(tensor: Tensor) -> bool:
     """Tells whether the elements of a tensor fill its memory without holes and overlaps, in whichever order."""
     expected = 1

@@ -14,10 +14,10 @@ from torch.nn.parameter import is_lazy
 from offload.runtime.byte_sizes import parse_bytes
 from offload.runtime.errors import KnobError
 from offload.runtime.tensor_parts import true_bytes, wraps
-from offload.weights.layouts import check_frozen
+from offload.weights.layouts import check_buffer, check_frozen
 from offload.weights.placement import ModuleAttribute
 from offload.weights.unit_tensor import UnitTensor
-from offload.weights.units import OffloadUnit
+from offload.weights.units import SHARED_ALIGNMENT_BYTES, OffloadUnit
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,8 @@ def cut(model: nn.Module, cut_points: Sequence[CutPoint], trained_stays: bool = 
             resident.append((tensor, holders))
             continue
         check_frozen(names[tensor], tensor)
+        if holders[0].is_buffer:
+            check_buffer(names[tensor], tensor)
         name = owners[0].name
         unit = units.setdefault(name, OffloadUnit(name, len(units)))
         unit.tensors.append(UnitTensor(names[tensor], tensor, holders, unit.nbytes))
@@ -163,15 +165,17 @@ def keep_on_device(parts: CutModel, amount: str | int) -> CutModel:
     return CutModel(parts.model, streamed, windows, resident)
 
 
-def buffers_stay(parts: CutModel) -> CutModel:
-    """Returns `parts` with all buffers of the units made resident, for processes that share the homes of the rest.
+def cut_for_sharers(parts: CutModel) -> CutModel:
+    """Returns `parts` for processes that share the homes of the units: with slices in mind, and without buffers.
 
-    A forward may change a buffer, and each process has its own.
+    A forward may change a buffer, and each process has its own, which stays on the device. Tensors begin where slices
+    may (SHARED_ALIGNMENT_BYTES).
     """
     resident = list(parts.resident)
     for unit in parts.units:
         resident += [(tensor.host, tensor.attributes) for tensor in unit.tensors if tensor.is_buffer]
         kept, unit.tensors = [tensor for tensor in unit.tensors if not tensor.is_buffer], []
+        unit.alignment = SHARED_ALIGNMENT_BYTES
         for tensor in kept:
             tensor.offset = unit.nbytes
             unit.tensors.append(tensor)

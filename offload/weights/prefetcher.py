@@ -69,6 +69,8 @@ class Prefetcher:
         # Units fetched last outside of windows: an operation of backward that is not queued yet may read them.
         self._recent: deque[OffloadUnit] = deque(maxlen=1)
         self._retained: set[OffloadUnit] = set()
+        # The unit of the last fetch, if that was outside of windows.
+        self._latest: OffloadUnit | None = None
         # The last fetch ahead ended at a unit that was not ready.
         self._put_off = False
 
@@ -83,7 +85,7 @@ class Prefetcher:
         The caller waits for the device afterwards.
         """
         self._access_order.end()
-        self._followed = None
+        self._followed = self._latest = None
         self._contents.end_step()
         self._recent.clear()
 
@@ -111,7 +113,7 @@ class Prefetcher:
 
         Afterwards the host may change the weights at home.
         """
-        self._followed = None
+        self._followed = self._latest = None
         self._contents.let_host_write()
         self._recent.clear()
         # No step will end and do so: the events of many forwards would wait.
@@ -144,6 +146,11 @@ class Prefetcher:
         until as many other units have been fetched as one operation may read. Raises RuntimeError when every slot has a
         unit in use.
         """
+        if unit is self._latest and not in_window and (slot := self._slot_in_use(unit)) is not None:
+            # One operation of backward after the other asks for the weights of the same unit.
+            self.try_again()
+            return slot
+        self._latest = None if in_window else unit
         if self._followed is self._access_order:
             in_backward = is_in_backward()
             if self._gatherer is not None:
@@ -159,7 +166,8 @@ class Prefetcher:
         else:
             self._remember(unit)
         slot = self._slot_of.get(unit)
-        if slot is not None and in_window and not unit.open_windows and slot.source != unit.weights_now():
+        by_user = in_window and not unit.open_windows and not unit.has_begun_updates
+        if slot is not None and by_user and slot.source != unit.weights_now():
             # Its user has changed the weights since: LBFGS or SAM, with the step around all of their passes.
             self._contents.evict(unit)
             slot = None
@@ -180,6 +188,12 @@ class Prefetcher:
         self._fetch_ahead(self._prefetch)
         self._read_ahead()
         return slot
+
+    def _slot_in_use(self, unit: OffloadUnit) -> DeviceSlot | None:
+        """Returns the slot of a unit that was fetched last, if compute may read it on, and no other stream reads it."""
+        slot = self._slot_of.get(unit)
+        in_use = slot is not None and slot.read_by is None and slot.readers == [self._streams.compute]
+        return slot if in_use else None
 
     def is_read_here(self, unit: OffloadUnit) -> bool:
         """Tells whether the current compute stream has waited for the copy of a unit that has an open window."""
@@ -215,6 +229,7 @@ class Prefetcher:
         try:
             yield
         finally:
+            self._latest = None
             self._retained = retained_before
             self._recent = deque(recent, maxlen=self._recent.maxlen)
         for unit, slot in retained.items():
@@ -229,7 +244,7 @@ class Prefetcher:
         # A backward outside of steps may have left units there, whose weights may have changed.
         self.evict_all()
         self._files.check()
-        self._followed = order
+        self._followed, self._latest = order, None
         self._read_ahead()
         self._fetch_ahead(len(self._slots.all))
 

@@ -1,4 +1,4 @@
-"""Which units will be copied in next, and in which order: arithmetic over unit numbers."""
+"""Tells which units will be copied in next, and in which order: arithmetic over unit numbers."""
 
 from __future__ import annotations
 

@@ -14,8 +14,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from offload.runtime.running_microbatch import SideBySideError
 from offload.weights.placement import ModuleAttribute
-from offload.weights.stand_ins import like_host, share_of
+from offload.weights.stand_in_class import like_host
+from offload.weights.stand_ins import share_of
 
 
 class ResidentShares:
@@ -27,10 +29,24 @@ class ResidentShares:
         ]
         # By microbatch and parameter.
         self._shares: dict[tuple[int, nn.Parameter], torch.Tensor] = {}
+        self._held: dict[ModuleAttribute, torch.Tensor | None] = {}
+
+    def begin(self) -> None:
+        """Begins turns, in which modules hold the parameters that they hold now."""
+        self._held = {attribute: attribute.tensor for attribute in self._attributes}
 
     @contextmanager
     def turn(self, microbatch: int) -> Iterator[None]:
-        """Has modules hold the shares of `microbatch` for the length of the block."""
+        """Has modules hold the shares of `microbatch` for the length of the block.
+
+        Raises SideBySideError, once, if a microbatch has replaced one of the parameters.
+        """
+        for attribute, held in self._held.items():
+            if attribute.tensor is not held:
+                # The other microbatches still have turns, in which they end.
+                self._held = {}
+                what = f"{attribute.name} of a {type(attribute.module).__name__}"
+                raise SideBySideError(f"{what} is replaced (torch.func.functional_call)")
         installed = []
         for attribute in self._attributes:
             parameter = attribute.tensor
@@ -52,6 +68,7 @@ class ResidentShares:
     def drop(self) -> None:
         """Forgets the shares: the next microbatches get new ones."""
         self._shares.clear()
+        self._held = {}
 
     def _share(self, microbatch: int, parameter: nn.Parameter) -> torch.Tensor:
         share = self._shares.get((microbatch, parameter))

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from offload.runtime.device_slots import DeviceSlots
+from offload.runtime.device_slots import DeviceSlot, DeviceSlots
 from offload.runtime.saved_tensor_hooks import Kept, PackHook, Passed, active_hooks
 from offload.runtime.tensor_parts import parts, wraps
 from offload.runtime.torch_internals import (
@@ -29,11 +30,11 @@ from offload.weights.unit_tensor import UnitTensor
 from offload.weights.units import OffloadUnit
 
 
-@dataclass(frozen=True)
-class _SavedWeight:
+class _SavedWeight(NamedTuple):
     """A view of a unit's flat buffer: `offset` counts elements of `dtype` from its start.
 
-    `tensor` is the weight in which the view starts, `version` its version counter when it was saved.
+    `tensor` is the weight in which the view starts, `version` its version counter when it was saved, and `address`
+    where its data was at home.
     """
 
     unit: OffloadUnit
@@ -43,6 +44,7 @@ class _SavedWeight:
     strides: tuple[int, ...]
     tensor: UnitTensor
     version: int
+    address: int
 
 
 @dataclass(frozen=True)
@@ -76,15 +78,18 @@ class SavedWeights:
             return nullcontext()
         outer = active_hooks()
 
+        slot_of = self._slots.slot_of
+
         def pack(tensor: torch.Tensor) -> object:
-            if self._slots.slot_of(tensor) is not None:
-                return self._saved(tensor)
+            slot = slot_of(tensor)
+            if slot is not None:
+                return self._saved(tensor, slot)
             if outer is not None:
                 return Passed.to(outer, tensor)
             return Kept.of(tensor)
 
         def claims(tensor: torch.Tensor) -> bool:
-            return self._slots.slot_of(tensor) is not None
+            return slot_of(tensor) is not None
 
         return saved_tensors_hooks(PackHook(pack, self, outer, claims), self._unpack)
 
@@ -110,24 +115,25 @@ class SavedWeights:
     def named(self, tensor: torch.Tensor, units: Collection[OffloadUnit]) -> object | None:
         """Returns the name of a tensor that lies in the slot of one of `units`, for `brought_back`; else None."""
         slot = self._slots.slot_of(tensor)
-        return None if slot is None or slot.content not in units else self._saved(tensor)
+        return None if slot is None or slot.content not in units else self._saved(tensor, slot)
 
     def brought_back(self, name: object) -> torch.Tensor:
         """Returns the tensor of that name, in the slot where its unit is now."""
         return self._unpack(name)
 
-    def _saved(self, tensor: torch.Tensor) -> _SavedWeight | _SavedParts | Kept:
+    def _saved(self, tensor: torch.Tensor, slot: DeviceSlot) -> _SavedWeight | _SavedParts:
         if wraps(tensor):
             names, context = tensor.__tensor_flatten__()
-            inner = {name: self._saved(getattr(tensor, name)) for name in names}
+            inner = {name: self._saved_part(getattr(tensor, name)) for name in names}
             return _SavedParts(type(tensor), context, tensor.shape, tensor.stride(), inner)
-        slot = self._slots.slot_of(tensor)
-        if slot is None:
-            return Kept.of(tensor)
         unit = slot.content
         offset = tensor.storage_offset()
         whole = unit.tensor_at(offset * tensor.itemsize)
-        return _SavedWeight(unit, tensor.dtype, offset, tensor.shape, tensor.stride(), whole, whole.version)
+        return _SavedWeight(unit, tensor.dtype, offset, tensor.shape, tensor.stride(), whole, *_state(whole))
+
+    def _saved_part(self, part: torch.Tensor) -> _SavedWeight | _SavedParts | Kept:
+        slot = self._slots.slot_of(part)
+        return Kept.of(part) if slot is None else self._saved(part, slot)
 
     @left_out_of_graphs
     def _unpack(self, saved: object) -> torch.Tensor:
@@ -144,7 +150,7 @@ class SavedWeights:
 
     def _bring_back(self, saved: _SavedWeight) -> torch.Tensor:
         self._note_use(saved.unit, saved.tensor)
-        if saved.version != saved.tensor.version:
+        if (saved.version, saved.address) != _state(saved.tensor):
             raise RuntimeError(
                 f"{saved.tensor.name}, needed for gradient computation, has been modified since forward:"
                 " run backward before the optimizer's step"
@@ -154,3 +160,8 @@ class SavedWeights:
         view = flat.as_strided(saved.shape, saved.strides, saved.offset)
         # With create_graph, the unpacked tensor is saved again, outside any window: that copy must not live in a slot.
         return view.clone() if torch.is_grad_enabled() else view
+
+
+def _state(tensor: UnitTensor) -> tuple[int, int]:
+    """Returns what changes where a weight is changed at home, or gets other data, in a step or between two."""
+    return tensor.version, 0 if wraps(tensor.host) else tensor.host.data_ptr()

@@ -20,9 +20,12 @@ def make_shared_homes(cut: CutModel, sharers: Sharers, device: torch.device, pin
     """
     for unit in cut.units:
         check_divisible(unit)
+    slot_bytes = max((slices_of(unit, sharers.count).padded_bytes for unit in cut.units), default=0)
+    if device.type == "meta":
+        # A dry run, without memory and alone.
+        return HostArena(device), slot_bytes
     if sharers.rank == 0:
         HostArena(device).require(cut.unit_bytes + cut.gradient_bytes)
     sizes = (in_pages(unit.nbytes) + in_pages(unit.gradient_bytes) for unit in cut.units)
     memory = share_memory(sharers, sum(sizes))
-    slot_bytes = max((slices_of(unit, sharers.count).padded_bytes for unit in cut.units), default=0)
     return HostArena(device, pin, memory), slot_bytes

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from offload.runtime.host_memory import ALIGNMENT_BYTES
 from offload.weights.unit_tensor import UnitTensor
-from offload.weights.units import OffloadUnit
+from offload.weights.units import SHARED_ALIGNMENT_BYTES, OffloadUnit
 
 # As many chunks as let copies and gathers overlap. A chunk below the least size would be mostly latency.
 CHUNKS = 2
@@ -23,7 +22,7 @@ LEAST_CHUNK_BYTES = 8 * 2**20
 class Slices:
     """The slices of a flat buffer of `nbytes`, divided among `count` processes.
 
-    Each slice begins at a multiple of ALIGNMENT_BYTES. The last ones may lie partly or wholly behind the end.
+    Each slice begins at a multiple of SHARED_ALIGNMENT_BYTES. The last ones may lie partly or wholly behind the end.
     """
 
     nbytes: int
@@ -33,7 +32,7 @@ class Slices:
     def chunk_bytes(self) -> int:
         """The bytes of each chunk, the last one included."""
         chunks = CHUNKS if self.nbytes >= CHUNKS * LEAST_CHUNK_BYTES else 1
-        step = self.count * ALIGNMENT_BYTES
+        step = self.count * SHARED_ALIGNMENT_BYTES
         return -(-self.nbytes // (chunks * step)) * step
 
     @property

@@ -1,4 +1,4 @@
-"""Which unit is in which device slot: copies units in, writes changed buffers home, and empties slots for the next.
+"""Knows which unit is in which device slot: copies units in, writes changed buffers home, empties slots.
 
 [Note: the life of a slot]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -12,9 +12,10 @@ from torch import nn
 
 from offload.runtime.buffer_states import changes_unseen, may_change, version
 from offload.runtime.device_slots import DeviceSlot, DeviceSlots
-from offload.runtime.running_microbatch import running_microbatch
+from offload.runtime.running_microbatch import SideBySideError, running_microbatch
 from offload.runtime.tensor_parts import STATE, parts, replaced_in, state_of, wraps
 from offload.runtime.torch_internals import (
+    gradient_hooks,
     left_out_of_graphs,
     set_sequence_number,
     storage_address,
@@ -23,6 +24,7 @@ from offload.runtime.torch_internals import (
 )
 from offload.weights.layouts import over
 from offload.weights.placement import ModuleAttribute, give_memory
+from offload.weights.stand_in_class import class_like, data_was_taken, forget_data_taken, like_host
 from offload.weights.unit_tensor import UnitTensor
 from offload.weights.units import OffloadUnit
 
@@ -43,9 +45,11 @@ class GradientSink(Protocol):
         """Called before autograd adds a gradient to that of the host parameter, where a loss has used it directly."""
         ...
 
+    def before_gradient_is_read(self) -> None:
+        """Called where a forward reads the gradient of a parameter: blocks the host until it can be read."""
+        ...
 
-# The mark on a stand-in whose `data` was asked for.
-_DATA_TAKEN = "_data_was_taken"
+
 # Nodes of this number or a higher one are not put in another order by microbatches side by side.
 AT_ONCE = 2**63
 
@@ -55,20 +59,25 @@ def install_stand_ins(unit: OffloadUnit, slot: DeviceSlot, sink: GradientSink) -
 
     Where a module holds another tensor than the host's, that is its user's own (`torch.func.functional_call`, a buffer
     of another shape) and takes part in the forward: it is left, or goes to the device, through autograd, for as long.
+    Raises SideBySideError for a parameter where microbatches run side by side, which would use each other's.
     `sink` gets the gradient of a parameter when autograd has summed it.
     """
-    for tensor in unit.tensors:
-        stand_in = None
-        for attribute in tensor.attributes:
-            current = attribute.tensor
-            if current is tensor.host:
-                stand_in = stand_in if stand_in is not None else _stand_in(unit, tensor, slot, sink)
-                attribute.assign(stand_in)
-                tensor.installed.append((attribute, stand_in, None))
-            elif current is not None and current.device != slot.bytes.device and current.device.type == "cpu":
-                own = current.to(slot.bytes.device)
-                attribute.assign(own)
-                tensor.installed.append((attribute, own, current))
+    device = slot.bytes.device
+    with torch.inference_mode(False):
+        for tensor in unit.tensors:
+            stand_in = None
+            for attribute in tensor.attributes:
+                current = attribute.tensor
+                if current is tensor.host:
+                    stand_in = stand_in if stand_in is not None else _stand_in(unit, tensor, slot, sink)
+                    attribute.assign(stand_in)
+                    tensor.installed.append((attribute, stand_in, None))
+                elif running_microbatch() is not None and not tensor.is_buffer:
+                    raise SideBySideError(f"{tensor.name} is replaced (torch.func.functional_call)")
+                elif current is not None and current.device != device and current.device.type == "cpu":
+                    own = current.to(device)
+                    attribute.assign(own)
+                    tensor.installed.append((attribute, own, current))
 
 
 def remove_stand_ins(unit: OffloadUnit, slot: DeviceSlot) -> list[UnitTensor]:
@@ -78,8 +87,14 @@ def remove_stand_ins(unit: OffloadUnit, slot: DeviceSlot) -> list[UnitTensor]:
         for attribute, stand_in, own in tensor.installed:
             if own is not None:
                 _put_back(tensor, attribute, stand_in, own)
-            elif _is_stand_in(attribute.tensor, stand_in, slot) or (
-                tensor.is_buffer and _take_replacement(tensor, attribute)
+            elif stand_in.shape != tensor.shape and attribute.tensor is stand_in:
+                # A buffer that forward has resized. Its module keeps it.
+                attribute.assign(stand_in.to(tensor.host.device))
+                tensor.own_copy = None
+            elif (
+                (held := attribute.tensor) is stand_in
+                or _is_in_slot(held, slot)
+                or (tensor.is_buffer and _take_replacement(tensor, attribute))
             ):
                 attribute.assign(tensor.host)
         if tensor.device is not None and tensor.installed:
@@ -94,11 +109,29 @@ def remove_stand_ins(unit: OffloadUnit, slot: DeviceSlot) -> list[UnitTensor]:
     return changed
 
 
-def drop_stand_ins(unit: OffloadUnit) -> None:
-    """Forgets the unit's stand-ins: the next window makes new ones."""
+def forget_stand_ins(unit: OffloadUnit) -> None:
+    """Forgets those of earlier steps, too: gradients of the unit's parameters are nobody's business from now on."""
     for tensor in unit.tensors:
-        tensor.device = tensor.joined = None
+        tensor.device = tensor.joined = tensor.joined_before = None
         tensor.shares.clear()
+
+
+def differs_from_home(tensor: UnitTensor) -> bool:
+    """Tells whether a parameter has other values on the device than at home. Blocks the host until it knows."""
+    # In a dry run there are no values.
+    if tensor.is_buffer or tensor.layout.is_compound or tensor.host.is_meta:
+        return False
+    here = tensor.device.detach()
+    return not torch.equal(here, torch.empty_like(here).copy_(tensor.host.detach()))
+
+
+def drop_stand_ins(unit: OffloadUnit) -> None:
+    """Ends the use of the unit's stand-ins, for this step; those of parameters that train may serve the next."""
+    for tensor in unit.tensors:
+        tensor.device = None
+        if tensor.joined is not None:
+            tensor.joined_before, tensor.joined = tensor.joined, None
+            tensor.shares.clear()
         # What forward changed on the device has changed at home.
         for _ in range(tensor.writes):
             torch.autograd.graph.increment_version(tensor.host)
@@ -145,8 +178,8 @@ class _OnDevice(torch.autograd.Function):
     @staticmethod
     def forward(ctx, host: nn.Parameter, view: torch.Tensor, land: Callable) -> torch.Tensor:
         ctx.land = land
-        # Not the input itself, which autograd would take for a view of it.
-        return view.detach()
+        # Not the input itself, which autograd would take for a view of it. `.data` has a version counter of its own.
+        return view.data
 
     @staticmethod
     @left_out_of_graphs
@@ -168,20 +201,18 @@ class _Share(torch.autograd.Function):
 
 
 def _stand_in(unit: OffloadUnit, tensor: UnitTensor, slot: DeviceSlot, sink: GradientSink) -> torch.Tensor:
-    with torch.inference_mode(False):
+    if tensor.is_buffer:
         # `.data` has a version counter of its own, which shows whether forward changed a buffer.
-        views = [view.data for view in tensor.views_of(slot.bytes)]
-        if tensor.is_buffer:
-            tensor.device = view = over(tensor.host, views)
-            if any(may_change((attribute.module, attribute.name)) for attribute in tensor.attributes):
-                # Autograd would save a view of the slot by name, and find there what later forwards make of it.
-                tensor.own_copy = view.clone()
-        elif tensor.trains:
-            tensor.device = _joined(unit, tensor, views[0], sink)
-        else:
-            tensor.device = _frozen(tensor.host, views)
-        tensor.device_version += tensor.new_writes
-        tensor.device.__dict__.pop(_DATA_TAKEN, None)
+        tensor.device = view = over(tensor.host, [view.data for view in tensor.views_in(slot)])
+        if any(may_change((attribute.module, attribute.name)) for attribute in tensor.attributes):
+            # Autograd would save a view of the slot by name, and find there what later forwards make of it.
+            tensor.own_copy = view.clone()
+    elif tensor.trains:
+        tensor.device = _joined(unit, tensor, tensor.views_in(slot)[0], sink)
+    else:
+        tensor.device = _frozen(tensor.host, [view.data for view in tensor.views_in(slot)])
+    tensor.note_installed()
+    forget_data_taken(tensor.device)
     return tensor.device if tensor.own_copy is None else tensor.own_copy
 
 
@@ -197,19 +228,23 @@ def _frozen(host: nn.Parameter, memory: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _joined(unit: OffloadUnit, tensor: UnitTensor, view: torch.Tensor, sink: GradientSink) -> torch.Tensor:
-    """Returns the stand-in of a parameter that trains, with `view` as its data: one a step.
+    """Returns the stand-in of a parameter that trains, with `view` as its data: one a step, and the same in the next.
 
     Autograd then sums the gradients of all its uses before they leave, as it would for a resident parameter. Where
     microbatches run side by side, each has its share of the stand-in, which sums the gradients of its uses first.
     """
-    if tensor.joined is None:
-        tensor.joined = _join(unit, tensor, view, sink)
+    # Without its node a forward has frozen it since.
+    if tensor.joined is None or tensor.joined.grad_fn is None:
+        before, tensor.joined_before = tensor.joined_before, None
+        is_alike = before is not None and _serves_again(before, tensor.host)
+        joined = before if is_alike else _join(unit, tensor, view, sink)
+        tensor.joined = like_host(joined, tensor.host, functools.partial(_before_read, weakref.ref(sink)))
     tensor.joined.data = view
     microbatch = running_microbatch()
     if microbatch is None:
         return tensor.joined
     if microbatch not in tensor.shares:
-        tensor.shares[microbatch] = like_host(share_of(tensor.joined, view), tensor.host)
+        tensor.shares[microbatch] = like_host(share_of(tensor.joined, view.data), tensor.host)
     tensor.shares[microbatch].data = view
     return tensor.shares[microbatch]
 
@@ -223,46 +258,56 @@ def share_of(parameter: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
 
 
 def _join(unit: OffloadUnit, tensor: UnitTensor, view: torch.Tensor, sink: GradientSink) -> torch.Tensor:
-    with torch.enable_grad():
-        joined = _OnDevice.apply(tensor.host, view, functools.partial(sink.land, unit, tensor))
+    # It may outlive the step, and must not keep the device's memory alive where a mode is dropped.
+    called = weakref.ref(sink), weakref.ref(unit), weakref.ref(tensor)
+    with torch.inference_mode(False), torch.enable_grad():
+        joined = _OnDevice.apply(tensor.host, view, functools.partial(_land, *called))
     ((accumulate, _), *_) = joined.grad_fn.next_functions
-
-    def before_host_gradient(gradients: tuple[torch.Tensor | None, ...]) -> None:
-        if gradients[0] is not None:
-            sink.before_host_gradient(unit, tensor)
-
-    accumulate.register_prehook(before_host_gradient)
+    accumulate.register_prehook(functools.partial(_before_host_gradient, *called))
     # Run as soon as it is ready, as autograd runs what accumulates gradients.
     set_sequence_number(joined.grad_fn, AT_ONCE)
-    return like_host(joined, tensor.host)
+    return joined
 
 
-def like_host(stand_in: torch.Tensor, host: nn.Parameter) -> torch.Tensor:
-    """Gives a stand-in the class and the Python attributes of the parameter, for which its module may ask."""
-    stand_in.__class__ = _noting_data(type(host))
-    stand_in.__dict__.update(host.__dict__)
-    return stand_in
+def _land(
+    sink: Callable[[], GradientSink | None],
+    unit: Callable[[], OffloadUnit | None],
+    tensor: Callable[[], UnitTensor | None],
+    gradient: torch.Tensor,
+    node: torch.autograd.graph.Node,
+) -> torch.Tensor | None:
+    if (to := sink()) is None:
+        raise RuntimeError("backward of a forward whose offload mode is gone: keep the mode until backward has ended")
+    return to.land(unit(), tensor(), gradient, node)
 
 
-@functools.cache
-def _noting_data(kind: type) -> type:
-    """Returns a subclass of the same name whose tensors note that their `data` was asked for, to be written perhaps."""
-    data = inspect.getattr_static(kind, "data")
-
-    def take(self: torch.Tensor) -> torch.Tensor:
-        self.__dict__[_DATA_TAKEN] = True
-        return data.__get__(self)
-
-    return type(kind)(
-        kind.__name__,
-        (kind,),
-        {"data": property(take, data.__set__), "__module__": kind.__module__, "__qualname__": kind.__qualname__},
-    )
+def _before_host_gradient(
+    sink: Callable[[], GradientSink | None],
+    unit: Callable[[], OffloadUnit | None],
+    tensor: Callable[[], UnitTensor | None],
+    gradients: tuple[torch.Tensor | None, ...],
+) -> None:
+    if gradients[0] is not None and (to := sink()) is not None:
+        to.before_host_gradient(unit(), tensor())
 
 
-def data_was_taken(stand_in: torch.Tensor) -> bool:
-    """Tells whether code has asked for the `data` of a stand-in, through which writes raise no version counter."""
-    return _DATA_TAKEN in stand_in.__dict__
+def _before_read(sink: Callable[[], GradientSink | None]) -> None:
+    if (to := sink()) is not None:
+        to.before_gradient_is_read()
+
+
+def _serves_again(joined: torch.Tensor, host: nn.Parameter) -> bool:
+    """Tells whether the stand-in of an earlier step is as one made now, but for attributes, which it gets.
+
+    Its user may have put hooks on it or changed it, or have replaced the parameter.
+    """
+    node = joined.grad_fn
+    if type(node) is not _OnDevice._backward_cls or node.next_functions[0][0].variable is not host:
+        return False
+    if gradient_hooks(joined) or joined.retains_grad or type(joined) is not class_like(type(host)):
+        return False
+    joined.__dict__.clear()
+    return True
 
 
 def _take_replacement(tensor: UnitTensor, attribute: ModuleAttribute) -> bool:
@@ -286,10 +331,10 @@ def _put_back(tensor: UnitTensor, attribute: ModuleAttribute, there: torch.Tenso
     attribute.assign(own if current is there or current is None else current.to(own.device))
 
 
-def _is_stand_in(held: torch.Tensor | None, stand_in: torch.Tensor, slot: DeviceSlot) -> bool:
-    """Tells whether a module holds its stand-in, or another parameter that forward has made of its memory."""
-    if held is stand_in or not isinstance(held, nn.Parameter):
-        return held is stand_in
+def _is_in_slot(held: torch.Tensor | None, slot: DeviceSlot) -> bool:
+    """Tells whether a module holds another parameter that forward has made of the memory of its stand-in."""
+    if not isinstance(held, nn.Parameter):
+        return False
     here = storage_address(slot.bytes.untyped_storage())
     return all(storage_address(part.untyped_storage()) == here for part in parts(held))
 
@@ -322,4 +367,8 @@ def _was_changed(tensor: UnitTensor, slot: DeviceSlot) -> bool:
         tensor.writes += 1
         return True
     # A write through `.data` does not count for autograd. Quantised weights are read so, and not written.
-    return tensor.count_writes() or (data_was_taken(device) and not tensor.layout.is_compound)
+    data_taken = data_was_taken(device) and not tensor.layout.is_compound
+    if data_taken and running_microbatch() is not None:
+        # Whether it was a write matters to the other microbatches.
+        tensor.writes += differs_from_home(tensor)
+    return tensor.count_writes() or data_taken

@@ -12,19 +12,29 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from offload.runtime.deferred_free import DeferredFrees, PendingFree
+from offload.runtime.registry import Event
 from offload.runtime.sharers import Sharers
 from offload.runtime.transfer import Transfer, profiled
 from offload.weights.slices import slices_of
 from offload.weights.unit_tensor import UnitTensor
 from offload.weights.units import OffloadUnit
+from offload.weights.updates import NO_UPDATES, Updates
 
 # Gradients begin at multiples of this in a buffer, as tensors do in memory: kernels may add in another order elsewhere.
 ALIGNMENT_BYTES = 512
 # Units whose gradients may wait for those of the sharers. Beyond that the oldest goes home, to be summed after it.
 WAITING_UNITS = 4
 
+# Units whose gradients may be summed at one exchange, and what stands for none of them.
+SUMS_AT_ONCE = 4
+NOTHING = -1
+
 LandAlone = Callable[[OffloadUnit, UnitTensor, torch.Tensor], None]
 """sends one sharer's gradient home, to memory of its own"""
+IsFinal = Callable[[OffloadUnit], bool]
+"""tells whether no weight of the unit is needed any more in this step, as far as this sharer knows"""
+CopyIn = Callable[[OffloadUnit], Sequence[Event]]
+"""returns the end of a copy in that may still be reading the unit's home"""
 
 
 class _UnitGradients:
@@ -58,12 +68,27 @@ class GradientSum:
     A unit is summed inside backward when all sharers have all of its gradients: they tell each other with the fetches
     (`SliceGatherer`). A gradient that a sharer lacks, as of an expert that none of its tokens was sent to, keeps its
     unit from that. Such a unit goes home by `land_alone`, and so do those beyond WAITING_UNITS: the caller sums them.
+    Where the gradients of a unit are final on all sharers, `updates` may begin behind its sum.
     """
 
-    def __init__(self, sharers: Sharers, transfer: Transfer, limit_bytes: int, land_alone: LandAlone):
+    def __init__(
+        self,
+        sharers: Sharers,
+        units: Sequence[OffloadUnit],
+        transfer: Transfer,
+        limit_bytes: int,
+        *,
+        land_alone: LandAlone,
+        is_final: IsFinal,
+        copy_in: CopyIn,
+    ):
+        self.updates: Updates = NO_UPDATES
         self.summed: set[UnitTensor] = set()
         """what was summed in this step or the last"""
         self._sharers = sharers
+        self._units = units
+        self._is_final = is_final
+        self._copy_in = copy_in
         self._transfer = transfer
         self._streams = transfer.streams
         self._land_alone = land_alone
@@ -127,14 +152,30 @@ class GradientSum:
         """Tells whether a gradient, or a piece of it, is waiting for those of the sharers."""
         return unit in self._held and tensor in self._held[unit].landed
 
-    def complete(self) -> list[OffloadUnit]:
-        """Returns the units whose gradients are all there, the oldest first."""
-        return [unit for unit, held in self._held.items() if held.is_complete]
+    def offers(self) -> tuple[int, ...]:
+        """Returns SUMS_AT_ONCE numbers: the units whose gradients are all there, the oldest first, and whether final.
 
-    def sum(self, units: Sequence[OffloadUnit]) -> None:
-        """Queues the sums of these units, which are complete on all sharers, and the copies of its own slices home."""
-        for unit in units:
+        The sharers exchange them, and give those of all to `sum_common`.
+        """
+        complete = [unit for unit, held in self._held.items() if held.is_complete][:SUMS_AT_ONCE]
+        numbers = [2 * unit.index + self._is_final(unit) for unit in complete]
+        return (*numbers, *[NOTHING] * (SUMS_AT_ONCE - len(numbers)))
+
+    def sum_common(self, offers: Sequence[Sequence[int]]) -> bool:
+        """Queues the sums of the units that all sharers have offered, and the copies of its own slices home.
+
+        `offers` has those of each sharer. The order is that of the first, and so the same on all. Returns True if there
+        are any.
+        """
+        finals = [{number // 2: number % 2 for number in theirs if number != NOTHING} for theirs in offers]
+        common = [index for index in finals[0] if all(index in theirs for theirs in finals)]
+        for index in common:
+            unit = self._units[index]
             self._sum(unit, self._held.pop(unit))
+            # All sharers begin updates early or none: one that still needed the weights would gather new slices.
+            if all(theirs[index] for theirs in finals):
+                self.updates.gradients_landed(unit, unit.trained, after=self._copy_in(unit))
+        return bool(common)
 
     def end_step(self) -> None:
         """Sends home what the sharers have not summed."""
@@ -158,6 +199,7 @@ class GradientSum:
     def _sum(self, unit: OffloadUnit, held: _UnitGradients) -> None:
         streams = self._streams
         gather, d2h = streams.gather, streams.d2h
+        kept = self._room_for_updates(unit)
         self._transfer.after_compute(gather)
         with profiled(f"sum gradients of {unit}"), streams.on(gather), torch.no_grad():
             for buffer in held.buffers:
@@ -165,15 +207,20 @@ class GradientSum:
                 self._sharers.sum(buffer.tensor, f"the gradients of {unit}")
             for tensor, view in held.views.items():
                 tensor.norm = torch.linalg.vector_norm(view, dtype=torch.float32) if self._takes_norms else None
+                if tensor in kept:
+                    streams.writes(gather, kept[tensor], "sum")
+                    own = [view.view(-1)[part.start : part.stop] for part in self._own_elements(unit, tensor)]
+                    torch.cat(own or [view.new_empty(0)], out=kept[tensor].tensor)
+        for tensor, gradient in kept.items():
+            self.updates.retain_gradient(unit, tensor, gradient)
         summed = streams.event()
         summed.record(gather)
         copies = [copy for tensor, view in held.views.items() for copy in self._own_parts(unit, tensor, view)]
-        done = summed
-        if copies:
-            done = streams.event()
-            d2h.wait_event(summed)
-            for buffer in held.buffers:
-                streams.reads(d2h, buffer, "copy out")
+        # Ends the copies of this process, whose slices are all that it updates.
+        done = streams.event() if copies else summed
+        d2h.wait_event(summed)
+        for buffer in held.buffers if copies else ():
+            streams.reads(d2h, buffer, "copy out")
         for home, part, name in copies:
             self._transfer.copy_out(home, part, done=done, what=f"gradient of {name}")
         for buffer in held.buffers:
@@ -181,17 +228,32 @@ class GradientSum:
             self._deferred_frees.add(buffer)
         for tensor in held.views:
             home = tensor.shared_gradient
-            # Nobody reads it before the step has ended.
-            tensor.landed, tensor.landed_in, tensor.landed_version = None, home, home._version
+            tensor.landed, tensor.landed_in, tensor.landed_version = done, home, home._version
             tensor.host.grad = home
             self.summed.add(tensor)
+
+    def _room_for_updates(self, unit: OffloadUnit) -> dict[UnitTensor, PendingFree]:
+        """Returns memory for this process's slices of each sum, one behind the other, where the device updates."""
+        if not self.updates.keeps_gradients(unit):
+            return {}
+        streams, found = self._streams, {}
+        for tensor in unit.trained:
+            count = sum(map(len, self._own_elements(unit, tensor)))
+            room = torch.empty(count, dtype=tensor.dtype, device=streams.device)
+            name = f"device gradient of {tensor.name}"
+            found[tensor] = PendingFree(room, streams.event(), name, streams.compute)
+            streams.writes(streams.compute, found[tensor], "what this memory was used for before")
+        return found
+
+    def _own_elements(self, unit: OffloadUnit, tensor: UnitTensor) -> list[range]:
+        return slices_of(unit, self._sharers.count).elements(tensor, self._sharers.rank)
 
     def _own_parts(
         self, unit: OffloadUnit, tensor: UnitTensor, total: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
         """Yields the home, the sum and the name of each part of a gradient that this process sends home."""
-        streams, sharers = self._streams, self._sharers
-        streams.writes(streams.d2h, tensor, "copy out")
-        for part in slices_of(unit, sharers.count).elements(tensor, sharers.rank):
+        streams = self._streams
+        for part in self._own_elements(unit, tensor):
+            streams.writes(streams.d2h, tensor, "copy out")
             own = slice(part.start, part.stop)
             yield tensor.shared_gradient.view(-1)[own], total.view(-1)[own], tensor.name

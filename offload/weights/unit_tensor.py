@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from offload.runtime.device_slots import DeviceSlot
 from offload.runtime.host_memory import HostArena, HostBlock
 from offload.runtime.mapped_files import FileSpan
 from offload.runtime.registry import Event
 from offload.runtime.tensor_parts import parts, version_of
-from offload.runtime.torch_internals import count_references
+from offload.runtime.torch_internals import count_references, gradient_accumulated_hooks, gradient_hooks
 from offload.weights.layouts import Layout, over
 from offload.weights.placement import ModuleAttribute, move_into, put_over
 
@@ -44,6 +45,8 @@ class UnitTensor:
     shared_gradient: torch.Tensor | None = None
     # A loss has used the host tensor besides its stand-in.
     meets_host_gradient: bool = False
+    # This step's gradient went to its update, and is in no `.grad`.
+    is_released: bool = False
     landed_in: torch.Tensor | None = None
     landed: Event | None = None
     landed_version: int = 0
@@ -51,7 +54,9 @@ class UnitTensor:
     device: torch.Tensor | None = None
     # While a window is open: the copy of `device` that modules hold in its place, for a buffer that may change.
     own_copy: torch.Tensor | None = None
+    # The stand-in of a parameter that trains, joined to it in autograd's graph: that of this step, or of the last.
     joined: torch.Tensor | None = None
+    joined_before: torch.Tensor | None = None
     # By microbatch, where they run side by side.
     shares: dict[int, torch.Tensor] = field(default_factory=dict)
     writes: int = 0
@@ -65,6 +70,7 @@ class UnitTensor:
         self.found, self.origin = (self.host if self.host.is_meta else None), self.host.device
         self.shape, self.dtype = self.host.shape, self.host.dtype
         self.layout = Layout(self.host)
+        self._views: dict[int, list[torch.Tensor]] = {}
 
     @property
     def is_buffer(self) -> bool:
@@ -99,6 +105,12 @@ class UnitTensor:
         start = self.offset
         return self.layout.views(lambda offset, nbytes: flat[start + offset : start + offset + nbytes])
 
+    def views_in(self, slot: DeviceSlot) -> list[torch.Tensor]:
+        """Returns `views_of` the bytes of a slot: the same objects every time."""
+        if slot.index not in self._views:
+            self._views[slot.index] = self.views_of(slot.bytes)
+        return self._views[slot.index]
+
     def view_of(self, flat: torch.Tensor) -> torch.Tensor:
         """Returns this tensor's data over its bytes in `flat` (uint8, laid out as the unit)."""
         return over(self.host, self.views_of(flat))
@@ -106,6 +118,10 @@ class UnitTensor:
     def parts_of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Returns the plain tensors of `host`, of its stand-in or of another tensor like it."""
         return parts(tensor) if self.layout.is_compound else [tensor]
+
+    def note_installed(self) -> None:
+        """Notes the version counter of `device`, which counts from now on."""
+        self.device_version = self._version_of(self.device)
 
     def count_writes(self) -> bool:
         """Adds to `writes` the changes to `device` that are not in it yet. Returns True if there are any."""
@@ -120,6 +136,8 @@ class UnitTensor:
     @property
     def is_home(self) -> bool:
         """True if the data of the host tensor is at home: its user has not given it other data."""
+        if not self.layout.is_compound:
+            return not self.home or self.host.data_ptr() == self.home[0] or not self.nbytes
         parts = zip(self.layout.pieces, self.parts_of(self.host), self.home, strict=False)
         return all(not piece.nbytes or part.data_ptr() == address for piece, part, address in parts)
 
@@ -185,10 +203,41 @@ class UnitTensor:
         self.check_data(new, home)
         self.host = new
 
+    def check_gradient_dtype(self) -> None:
+        """Raises RuntimeError for a parameter that wants gradients of another dtype than its own."""
+        wanted = getattr(self.host, "grad_dtype", self.dtype)
+        if wanted not in (None, self.dtype):
+            raise RuntimeError(
+                f"{self.name} has grad_dtype {wanted} and streams as {self.dtype}, in which its gradients are summed on"
+                " the device: set its grad_dtype to None, or leave its module out of the mode with `exclude`"
+            )
+
     def make_gradient(self, memory: torch.Tensor) -> None:
         """Gives the gradient host memory: uint8 with a storage of its own, so that its users can be counted."""
+        self.gradient = self.gradient_over(memory)
+
+    def gradient_over(self, memory: torch.Tensor) -> torch.Tensor:
+        """Returns a gradient over `memory`, uint8, of this tensor's shape, strides and dtype."""
         # `.data` has a version counter of its own, which shows whether this gradient was changed.
-        self.gradient = self.layout.pieces[0].over(memory).data
+        return self.layout.pieces[0].over(memory).data
+
+    def leaves_to_autograd(self, gradient: torch.Tensor) -> bool:
+        """Tells whether autograd gets this gradient in host memory, and accumulates it there itself.
+
+        Hooks run on the host, where they were registered, and autograd accumulates what they return. So it does where a
+        loss uses the weight on the host: it adds that gradient first, and then the sum to the earlier. Sparse gradients
+        it joins, their bytes are not known before; those of other dtypes it converts, and those of `create_graph` keep
+        their graph.
+        """
+        earlier = self.host.grad
+        return bool(
+            gradient_hooks(self.host)
+            or gradient_accumulated_hooks(self.host)
+            or (self.meets_host_gradient and earlier is not None)
+            or gradient.requires_grad
+            or gradient.layout is not torch.strided
+            or (earlier is not None and (earlier.layout is not torch.strided or earlier.dtype is not gradient.dtype))
+        )
 
     @property
     def gradient_is_held(self) -> bool:

@@ -17,20 +17,21 @@ that it is copied in once and its gradients are summed once.
 5. Out of the window. When the last window closes, the modules hold `tensor.host` again. Buffers that forward changed
    are copied home on the d2h stream; `unit.written` ends that copy. The slot may be filled anew once `slot.free` is
    past.
-6. Gradient landed. Autograd has summed all uses of the stand-in: `GradientOffloader` copies the gradient home on the
-   d2h stream, behind compute, to `tensor.gradient` or into the gradient that was there. `tensor.landed` ends the copy.
+6. Gradient landed. Autograd has summed all uses of the stand-in. `GradientLanding` decides where the gradient goes; as
+   a rule `GradientOffloader` copies it home, small ones together, on the d2h stream, behind compute, to
+   `tensor.gradient` or into the gradient that was there. `tensor.landed` ends the copy.
 7. Updated. Between steps by any optimizer; or by `offload.optimizer.overlap`, beside the step: on a thread that waits
    for `tensor.landed` and ends with a signal, or on the d2h stream, which ends with an event. The next onload of the
    unit waits for either, which is 2 again.
 
-At the end of a step the host waits for all streams, the stand-ins are dropped, and no slot holds anything. When the
+At the end of a step the host waits for all streams, modules hold no stand-ins, and no slot holds anything. When the
 next begins, `gather` takes over what the user has changed meanwhile: replaced parameters, other data, what trains.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -38,12 +39,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from offload.runtime.host_memory import HostArena, HostBlock, aligned
+from offload.runtime.host_memory import ALIGNMENT_BYTES, HostArena, HostBlock, aligned
 from offload.runtime.mapped_files import MappedFile, written_pages
 from offload.runtime.registry import Event
+from offload.runtime.tensor_parts import wraps
 from offload.weights.layouts import check_frozen
 from offload.weights.placement import held_by, move_to
 from offload.weights.unit_tensor import UnitTensor
+
+# Of the tensors of a unit that processes share, and of their slices: 256 numbers, a block of states in 8 bits.
+SHARED_ALIGNMENT_BYTES = 1024
 
 
 @dataclass(eq=False)
@@ -51,6 +56,8 @@ class OffloadUnit:
     """Tensors that move together; at home they lie in `weights`, one flat host block, each with a storage of its own.
 
     The block has the first tensors; those with `spans` follow, whose homes are in files.
+
+    Each begins at a multiple of `alignment`.
 
     `Prefetcher` writes `written`, which ends the last copy of buffers from the device into `weights`, and
     `open_windows`, the number of windows open on the unit.
@@ -62,11 +69,16 @@ class OffloadUnit:
     weights: HostBlock | None = None
     written: Event | None = None
     open_windows: int = 0
+    # Updates of it have begun inside this backward: what a slot has of it is out of date, and not read again.
+    has_begun_updates: bool = False
+    # Its gradients have no home: each goes to its update alone.
+    releases: bool = False
+    alignment: int = ALIGNMENT_BYTES
 
     @property
     def nbytes(self) -> int:
         """Bytes of the flat buffer, alignment included."""
-        return sum(aligned(tensor.nbytes) for tensor in self.tensors)
+        return sum(aligned(tensor.nbytes, self.alignment) for tensor in self.tensors)
 
     @property
     def in_block(self) -> list[UnitTensor]:
@@ -76,7 +88,7 @@ class OffloadUnit:
     @property
     def block_bytes(self) -> int:
         """Bytes of the unit's block, alignment included."""
-        return sum(aligned(tensor.nbytes) for tensor in self.in_block)
+        return sum(aligned(tensor.nbytes, self.alignment) for tensor in self.in_block)
 
     @property
     def trained(self) -> list[UnitTensor]:
@@ -123,8 +135,12 @@ class OffloadUnit:
         return self._versions([tensor for tensor in self.tensors if not tensor.is_buffer])
 
     def _versions(self, tensors: list[UnitTensor]) -> list[tuple[int, int]]:
-        hosts = (part for tensor in tensors for part in tensor.parts_of(tensor.host))
-        return [(host.data_ptr(), 0 if host.is_inference() else host._version) for host in hosts]
+        hosts = [part for tensor in tensors for part in tensor.parts_of(tensor.host)]
+        try:
+            return [(host.data_ptr(), host._version) for host in hosts]
+        except RuntimeError:
+            # Tensors of inference mode have no version.
+            return [(host.data_ptr(), 0 if host.is_inference() else host._version) for host in hosts]
 
     def gather(self, arena: HostArena) -> None:
         """Takes over, between steps, what the user has changed since the last: replaced tensors, data, what trains.
@@ -147,7 +163,8 @@ class OffloadUnit:
             arena.release(old)
         for tensor in self.trained:
             check_frozen(tensor.name, tensor.host)
-            if tensor.shared_gradient is None:
+            tensor.check_gradient_dtype()
+            if tensor.shared_gradient is None and not self.releases:
                 self.ensure_gradient(tensor, arena)
 
     def ensure_gradient(self, tensor: UnitTensor, arena: HostArena) -> None:
@@ -183,6 +200,8 @@ class OffloadUnit:
                 spans = [(span, None if files is None else files[span.path]) for span in tensor.spans]
                 nothing = [HostBlock(span.nbytes, tensor.name, is_meta=True).bytes for span, file in spans if not file]
                 tensor.move_into_files(nothing or [file.view(span) for span, file in spans])
+        if self.releases:
+            return
         gradients = arena.allocate(self.gradient_bytes, f"gradients of {self.name}")
         used = 0
         for tensor in self.trained:
@@ -216,3 +235,18 @@ class OffloadUnit:
 
     def __str__(self) -> str:
         return self.name
+
+
+def check_one_owner(units: Iterable[OffloadUnit]) -> None:
+    """Raises RuntimeError if two parameters were made one since the mode was attached, or were given the same data."""
+    owners: dict[int, UnitTensor] = {}
+    for tensor in (tensor for unit in units for tensor in unit.tensors if not tensor.is_buffer and tensor.nbytes):
+        held = tensor.attributes[0].tensor
+        if held is None or held.is_meta or wraps(held):
+            continue
+        owner = owners.setdefault(held.data_ptr(), tensor)
+        if owner is not tensor:
+            raise RuntimeError(
+                f"{owner.name} and {tensor.name} share memory, which they did not when the mode was attached: detach"
+                " it before they are tied, or copy (parameter.data = other.data.clone())"
+            )

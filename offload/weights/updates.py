@@ -11,7 +11,8 @@ from typing import Protocol
 
 from offload.runtime.counters import Counters
 from offload.runtime.deferred_free import PendingFree
-from offload.runtime.registry import Event
+from offload.runtime.registry import Event, Signal, Streams
+from offload.weights.gradient_ring import RingBlock
 from offload.weights.unit_tensor import UnitTensor
 from offload.weights.units import OffloadUnit
 
@@ -36,12 +37,37 @@ class Updates(Protocol):
         """Tells whether `before_onload` would block the host."""
         ...
 
+    def keeps_gradients(self, unit: OffloadUnit) -> bool:
+        """Tells whether `retain_gradient` would take charge of the unit's gradients."""
+        ...
+
     def retain_gradient(self, unit: OffloadUnit, tensor: UnitTensor, gradient: PendingFree) -> bool:
         """Takes charge of a gradient's device memory, whose copy home is queued; False leaves it to the caller."""
         ...
 
-    def gradient_landed(self, unit: OffloadUnit, tensor: UnitTensor, after: Sequence[Event]) -> None:
-        """A gradient is final and its copy home is queued: its update may begin, once the events `after` are past."""
+    def gradients_landed(
+        self,
+        unit: OffloadUnit,
+        tensors: Sequence[UnitTensor],
+        after: Sequence[Event],
+        released: RingBlock | PendingFree | None = None,
+    ) -> Signal | None:
+        """Gradients are final and their copies home queued: updates may begin, once the events `after` are past.
+
+        `released`: where a single one is, if not in `.grad`: on its way to a block of the ring, or kept on the device.
+        Returns what is set when the host has read it; None where the host does not.
+        """
+        ...
+
+    def take_back(self) -> bool:
+        """Undoes what has begun of this step's updates, which then begin after it; False where that cannot be done.
+
+        Blocks the host. Where it returns False nothing has changed.
+        """
+        ...
+
+    def abandon_step(self) -> None:
+        """A step ends by an error: takes back what can be. Raises nothing."""
         ...
 
     def end_step(self) -> None:
@@ -71,10 +97,25 @@ class NoUpdates:
     def is_pending(self, unit: OffloadUnit) -> bool:
         return False
 
+    def keeps_gradients(self, unit: OffloadUnit) -> bool:
+        return False
+
     def retain_gradient(self, unit: OffloadUnit, tensor: UnitTensor, gradient: PendingFree) -> bool:
         return False
 
-    def gradient_landed(self, unit: OffloadUnit, tensor: UnitTensor, after: Sequence[Event]) -> None:
+    def gradients_landed(
+        self,
+        unit: OffloadUnit,
+        tensors: Sequence[UnitTensor],
+        after: Sequence[Event],
+        released: RingBlock | PendingFree | None = None,
+    ) -> Signal | None:
+        return None
+
+    def take_back(self) -> bool:
+        return False
+
+    def abandon_step(self) -> None:
         pass
 
     def end_step(self) -> None:
@@ -85,6 +126,26 @@ class NoUpdates:
 
     def close(self) -> None:
         pass
+
+
+class ImmediateUpdates(NoUpdates):
+    """`Updates` of a dry run, which take no time and change nothing."""
+
+    early = True
+
+    def __init__(self, streams: Streams):
+        self._streams = streams
+
+    def gradients_landed(
+        self,
+        unit: OffloadUnit,
+        tensors: Sequence[UnitTensor],
+        after: Sequence[Event],
+        released: RingBlock | PendingFree | None = None,
+    ) -> Signal | None:
+        consumed = self._streams.signal()
+        consumed.set()
+        return consumed
 
 
 NO_UPDATES = NoUpdates()

@@ -15,10 +15,8 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -27,10 +25,13 @@ from offload.runtime.block_buffers import arrived, leaving
 from offload.runtime.device_slots import DeviceSlots
 from offload.runtime.device_work import Home
 from offload.runtime.errors import OUTSIDE_STEP
-from offload.runtime.function_contexts import function_contexts, unwatch_contexts, watch_contexts
+from offload.runtime.function_contexts import function_contexts, watch_contexts
 from offload.runtime.module_contexts import ModuleContexts, Opener, WrappedForward
+from offload.runtime.one_thread import OneThread
 from offload.runtime.registry import Streams
+from offload.runtime.running_microbatch import running_microbatch
 from offload.runtime.torch_internals import (
+    check_no_transform,
     has_hooks_around_forward,
     is_in_backward,
     is_in_selective_checkpoint,
@@ -38,17 +39,19 @@ from offload.runtime.torch_internals import (
     node_in_progress,
     unseen_by_selective_checkpoints,
 )
-from offload.weights.held_tensors import end_watch, watch_reads
+from offload.weights.held_tensors import LeavesSlots, end_watch, watch_reads
 from offload.weights.kept_by_functions import name_kept_weights
 from offload.weights.partition import CutModel, open_at_once
 from offload.weights.prefetcher import Prefetcher
 from offload.weights.saved_weights import SavedWeights
+from offload.weights.scopes import RunningForwards, Scope
 from offload.weights.stand_ins import (
     GradientSink,
     copy_of_stand_in,
     copy_what_leaves,
-    data_was_taken,
+    differs_from_home,
     drop_stand_ins,
+    forget_stand_ins,
     install_stand_ins,
     remove_stand_ins,
 )
@@ -56,33 +59,6 @@ from offload.weights.unit_tensor import UnitTensor
 from offload.weights.units import OffloadUnit
 
 Read = Sequence[tuple[OffloadUnit, UnitTensor]]
-
-
-@dataclass(eq=False)
-class _Scope:
-    """The forward of `module`, which is running: the units whose windows it opened, and the copies that it got.
-
-    `before` has the values that copies of buffers had.
-    """
-
-    module: nn.Module
-    units: list[OffloadUnit] = field(default_factory=list)
-    copies: dict[UnitTensor, torch.Tensor] = field(default_factory=dict)
-    before: dict[UnitTensor, torch.Tensor] = field(default_factory=dict)
-
-    def check_copies(self) -> None:
-        """Raises RuntimeError where the forward has changed a copy."""
-        for tensor, copy in self.copies.items():
-            # Kernels that update running statistics raise no version counter, and neither do writes through `.data`.
-            if tensor in self.before:
-                changed = not torch.equal(copy, self.before[tensor])
-            else:
-                changed = copy._version > 0 or (data_was_taken(copy) and not tensor.layout.is_compound)
-            if changed:
-                raise RuntimeError(
-                    f"{tensor.name} was changed in a forward while all device slots are in use, and the change would be"
-                    " lost: give the mode more slots"
-                )
 
 
 class Windows:
@@ -99,7 +75,7 @@ class Windows:
         sink: GradientSink,
         note_use: Callable[[OffloadUnit, UnitTensor], None],
     ):
-        self._units = cut.units
+        self._units, self._around = cut.units, set(cut.around)
         self._slots = slots
         self._prefetcher = prefetcher
         self._saved = saved
@@ -110,7 +86,7 @@ class Windows:
         self._in_step = self._in_inference = self._in_forward = False
         # Units that had windows since it began.
         self._opened: dict[OffloadUnit, None] = {}
-        self._local = threading.local()
+        self._running, self._one_thread = RunningForwards(), OneThread()
         read = {window.module: window.read for window in cut.windows} | dict.fromkeys(cut.around, ())
         hooked = [module for module in read if module is cut.model or has_hooks_around_forward(module)]
         with ExitStack() as undo:
@@ -125,7 +101,9 @@ class Windows:
                     self._forwards.append(WrappedForward(module, runner))
                     undo.callback(self._forwards[-1].remove)
             self._watched = watch_reads(cut.units, self._read)
-            watch_contexts()
+            self._state_dicts = [LeavesSlots(module, slots) for module in self._watched]
+            undo.callback(lambda: [hook.remove() for hook in self._state_dicts])
+            self._end_watch_of_contexts = watch_contexts(self)
             undo.pop_all()
         self._inside = functools.cache(functools.partial(_units_inside, cut))
 
@@ -157,13 +135,17 @@ class Windows:
         self._calls.remove()
         for forward in self._forwards:
             forward.remove()
+        for hook in self._state_dicts:
+            hook.remove()
+        for unit in self._units:
+            forget_stand_ins(unit)
         # These refer back to this object: without them the device memory goes with its last reference.
         self._forwards.clear()
         end_watch(self._watched)
-        unwatch_contexts()
+        self._end_watch_of_contexts()
 
     def _opener(self, module: nn.Module) -> Opener:
-        return lambda arguments, keywords: self._scope(_Scope(module))
+        return lambda arguments, keywords: self._scope(Scope(module))
 
     def _forward(
         self,
@@ -175,9 +157,10 @@ class Windows:
         keywords: dict,
     ) -> object:
         """Runs the forward of a module that may read these tensors, which are those of `units`."""
-        scope, scopes = _Scope(module), self._scopes()
+        scope, scopes = Scope(module), self._running.scopes
         if self._is_inside(scopes, units):
             return self._forward_inside(scope, scopes, read, forward, arguments, keywords)
+        check_no_transform()
         with self._kept(), self._scope(scope):
             for unit in units:
                 self._open(unit, scope)
@@ -192,7 +175,7 @@ class Windows:
             self._saved.check_selective_checkpoints()
             return result
 
-    def _is_inside(self, scopes: Sequence[_Scope], units: Sequence[OffloadUnit]) -> bool:
+    def _is_inside(self, scopes: Sequence[Scope], units: Sequence[OffloadUnit]) -> bool:
         """Tells whether forwards that are running do for `units` all that a window of their own would do."""
         return (
             bool(scopes)
@@ -206,8 +189,8 @@ class Windows:
 
     def _forward_inside(
         self,
-        scope: _Scope,
-        scopes: list[_Scope],
+        scope: Scope,
+        scopes: list[Scope],
         read: Read,
         forward: Callable,
         arguments: tuple,
@@ -230,10 +213,10 @@ class Windows:
                 scope.check_copies()
 
     @contextmanager
-    def _scope(self, scope: _Scope) -> Iterator[None]:
+    def _scope(self, scope: Scope) -> Iterator[None]:
         """Surrounds a call of the scope's module; the windows that are opened in it close at its end."""
-        scopes = self._scopes()
-        with self._streams.device_work(self._homes) if not scopes else nullcontext():
+        scopes = self._running.scopes
+        with self._outermost() if not scopes else nullcontext():
             scopes.append(scope)
             try:
                 yield
@@ -244,6 +227,12 @@ class Windows:
         if scope.copies:
             with unseen_by_selective_checkpoints():
                 scope.check_copies()
+
+    @contextmanager
+    def _outermost(self) -> Iterator[None]:
+        """Surrounds the outermost forward of a thread."""
+        with self._one_thread.turn(), self._streams.device_work(self._homes):
+            yield
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
@@ -277,12 +266,6 @@ class Windows:
             drop_stand_ins(unit)
             del self._opened[unit]
 
-    def _scopes(self) -> list[_Scope]:
-        # Those of a thread: microbatches that run side by side have each their own.
-        if not hasattr(self._local, "scopes"):
-            self._local.scopes = []
-        return self._local.scopes
-
     def _homes(self) -> list[Home]:
         homes: list[Home] = []
         for unit in self._units:
@@ -291,7 +274,7 @@ class Windows:
             homes += [(part.data, tensor.name) for tensor in apart for part in tensor.parts_of(tensor.host)]
         return homes
 
-    def _open(self, unit: OffloadUnit, scope: _Scope) -> None:
+    def _open(self, unit: OffloadUnit, scope: Scope) -> None:
         if torch.is_grad_enabled() and not self._in_step and unit.trained:
             raise RuntimeError(OUTSIDE_STEP)
         self._saved.check_selective_checkpoints()
@@ -303,27 +286,36 @@ class Windows:
                 install_stand_ins(unit, slot, self._sink)
                 arrived(unit.buffer_places)
 
-    def _close(self, scope: _Scope) -> None:
+    def _close(self, scope: Scope) -> None:
+        twice: list[UnitTensor] = []
         for unit in scope.units:
             if not self._prefetcher.close_window(unit):
                 continue
             leaving(unit.buffer_places)
             changed = remove_stand_ins(unit, self._prefetcher.slot_of(unit))
+            if changed and is_in_backward():
+                twice += [tensor for tensor in changed if differs_from_home(tensor)]
+                changed = [tensor for tensor in changed if tensor not in twice]
             if changed:
                 self._prefetcher.write_home(unit, changed)
             self._prefetcher.no_window_left(unit)
         if (scope.units or scope.copies) and not self._keeps_units:
             # A hook around the outermost forward has read weights.
             self._let_host_write()
+        if twice:
+            raise RuntimeError(
+                f"{twice[0].name} was changed by a forward, and once more as backward computes that forward again:"
+                " change it outside of the block, or leave its block out of what is computed again"
+            )
 
-    def _finish(self, scope: _Scope, since: int, result: object) -> object:
+    def _finish(self, scope: Scope, since: int, result: object) -> object:
         """Replaces tensors of slots that leave the last window on their units.
 
         `since` is the place of the first context of an autograd function that the forward may have made.
         """
         if made := function_contexts.made[since:]:
             # A function may also keep a weight that a module around this one gave it.
-            name_kept_weights(made, {unit for each in self._scopes() for unit in each.units}, self._saved)
+            name_kept_weights(made, {unit for each in self._running.scopes for unit in each.units}, self._saved)
         closing = [unit for unit in scope.units if unit.open_windows == 1]
         if not closing:
             return result
@@ -333,8 +325,9 @@ class Windows:
     @left_out_of_graphs
     def _read(self, unit: OffloadUnit, tensor: UnitTensor) -> torch.Tensor | None:
         """Answers the read of a tensor; see `OnRead`."""
+        check_no_transform()
         self._saved.check_selective_checkpoints()
-        scopes = self._scopes()
+        scopes = self._running.scopes
         if not scopes:
             if not self._is_device_work_of_backward():
                 return None
@@ -349,13 +342,16 @@ class Windows:
         self._note_use(unit, tensor)
         return None
 
-    def _has_room(self, unit: OffloadUnit, scope: _Scope) -> bool:
+    def _has_room(self, unit: OffloadUnit, scope: Scope) -> bool:
         """Tells whether a window on `unit` leaves slots for the windows inside the scope's module."""
+        if running_microbatch() is not None and scope.module in self._around:
+            # Others run before this forward ends, and a window has the stand-ins of one.
+            return False
         inside, at_once = self._inside(scope.module)
         in_use = {unit}.union(other for other in self._units if other.open_windows)
         return len(in_use) + (0 if inside <= in_use else at_once) <= len(self._slots.all)
 
-    def _copy_for(self, scope: _Scope, unit: OffloadUnit, tensor: UnitTensor) -> torch.Tensor:
+    def _copy_for(self, scope: Scope, unit: OffloadUnit, tensor: UnitTensor) -> torch.Tensor:
         if tensor not in scope.copies:
             scope.copies[tensor] = self._copy(unit, tensor)
             if tensor.is_buffer:

@@ -176,7 +176,7 @@ def test_settings_of_peft_that_cannot_be_had_are_refused(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "cannot be read .*: give a folder that peft has saved"), ("{", "is not JSON"), ("[]", "is no config")],
+    [(None, "cannot be read .*: give a folder that peft has saved"), ("{", "is not JSON"), ("[]", "is not a config")],
 )
 def test_a_folder_without_an_adapter_is_refused(tmp_path: Path, content: str | None, message: str):
     if content is not None:

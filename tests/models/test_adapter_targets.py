@@ -1,4 +1,4 @@
-"""Which layers get an adapter, and what train in full."""
+"""The layers that get an adapter, and the modules that train in full beside them."""
 
 from __future__ import annotations
 

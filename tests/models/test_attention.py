@@ -1,4 +1,4 @@
-"""Which kernels attention may use, and Flux on a GPU, where another kernel failed."""
+"""The kernels that attention may use, and Flux on a GPU, where another kernel failed."""
 
 from __future__ import annotations
 

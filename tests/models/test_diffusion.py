@@ -7,7 +7,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from models.diffusion import DiffusionModel, build_diffusion, config_folder, needed_condition
+from models.diffusion import DiffusionModel, build_diffusion, config_folder
 from tests.offload.helpers.diffusion_architectures import UNET
 
 SMALL = {
@@ -35,11 +35,11 @@ def test_attributes_describe_the_model() -> None:
     model = small()
     assert model.sample_shape == (1, 8, 8)
     assert model.num_labels == 4
-    assert needed_condition(model) == {"labels": ()}
+    assert model.condition_shapes == {"labels": ()}
     assert small(sample_size=None).sample_shape is None
     assert small(sample_size=[8, 16]).sample_shape == (1, 8, 16)
     unconditional = small(num_class_embeds=None)
-    assert (unconditional.num_labels, needed_condition(unconditional)) == (None, {})
+    assert (unconditional.num_labels, unconditional.condition_shapes) == (None, {})
 
 
 def test_a_folder_gives_the_same_model(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_what_is_unknown_is_refused_in_one_line(source: str, overrides: dict, me
     [
         ("{", "is not JSON: download it again"),
         ("[" * 100_000, "is not JSON: download it again"),
-        ("[]", "names no class of diffusers"),
+        ("[]", "is not a configuration: download it again"),
         ('{"_class_name": 3}', "names no class of diffusers"),
         ('{"_class_name": "VQModel"}', "VQModel is not supported"),
         ('{"_class_name": "UNet2DModel", "new_key": 7}', "has new_key=7, which UNet2DModel of diffusers .* not know"),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.diffusion import DiffusionModel, build_diffusion, needed_condition
+from models.diffusion import DiffusionModel, build_diffusion
 from models.diffusion_families import FAMILIES
 from tests.offload.helpers.diffusion_architectures import HEADS, POOLED_WIDTH, TEXT_WIDTH, UNET
 
@@ -113,7 +113,7 @@ def inputs_of(name: str, tokens: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
     """Random inputs for `small(name)`, with few tokens."""
     generator = torch.Generator().manual_seed(1)
     condition = {}
-    for key, shape in needed_condition(small(name)).items():
+    for key, shape in small(name).condition_shapes.items():
         if key == "labels":
             condition[key] = torch.tensor([0, 2])
         else:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models.diffusion import build_diffusion, needed_condition
+from models.diffusion import build_diffusion
 from models.diffusion_shapes import SHAPES
 
 # In millions, from the papers and model cards.
@@ -37,7 +37,7 @@ def test_every_shape_is_tested() -> None:
 
 
 def test_conditions_of_sdxl() -> None:
-    assert needed_condition(on_meta("sdxl_unet")) == {
+    assert on_meta("sdxl_unet").condition_shapes == {
         "encoder_hidden_states": (77, 2048),
         "text_embeds": (1280,),
         "time_ids": (6,),

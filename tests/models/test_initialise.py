@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.initialise import HashNormal, HashUniform, initialise
+from models.initialise import Draws, HashNormal, HashUniform, initialise
 from models.llama import Llama
 
 SIZES = {
@@ -249,3 +249,15 @@ def test_cuda_makes_the_same_bits(dtype):
         assert host.device.type == "cpu"
         assert torch.equal(parameter, host)
         assert torch.equal(parameter, device.cpu())
+
+
+def test_draws_depend_on_seed_and_name_and_not_on_the_order_of_tensors():
+    expected = {name: random_values(f"3/{name}", 100, std=0.5) for name in ("a", "b")}
+    uniform = torch.empty(100)
+    HashUniform(torch.device("cpu")).fill(uniform, "3/a", 0.25)
+    draws, tensor = Draws(3, "cpu"), torch.empty(100)
+    for name in ("b", "a", "b"):
+        draws.normal(tensor, name, 0.5)
+        assert torch.equal(tensor, expected[name])
+        draws.uniform(tensor, "a", 0.25)
+        assert torch.equal(tensor, uniform)

@@ -1,4 +1,4 @@
-"""Where parameters are in files: their bytes there are the model's, and the reasons for those without a place."""
+"""The places of parameters in files: their bytes there are the model's, and others have a reason."""
 
 from __future__ import annotations
 

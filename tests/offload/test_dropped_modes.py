@@ -1,13 +1,16 @@
-"""A mode that is dropped in mid-step without detach leaves no memory locked, and none locked that is unmapped."""
+"""A mode that is dropped without detach leaves nothing behind: memory that is locked, streams, a watch on autograd."""
 
 from __future__ import annotations
 
 import itertools
 
 import pytest
+from torch.autograd.function import BackwardCFunction
 
+from offload.runtime import function_contexts, registry
 from offload.runtime.registry import Streams
-from tests.offload.helpers.dropped import LOCKING, MODES, check_attempts
+from tests.offload.helpers.dropped import LOCKING, MODES, check_attempts, collect, made_model
+from tests.offload.helpers.models import stack_inputs
 from tests.offload.helpers.page_locks import FakeRuntime
 from tests.offload.helpers.updates import make_small
 
@@ -24,3 +27,27 @@ def test_a_dropped_mode_unlocks_its_memory_first(
         assert sum(runtime.ranges.values()) == locked
         assert runtime.unmapped == []
     assert ("register" in runtime.calls) == (name in LOCKING)
+
+
+@pytest.mark.parametrize("name", ["layer_stream", "shard_offload", "tensor_swap over bounce_linear"])
+def test_a_dropped_mode_holds_no_streams_and_watches_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+):
+    collect()
+    # What modes of other tests, kept by somebody, have left on.
+    before = vars(BackwardCFunction).get("__init__")
+    request.addfinalizer(lambda: before is not None and setattr(BackwardCFunction, "__init__", before))
+    monkeypatch.setattr(function_contexts, "_watches", set())
+    monkeypatch.setattr(registry, "_open", {})
+
+    def use() -> None:
+        model, mode = made_model(), MODES[name]()
+        mode.attach(model, registry.acquire("cpu"))
+        with mode.step():
+            model(stack_inputs(0, 0)).sum().backward()
+        assert "__init__" in vars(BackwardCFunction)
+
+    use()
+    collect()
+    assert "__init__" not in vars(BackwardCFunction)
+    assert registry.holders("cpu") == 0

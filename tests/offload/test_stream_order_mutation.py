@@ -25,17 +25,18 @@ from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.speculation import Speculation
 from offload.optimizer.worker import UpdateWorker
 from offload.runtime import registry
 from offload.runtime.stream_checker import CheckedEvent, CheckedSignal, CheckedStream, CheckedStreams, StreamOrderError
-from offload.weights import slices
+from offload.weights import gradient_ring, slices
 from tests.offload.helpers.mapped import losses_of, with_low_rank, write_frozen
 from tests.offload.helpers.models import Stack, attached, stack_inputs, train
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 
 ENGINE = Path(offload.__file__).parent
 # Call sites of waits and records that the parts below reach. Fewer means that the mutations miss a part of the engine.
-PLACES = 59
+PLACES = 69
 CALLS = (
     (CheckedStream, "wait_event"),
     (CheckedEvent, "record"),
@@ -146,17 +147,22 @@ def _buffers(slots: int) -> None:
             model(stack_inputs(0, 0))
 
 
-def _gathering() -> None:
-    """Sharers that share homes and sum gradients; units that are fetched ahead and not used."""
+def _gathering(device_share: int = 0) -> None:
+    """Sharers that share homes, sum gradients and update inside backward; units that are fetched and not used."""
 
     def work(sharers: ThreadSharers) -> None:
         model, mode = Stack(depth=3), LayerStream(slots=2)
         mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
-        for _ in range(2):
+        optimizer = HostAdamW(model.parameters(), threads=1, compile="off")
+        mode.divide(optimizer)
+        mode.overlap(optimizer, early=True, device_share=device_share)
+        optimizer.allocate()
+        for _ in range(3):
             with mode.step(norms=True):
                 mode.accumulate([lambda: model(stack_inputs(0, sharers.rank)).square().mean()])
-            for parameter in model.parameters():
-                parameter.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.finish()
         with mode.step(), torch.no_grad():
             model.blocks[0](torch.ones(5, 16))
         mode.detach()
@@ -173,9 +179,10 @@ def _paced(at_once: bool) -> Iterator[None]:
     def paced_offer(self, *arguments, **options):
         if not at_once:
             gate.clear()
-        offer(self, *arguments, **options)
+        done = offer(self, *arguments, **options)
         while at_once and not all(update.done.is_set() for updates in self._updates.values() for update in updates):
             time.sleep(0.001)
+        return done
 
     def paced_wait(self):
         if threading.current_thread().name != "host optimizer":
@@ -200,8 +207,11 @@ def _paced(at_once: bool) -> Iterator[None]:
         yield
 
 
-def _updating(early: bool, at_once: bool, device_share: int = 0) -> None:
-    """Steps of changing shape with updates beside them, an evaluation, and an end while updates are under way."""
+def _updating(early: bool, at_once: bool, device_share: int = 0, releases: bool = False) -> None:
+    """Steps of changing shape with updates beside them, an evaluation, and an end while updates are under way.
+
+    `releases`: gradients are not kept, and the steps have one microbatch.
+    """
 
     def step(microbatches: int) -> None:
         losses = [lambda index=index: model(stack_inputs(0, index)).square().mean() for index in range(microbatches)]
@@ -212,11 +222,12 @@ def _updating(early: bool, at_once: bool, device_share: int = 0) -> None:
 
     model, mode, streams = Stack(), LayerStream(slots=2), registry.acquire("cpu")
     optimizer = HostAdamW(model.parameters(), threads=1, compile="off")
+    mode.release_gradients(releases)
     with _paced(at_once):
         mode.attach(model, streams)
         try:
             mode.overlap(optimizer, early, device_share)
-            for microbatches in (2, 1, 1):
+            for microbatches in (1 if releases else 2, 1, 1):
                 step(microbatches)
             with torch.no_grad():
                 model(stack_inputs(0, 0))
@@ -226,6 +237,51 @@ def _updating(early: bool, at_once: bool, device_share: int = 0) -> None:
             mode.detach()
         finally:
             # A failure must not leave a thread behind.
+            with suppress(Exception):
+                mode.detach()
+            registry.release(streams)
+
+
+def _speculating(at_once: bool) -> None:
+    """Updates that are kept, undone and made again, or taken back: for a reader, by an error, at the end."""
+
+    def step(scale: float | None = 1.0, looks: Callable[[], object] = lambda: None, fails: bool = False) -> None:
+        with suppress(InterruptedError), mode.step():
+            mode.accumulate([lambda: model(stack_inputs(0, 0)).square().mean()])
+            if fails:
+                raise InterruptedError
+        looks()
+        if scale is not None and not fails:
+            optimizer.step(scale=scale)
+        else:
+            optimizer.skip()
+        optimizer.zero_grad()
+
+    @torch.no_grad()
+    def evaluate() -> None:
+        model(stack_inputs(0, 0))
+
+    model, mode, streams = Stack(), LayerStream(slots=2), registry.acquire("cpu")
+    optimizer = HostAdamW(model.parameters(), threads=1, compile="off", speculate="on")
+    with _paced(at_once):
+        mode.attach(model, streams)
+        try:
+            mode.overlap(optimizer, early=False, speculation=Speculation(1e9, 1 << 20))
+            for _ in range(4):
+                step()
+            for scale in (0.5, None, 0.5):
+                step(scale)
+            step(looks=evaluate)
+            step(0.5, looks=lambda: (optimizer.finish(), evaluate()))
+            step(fails=True)
+            step()
+            with mode.step():
+                mode.accumulate([lambda: model(stack_inputs(0, 0)).square().mean()])
+            step()
+            with mode.step():
+                mode.accumulate([lambda: model(stack_inputs(0, 0)).square().mean()])
+            mode.detach()
+        finally:
             with suppress(Exception):
                 mode.detach()
             registry.release(streams)
@@ -242,9 +298,13 @@ def _parts() -> list[Callable[[], object]]:
         _without_backward,
         _reading_files,
         _gathering,
+        part(_gathering, device_share=10**9),
         *(part(_buffers, slots) for slots in (1, 2, 3)),
         *(part(_updating, early, at_once) for early in (False, True) for at_once in (False, True)),
+        *(part(_speculating, at_once) for at_once in (False, True)),
         *(part(_updating, early, False, device_share=10**9) for early in (False, True)),
+        *(part(_updating, True, at_once, releases=True) for at_once in (False, True)),
+        part(_updating, True, False, device_share=10**9, releases=True),
     ]
 
 
@@ -270,6 +330,8 @@ def test_every_wait_and_record_is_needed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
     monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 10000)
     monkeypatch.setattr(slices, "LEAST_CHUNK_BYTES", 512)
+    monkeypatch.setattr(gradient_ring, "LEAST_RING_BYTES", 0)
+    monkeypatch.setattr(gradient_ring, "RING_UNITS", 1)
     sites = _Sites(monkeypatch)
     runs = []
     for part in _parts():

@@ -1,4 +1,4 @@
-"""What every adapter has: clear refusals, notes, no traces in the model, a plan of a resident model."""
+"""Every adapter has clear refusals and notes, leaves no traces in the model, and is planned as a resident model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from peers.peer import Peer, clip, norm_of
 from tests.peers.helpers.runs import EVERY_STEP, notes, refusal
 from tests.training.helpers.in_process import components_of, composed, run_here
 from training.config.construct import make_mode
-from training.config.modes import peer_options
+from training.config.modes import all_options
 from training.errors import UserError
 
 
@@ -82,11 +82,27 @@ def test_a_missing_package_is_one_line_with_the_command(monkeypatch: pytest.Monk
     assert refusal("offload=ramtorch") == line
 
 
+@pytest.mark.parametrize(
+    ("option", "package"),
+    [
+        ("deepspeed_zero3", "deepspeed"),
+        ("fairscale", "fairscale"),
+        ("roundpipe", "roundpipe"),
+        ("torchao_optimizer", "torchao"),
+    ],
+)
+def test_a_system_for_gpus_is_refused_on_a_cpu(option: str, package: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peer, "find_spec", lambda name: True)
+    line = f"offload={option}: {package} runs on CUDA devices only, and device=cpu"
+    assert refusal(f"offload={option}") == line
+
+
 @pytest.mark.slow
 def test_every_option_of_a_peer_is_a_class_with_its_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peer, "find_spec", lambda name: True)
-    assert len(peer_options()) == 7
-    for name in peer_options():
+    names = [name for name, option in all_options().items() if option.is_peer]
+    assert len(names) == 7
+    for name in names:
         mode = make_mode(components_config(name))
         assert (mode.option, mode.foreign) == (name, True)
         assert all(isinstance(note, str) for note in mode.notes)

@@ -8,7 +8,7 @@ from torch import nn
 
 from models.llama import Llama
 from peers.peer import PeerError
-from peers.stages import refuse_other_than_llama, stages
+from peers.stages import ChainPeer, stages
 
 SIZES = {
     "vocab_size": 11,
@@ -41,5 +41,8 @@ def test_the_chain_computes_loss_and_gradients_of_the_model():
 
 @pytest.mark.parametrize("model", [nn.Linear(1, 1), Llama(**SIZES, tie_word_embeddings=True)], ids=["other", "tied"])
 def test_what_is_no_chain_is_refused(model: nn.Module):
+    mode = ChainPeer()
+    mode.option = "x"
     with pytest.raises(PeerError, match=r"^offload=x: "):
-        refuse_other_than_llama(model, "x")
+        mode.footprint(model)
+    assert mode.footprint(Llama(**SIZES)).resident_bytes > 0

@@ -8,7 +8,7 @@ import pytest
 
 from scripts import peers
 from tests.training.helpers.in_process import composed
-from training.config.modes import all_options, peer_options
+from training.config.modes import all_options
 from training.metrics.files import write_summary
 from training.sweep_job import SweepJob
 
@@ -20,7 +20,7 @@ def options(folder: Path, *arguments: str):
 @pytest.mark.slow
 def test_every_peer_and_mode_it_names_is_an_option():
     chosen = {overrides[0].removeprefix("offload=") for overrides in peers.SYSTEMS.values()}
-    assert peer_options().keys() <= chosen <= all_options().keys()
+    assert {name for name, option in all_options().items() if option.is_peer} <= chosen <= all_options().keys()
     for overrides in peers.SYSTEMS.values():
         composed("experiment=peers_7b", *overrides)
 

@@ -17,6 +17,7 @@ import torch
 
 from tests import ROOT
 from tests.training.helpers.in_process import run_here
+from tests.training.helpers.results import content
 from tests.training.parallel.conftest import RUN
 from training.metrics.files import read_metrics, read_summary
 
@@ -158,6 +159,17 @@ def test_two_hosts_compute_what_one_device_does(tmp_path: Path, start):
     one, several = (read_metrics(tmp_path / name) for name in ("one", "run"))
     assert [line["train/loss"] for line in several] == [line["train/loss"] for line in one]
     assert (tmp_path / "run" / f"checkpoints/step-{steps:08d}").exists()
+
+
+@pytest.mark.slow
+def test_two_hosts_that_share_homes_compute_what_one_device_does(tmp_path: Path, start):
+    """Each host has one home, of which its two ranks update slices; some states are on the devices."""
+    run = ("optimizer=host_adamw", "steps=3", "clip_norm=null", "checkpoint.every=3")
+    shared = ("offload=layer_stream", "parallel.homes=shared", "optimizer.device_share=20KiB")
+    assert start(*run, *shared).wait(300) == 0, output(tmp_path)
+    run_here(tmp_path / "one", *RUN, "microbatches=4", "eval.every=null", *run)
+    one, several = (tmp_path / name / "checkpoints/step-00000003" for name in ("one", "run"))
+    assert content(several) == content(one)
 
 
 @pytest.mark.slow

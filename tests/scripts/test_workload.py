@@ -6,7 +6,7 @@ import pytest
 import torch
 from hydra.errors import HydraException
 
-from scripts.workload import Workload, make_workload, parser
+from scripts.workload import Workload, make_workload, parser, timed_steps
 
 BLOCKS = ("--hidden=32", "--intermediate=64", "--heads=2", "--blocks=2", "--seq-len=8")
 MODEL = (
@@ -55,6 +55,14 @@ def test_updates_are_part_of_the_step_of_modes_alone():
     resident, updated = losses("none", *MODEL, "--optimizer"), losses("layer_stream", *MODEL, "--optimizer")
     # Every step of a model has the same batch.
     assert resident[0] == resident[2] == updated[0] != updated[2]
+
+
+def test_steps_are_counted_without_those_of_the_warm_up():
+    with workload("layer_stream", *MODEL) as made:
+        timed = timed_steps(made, warmup=1, steps=2)
+    assert len(timed.times_ms) == 2
+    assert min(timed.times_ms) > 0
+    assert 0 < timed.grown.h2d_bytes < timed.after.h2d_bytes
 
 
 def test_the_model_is_given_back():

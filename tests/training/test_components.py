@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,13 +13,14 @@ from torch import nn
 from models.llama import Llama
 from offload.optimizer.adamw import HostAdamW
 from offload.runtime import registry
+from tests import ROOT
 from tests.training.helpers.in_process import TINY_RUN, components_of, run_here
 from training.components import Components, acquired
 from training.config.modes import mode_options
 from training.errors import UserError
 from training.metrics.files import read_metrics
 from training.optim import AdamW
-from training.planning.plan import dry_step
+from training.planning.dry_step import dry_step
 
 MODES = sorted(mode_options())
 SWAPS = ("tensor_swap", "layer_stream_swap", "bounce_linear_swap")
@@ -137,3 +140,17 @@ def test_streams_are_released_after_an_error():
     with pytest.raises(ArithmeticError):
         fail_inside()
     assert registry.holders("cpu") == 0
+
+
+QUIET = """
+from tests.training.helpers.in_process import components_of
+
+components_of("model=hf", "model.source=gpt2", "model.overrides={n_layer: 1}", "dataset=synthetic")
+"""
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_is_made_without_a_word_of_the_quantisers():
+    ended = subprocess.run([sys.executable, "-c", QUIET], cwd=ROOT, capture_output=True, text=True, check=True)
+    # torch itself remarks on an enumeration of torchao.
+    assert (ended.stdout, [line for line in ended.stderr.splitlines() if "_pytree.py" not in line]) == ("", [])

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from models.weights import load_weights
 from tests.test_any_model import COMMON, GPT2, UNET
 from tests.training.helpers.in_process import TINY_RUN, composed, run_here
-from training.build import attached
-from training.components import Components, acquired
+from training.components import Components, acquired, attached
 from training.errors import UserError
 from training.export import export, files_of
 from training.filling import fill_buffers

@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.test_any_model import COMMON, GPT2
 from tests.training.helpers.in_process import TINY_RUN, composed, run_here
-from training.build import attached
 from training.checkpoints.model import load_model
-from training.components import Components, acquired
+from training.components import Components, acquired, attached
 from training.errors import UserError
 from training.export import export
 from training.filling import fill_buffers

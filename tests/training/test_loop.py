@@ -85,9 +85,10 @@ def test_the_norm_is_that_of_all_gradients():
 def test_norms_that_are_known_are_not_computed_again():
     model = with_gradients(torch.full((2,), math.nan), torch.tensor([4.0]))
     assert gradient_norm(model, {model.p0: torch.tensor(3.0)}) == pytest.approx(5.0)
-    # A parameter without a gradient does not count, even if a norm of it is known.
+    # A gradient that was released is in no `.grad`.
     model.p0.grad = None
-    assert gradient_norm(model, {model.p0: torch.tensor(3.0)}) == pytest.approx(4.0)
+    assert gradient_norm(model, {model.p0: torch.tensor(3.0)}) == pytest.approx(5.0)
+    assert gradient_norm(model, {}) == pytest.approx(4.0)
 
 
 def test_the_norm_of_bf16_gradients_is_float32():

@@ -8,25 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.helpers.in_process import SMALL_MODEL, composed, run_here
+from tests.training.helpers.in_process import SMALL_RUN, composed, run_here
 from training import recorder
 from training.build import build
 from training.loop import train
 from training.parallel.ranks import Ranks
 from training.planning.report import RunPlan
 
-SMALL = (
-    *SMALL_MODEL,
-    "seq_len=64",
-    "steps=6",
-    "log_every=2",
-    "warmup_steps=1",
-    "dataset=synthetic",
-)
-
-
 # For runs in this process.
-QUIET = (*SMALL, "tracking=disabled")
+QUIET = (*SMALL_RUN, "tracking=disabled")
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -54,6 +44,17 @@ def test_a_peak_is_that_of_the_steps_of_a_record(tmp_path: Path, monkeypatch: py
     run_here(tmp_path, *QUIET, "steps=4", "log_every=1")
     assert [record["memory/vram_peak_gib"] for record in metrics(tmp_path)] == [8.0, 8.0, 3.0, 2.0]
     assert summary(tmp_path)["memory/vram_peak_gib"] == 8.0
+
+
+def test_memory_that_is_held_beyond_the_budget_is_a_warning_once(tmp_path: Path, monkeypatch, caplog):
+    monkeypatch.setattr(recorder, "vram_peak_gib", lambda device: 1.5)
+    monkeypatch.setattr(recorder, "vram_reserved_gib", lambda device: 2.25)
+    run_here(tmp_path / "more", *QUIET, "steps=3", "log_every=1", "vram_budget=2GiB")
+    (line,) = (record.message for record in caplog.records if "allocator" in record.message)
+    assert line.startswith("vram_budget=2GiB: torch's allocator holds 2.25 GiB, in which tensors took 1.50 GiB: ")
+    caplog.clear()
+    run_here(tmp_path / "less", *QUIET, "steps=1", "log_every=1", "vram_budget=2304MiB")
+    assert not caplog.records
 
 
 def test_host_memory_is_that_of_the_ranks_of_one_host():

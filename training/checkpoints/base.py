@@ -11,17 +11,16 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from models.weights import checkpoint_files
 from training.checkpoints.layout import BASE_FILE
 from training.checkpoints.manifest import THREADS, DamagedError, read_json, sha256_of_file
 from training.checkpoints.side_by_side import side_by_side
 from training.errors import UserError
-from training.model_weights import ModelWeights
+from training.model_weights import ModelWeights, weight_files
 
 
 @dataclass(frozen=True)
 class BaseReference:
-    """Where a base comes from: `seed`, or `weights` as they were given, with the SHA-256 of each of their files."""
+    """The origin of a base: `seed`, or `weights` as they were given, with the SHA-256 of each of their files."""
 
     seed: int | None
     weights: str | None
@@ -34,7 +33,7 @@ class BaseReference:
             return cls(seed, None, {})
         path = weights.path()
         try:
-            files = _files(path)
+            files = sorted(weight_files(path))
             digests = side_by_side([partial(sha256_of_file, file) for file in files], THREADS)
         except (DamagedError, ValueError, FileNotFoundError) as error:
             raise UserError(f"model.weights={weights.given}: {error}") from error
@@ -64,14 +63,3 @@ class BaseReference:
             advice = "give files with the same SHA-256"
         now = f"seed={self.seed}" if self.weights is None else f"model.weights={self.weights}, with other contents"
         raise UserError(f"{key}: the frozen base {was}, and is {now}: {advice}")
-
-
-def _files(path: Path) -> list[Path]:
-    """Returns the files of weights at `path`, in order; those of a pipeline are in folders inside."""
-    try:
-        return sorted(checkpoint_files(path))
-    except ValueError:
-        inside = sorted(path.glob("*/*.safetensors"))
-        if not inside:
-            raise
-        return inside

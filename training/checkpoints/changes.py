@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from training.checkpoints.manifest import damage_of
-from training.config.no_adapter import has_adapter
+from training.config.adapter import has_adapter
 from training.errors import UserError
 from training.runs.bounded_files import parse_yaml, read_yaml
 from training.runs.files import CONFIG_FILE
@@ -46,7 +46,9 @@ MAY_CHANGE = (
     "trace_step",
     "on_nonfinite",
     "optimizer.device_share",
+    "optimizer.gradients",
     "optimizer.threads",
+    "optimizer.speculate",
     "optimizer.compile",
 )
 # Both optimizers compute the same from the same states; one has knobs that the other lacks.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from threading import Event
 
-from models.whole_folder import Fill, Write, flush_names, write_file
+from models.whole_folder import Fill, Write, bytes_of, renamed_when_whole, write_file
 from training.checkpoints.layout import MANIFEST_FILE
 from training.checkpoints.manifest import THREADS, FileRecord, manifest_text
 from training.checkpoints.side_by_side import side_by_side
@@ -28,19 +28,12 @@ def write_folder(folder: Path, files: Mapping[str, Fill]) -> int:
     if os.path.lexists(folder):
         raise FileExistsError(errno.EEXIST, "something of this name is there: move it away", str(folder))
     partial = partial_path(folder)
-    partial.mkdir(parents=True)
     given_up = Event()
-    try:
+    with renamed_when_whole(partial, folder):
         writers = [functools.partial(_write_file, partial / name, fill, given_up) for name, fill in files.items()]
         records = dict(zip(files, side_by_side(writers, THREADS, given_up), strict=True))
         manifest = manifest_text(records).encode()
-        _write_file(partial / MANIFEST_FILE, lambda write: write(manifest), given_up)
-        flush_names(partial)
-        partial.rename(folder)
-        flush_names(folder.parent)
-    except (OSError, KeyboardInterrupt):
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        _write_file(partial / MANIFEST_FILE, bytes_of(manifest), given_up)
     return sum(record.nbytes for record in records.values()) + len(manifest)
 
 

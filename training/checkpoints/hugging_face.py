@@ -19,8 +19,11 @@ COPIED_KEYS = (
 )
 
 
-def hugging_face_config(config: DictConfig) -> bytes:
-    """Returns the keys of transformers' LlamaConfig for the `models.llama.Llama` of `config.model`, as JSON."""
+def hugging_face_config(config: DictConfig, eos_token_id: int | None = None) -> bytes:
+    """Returns the keys of transformers' LlamaConfig for the `models.llama.Llama` of `config.model`, as JSON.
+
+    `eos_token_id` is the token that ends a text; a checkpoint leaves that to the tokenizer.
+    """
     dtype = "bfloat16" if config.precision == Precision.bf16 else "float32"
     values = {
         "architectures": ["LlamaForCausalLM"],
@@ -31,7 +34,7 @@ def hugging_face_config(config: DictConfig) -> bytes:
         "max_position_embeddings": config.seq_len,
         # The model does not know these ids; the tokenizer does.
         "bos_token_id": None,
-        "eos_token_id": None,
+        "eos_token_id": eos_token_id,
         "torch_dtype": dtype,
         **{key: config.model[key] for key in COPIED_KEYS},
     }

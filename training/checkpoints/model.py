@@ -11,7 +11,7 @@ from torch import nn
 from models.adapter_files import WEIGHTS_FILE, load_adapter_tensors
 from models.weights import load_weights
 from training.checkpoints.base import BaseReference
-from training.config.no_adapter import has_adapter
+from training.config.adapter import has_adapter
 from training.filling import fill_parameters
 from training.model_weights import ModelWeights
 

@@ -89,7 +89,7 @@ class Checkpoint:
         logger.info("resuming after step %d of %s", self.state.step, self.folder)
 
     def set_aside_later(self, run_dir: Path) -> None:
-        """Renames the checkpoints of later steps in `run_dir`: this run makes them anew, and they may be damaged."""
+        """Renames the checkpoints of later steps in `run_dir`: this run makes its own, and these may be damaged."""
         for folder in checkpoints_in(run_dir / CHECKPOINTS_FOLDER):
             if step_of(folder) > self.state.step:
                 aside = folder.rename(free_aside(folder))
@@ -149,7 +149,9 @@ def _newest_complete(run_dir: Path) -> Checkpoint | None:
             reason = error
             logger.warning("%s; trying the checkpoint before it", error)
     if found:
-        raise UserError(f"resume=auto: no checkpoint of {run_dir} can be used ({reason}): remove them to begin anew")
+        raise UserError(
+            f"resume=auto: no checkpoint of {run_dir} can be used ({reason}): remove them to start from the first step"
+        )
     return None
 
 

@@ -20,6 +20,7 @@ from models.llama import Llama
 from models.quantise import is_quantised
 from models.safetensors_files import split_into_files, write_tensors
 from models.weights import INDEX_FILE, MAX_SHARD_BYTES, weight_files
+from models.whole_folder import Fill, bytes_of
 from offload import Streams, format_bytes
 from training.checkpoints.base import BaseReference
 from training.checkpoints.changes import config_text
@@ -119,13 +120,13 @@ class Checkpoints:
         """Returns the folder of the newest checkpoint."""
         return checkpoints_in(folder_of(self._run_dir, 0).parent)[0]
 
-    def _files(self, state: RunState) -> dict:
+    def _files(self, state: RunState) -> dict[str, Fill]:
         weights, texts = self._weights()
         states = split_into_files(OPTIMIZER_STEM, optimizer_tensors(self._model, self._optimizer), MAX_SHARD_BYTES)
         random = {RANDOM_FILE: random_states(self._streams.device)}
         files = {name: partial(write_tensors, tensors=tensors) for name, tensors in (weights | states | random).items()}
         texts |= {STATE_FILE: state.to_json(), CONFIG_FILE: config_text(self._config).encode()}
-        return files | {name: partial(_write_text, text=text) for name, text in texts.items()}
+        return files | {name: bytes_of(text) for name, text in texts.items()}
 
     def _weights(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, bytes]]:
         """Returns the tensors of each file of weights, and the texts that belong to them: of all, or of the adapter."""
@@ -159,7 +160,3 @@ def _on_signal_after_s(config: DictConfig) -> float:
     if chosen is None:
         return WORTH_SAVING_S if config.checkpoint.every is None else 0.0
     return 0.0 if chosen else math.inf
-
-
-def _write_text(write, text: bytes) -> None:
-    write(text)

@@ -48,8 +48,8 @@ def read_state(folder: Path) -> RunState:
         "skipped_steps": _is_count,
         "batch_sha256": lambda value: isinstance(value, str),
         "data_sha256": lambda value: value is None or isinstance(value, str),
-        # It becomes part of a folder's name, so it may not lead elsewhere.
         "eval_sha256": lambda value: value is None or isinstance(value, str),
+        # It becomes part of a folder's name, so it may not lead elsewhere.
         "tracking_id": lambda value: value is None or re.fullmatch(r"[A-Za-z0-9_-]{1,64}", str(value)),
     }
     for field in fields(RunState):
@@ -66,7 +66,7 @@ def digest_of_all(dataset) -> str | None:
 def random_states(device: torch.device) -> dict[str, Tensor]:
     """Returns the states of torch's generators of the host and of `device`: uint8 [bytes], by kind of device.
 
-    Each microbatch seeds the generators anew, so these states matter only to code that draws between steps.
+    Each microbatch seeds the generators by itself, so these states matter only to code that draws between steps.
     """
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":

@@ -8,11 +8,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from models.safetensors_files import DTYPE_NAMES, StoredTensor, read_into
+from models.safetensors_files import DTYPES, StoredTensor, read_into
 from offload import HostAdamW
 from offload.planning import MASTER_DTYPES, STATE_DTYPES, StateFormat
-
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def states_in_another_format(

@@ -20,7 +20,8 @@ def departure(records: Sequence[dict[str, Any]], reference: Sequence[dict[str, A
     expected = {record["train/step"]: record for record in reference if "train/step" in record}
     pairs = [(record, expected[record["train/step"]]) for record in records if record.get("train/step") in expected]
     pairs = [(own, other) for own, other in pairs if LOSS in own and LOSS in other]
-    apart = next((index for index, (own, other) in enumerate(pairs) if _differ(own[LOSS], other[LOSS])), None)
+    differences = [relative_difference(own[LOSS], other[LOSS]) for own, other in pairs]
+    apart = next((index for index, difference in enumerate(differences) if difference), None)
     if apart is None:
         return None
     own, other = pairs[apart]
@@ -38,25 +39,24 @@ def _cause(
             return f"the gradient norm of step {step} is {a[NORM]}"
         if a[NORM] == 0 != b[NORM]:
             return f"the gradients of step {step} are zero"
-        if _relative(a[NORM], b[NORM]) > ROUNDING:
+        if relative_difference(a[NORM], b[NORM]) > ROUNDING:
             return f"the gradient norm of step {step} is {a[NORM]:.4g}, not {b[NORM]:.4g}"
     if not math.isfinite(own[LOSS]):
         return f"it is {own[LOSS]}"
-    by = _relative(own[LOSS], other[LOSS])
+    by = relative_difference(own[LOSS], other[LOSS])
     if first:
         kind = "another precision or order of sums" if by <= ROUNDING else "another loss"
         return f"the forward with the same weights differs by {by:.1e}, {kind}"
-    if any(_differ(a[NORM], b[NORM]) for a, b in normed):
+    if any(relative_difference(a[NORM], b[NORM]) for a, b in normed):
         return f"gradients differ by rounding ({by:.1e} in the loss)"
     alike = "equal" if normed else "not recorded"
     return f"gradient norms before were {alike}, the update differs ({by:.1e} in the loss)"
 
 
-def _differ(value: float, other: float) -> bool:
-    return value != other and not (math.isnan(value) and math.isnan(other))
-
-
-def _relative(value: float, other: float) -> float:
+def relative_difference(value: float, other: float) -> float:
+    """Returns the difference over the larger size: 0 for equal values, as two NaN are, and infinity beside one."""
+    if value == other or (math.isnan(value) and math.isnan(other)):
+        return 0.0
     if not (math.isfinite(value) and math.isfinite(other)):
-        return math.inf if _differ(value, other) else 0.0
-    return abs(value - other) / max(abs(value), abs(other), 1e-300)
+        return math.inf
+    return abs(value - other) / max(abs(value), abs(other))

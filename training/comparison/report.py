@@ -1,6 +1,5 @@
 """Compares runs and reports the result: on the terminal, and in files beside the runs."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,7 +7,8 @@ from training.comparison.rows import Row, build_rows
 from training.comparison.runs import find_runs
 from training.comparison.settings import all_settings, in_common
 from training.comparison.table import print_tables, to_csv, to_markdown
-from training.runs.files import COMPARE_CSV_FILE, COMPARE_MARKDOWN_FILE, COMPARE_PAGE_FILE, FIGURE_FILES, partial_path
+from training.runs.files import COMPARE_CSV_FILE, COMPARE_MARKDOWN_FILE, COMPARE_PAGE_FILE, FIGURE_FILES
+from training.runs.whole_file import write_whole
 from training.visible_text import visible
 
 
@@ -45,16 +45,3 @@ def compare(directories: Sequence[Path], out: Path) -> list[Row]:
     files = [COMPARE_CSV_FILE, COMPARE_MARKDOWN_FILE, *(figure.file for figure in figures)]
     print(f"files   {', '.join(files)}", flush=True)
     return rows
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a temporary file and renames it to `path`, so that readers see the old content or the new one."""
-    partial = partial_path(path)
-    try:
-        # A leftover may be a pipe or a link, to which the content must not go.
-        partial.unlink(missing_ok=True)
-        with open(partial, "xb") as file:
-            file.write(content)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

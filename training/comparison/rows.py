@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from training.comparison.departures import departure
+from training.comparison.departures import departure, relative_difference
 from training.comparison.runs import LONGEST_WORD, Run
 from training.comparison.settings import all_settings, find_reference, name_runs
 from training.metrics.files import is_number
@@ -93,7 +93,7 @@ class Row:
 
     @property
     def notes(self) -> list[str]:
-        """How runs differed from what was asked for, each note once."""
+        """The notes on runs that differed from what was asked for, each once."""
         return list(dict.fromkeys(note for run in self.runs for note in run.notes))
 
     def mean(self, key: str) -> float | None:
@@ -135,7 +135,7 @@ def curve_difference(records: Sequence[dict[str, Any]], reference: Sequence[dict
     for key in ("train/loss", "eval/loss"):
         expected = dict(losses(reference, key))
         pairs += [(loss, expected[step]) for step, loss in losses(records, key) if step in expected]
-    return max((_relative(loss, other) for loss, other in pairs), default=None)
+    return max((relative_difference(loss, other) for loss, other in pairs), default=None)
 
 
 def split_by_seed(runs: Sequence[Run]) -> list[list[Run]]:
@@ -222,11 +222,3 @@ def losses(records: Sequence[dict[str, Any]], key: str = "train/loss") -> list[t
     """Returns step and loss of the logged steps that have a loss under `key`."""
     complete = (record for record in records if {"train/step", key} <= record.keys())
     return [(record["train/step"], record[key]) for record in complete]
-
-
-def _relative(value: float, expected: float) -> float:
-    if value == expected or (math.isnan(value) and math.isnan(expected)):
-        return 0.0
-    if not (math.isfinite(value) and math.isfinite(expected)):
-        return math.inf
-    return abs(value - expected) / max(abs(expected), abs(value))

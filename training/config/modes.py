@@ -50,11 +50,6 @@ def mode_options(folder: Path = FOLDER) -> dict[str, ModeOption]:
     return {name: option for name, option in all_options(folder).items() if not option.is_peer}
 
 
-def peer_options(folder: Path = FOLDER) -> dict[str, ModeOption]:
-    """Returns the systems of others by name."""
-    return {name: option for name, option in all_options(folder).items() if option.is_peer}
-
-
 def modes_table(options: dict[str, ModeOption]) -> str:
     """Returns the options as a table in Markdown, a line each."""
     lines = (f"| `{option.name}` | {option.description} |" for option in options.values())

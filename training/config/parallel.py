@@ -23,7 +23,7 @@ class Numa(StrEnum):
 
 
 class Homes(StrEnum):
-    """own: each rank has its own copy of all weights and states. shared: ranks have one copy of what streams."""
+    """own: each rank has its own copy of all weights and states. shared: ranks of a host have one of what streams."""
 
     own = "own"
     shared = "shared"
@@ -31,10 +31,11 @@ class Homes(StrEnum):
 
 @dataclass
 class Parallel:
-    """How several devices work together: how gradients are summed, and after how many seconds a rank counts as hung.
+    """The keys of a run on several devices.
 
-    `homes`: what offload modes keep in host memory is there once for each rank, or once. `hosts`: over how many hosts
-    they are spread, evenly.
+    `homes`: what offload modes keep in host memory is there once for each rank, or once on a host. `reduction`: the
+    order in which gradients are summed. `hosts`: over how many they are spread, evenly. `timeout_s`: seconds after
+    which a rank that does not answer counts as hung.
     """
 
     homes: Homes = MISSING

@@ -17,9 +17,10 @@ from hydra.utils import get_class
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from offload import HostAdamW
+from training.config.adapter import OPTIONS as ADAPTER_OPTIONS
+from training.config.adapter import has_adapter
 from training.config.declare import Built, number, schema_of
 from training.config.modes import all_options
-from training.config.no_adapter import NoAdapter, has_adapter
 from training.config.parallel import Parallel
 from training.config.quantize import OPTIONS as QUANTIZE_OPTIONS
 from training.optim import AdamW
@@ -210,38 +211,6 @@ class RecomputeBlocks:
 
 
 @dataclass
-class LoraAdapter(Built):
-    """The keys of an adapter that `models.adapters` makes, and of its first values.
-
-    Args:
-        rank: of the two matrices beside a layer.
-        alpha: scales what they compute, by alpha / rank (rslora: by alpha over the root of rank).
-        dropout: share of their input that is dropped in training.
-        targets: patterns over the names of layers, such as [q_proj,v_proj]; null is every linear layer of the blocks.
-        modules_to_save: patterns over the names of modules that train in full beside the adapters; null is none.
-        weights: a folder of peft with an adapter to start from, such as a checkpoint; null starts from the seed.
-    """
-
-    _target_: str = "models.adapters.Lora"
-    rank: int = number(at_least=1)
-    alpha: float = number(above=0)
-    dropout: float = number(at_least=0, at_most=0.999)
-    targets: list[str] | None = MISSING
-    modules_to_save: list[str] | None = MISSING
-    weights: str | None = MISSING
-
-
-@dataclass
-class DoraAdapter(LoraAdapter):
-    _target_: str = "models.adapters.Dora"
-
-
-@dataclass
-class RsLoraAdapter(LoraAdapter):
-    _target_: str = "models.adapters.RsLora"
-
-
-@dataclass
 class Tracking:
     mode: TrackingMode = MISSING
     project: str = MISSING
@@ -252,7 +221,7 @@ class Tracking:
 
 @dataclass
 class Checkpointing:
-    """When a run saves itself. `on_signal` null: on a signal too, if `every` is set or a minute of training is done."""
+    """Steps after which a run saves itself. `on_signal` null: on a signal too, if `every` is set or after a minute."""
 
     every: int | None = number(at_least=1)
     keep: int = number(at_least=1)
@@ -261,7 +230,7 @@ class Checkpointing:
 
 @dataclass
 class Evaluating:
-    """When a run evaluates, and on how many batches of the held-out split. `every` null: never."""
+    """Steps after which a run evaluates, and batches of the held-out split. `every` null: never."""
 
     every: int | None = number(at_least=1)
     batches: int = number(at_least=1)
@@ -269,7 +238,7 @@ class Evaluating:
 
 @dataclass
 class Sampling:
-    """When a run generates text, and how. `every` null: never. `temperature` 0: the likeliest token each time."""
+    """Steps after which a run makes a sample, and how text is drawn. `every` null: never. `temperature` 0: greedy."""
 
     every: int | None = number(at_least=1)
     prompt: str = MISSING
@@ -293,6 +262,7 @@ class Hardware:
     fp32_tflops: float | None = number(above=0)
     update_gparams_s: float | None = number(above=0)
     device_gb_s: float | None = number(above=0)
+    links_gb_s: float | None = number(above=0)
     disk_gb_s: float | None = number(above=0)
 
 
@@ -342,7 +312,7 @@ OPTIMIZERS = {"adamw": AdamW, "host_adamw": HostAdamW}
 SCHEMAS = {
     "offload": {name: schema_of(get_class(option.target)) for name, option in all_options().items() if option.target},
     "model": {"llama": Llama, "hf": HuggingFace, "diffusers": Diffusers},
-    "adapter": {"none": NoAdapter, "lora": LoraAdapter, "dora": DoraAdapter, "rslora": RsLoraAdapter},
+    "adapter": ADAPTER_OPTIONS,
     "dataset": {
         "stdlib": StdlibText,
         "text": TextFiles,

@@ -39,7 +39,7 @@ def _paths(node: Any, prefix: str = "") -> Iterator[str]:
 
 def _other_options(parent: str, name: str) -> str:
     """Returns which options of the group `parent` have the key `name`, as part of the message."""
-    # Not at the top: it imports torch, which takes seconds, and jobs that end early do without.
+    # Not at the top: the schema imports torch, and this module is imported by programs that do without.
     from training.config.schema import SCHEMAS
 
     group = parent.partition(".")[0]

@@ -11,9 +11,12 @@ from offload import KnobError, in_range, parse_bytes
 from training.config.auto import AUTO
 from training.config.construct import check_optimizer, make_mode
 from training.config.parallel import Homes
-from training.config.schema import SCHEMAS, Llama, TextFiles
+from training.config.schema import SCHEMAS, Llama, OfLibrary, TextFiles
 from training.config.unknown_keys import unknown_key
 from training.errors import UserError
+
+# A budget that is a smaller number is one whose unit was forgotten: no process runs in so few bytes.
+LEAST_WITHOUT_UNIT = 2**20
 
 
 def check(config: DictConfig) -> None:
@@ -102,10 +105,10 @@ def _check_rules(config: DictConfig) -> None:
         )
     if config.parallel.hosts > config.devices:
         raise UserError(f"parallel.hosts={config.parallel.hosts}: must be at most devices={config.devices}")
-    if config.parallel.hosts > 1 and config.parallel.homes == Homes.shared:
+    if config.parallel.homes == Homes.shared and config.devices % config.parallel.hosts:
         raise UserError(
-            f"parallel.homes=shared with parallel.hosts={config.parallel.hosts}: only processes of one host can share"
-            " memory: give parallel.homes=own"
+            f"parallel.homes=shared with devices={config.devices} on parallel.hosts={config.parallel.hosts}: give as"
+            " many devices on each host, or parallel.homes=own"
         )
     if config.devices > 1 and config.device.startswith("cuda:"):
         raise UserError(
@@ -114,10 +117,9 @@ def _check_rules(config: DictConfig) -> None:
         )
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
         raise UserError(f"device={config.device}: must be auto, cuda, cuda:N (N counts from 0) or cpu")
-    if config.vram_budget is not None:
-        _check_bytes("vram_budget", config.vram_budget, "null for all of the GPU's memory")
-    if config.host_budget is not None:
-        _check_bytes("host_budget", config.host_budget, "null for all of the host's memory")
+    for key, device in (("vram_budget", "GPU"), ("host_budget", "host")):
+        if config[key] is not None:
+            _check_budget(key, config[key], f"null for all of the {device}'s memory")
     if config.steps is None and config.epochs is None:
         raise UserError("steps=null: give steps=N, or epochs=N for passes over the dataset")
     if config.steps is not None and config.epochs is not None:
@@ -125,11 +127,12 @@ def _check_rules(config: DictConfig) -> None:
     if config.steps is not None:
         check_steps(config)
     _check_schedule(config)
-    rules = {Llama: _check_llama, TextFiles: _check_files}
-    for prefix, node in _sections(config):
-        for schema, rule in rules.items():
-            if issubclass(OmegaConf.get_type(node), schema):
-                rule(prefix, node)
+    if issubclass(OmegaConf.get_type(config.model), Llama):
+        _check_llama(config.model)
+    if issubclass(OmegaConf.get_type(config.model), OfLibrary):
+        _check_overrides(config.model)
+    if issubclass(OmegaConf.get_type(config.dataset), TextFiles):
+        _check_files(config.dataset)
 
 
 def check_steps(config: DictConfig) -> None:
@@ -138,14 +141,16 @@ def check_steps(config: DictConfig) -> None:
         raise UserError(f"trace_step={config.trace_step}: must be between 1 and steps={config.steps}")
 
 
-def _check_bytes(key: str, value: str | int, alternative: str = "") -> None:
+def _check_budget(key: str, value: str | int, alternative: str) -> None:
     try:
-        parse_bytes(key, value)
+        nbytes = parse_bytes(key, value)
     except ValueError as error:
-        raise UserError(f"{error}, or {alternative}" if alternative else str(error)) from None
+        raise UserError(f"{error}, or {alternative}") from None
+    if str(value).strip().isdigit() and 0 < nbytes < LEAST_WITHOUT_UNIT:
+        raise UserError(f"{key}={value}: is a number of bytes: give a unit, {key}={value}GiB, or {alternative}")
 
 
-def _check_llama(prefix: str, model: DictConfig) -> None:
+def _check_llama(model: DictConfig) -> None:
     heads = model.num_attention_heads
     if model.hidden_size % (2 * heads):
         raise UserError(
@@ -158,7 +163,13 @@ def _check_llama(prefix: str, model: DictConfig) -> None:
         )
 
 
-def _check_files(prefix: str, dataset: DictConfig) -> None:
+def _check_overrides(model: DictConfig) -> None:
+    overrides = model.overrides
+    if overrides is not None and not OmegaConf.is_dict(overrides):
+        raise UserError(f"model.overrides={overrides}: must be keys with values, {{num_hidden_layers: 4}}, or null")
+
+
+def _check_files(dataset: DictConfig) -> None:
     files = dataset.files
     if isinstance(files, str):
         return

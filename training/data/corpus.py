@@ -61,7 +61,7 @@ def read_stdlib() -> Iterator[tuple[str, bool]]:
             raise UserError(
                 f"dataset=stdlib: {file} cannot be read ({error.strerror}); use dataset=text dataset.files=PATH"
             ) from error
-        # A source with this character quotes text that somebody decoded badly.
+        # A source with this character quotes text that was decoded badly.
         if text and "\N{REPLACEMENT CHARACTER}" not in text:
             yield text, True
 

@@ -28,8 +28,7 @@ class NumberedExamples(ABC):
     """
 
     def __init__(self, count: int, *, seed: int, batch_size: int, eval_share: float = 0.0):
-        if not 0 <= eval_share <= 0.5:
-            raise UserError(f"dataset.eval_share={eval_share}: must be at least 0 and at most 0.5")
+        check_share(eval_share)
         self.num_blocks = count - int(count * eval_share)
         if self.num_blocks < 1:
             raise UserError(f"dataset: {count} examples; give at least one")
@@ -67,3 +66,9 @@ class NumberedExamples(ABC):
         numbers = [self.num_blocks + place * available // wanted for place in range(wanted)]
         batches = [numbers[start : start + self._batch_size] for start in range(0, wanted, self._batch_size)]
         return [self.examples(batch, [-1] * len(batch)) for batch in batches]
+
+
+def check_share(eval_share: float) -> None:
+    """Raises UserError for a share of held-out examples that is out of range."""
+    if not 0 <= eval_share <= 0.5:
+        raise UserError(f"dataset.eval_share={eval_share}: must be at least 0 and at most 0.5")

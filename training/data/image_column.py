@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from training.data.corpus import check_column, import_datasets
+from training.data.examples import check_share
 from training.data.hub_rows import columns_of, open_rows
-from training.data.pictures import as_images, check_size, decoded, meta_images, square_of
+from training.data.pictures import as_images, check_square, decoded, meta_images, square_of
 from training.errors import UserError, first_line
 
 USE_FOLDER = "or train on a local folder with dataset=images dataset.folder=PATH"
@@ -74,11 +75,8 @@ class ImageColumn:
     ):
         if not name:
             raise UserError("dataset.name is empty: give dataset.name=OWNER/NAME, a dataset on huggingface.co")
-        check_size(size)
-        if crop not in ("random", "centre"):
-            raise UserError(f"dataset.crop={crop}: must be random or centre")
-        if not 0 <= eval_share <= 0.5:
-            raise UserError(f"dataset.eval_share={eval_share}: must be at least 0 and at most 0.5")
+        check_square(size, crop)
+        check_share(eval_share)
         if cache_dir is None:
             cache_dir = tempfile.mkdtemp(prefix="datasets-")
             weakref.finalize(self, shutil.rmtree, cache_dir, ignore_errors=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from training.data.examples import NumberedExamples
 from training.data.packing import epoch_order
-from training.data.pictures import as_images, check_size, decoded, meta_images, square_of
+from training.data.pictures import as_images, check_square, decoded, meta_images, square_of
 from training.errors import UserError
 from training.runs.bounded_files import UnreadableError, opened
 from training.runs.paths import home_expanded
@@ -58,9 +58,7 @@ class ImageFolder(NumberedExamples):
         eval_share: float = 0.0,
         cache_dir: str | Path | None = None,
     ):
-        check_size(size)
-        if crop not in ("random", "centre"):
-            raise UserError(f"dataset.crop={crop}: must be random or centre")
+        check_square(size, crop)
         self._root = _existing(folder)
         self._files = _pictures_below(self._root)
         if not self._files:

@@ -94,7 +94,9 @@ def meta_images(rows: int, size: int, labels: bool) -> dict[str, Tensor]:
     return batch
 
 
-def check_size(size: int) -> None:
-    """Raises UserError for a side of images that is out of range."""
+def check_square(size: int, crop: str) -> None:
+    """Raises UserError for a side of images that is out of range, or a crop that is none."""
     if not 1 <= size <= 8192:
         raise UserError(f"dataset.size={size}: must be at least 1 and at most 8192 pixels")
+    if crop not in ("random", "centre"):
+        raise UserError(f"dataset.crop={crop}: must be random or centre")

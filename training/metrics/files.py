@@ -26,7 +26,8 @@ from training.runs.bounded_files import (
     read_bytes,
     read_lines,
 )
-from training.runs.files import METRICS_FILE, SUMMARY_FILE, partial_path
+from training.runs.files import METRICS_FILE, SUMMARY_FILE
+from training.runs.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -117,21 +118,9 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
     Raises:
         UserError: the file cannot be written, for example on a full disk.
     """
-    path = run_dir / SUMMARY_FILE
-    partial = partial_path(path)
     text = _to_json(summary, indent=2) + "\n"
     with _disk_errors(run_dir):
-        try:
-            # A leftover may be a pipe or a link, to which the text must not go.
-            partial.unlink(missing_ok=True)
-            with open(partial, "x") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
+        write_whole(run_dir / SUMMARY_FILE, text.encode(), durable=True)
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:

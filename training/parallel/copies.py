@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
+from models.buffers import with_statistics
 from models.quantise import stored_tensors
 from offload import HostAdamW
 from training.checkpoints.tensors import optimizer_tensors, renew_copies
@@ -14,25 +15,15 @@ from training.errors import UserError
 
 # The number of updates among the states of a parameter.
 STEP = "step"
-# Their statistics are those of one rank's examples.
-WITH_STATISTICS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
 
 
 def refuse_statistics(model: nn.Module) -> None:
     """Raises UserError for a model with running statistics, which would differ from rank to rank."""
-    for name, module in model.named_modules():
-        if isinstance(module, WITH_STATISTICS) and module.track_running_stats:
-            raise UserError(
-                f"devices: {name} ({type(module).__name__}) keeps statistics of the examples that it sees, which would"
-                " differ between devices: give devices=1"
-            )
+    for name, module in with_statistics(model):
+        raise UserError(
+            f"devices: {name} ({type(module).__name__}) keeps statistics of the examples that it sees, which would"
+            " differ between devices: give devices=1"
+        )
 
 
 class Copies:
@@ -44,26 +35,35 @@ class Copies:
         self._shared = {name for name, parameter in model.named_parameters() if parameter in shared}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns all by name, in the same order on every rank; waits for updates that are under way."""
-        self._optimizer.finish()
-        found = {}
-        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
-            if name not in self._shared:
-                found |= stored_tensors(name, tensor)
-        for name, tensor in optimizer_tensors(self._model, self._optimizer).items():
-            parameter, _, key = name.rpartition(".")
-            # Each rank counts its updates.
-            if parameter not in self._shared or key == STEP:
-                found[name] = tensor
-        return found
+        """Returns all by name, in the same order on every rank; waits for updates that are under way.
+
+        States of shared parameters that are on this rank's device are in their places at home afterwards.
+        """
+        self._optimizer.bring_states_home()
+        return {name: tensor for name, (tensor, is_shared) in self._all().items() if not is_shared}
+
+    def shared_tensors(self) -> dict[str, Tensor]:
+        """Returns by name those of which the ranks of a host have one copy, in the same order on every rank.
+
+        All ranks of the host have called `tensors` since their last updates.
+        """
+        return {name: tensor for name, (tensor, is_shared) in self._all().items() if is_shared}
 
     def renew_copies(self) -> None:
         """Copies weights into the copies beside their states, which are not among the tensors."""
         renew_copies(self._model, self._optimizer)
 
-    def fingerprints(self) -> dict[str, int]:
-        """Returns a number for each tensor."""
-        return {name: fingerprint(tensor) for name, tensor in self.tensors().items()}
+    def _all(self) -> dict[str, tuple[Tensor, bool]]:
+        """Returns all tensors by name, each with whether the ranks of a host share it."""
+        found = {}
+        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+            is_shared = name in self._shared
+            found |= {key: (stored, is_shared) for key, stored in stored_tensors(name, tensor).items()}
+        for name, tensor in optimizer_tensors(self._model, self._optimizer).items():
+            parameter, _, key = name.rpartition(".")
+            # Each rank counts its updates.
+            found[name] = tensor, parameter in self._shared and key != STEP
+        return found
 
 
 def fingerprint(tensor: Tensor) -> int:

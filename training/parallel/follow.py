@@ -1,6 +1,6 @@
 """A rank other than the first: it obeys the orders of rank 0 until the run is over.
 
-It writes no file, and prints nothing but warnings. Why it cannot go on, it tells rank 0, which tells the user.
+It writes no file, and prints nothing but warnings. It tells rank 0 why it cannot continue, and rank 0 tells the user.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from training.build import RankJob, attached, build_optimizer, build_schedule, place_states_in_spare_vram
-from training.components import Components, acquired
+from training.build import RankJob, build_optimizer, build_schedule, place_states_in_spare_vram
+from training.components import Components, acquired, attached
 from training.config import schema
 from training.config.construct import keys_under
 from training.evaluation import scores_of_parts
@@ -121,7 +121,7 @@ def carry_out(job: RankJob, ranks: Group) -> None:
                     place_states_in_spare_vram(job)
                     first = False
             case ("evaluate", parts):
-                # The mode would wait for the updates of a unit; those of what stays on the device, nobody waits for.
+                # The mode waits for the updates of units that stream, and for no others.
                 job.optimizer.finish()
                 components = job.components
                 task, seed = components.task, components.config.seed

@@ -21,14 +21,14 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from offload import NO_SHARERS, HostAdamW, Sharers
+from offload import NO_SHARERS, HostAdamW, SharerLostError, Sharers, meet
 from training.batches import Batch, examples_in, split_into
 from training.errors import UserError
-from training.parallel.copies import Copies, refuse_statistics
-from training.parallel.messages import from_bytes, to_bytes
+from training.parallel.copies import Copies, fingerprint, refuse_statistics
+from training.parallel.messages import encoded, from_bytes
 from training.parallel.ranks import RankLostError, Ranks, Share
-from training.parallel.reduce import SUMS, Sum, reduce_gradients
-from training.parallel.sharers import GroupSharers
+from training.parallel.reduce import SUMS, SUMS_OF_HOSTS, Sum, reduce_gradients
+from training.parallel.sharers import GroupSharers, HostGroups
 from training.parallel.waiting import Waiter
 from training.runs.failures import is_device_memory, is_host_memory
 from training.runs.invocation import Invocation
@@ -90,13 +90,15 @@ class Group(Ranks):
         self.is_exchanging = False
         """True once this rank has failed in a collective, in which the others wait for it: they take no report."""
         self._copies: Copies | None = None
+        self._sharers: Sharers = NO_SHARERS
+        # Of the ranks that are the first on their hosts, which have copies of the homes.
+        self._firsts: dist.ProcessGroup | None = None
         self._sum: Sum = SUMS[setup.reduction]
+        self._sums = self._sum, SUMS_OF_HOSTS[setup.reduction]
         self._cause = cause or (lambda rank: None)
         self._messages = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._host = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s * LONGER))
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        self._data = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s * LONGER))
-        self._meeting = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._data = self._new_data_group()
         self._waiter = Waiter()
         self._parts = 0
 
@@ -171,8 +173,23 @@ class Group(Ranks):
         self.shares_homes = shared
         if not shared:
             return NO_SHARERS
-        patient = self._meeting, PATIENCE
-        return GroupSharers(self._host, patient, self._data, self._sum, self._collective, self._wait)
+        new_patient_group = partial(dist.new_group, backend="gloo", timeout=PATIENCE)
+        groups = HostGroups.of(self.rank, self.hosts, self._data_group_of, new_patient_group)
+        # Rank 0 names a rank that hangs, before the others give up.
+        limit_s = self.timeout_s * (1 if self.is_first else LONGER)
+        self._sharers = GroupSharers(groups, self._host, limit_s, PATIENCE, self._sums, self._collective, self._wait)
+        if self.rank == groups.ranks[0]:
+            self._firsts = groups.across
+        return self._sharers
+
+    def _data_group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        # Of all ranks there is one: its exchanges run in one order, whatever streams they are queued on.
+        return self._data if len(ranks) == self.count else self._new_data_group(ranks)
+
+    def _new_data_group(self, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+        """Returns a group of these ranks, or all, for tensors on the devices; every rank makes it."""
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        return dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=self.timeout_s * LONGER))
 
     def check_model(self, model: nn.Module) -> None:
         refuse_statistics(model)
@@ -188,9 +205,14 @@ class Group(Ranks):
             self.reports(patient=True)
             self.tell("start", step)
         for tensor in self._copies.tensors().values():
-            if tensor.numel():
-                self._copy_from_first(tensor)
+            self._copy_from_first(tensor, self._data)
+        if self._firsts is not None:
+            for tensor in self._copies.shared_tensors().values():
+                self._copy_from_first(tensor, self._firsts)
         self._copies.renew_copies()
+        if self.shares_homes:
+            # Nobody reads the homes of a host before they have their values.
+            meet(self._sharers, "copying the weights to all hosts")
 
     def hand_out(self, step: int, batch: Batch, microbatches: int) -> Share:
         examples = examples_in(batch)
@@ -248,20 +270,30 @@ class Group(Ranks):
         self.tell("fingerprints")
         own, *others = self.reports(self.fingerprints(), patient=True)
         for rank, theirs in enumerate(others, start=1):
-            if different := next((name for name, value in own.items() if theirs.get(name) != value), None):
+            if different := next((name for name, value in theirs.items() if own.get(name) != value), None):
                 raise UserError(
                     f"{different} differs between rank 0 and rank {rank}: the ranks have not computed the same updates,"
                     " so nothing was saved; resume from the last checkpoint with devices=1"
                 )
 
     def fingerprints(self) -> dict[str, int]:
-        """Returns those of this rank's weights, buffers and optimizer states, once its updates are done."""
-        return self._copies.fingerprints()
+        """Returns those of this rank's weights, buffers and optimizer states, once its updates are done.
 
-    def _copy_from_first(self, tensor: Tensor) -> None:
+        Of what the ranks of a host share, the first of each host has those, where there are several.
+        """
+        found = self._copies.tensors()
+        if self.shares_homes and self._sharers.hosts > 1:
+            meet(self._sharers, "comparing the hosts")
+        if self._firsts is not None:
+            found |= self._copies.shared_tensors()
+        return {name: fingerprint(tensor) for name, tensor in found.items()}
+
+    def _copy_from_first(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        if not tensor.numel():
+            return
         moved = tensor.detach().to(self.device).contiguous()
         flat = moved.reshape(-1).view(torch.uint8)
-        self._collective(lambda: dist.broadcast(flat, 0, group=self._data))
+        self._collective(lambda: dist.broadcast(flat, 0, group=group))
         if not self.is_first:
             with torch.no_grad():
                 tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
@@ -285,6 +317,8 @@ class Group(Ranks):
     def _collective(self, exchange: Callable[[], Any], what: str = "an exchange") -> Any:
         try:
             return exchange()
+        except SharerLostError as error:
+            raise self._lost(self._sharers.first + error.rank, error, what) from error
         except RuntimeError as error:
             if is_device_memory(error) or is_host_memory(error):
                 # This rank's own failure, and not that of another.
@@ -296,7 +330,7 @@ class Group(Ranks):
         # A rank receives orders as soon as it has carried out the last one. Rank 0 may be busy for long.
         limit = timedelta(seconds=self.timeout_s) if self.is_first else PATIENCE
         try:
-            for part in _encoded(message):
+            for part in encoded(message):
                 self._wait(dist.isend(part, rank, group=self._messages), limit)
         except RuntimeError as error:
             raise self._lost(rank, error) from error
@@ -306,7 +340,7 @@ class Group(Ranks):
 
     def _report_later(self, message: Any) -> list[Any]:
         """Begins to send a message to rank 0. Keep what is returned, its memory, until rank 0 has answered."""
-        parts = _encoded(message)
+        parts = encoded(message)
         try:
             return [*parts, *(dist.isend(part, 0, group=self._messages) for part in parts)]
         except RuntimeError as error:
@@ -324,9 +358,9 @@ class Group(Ranks):
 
     def _lost(self, rank: int | None, error: RuntimeError, what: str = "an exchange") -> Exception:
         """Returns what a failed exchange with `rank`, or with all, means; `what` was to be done."""
-        hung = "Timed out" in str(error)
+        hung = error.hangs if isinstance(error, SharerLostError) else "Timed out" in str(error)
         if not self.is_first:
-            if hung:
+            if hung and not rank:
                 return FirstHungError(
                     f"rank 0 hangs: it did not answer within {LONGER} times parallel.timeout_s={self.timeout_s:g}"
                 )
@@ -350,12 +384,6 @@ def first_sentence(text: str) -> str:
     """Returns the first sentence of an error of torch's, without the place in its source; gloo adds much advice."""
     sentence = re.sub(r"^\[[^]]*\]", "", " ".join(text.split())).strip()
     return re.split(r"\.\s", sentence)[0][:120].rstrip(".")
-
-
-def _encoded(message: Any) -> tuple[Tensor, Tensor]:
-    """Returns the length of a message, int64 [1], and its bytes."""
-    data = torch.frombuffer(bytearray(to_bytes(message)), dtype=torch.uint8)
-    return torch.tensor([len(data)]), data
 
 
 def _own_memory(share: Share) -> Share:

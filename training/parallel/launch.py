@@ -41,7 +41,7 @@ def connected(config: DictConfig, world: World | None) -> Iterator[Ranks]:
     if config.devices == 1:
         yield ALONE
         return
-    # They import torch while this process does.
+    # First, because they import torch, which takes seconds.
     followers = Followers(config.devices) if world is None else None
     try:
         with _joined(config, world, followers) as group:
@@ -91,13 +91,22 @@ def _joined(config: DictConfig, world: World | None, followers: Followers | None
 
 
 class Followers:
-    """The processes of ranks 1 to `count` - 1, which this one has started."""
+    """The processes of ranks 1 to `count` - 1, which this one starts. Raises UserError if the system refuses one."""
 
     def __init__(self, count: int):
         self._count = count
         self._store = None
         self._port = _free_port()
-        self._processes = {rank: self._start(rank) for rank in range(1, count)}
+        self._processes: dict[int, subprocess.Popen] = {}
+        for rank in range(1, count):
+            try:
+                self._processes[rank] = self._start(rank)
+            except OSError as error:
+                self.kill()
+                raise UserError(
+                    f"devices={count}: the process of rank {rank} could not be started ({error.strerror}): end other"
+                    " programs, or give fewer devices"
+                ) from error
 
     def store(self):
         """Makes the store through which the ranks find each other; returns it once all are there.

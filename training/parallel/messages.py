@@ -6,6 +6,9 @@ import io
 import pickle
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from training.config.schema import SCHEMAS
 
 
@@ -35,3 +38,9 @@ def to_bytes(message: Any) -> bytes:
 def from_bytes(data: bytes) -> Any:
     """Returns the message that `to_bytes` made into `data`. Both are processes of one run of one user."""
     return _Unpickler(io.BytesIO(data)).load()
+
+
+def encoded(message: Any) -> tuple[Tensor, Tensor]:
+    """Returns the length of a message, int64 [1], and its bytes (uint8)."""
+    data = torch.frombuffer(bytearray(to_bytes(message)), dtype=torch.uint8)
+    return torch.tensor([len(data)]), data

@@ -41,7 +41,7 @@ class Share:
 
 
 class Ranks:
-    """The ranks of a run on one device: there is nobody to tell or to ask. Loss and gradients are final as they are."""
+    """The ranks of a run on one device, which has no other rank. Loss and gradients are final as they are."""
 
     rank = 0
     count = 1

@@ -46,6 +46,47 @@ def fast_sum(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 SUMS: Mapping[str, Sum] = {"ordered": ordered_sum, "fast": fast_sum}
 
+SumOfHosts = Callable[[Tensor, dist.ProcessGroup, dist.ProcessGroup], Tensor]
+"""sums a flat tensor over all ranks of several hosts, given the group of this rank's host, and that of the ranks which
+have the same place on all hosts; the length divides by the number of ranks of a host"""
+
+
+def ordered_sum_of_hosts(flat: Tensor, here: dist.ProcessGroup, across: dist.ProcessGroup) -> Tensor:
+    """Adds the tensors of all ranks in the order of the ranks, where those of a host follow each other.
+
+    Each slice goes from host to host. A host adds its ranks' slices one by one to what comes, because a sum of its own
+    that is added as one number would round otherwise. The last host has the sum, which goes to all.
+    """
+    host, hosts = across.rank(), across.size()
+    received = torch.empty_like(flat)
+    dist.all_to_all_single(received.view(torch.uint8), flat.view(torch.uint8), group=here)
+    first, *others = received.view(here.size(), -1)
+    if host == 0:
+        total = first
+    else:
+        total = torch.empty_like(first)
+        dist.recv(total.view(torch.uint8), dist.get_global_rank(across, host - 1), group=across)
+        total += first
+    for other in others:
+        total += other
+    if host < hosts - 1:
+        dist.send(total.view(torch.uint8), dist.get_global_rank(across, host + 1), group=across)
+    dist.broadcast(total.view(torch.uint8), dist.get_global_rank(across, hosts - 1), group=across)
+    dist.all_gather(list(flat.view(torch.uint8).chunk(here.size())), total.view(torch.uint8), group=here)
+    return flat
+
+
+def fast_sum_of_hosts(flat: Tensor, here: dist.ProcessGroup, across: dist.ProcessGroup) -> Tensor:
+    """Adds the tensors of the ranks of each host, and then slices over the hosts, in the order that the library has."""
+    dist.all_reduce(flat, group=here)
+    own = flat.chunk(here.size())[here.rank()].clone()
+    dist.all_reduce(own, group=across)
+    dist.all_gather(list(flat.view(torch.uint8).chunk(here.size())), own.view(torch.uint8), group=here)
+    return flat
+
+
+SUMS_OF_HOSTS: Mapping[str, SumOfHosts] = {"ordered": ordered_sum_of_hosts, "fast": fast_sum_of_hosts}
+
 
 def reduce_gradients(
     parameters: Sequence[nn.Parameter],

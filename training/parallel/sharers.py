@@ -1,8 +1,14 @@
-"""The ranks of a run as the engine's `Sharers`, which share the homes of what streams, over torch.distributed."""
+"""The ranks of a host as the engine's `Sharers`, which share the homes of what streams, over torch.distributed.
+
+Numbers are exchanged through shared memory within a host, and over gloo between hosts. Slices of weights are gathered
+within a host. Gradients are summed within each host first, and then slice by slice over the hosts.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -10,57 +16,115 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offload import ExchangeBoard
+from training.errors import UserError
 from training.parallel.collectives import gather_into
-from training.parallel.reduce import Sum
+from training.parallel.reduce import Sum, SumOfHosts
 
 Attempt = Callable[[Callable[[], Any], str], Any]
 """makes a call for the purpose named, and turns the errors of torch.distributed into those of the run"""
 Wait = Callable[[dist.Work, timedelta], None]
 
 
-class GroupSharers:
-    """`offload.Sharers` of the ranks of one run.
+@dataclass(frozen=True)
+class HostGroups:
+    """The ranks of this rank's host, and how they are connected.
 
     Args:
-        host: the group for exchanges inside a step, whose time limit finds a rank that hangs.
-        patient: the group for exchanges between steps, and its time limit: rank 0 may load weights meanwhile.
-        data: the group for tensors on the devices.
-        add: sums a flat tensor over the ranks of `data`.
+        host: the number of the host among `hosts`, each of which has as many ranks.
+        ranks: of this host, in their order.
+        data: the group of these for tensors on the devices.
+        patient: the group of these for exchanges between steps.
+        across: the group of the ranks that have this one's place on their hosts, for tensors on the devices; None on
+            one host.
+    """
+
+    host: int
+    hosts: int
+    ranks: tuple[int, ...]
+    data: dist.ProcessGroup
+    patient: dist.ProcessGroup
+    across: dist.ProcessGroup | None
+
+    @classmethod
+    def of(
+        cls, rank: int, hosts: Sequence[int], make_data: Callable[..., Any], make_patient: Callable[..., Any]
+    ) -> HostGroups:
+        """Connects the ranks; all call it at the same time.
+
+        `hosts` has the number of each rank's host. `make_data` and `make_patient` make a group of the ranks that they
+        are given. Raises UserError for hosts with different numbers of ranks, and for ranks in another order.
+        """
+        counts = Counter(hosts)
+        count = counts[hosts[0]]
+        names = list(counts)
+        if [*hosts] != [host for host in names for _ in range(count)]:
+            raise UserError(
+                f"parallel.homes=shared: the hosts of the ranks are {', '.join(map(str, hosts))}: start as many on each"
+                " host, one host after the other, or give parallel.homes=own"
+            )
+        members = [tuple(range(start, start + count)) for start in range(0, len(hosts), count)]
+        here = rank // count
+        # Every rank makes the groups of all, as torch.distributed asks.
+        data = [make_data(ranks) for ranks in members]
+        patient = [make_patient(ranks) for ranks in members]
+        across = [make_data(ranks) for ranks in zip(*members, strict=True)] if len(names) > 1 else [None] * count
+        return cls(here, len(names), members[here], data[here], patient[here], across[rank % count])
+
+
+class GroupSharers:
+    """`offload.Sharers` of the ranks of one host.
+
+    Args:
+        groups: the connections of this host's ranks.
+        everyone: the group of all ranks for exchanges inside a step, whose time limit finds a rank that hangs.
+        limit_s: how long an exchange within the host may take.
+        patience: the limit for exchanges between steps: rank 0 may load weights meanwhile.
+        add: sums a flat tensor over the ranks of all hosts.
     """
 
     def __init__(
         self,
-        host: dist.ProcessGroup,
-        patient: tuple[dist.ProcessGroup, timedelta],
-        data: dist.ProcessGroup,
-        add: Sum,
+        groups: HostGroups,
+        everyone: dist.ProcessGroup,
+        limit_s: float,
+        patience: timedelta,
+        add: tuple[Sum, SumOfHosts],
         attempt: Attempt,
         wait: Wait,
     ):
-        self.rank, self.count = host.rank(), host.size()
-        self._host = host
-        self._patient = patient
-        self._data = data
-        self._add = add
+        self.rank, self.count = groups.data.rank(), groups.data.size()
+        self.first, self.hosts = groups.ranks[0], groups.hosts
+        self._groups = groups
+        self._everyone = everyone
+        self._limit_s = limit_s
+        self._patience = patience
+        self._add, self._add_hosts = add
         self._attempt = attempt
         self._wait = wait
+        self._board = ExchangeBoard(self)
 
-    def exchange(self, numbers: Sequence[int], what: str, patient: bool = False) -> list[list[int]]:
+    def exchange(
+        self, numbers: Sequence[int], what: str, patient: bool = False, everywhere: bool = False
+    ) -> list[list[int]]:
+        if not patient and (self.hosts == 1 or not everywhere):
+            return self._attempt(lambda: self._board.exchange(numbers, self._limit_s), what)
         own = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
-        everyone = torch.empty(self.count * len(own), dtype=torch.int64, device="cpu")
-        self._attempt(lambda: self._exchange(everyone, own, patient), what)
-        return everyone.view(self.count, -1).tolist()
+        group = self._everyone if everywhere else self._groups.patient
+        everyone = torch.empty(group.size() * len(own), dtype=torch.int64, device="cpu")
+        if patient:
+            self._attempt(lambda: self._wait(gather_into(everyone, own, group, later=True), self._patience), what)
+        else:
+            self._attempt(lambda: gather_into(everyone, own, group), what)
+        return everyone.view(group.size(), -1).tolist()
 
     def gather(self, whole: Tensor, what: str) -> None:
         own = whole.chunk(self.count)[self.rank]
-        self._attempt(lambda: gather_into(whole, own, self._data), what)
+        self._attempt(lambda: gather_into(whole, own, self._groups.data), what)
 
     def sum(self, flat: Tensor, what: str) -> None:
-        self._attempt(lambda: self._add(flat, self._data), what)
-
-    def _exchange(self, everyone: Tensor, own: Tensor, patient: bool) -> None:
-        if not patient:
-            gather_into(everyone, own, self._host)
-            return
-        group, limit = self._patient
-        self._wait(gather_into(everyone, own, group, later=True), limit)
+        groups = self._groups
+        if groups.across is None:
+            self._attempt(lambda: self._add(flat, groups.data), what)
+        else:
+            self._attempt(lambda: self._add_hosts(flat, groups.data, groups.across), what)

@@ -19,7 +19,7 @@ class Waiter:
     def wait(self, call: Callable[[], object]) -> None:
         """Returns when `call` does, and raises what it raises.
 
-        A signal's handler runs meanwhile, and may raise; then `call` goes on, and no other may be made.
+        A signal's handler runs meanwhile, and may raise; then `call` still runs, and no other may be made.
         """
         self._calls.put(call)
         error = self._outcomes.get()

@@ -19,8 +19,8 @@ from offload import ActivationMode
 from offload.planning import GRADIENT_SLOTS
 from training.checkpoints.changes import MAY_CHANGE
 from training.components import Components, recomputes
+from training.config.adapter import has_adapter
 from training.config.modes import weights_node
-from training.config.no_adapter import has_adapter
 from training.config.schema import SCHEMAS, Precision, RecomputeBlocks
 from training.config.validation import check
 from training.errors import UserError
@@ -57,7 +57,11 @@ def memory_advice(components: Components, plan: RunPlan, budget: str, needed: in
     are, and of these the ones that save the most. One that would exceed the other budget is left out.
     """
     config = components.config
-    # Made anew: after a failure the model of `components` has memory.
+    if "gradients" in config.optimizer and not components.gradients.released:
+        # Whatever changes, they are kept, unless they are what changes.
+        config = copy.deepcopy(config)
+        config.optimizer.gradients = "keep"
+    # Made again: after a failure the model of `components` has memory.
     before = Components.of(config, components.invocation, components.device)
     found = []
     # Of both by the same estimate, so that its error does not look like a saving.
@@ -125,6 +129,8 @@ def _changes(components: Components, plan: RunPlan) -> Iterator[Change]:
         yield change(f"{key}.outside", "stream")
     if plan.kept_bytes:
         yield change("offload.budget", 0)
+    if config.optimizer.get("gradients") == "keep":
+        yield change("optimizer.gradients", "release")
     if "device_share" in config.optimizer:
         yield change("optimizer.device_share", 0)
         if plan.has_gpu and config.vram_budget is not None:

@@ -35,7 +35,12 @@ def with_resident(components: Components, key: str, units: int) -> Components:
     config = components.config.copy()
     OmegaConf.update(config, key, units)
     mode = make_mode(config.offload)
-    return replace(components, config=config, mode=mode, footprint=footprint_of(config, mode, components.model))
+    return replace(
+        components,
+        config=config,
+        mode=mode,
+        footprint=footprint_of(config, mode, components.model, components.gradients),
+    )
 
 
 def resident_units(components: Components, machine: Machine, step: DryRun, budget_bytes: int) -> int:
@@ -74,10 +79,12 @@ def _step_ms(components: Components, streamed: Components, machine: Machine, ste
             h2d_bytes=phase.activation_h2d_bytes + share * (phase.h2d_bytes - phase.activation_h2d_bytes),
             d2h_bytes=phase.activation_d2h_bytes + share * (phase.d2h_bytes - phase.activation_d2h_bytes),
             waited_for_bytes=share * phase.waited_for_bytes,
+            exchanged_bytes=share * phase.exchanged_bytes,
         )
         for phase in step.phases
     ]
     update = PlannedUpdate.of(components, budget_bytes - _without_states(components, step))
     times = update.time(components, machine, has_gpu=True)
     speeds = machine.bandwidth, machine.flops_per_s(components.dtype)
-    return forecast(phases, *speeds, times, device_gb_s=machine.device_gb_s).step_ms
+    rates = {"device_gb_s": machine.device_gb_s, "links_gb_s": machine.exchange_gb_s}
+    return forecast(phases, *speeds, times, **rates).step_ms

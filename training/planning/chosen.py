@@ -1,4 +1,4 @@
-"""Explains the values that a run has although nobody gave them: what an option brings for others, and `auto`."""
+"""Explains the values of a run that were not given: those that an option brings for other keys, and those of `auto`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from training.components import WEIGHTS, Components
+from training.config.adapter import has_adapter
 from training.config.auto import AUTO
 from training.config.modes import weights_node
-from training.config.no_adapter import has_adapter
+from training.gradients import KEY as GRADIENTS
+from training.planning.speculation import speculation_line
 
 MODELS = Path(__file__).resolve().parents[2] / "conf" / "model"
 
@@ -38,6 +40,9 @@ def chosen_values(components: Components, resident_key: str | None) -> dict[str,
         lines[f"model={choices['model']}"] = "brings " + ", ".join(f"{key}={value}" for key, value in brought.items())
     if components.updates_overlap and components.footprint.units and "optimizer" not in given:
         lines["optimizer"] = f"{choices['optimizer']}, because offload={choices['offload']} keeps weights on the host"
+    if (choice := components.gradients).why is not None:
+        lines[GRADIENTS] = f"{'release' if choice.released else 'keep'}: {choice.why}"
+    lines |= speculation_line(components)
     budget = config.vram_budget
     fills = "there is no vram_budget to fill" if budget is None else f"fills vram_budget={budget}"
     lines |= _beside_a_frozen_base(components)

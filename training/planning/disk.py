@@ -15,8 +15,6 @@ from offload.planning import Forecast, bounded_by_files
 PIECE_BYTES = 8 * 2**20
 THREADS = 4
 MOST_BYTES = 512 * 2**20
-# Reads past the page cache begin at multiples of it.
-ALIGNMENT = 4096
 
 
 @cache

@@ -17,12 +17,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+import torch
+
 from offload import GIB, format_bytes, parse_bytes
 from offload.planning import free_host_bytes
 from training.components import Components
 from training.errors import UserError
 from training.planning.advice import memory_advice
 from training.planning.report import Limit, RunPlan
+from training.planning.speculation import UNDO_LOG
 from training.profiling.hardware import rss_gib, vram_bytes
 
 # The share by which a plan may exceed the machine's own memory: its error.
@@ -43,7 +46,7 @@ def refuse_misfit(components: Components, plan: RunPlan) -> None:
     if not limits:
         return
     if components.config.force:
-        logger.warning("force=true starts a run that does not fit: %s", _shortfalls(plan, limits))
+        logger.warning("force=true starts a run that does not fit: %s", shortfalls(plan.totals, limits))
         return
     raise MisfitError(f"the run does not fit: {misfit(components, plan, limits)}; force=true starts it anyway")
 
@@ -52,7 +55,7 @@ def misfit(components: Components, plan: RunPlan, limits: Mapping[str, Limit]) -
     """Returns one line on the `limits` that the plan exceeds, with the key, both sizes and what to change; or None."""
     short = {key: limit for key, limit in limits.items() if plan.totals[key] > limit.nbytes}
     lines = [
-        f"{_shortfalls(plan, {key: limit})}: take"
+        f"{shortfalls(plan.totals, {key: limit})}: take"
         f" {memory_advice(components, plan, key, plan.totals[key] - limit.nbytes)}"
         for key, limit in short.items()
     ]
@@ -61,34 +64,40 @@ def misfit(components: Components, plan: RunPlan, limits: Mapping[str, Limit]) -
 
 def exceeded(components: Components, plan: RunPlan) -> dict[str, Limit]:
     """Returns the limits of this machine and of the configuration that a run would exceed, by the key of the budget."""
-    config, found = components.config, {}
     if components.mode.foreign:
         # Nobody knows what it will take.
-        return found
-    own = own_memory(components, plan)
-    for key, total in plan.totals.items():
-        if key == "vram_budget" and not plan.has_gpu:
-            continue
+        return {}
+    totals = {key: total for key, total in plan.totals.items() if plan.has_gpu or key != "vram_budget"}
+    # A run makes do without these.
+    spared = {"vram_budget": plan.kept_bytes, "host_budget": plan.host_bytes.get(UNDO_LOG, 0)}
+    return limits_below(components, totals, {key: total - spared.get(key, 0) for key, total in totals.items()})
+
+
+def limits_below(components: Components, totals: Mapping[str, int], least: Mapping[str, int]) -> dict[str, Limit]:
+    """Returns the limits below the bytes that are needed, by the key of the budget.
+
+    Budgets that were given are held against `totals`, this machine's own memory against `least`. Bytes of the device
+    are among them on a GPU only.
+    """
+    config, own, found = components.config, own_memory(components.device, "vram_budget" in totals), {}
+    for key, total in totals.items():
         if config[key] is not None and total > (given := parse_bytes(key, config[key])):
             found[key] = Limit(given, key)
-        elif key in own:
-            least = total - (plan.kept_bytes if key == "vram_budget" else 0)
-            if least > own[key].nbytes * (1 + TOLERANCE[key]):
-                found[key] = own[key]
+        elif key in own and least[key] > own[key].nbytes * (1 + TOLERANCE[key]):
+            found[key] = own[key]
     return found
 
 
-def own_memory(components: Components, plan: RunPlan) -> dict[str, Limit]:
+def own_memory(device: torch.device, has_gpu: bool) -> dict[str, Limit]:
     """Returns the memory of this machine that a run can have, as far as it is known."""
     found = {}
-    if plan.has_gpu:
-        found["vram_budget"] = Limit(vram_bytes(components.device), "all of the GPU's")
+    if has_gpu:
+        found["vram_budget"] = Limit(vram_bytes(device), "all of the GPU's")
     if (free := free_host_bytes()) is not None:
         found["host_budget"] = Limit(free + int(rss_gib() * GIB), "free now, and this process's own")
     return found
 
 
-def _shortfalls(plan: RunPlan, limits: Mapping[str, Limit]) -> str:
-    return "; ".join(
-        f"{key}: {format_bytes(plan.totals[key])} needed, {limit} available" for key, limit in limits.items()
-    )
+def shortfalls(totals: Mapping[str, int], limits: Mapping[str, Limit]) -> str:
+    """Returns in words what is needed and what is available, for each of `limits`."""
+    return "; ".join(f"{key}: {format_bytes(totals[key])} needed, {limit} available" for key, limit in limits.items())

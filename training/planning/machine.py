@@ -34,8 +34,9 @@ class Machine:
 
     `vram_gib` is None without a GPU: the host is the device too. Copies between page-locked host memory and the device
     reach `h2d_gb_s` and `d2h_gb_s` alone, and `both_gb_s` each if both run at once; `device_gb_s` is the rate of reads
-    and writes together of a copy within the device. `update_gparams_s` is the speed of host_adamw on the host beside
-    copies, with float32 states. `disk_gb_s` is that of reads of weights from files, where a run reads them from there;
+    and writes together of a copy within the device. A device receives `links_gb_s` from others of its host; None: as
+    over the bus with both ways busy. `update_gparams_s` is the speed of host_adamw on the host beside copies, with
+    float32 states. `disk_gb_s` is that of reads of weights from files, where a run reads them from there;
     None: not known. The TFLOP/s are those of forward and backward of blocks; None: not known, and not needed.
     """
 
@@ -50,12 +51,18 @@ class Machine:
     fp32_tflops: float | None = None
     vram_gib: float | None = None
     device_gb_s: float = DEVICE_GB_S
+    links_gb_s: float | None = None
     disk_gb_s: float | None = None
     source: str = "preset"
 
     @property
     def bandwidth(self) -> Bandwidth:
         return Bandwidth(self.h2d_gb_s, self.d2h_gb_s, self.both_gb_s)
+
+    @property
+    def exchange_gb_s(self) -> float:
+        """The rate at which a device receives from other devices."""
+        return self.both_gb_s if self.links_gb_s is None else self.links_gb_s
 
     def flops_per_s(self, dtype: torch.dtype) -> float:
         """Returns the rate of a model's blocks in `dtype`, in FLOP/s."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offload import HostAdamW, parse_bytes
-from offload.planning import StateFormat, UpdateTimes
+from offload.planning import StateFormat, UpdateTimes, log_bytes
 from training.components import STATES_OF_SPARE, Components
 from training.parallel.world import ranks_of_host
 from training.planning.machine import Machine
@@ -28,7 +28,8 @@ class PlannedUpdate:
     """The bytes of optimizer states on device and host, and the number of parameters that are updated on each.
 
     `device_bytes` and `host_bytes` are states. `placed_gradient_bytes` are gradients of streamed units that stay on the
-    device beside their states; as many bytes of new weights are copied out.
+    device beside their states; as many bytes of new weights are copied out. `log_bytes` are the logs of all updates on
+    the host, for undoing them. All on the device is that of one device.
     """
 
     device_bytes: int
@@ -36,29 +37,42 @@ class PlannedUpdate:
     placed_gradient_bytes: int
     host_parameters: int
     device_parameters: int
+    log_bytes: int
 
     @classmethod
     def of(cls, components: Components, spare_bytes: float) -> PlannedUpdate:
         """Plans the update. `spare_bytes` of vram_budget are left for states if optimizer.device_share=auto."""
         config, plan, form = components.config, components.footprint, components.state_format
         resident_states = HostAdamW.planned_bytes(plan.resident, form)
-        wanted = 0 if components.shares_homes else config.optimizer.get("device_share", 0)
+        wanted = config.optimizer.get("device_share", 0)
+        # Of states that ranks share, each has its slices on its device; a checkpoint brings all to the host.
+        ranks = ranks_of_host(config) if components.shares_homes else 1
         room = (spare_bytes - resident_states) * STATES_OF_SPARE
         room = room if wanted == "auto" else parse_bytes("optimizer.device_share", wanted)
         sizes = [_count(unit) for unit in plan.trained]
-        totals = list(itertools.accumulate(HostAdamW.planned_bytes(unit, form, placed=True) for unit in plan.trained))
+        each = (HostAdamW.planned_bytes(unit, form, placed=True) // ranks for unit in plan.trained)
+        totals = list(itertools.accumulate(each))
         placed = sum(total <= room for total in totals)
         on_device = sum(sizes[:placed])
         return cls(
             device_bytes=resident_states + (totals[placed - 1] if placed else 0),
-            host_bytes=sum(HostAdamW.planned_bytes(unit, form) for unit in plan.trained[placed:]),
-            placed_gradient_bytes=on_device * components.dtype.itemsize,
+            host_bytes=sum(
+                HostAdamW.planned_bytes(unit, form) for unit in plan.trained[0 if components.shares_homes else placed :]
+            ),
+            placed_gradient_bytes=on_device // ranks * components.dtype.itemsize,
             host_parameters=sum(sizes) - on_device,
-            device_parameters=on_device + _count(plan.resident),
+            device_parameters=on_device // ranks + _count(plan.resident),
+            log_bytes=sum(log_bytes(unit) for unit in plan.trained[placed:]),
         )
 
-    def time(self, components: Components, machine: Machine, has_gpu: bool) -> UpdateTimes:
-        """Returns how long the update takes on `machine`, and when it can begin."""
+    def time(
+        self, components: Components, machine: Machine, has_gpu: bool, speculative_share: float = 0.0
+    ) -> UpdateTimes:
+        """Returns how long the update takes on `machine`, and when it can begin.
+
+        `speculative_share` of the host's begins inside backward before the norm is known. No step is taken to be
+        clipped, and the writes of the logs are not counted.
+        """
         hides = components.updates_overlap and bool(components.footprint.units)
         # Every rank has its part of the host's cores and bandwidth, and updates its slices, or a copy of all.
         ranks = ranks_of_host(components.config)
@@ -67,14 +81,24 @@ class PlannedUpdate:
         rate *= speed_of(components.state_format) if components.updates_overlap else TORCH_KERNEL_SHARE
         if not has_gpu:
             return UpdateTimes(host_ms=(host_parameters + self.device_parameters) / rate * 1e3)
+        early = components.updates_begin_early
         compact = components.dtype == torch.bfloat16 and components.state_format.master == "compact"
         each = DEVICE_UPDATE_BYTES[components.dtype] + (DEVICE_REMAINDER_BYTES if compact else 0)
         device_bytes = self.device_parameters * each
         return UpdateTimes(
             host_ms=host_parameters / rate * 1e3,
             device_ms=device_bytes / machine.device_gb_s / 1e6,
-            begins="after" if not hides else "inside" if components.updates_begin_early else "at the end",
+            begins="after" if not hides else "inside" if early or speculative_share else "at the end",
+            inside_share=1.0 if early else speculative_share,
+            left_ms=self._left_share(components) * host_parameters / rate * 1e3,
         )
+
+    def _left_share(self, components: Components) -> float:
+        """Returns the share of the host's update that may be left when backward ends."""
+        if not components.gradients.released:
+            return 1.0
+        streamed = self.host_parameters * components.dtype.itemsize
+        return min(components.footprint.host_gradient_bytes / max(streamed, 1), 1.0)
 
 
 def speed_of(form: StateFormat) -> float:

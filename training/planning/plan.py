@@ -7,31 +7,28 @@ counts bytes, and times follow from the speeds of a machine (`training.planning.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor, nn
+from torch import nn
 
 from models.loss import Head, tokens_per_chunk
 from offload import GIB, parse_bytes
 from offload.planning import (
     DryRun,
+    NotFinalError,
     Phase,
     SimulatedStreams,
     UpdateTimes,
-    dry_run,
     floor_ms,
     forecast,
     hidden_share,
     update_work,
 )
-from training.batches import Batch, examples_in
-from training.components import Components, trained_parameters
+from training.components import Components
 from training.errors import UserError, first_line
 from training.mapped_weights import mapped_note
 from training.metrics.files import write_summary
@@ -42,12 +39,17 @@ from training.parallel.world import ranks_of_host
 from training.planning.budget import resident_key, resident_units, with_resident
 from training.planning.chosen import chosen_values
 from training.planning.disk import with_reads
+from training.planning.dry_step import MOST_DRY, dry_step, examples_of_rank, without_dry_run
 from training.planning.fit import misfit
+from training.planning.gradients import UNSEEN, with_gradients_chosen
 from training.planning.machine import Machine, is_complete, machine_of
 from training.planning.optimizer import PlannedUpdate
 from training.planning.quantised import unquantised_note
-from training.planning.ranks import bytes_of_ranks, note_of_ranks
+from training.planning.ranks import bytes_of_ranks, note_of_ranks, summed_after_backward
 from training.planning.report import RunPlan
+from training.planning.samples import sample_bytes
+from training.planning.shapes import refuse_shapes
+from training.planning.speculation import log_share, with_log
 from training.planning.streamed import staying_note, streamed_share
 from training.profiling.hardware import datasheet_flops, resolve_device, rss_gib
 from training.profiling.timeline import Interval, Timeline, draw_chart
@@ -55,11 +57,7 @@ from training.runs.files import PLAN_PICTURE
 from training.runs.invocation import Invocation
 from training.visible_text import visible
 
-# Microbatches that the dry run computes one by one; the bytes of more follow from these.
-MOST_DRY = 2
-
 NO_GPU = "no GPU here: the CPU is planned for; hardware=h200, a100 or rtx4090 plans for one"
-
 WAITS_FOR_UPDATES = "optimizer=host_adamw hides updates on the host behind the step, most of all with clip_norm=null"
 FOREIGN = "this system's own memory, copies and times are not planned: the plan is that of offload=none"
 
@@ -76,7 +74,7 @@ def plan_only(config: DictConfig, invocation: Invocation) -> dict:
     on_gpu = config.hardware.vram_gib is not None or device.type == "cuda"
     components = Components.of(config, invocation, device, on_gpu=on_gpu)
     if config.model.weights is not None:
-        # A plan does without them, and asks nobody.
+        # A plan needs no weights, and sends no request for them.
         ModelWeights.find(config.model.weights, ask=False)
     with phase("measuring the machine"):
         machine = machine_of(components)
@@ -99,8 +97,13 @@ def plan_only(config: DictConfig, invocation: Invocation) -> dict:
 def plan_filled(components: Components, machine: Machine, has_gpu: bool) -> tuple[Components, RunPlan]:
     """Plans the run; where offload.resident=auto, as many units stay on the device as pay within a vram_budget.
 
-    Writes their number into the configuration, 0 without a budget. Returns the components with that mode.
+    Writes their number into the configuration, 0 without a budget. Returns the components with that mode, which may
+    keep gradients after all. Raises UserError for a release of gradients that was asked for and cannot be.
     """
+    return with_gradients_chosen(components, lambda some: _plan_filled(some, machine, has_gpu))
+
+
+def _plan_filled(components: Components, machine: Machine, has_gpu: bool) -> tuple[Components, RunPlan]:
     config, key = components.config, resident_key(components.config)
     if key is None:
         plan = plan_run(components, machine, has_gpu)
@@ -152,17 +155,20 @@ class PlannedStep:
     @classmethod
     def of(cls, components: Components, machine: Machine, has_gpu: bool) -> PlannedStep:
         flops_per_s = machine.flops_per_s(components.dtype)
-        speeds = machine.bandwidth, flops_per_s, machine.device_gb_s
+        speeds = machine.bandwidth, flops_per_s, machine.device_gb_s, machine.exchange_gb_s
         timed = SimulatedStreams(torch.device("meta"), *speeds) if has_gpu else None
         try:
             return cls(dry_step(components, has_gpu, timed), timed)
-        except UserError:
+        except (UserError, NotFinalError):
             raise
         except Exception as error:  # a model may fail in any way on tensors without values, and yet run on real ones
+            refuse_shapes(components)
             logger.debug("no dry run", exc_info=error)
+            if components.gradients.released and components.gradients.why is not None:
+                raise NotFinalError(UNSEEN, first_line(error)) from error
             note = f"activations are not in the plan: this model needs values to run ({first_line(error)})"
             # The timeline ends where the dry run failed, so it is of no use.
-            return cls(_without_dry_run(components), None, (note,))
+            return cls(without_dry_run(components), None, (note,))
 
 
 def plan_run(components: Components, machine: Machine, has_gpu: bool) -> RunPlan:
@@ -195,65 +201,6 @@ def _plan_of(planned: PlannedStep, components: Components, machine: Machine, has
     return replace(plan, kept_bytes=kept_bytes, streamed=streamed_share(components), notes=(*plan.notes, *notes))
 
 
-def dry_step(components: Components, has_gpu: bool, timed: SimulatedStreams | None = None) -> DryRun:
-    """Runs a step on the meta device; of many microbatches it runs a few and derives the rest."""
-    config = components.config
-    count = config.microbatches
-    small, larger = divmod(examples_of_rank(config), count)
-    # The sizes that tensor_split makes.
-    sizes = [small + 1] * larger + [small] * (count - larger)
-    if count <= MOST_DRY:
-        return _dry_run(components, sizes, has_gpu, timed)
-    if components.footprint.layer_major:
-        before = _dry_run(components, sizes[: MOST_DRY - 1], has_gpu)
-        after = _dry_run(components, sizes[:MOST_DRY], has_gpu, timed)
-        return before.continued(after, sum(sizes[MOST_DRY:]) / sizes[MOST_DRY - 1])
-    # The first one differs: it has no earlier gradients to add to. The others are alike if they have the same size.
-    others = Counter(sizes[1:])
-    return _dry_run(components, [sizes[0], *others], has_gpu, timed).repeated([1, *others.values()])
-
-
-def examples_of_rank(config: DictConfig) -> int:
-    """Returns the examples of a step that rank 0 computes, which no other rank exceeds."""
-    return -(-config.batch_size // config.devices)
-
-
-def _dry_run(
-    components: Components, sizes: Sequence[int], has_gpu: bool, timed: SimulatedStreams | None = None
-) -> DryRun:
-    """Runs a step with microbatches of `sizes` examples."""
-    config, model = components.config, components.model
-    parts = [components.task.meta_batch(config, size) for size in sizes]
-
-    def loss_of(part: Batch) -> Tensor:
-        return components.task.loss(model, part) * (examples_in(part) / config.batch_size)
-
-    return dry_run(
-        components.mode,
-        model,
-        [partial(loss_of, part) for part in parts],
-        recomputed=components.recomputed_blocks,
-        norms=True,
-        timed=timed,
-        on_gpu=has_gpu,
-    )
-
-
-def _without_dry_run(components: Components) -> DryRun:
-    """Returns the bounds that the mode's footprint gives, without activations, as two phases."""
-    footprint, config = components.footprint, components.config
-    traffic = footprint.for_microbatches(config.microbatches)
-    flops = (components.task.flops(components.model, config) or 0.0) / config.devices
-    weights_in = min(footprint.host_weight_bytes, traffic.h2d_bytes)
-    phases = (
-        Phase(True, flops / 3, weights_in, 0, 0, 0),
-        Phase(False, flops * 2 / 3, traffic.h2d_bytes - weights_in, traffic.d2h_bytes, 0, 0),
-    )
-    gradients = footprint.resident_gradient_bytes
-    host = footprint.host_home_bytes + footprint.ring_bytes + footprint.host_gradient_bytes
-    return DryRun(phases, footprint.slot_bytes, footprint.slot_bytes + gradients, gradients, 0, host)
-
-
 def _assembled(
     components: Components, machine: Machine, has_gpu: bool, step: DryRun, timed: SimulatedStreams | None
 ) -> RunPlan:
@@ -265,6 +212,8 @@ def _assembled(
         "slots": step.slot_bytes,
         "gradients": step.peak_gradient_bytes,
         "activations": step.activation_bytes,
+        # Between steps, whose activations are gone by then.
+        "samples": max(sample_bytes(components, has_gpu) - step.activation_bytes, 0),
     }
     # Without a budget that was asked for, a mode keeps nothing on the device that it would move.
     fillable = vram_budget if config.vram_budget is not None and has_gpu else 0
@@ -272,8 +221,7 @@ def _assembled(
     device["optimizer"] = update.device_bytes
     if config.devices > 1:
         # After backward, whose activations are gone by then.
-        exchanged = exchange_bytes(trained_parameters(components.model))
-        device["exchange"] = max(exchanged - step.activation_bytes, 0)
+        device["exchange"] = max(exchange_bytes(summed_after_backward(components)) - step.activation_bytes, 0)
     if not components.updates_begin_early:
         # Early updates free these gradients while backward still frees activations, so they add nothing to the peak.
         device["gradients"] += update.placed_gradient_bytes
@@ -287,15 +235,16 @@ def _assembled(
         "optimizer": update.host_bytes,
         "process": int(rss_gib() * GIB),
     }
-    if not has_gpu:
-        host["device"] = sum(device.values())
-    host = bytes_of_ranks(host, components)
-    # Weights that were updated on the device are copied to the host.
-    last = step.phases[-1]
-    phases = (*step.phases[:-1], replace(last, d2h_bytes=last.d2h_bytes + update.placed_gradient_bytes))
-    times, simulated_ms = update.time(components, machine, has_gpu), _simulated_ms(components, machine, phases, timed)
+    host |= {} if has_gpu else {"device": sum(device.values())}
+    host = with_log(bytes_of_ranks(host, components), components, update, machine)
+    # Weights that were updated on the device are copied to the host, besides their gradients or instead of them.
+    last, new_weights = step.phases[-1], 0 if components.gradients.released else update.placed_gradient_bytes
+    phases = (*step.phases[:-1], replace(last, d2h_bytes=last.d2h_bytes + new_weights))
+    times = update.time(components, machine, has_gpu, log_share(host, update))
     flops_per_s = machine.flops_per_s(components.dtype)
-    expected = forecast(phases, machine.bandwidth, flops_per_s, times, simulated_ms, machine.device_gb_s)
+    rates = machine.device_gb_s, machine.exchange_gb_s
+    simulated_ms = _simulated_ms(components, machine, phases, timed)
+    expected = forecast(phases, machine.bandwidth, flops_per_s, times, simulated_ms, *rates)
     notes = []
     if footprint.file_bytes:
         weights_in = sum(phase.h2d_bytes - phase.activation_h2d_bytes for phase in phases)
@@ -367,7 +316,8 @@ def _simulated_ms(
     if components.footprint.layer_major:
         return None
     speeds = machine.bandwidth, machine.flops_per_s(components.dtype)
-    every = forecast(phases, *speeds, UpdateTimes(), device_gb_s=machine.device_gb_s).phases_ms
+    rates = {"device_gb_s": machine.device_gb_s, "links_gb_s": machine.exchange_gb_s}
+    every = forecast(phases, *speeds, UpdateTimes(), **rates).phases_ms
     # Each microbatch has two phases. Of those after the first, the dry run has one of each size.
     sizes = examples_of_rank(components.config) % components.config.microbatches
     dry = every[:4] if sizes in (0, 1) else ()

@@ -23,7 +23,7 @@ from training.components import acquired
 from training.metrics.files import LARGEST, is_number
 from training.profiling.hardware import describe_device
 from training.runs.bounded_files import UnreadableError, read_json
-from training.runs.files import partial_path
+from training.runs.whole_file import write_whole
 
 # Updates share the host's memory with the copies of a step, which costs a tenth of their speed.
 BESIDE_COPIES = 0.9
@@ -53,9 +53,7 @@ def keep(device: torch.device, values: dict[str, str | float]) -> Path:
     """Writes the values where `kept` finds them, and returns the path."""
     path = kept_path(device)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = partial_path(path)
-    partial.write_text(json.dumps(values, indent=2) + "\n")
-    os.replace(partial, path)
+    write_whole(path, (json.dumps(values, indent=2) + "\n").encode())
     return path
 
 

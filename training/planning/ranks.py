@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from training.components import Components
+from torch import nn
+
+from offload.planning import PlannedSharers, SimulatedStreams
+from training.components import Components, trained_parameters
 from training.parallel.world import ranks_of_host
 
 OWN = (
@@ -12,9 +15,9 @@ OWN = (
     " each with its own copy; the time in which gradients are exchanged is not in the step"
 )
 SHARED = (
-    "{count} devices: bytes of the device and copies are those of each, bytes of the host those of its {local}"
-    " processes, which share weights and states; planned as if each copied whole units and gradients, of which it"
-    " copies its part"
+    "{count} devices: bytes of the device, copies and exchanges are those of each, bytes of the host those of its"
+    " {local} processes, which share weights and states; {left_out} is not in the step, and each device is taken to"
+    " have the whole speed of its links"
 )
 
 
@@ -23,12 +26,13 @@ def bytes_of_ranks(host: Mapping[str, int], components: Components) -> dict[str,
 
     Each rank is a process with weights, gradients and states of its own, unless the ranks share them.
     """
-    config, ranks = components.config, ranks_of_host(components.config)
+    ranks = ranks_of_host(components.config)
     counts = dict.fromkeys(host, ranks)
     if components.shares_homes:
         # Gradients of several microbatches are added in memory of each rank, before the ranks sum them.
-        adds = config.microbatches > 1 and not components.footprint.layer_major
-        counts |= {"weights": 1, "optimizer": 1, "gradients": ranks + 1 if adds else 1}
+        own = host["gradients"] if _adds_first(components) else 0
+        host = {**host, "activations": max(host["activations"] - own, 0)}
+        counts |= {"weights": 1, "optimizer": 1, "gradients": ranks + 1 if own else 1}
     return {name: nbytes * counts[name] for name, nbytes in host.items()}
 
 
@@ -36,5 +40,29 @@ def note_of_ranks(components: Components) -> str | None:
     """Returns a line on what the numbers of a plan are those of; None for one device."""
     if components.config.devices == 1:
         return None
-    note = SHARED if components.shares_homes else OWN
-    return note.format(count=components.config.devices, local=ranks_of_host(components.config))
+    config, note = components.config, SHARED if components.shares_homes else OWN
+    left_out = "what is summed after backward"
+    if config.parallel.hosts > 1:
+        left_out += ", or between hosts,"
+    return note.format(count=config.devices, local=ranks_of_host(config), left_out=left_out)
+
+
+def planned_sharers(components: Components, timed: SimulatedStreams | None) -> PlannedSharers | None:
+    """Returns those with whom a dry run shares the homes; None where it shares nothing."""
+    if not components.shares_homes:
+        return None
+    return PlannedSharers(ranks_of_host(components.config), components.config.parallel.hosts, timed)
+
+
+def summed_after_backward(components: Components) -> Sequence[nn.Parameter]:
+    """Returns the parameters whose gradients the ranks sum after backward, in the model's order."""
+    everything = trained_parameters(components.model)
+    if not components.shares_homes or _adds_first(components):
+        return everything
+    resident = set(components.footprint.resident)
+    return [parameter for parameter in everything if parameter in resident]
+
+
+def _adds_first(components: Components) -> bool:
+    """Tells whether each rank adds the gradients of several microbatches in memory of its own."""
+    return components.config.microbatches > 1 and not components.footprint.layer_major

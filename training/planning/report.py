@@ -14,6 +14,7 @@ from training.metrics.names import PLANNED
 from training.planning.machine import Machine
 from training.runs.files import PLAN_FILE
 from training.runs.provenance import provenance
+from training.runs.whole_file import write_whole
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,19 @@ class Limit:
 class RunPlan:
     """A planned run: peak bytes by part, bytes copied in a step, the time of a step, and the budgets to fit in.
 
-    `logits_bytes` are part of the activations on the device, and so are `kept_bytes`, which offload.budget=auto is
-    taken to keep there; a run keeps fewer where the GPU has no room. `streamed` is the share of weights that stream,
-    None where none do. `timeline` is the work of forward and backward, as far as the dry run went, and of the update.
-    `chosen` explains values that were not given. `parameters` counts those of the model, and `trained_parameters` those
-    of them that train. Without a GPU the bytes of the device are on the host. A budget is
-    what was asked for or what the machine has, whichever is less, and None if neither is known. `model_flops` are those
-    of a step without recomputation, 0 where nobody knows them. `floor_ms` is that of `cost_model.floor_ms`; None on the
-    CPU, whose figures are no bound.
+    Without a GPU the bytes of the device are on the host.
+
+    Attributes:
+        logits_bytes: the activations on the device that are logits.
+        kept_bytes: the activations that offload.budget=auto is taken to keep on the device. A run keeps fewer where the
+            GPU has no room.
+        streamed: the share of the weights that stream; None where none do.
+        timeline: the work of forward and backward, as far as the dry run went, and of the update.
+        chosen: explains values that were not given, by key.
+        parameters, trained_parameters: the numbers in the model, and those of them that train.
+        budgets: what was asked for or what the machine has, whichever is less; None if neither is known.
+        model_flops: those of a step without recomputation; 0 where they are not known.
+        floor_ms: that of `cost_model.floor_ms`; None on the CPU, whose figures are no bound.
     """
 
     device_bytes: Mapping[str, int]
@@ -161,7 +167,8 @@ class RunPlan:
 
     def write(self, run_dir: Path) -> None:
         """Writes plan.json into the run's directory, with the versions and the date of `provenance`."""
-        (run_dir / PLAN_FILE).write_text(json.dumps(self.as_dict() | provenance(), indent=2) + "\n")
+        text = json.dumps(self.as_dict() | provenance(), indent=2) + "\n"
+        write_whole(run_dir / PLAN_FILE, text.encode())
 
 
 def _copies(total: float, activations: float) -> str:

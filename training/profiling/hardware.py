@@ -19,6 +19,7 @@ from offload.planning import Bandwidth, measure_bandwidth
 from training.errors import UserError
 from training.runs.files import HARDWARE_FILE
 from training.runs.provenance import provenance
+from training.runs.whole_file import write_whole
 
 _bandwidths: dict[torch.device, Bandwidth] = {}
 
@@ -131,7 +132,8 @@ def record_hardware(streams: Streams, run_dir: Path) -> dict[str, str | int | fl
     if streams.asynchronous:
         speed = measured_bandwidth(streams)
         facts |= {"h2d_gb_s": speed.h2d, "d2h_gb_s": speed.d2h, "both_gb_s": speed.both}
-    (run_dir / HARDWARE_FILE).write_text(json.dumps(facts | provenance(), indent=2) + "\n")
+    text = json.dumps(facts | provenance(), indent=2) + "\n"
+    write_whole(run_dir / HARDWARE_FILE, text.encode())
     return facts
 
 

@@ -7,11 +7,14 @@ Times are in microseconds, as in the trace; summaries and pictures show millisec
 from __future__ import annotations
 
 import gzip
+import io
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from training.runs.whole_file import write_whole
 
 STALL = "stall"
 # The lanes from top to bottom, with their colours: Wong's palette (2011), which colour-blind readers can tell apart.
@@ -19,6 +22,7 @@ LANES = {
     "copy in": "#0072B2",
     "compute": "#009E73",
     "copy out": "#E69F00",
+    "exchange": "#999999",
     "kernels beside": "#56B4E9",
     "host update": "#CC79A7",
     "device update": "#F0E442",
@@ -36,6 +40,8 @@ PIXEL_SHARE = 1 / 1300
 RANGE_LANES = {
     "copy in ": "copy in",
     "copy out ": "copy out",
+    "gather ": "exchange",
+    "sum gradients ": "exchange",
     "update ": "host update",
     "Optimizer.step#": "host update",
 }
@@ -123,13 +129,12 @@ def read_timeline(path: Path) -> Timeline:
 
 def draw_chart(timeline: Timeline, path: Path, title: str) -> None:
     """Writes the Gantt chart of a step to `path`, a PNG file 1600 pixels wide."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    # Without pyplot, which would choose a window system for the whole process.
+    from matplotlib.figure import Figure
 
     busy_ms, length_ms = timeline.busy_ms(), (timeline.end_us - timeline.start_us) / 1e3
-    figure, axes = pyplot.subplots(figsize=(12.3, 1.35 + 0.42 * len(busy_ms)))
+    figure = Figure(figsize=(12.3, 1.35 + 0.42 * len(busy_ms)))
+    axes = figure.add_subplot()
     for row, lane in enumerate(busy_ms):
         periods = timeline.stalls() if lane == STALL else timeline.busy(lane, bridge_us=5.0)
         # A short copy must be visible, so its bar has at least one pixel; but many short kernels must not look like a
@@ -148,8 +153,9 @@ def draw_chart(timeline: Timeline, path: Path, title: str) -> None:
     axes.set_xlabel(label, fontsize=10)
     axes.set_title(f"{title}: {length_ms:.1f} ms", fontsize=12, loc="left")
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=130)
+    write_whole(path, content.getvalue())
 
 
 def merge(periods: Iterable[tuple[float, float]], bridge_us: float = 0.0) -> Periods:

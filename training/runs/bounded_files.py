@@ -40,7 +40,7 @@ class MissingError(UnreadableError):
 def opened(path: Path) -> BinaryIO:
     """Opens a regular file for reading. Raises UnreadableError, also for a pipe, for which it does not wait."""
     try:
-        # Without O_NONBLOCK a pipe would be waited for until somebody writes to it.
+        # Without O_NONBLOCK opening a pipe would wait until another program writes to it.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise MissingError("no such file") from None

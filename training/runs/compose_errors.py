@@ -73,6 +73,8 @@ def explain_refusal(error: Exception) -> str:
     if isinstance(error, OverrideParseException):
         advice = "put a VALUE with blanks or brackets between two pairs of quotes: KEY=\"'VALUE'\""
         return f"{error.override}: is not KEY=VALUE; {advice}"
+    if several := re.match(r"Ambiguous value for argument '([^']+)'", str(error)):
+        return f"{several[1]}: several values are a sweep, one run for each: python train.py -m {several[1]}"
     if twice := re.match(r"Multiple values for ([^ ]+)\. .*: (.+)'$", str(error)):
         group, option = twice.groups()
         return f"{group}={option}: the group has an option already: write {group}={option} once, without +"

@@ -21,7 +21,7 @@ STREAMS = {"stdout": 1, "stderr": 2}
 class _Console(io.FileIO):
     """Writes to a descriptor until that fails; from then on the descriptor, and all who share it, write to `null`.
 
-    Buffers above it never see an error, whoever owns them: print, logging, tqdm, rich, or Python at its exit.
+    The buffers above it (of print, logging, tqdm, rich, or Python at its exit) never see an error.
     """
 
     def __init__(self, descriptor: int, null: int):
@@ -71,7 +71,7 @@ def note_failures() -> None:
     for name, console in _consoles.items():
         failure, console.failure = console.failure, None
         if failure is not None:
-            logger.warning("%s is lost (%s): the run goes on, and its messages are in %s", name, failure, LOG_FILE)
+            logger.warning("%s is lost (%s): the run continues, and its messages are in %s", name, failure, LOG_FILE)
 
 
 def _text(console: _Console, encoding: str, line_buffering: bool) -> io.TextIOWrapper:

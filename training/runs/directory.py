@@ -26,6 +26,7 @@ from training.runs.files import (
     refuse_strange_files,
 )
 from training.runs.invocation import Invocation
+from training.runs.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +60,12 @@ class RunDirectory:
         """Writes the configuration, and the options and overrides from which it was composed."""
         composed_from = {"choices": dict(invocation.choices), "overrides": list(invocation.overrides)}
         try:
-            OmegaConf.save(config, self.path / CONFIG_FILE, resolve=True)
+            text = OmegaConf.to_yaml(config, resolve=True)
         except OmegaConfBaseException:
             # An interpolation of a missing key. The check that follows refuses it.
-            OmegaConf.save(config, self.path / CONFIG_FILE)
-        OmegaConf.save(OmegaConf.create(composed_from), self.path / CHOICES_FILE)
+            text = OmegaConf.to_yaml(config)
+        write_whole(self.path / CONFIG_FILE, text.encode())
+        write_whole(self.path / CHOICES_FILE, OmegaConf.to_yaml(OmegaConf.create(composed_from)).encode())
 
     def _start_anew(self, config: DictConfig, invocation: Invocation) -> None:
         # An earlier summary must not be taken for the outcome of this run.
@@ -89,7 +91,7 @@ def refuse_records(run_dir: Path) -> None:
     if _has_records(run_dir):
         raise UserError(
             f"{run_dir} has the {METRICS_FILE} of another run: choose another place with hydra.run.dir=PATH, or delete"
-            " that directory to begin anew in it"
+            " that directory to start again in it"
         )
 
 

@@ -63,7 +63,7 @@ RUN_FILES = (
 def refuse_strange_files(run_dir: Path) -> None:
     """Raises UserError if something other than a file has the name of a file that a run writes.
 
-    A run would overwrite what a link leads to, and wait for ever for somebody to read from a pipe.
+    A run would overwrite what a link leads to, and wait without end until another program reads from a pipe.
     """
     made = (path for folder in (TRACE_FOLDER, SAMPLES_FOLDER) for path in sorted((run_dir / folder).glob("*step-*")))
     for path in (*(run_dir / name for name in RUN_FILES), *made):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from models.generation import can_generate, generate
+from models.generation import can_generate, generate, largest_forwards
 from training.batches import Batch
 from training.data.tokenizer import Tokenizer, load_tokenizer
 from training.errors import UserError
@@ -49,8 +49,19 @@ class CausalLM(Task):
         if not hasattr(dataset, "vocab_size"):
             raise UserError(f"task=causal_lm: {type(dataset).__name__} has no tokens: choose a dataset of text")
         if not hasattr(model, "vocab_size"):
-            raise UserError(f"task=causal_lm: {type(model).__name__} has no vocabulary: choose a language model")
+            raise UserError(
+                f"task=causal_lm: {type(model).__name__} has no vocabulary: choose a language model, or for images"
+                " task=flow_matching or classification, and a dataset of images"
+            )
         check_vocabulary(model, dataset.vocab_size)
+        refuse_positions(model, config.seq_len, f"seq_len={config.seq_len}")
+
+    def sample_forwards(self, config: DictConfig, model: nn.Module) -> Sequence[Callable[[], object]]:
+        if not can_generate(model):
+            return ()
+        # A plan reads no tokenizer. No token is less than a byte, and `sampler` refuses more than seq_len.
+        longest = len(config.sample.prompt.encode()) + 1 + config.sample.tokens
+        return largest_forwards(model, min(longest, config.seq_len))
 
     def sampler(self, config: DictConfig, model: nn.Module) -> Sampler:
         given = f"sample.every={config.sample.every}"
@@ -96,6 +107,13 @@ def check_vocabulary(model: nn.Module, vocab_size: int) -> None:
             f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's {vocab_size}:"
             " take a larger model.vocab_size or another dataset.tokenizer"
         )
+
+
+def refuse_positions(model: nn.Module, positions: int, given: str) -> None:
+    """Raises UserError, which begins with `given`, if a text of so many tokens is longer than the model can take."""
+    longest = getattr(model, "most_positions", None)
+    if longest is not None and positions > longest:
+        raise UserError(f"{given}: the model has embeddings for {longest} positions: take no more")
 
 
 def refuse_model(model: nn.Module, given: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from offload import in_range
 from training.batches import Batch
 from training.errors import UserError
-from training.tasks.task import Task
+from training.tasks.task import Task, refuse_language_model
 
 
 class Classification(Task):
@@ -44,11 +44,30 @@ class Classification(Task):
         }
 
     def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
-        """Raises UserError if the dataset has no labelled images."""
-        if getattr(dataset, "num_classes", None) is None:
+        """Raises UserError if the dataset has no labelled images, or more classes than the model."""
+        num_classes = getattr(dataset, "num_classes", None)
+        if num_classes is None:
             raise UserError(
                 f"task=classification: {type(dataset).__name__} has no labels: choose a dataset of labelled images"
             )
+        refuse_language_model(model, "classification", "model=vit_l, or model=hf with model.task=classification")
+        known = self._classes_of(model, config)
+        if known is not None and num_classes > known:
+            raise UserError(
+                f"task=classification: the dataset has {num_classes} classes, and the model {known}: set the model's"
+                f" number of classes, in models of transformers 'model.overrides={{num_labels: {num_classes}}}'"
+            )
+
+    def _classes_of(self, model: nn.Module, config: DictConfig) -> int | None:
+        """Returns the model's number of classes, from a forward on the meta device; None if it cannot run there."""
+        try:
+            with torch.no_grad():
+                return _logits(model, self.meta_batch(config, 1)).shape[1]
+        except UserError:
+            raise
+        # A model may fail in any way on tensors without values.
+        except Exception:
+            return None
 
 
 def _logits(model: nn.Module, batch: Batch) -> Tensor:

@@ -8,7 +8,7 @@ examples, so that the same model also predicts without it, as classifier-free gu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -23,7 +23,7 @@ from training.data.packing import random_words
 from training.errors import UserError
 from training.tasks.image_grid import grid_of, to_uint8
 from training.tasks.sample import ImageSample
-from training.tasks.task import Sampler, Task
+from training.tasks.task import Sampler, Task, refuse_language_model
 
 IMAGES, LABELS, NOISE, TIMESTEP = "images", "labels", "noise", "timestep"
 # Facts about sizes and places, which the model is told without the condition as well.
@@ -135,7 +135,18 @@ class FlowMatching(Task):
         """Raises UserError if the dataset has no images, or not the conditions that the model takes."""
         if not hasattr(type(dataset), "meta_batch"):
             raise UserError(f"task=flow_matching: {type(dataset).__name__} has no images: choose a dataset of images")
-        num_classes = getattr(dataset, "num_classes", None)
+        refuse_language_model(model, "flow_matching", "model=unet_small, or model=diffusers")
+        num_classes, shapes = getattr(dataset, "num_classes", None), getattr(model, "condition_shapes", None)
+        if num_classes is not None and shapes is not None and LABELS not in shapes:
+            raise UserError(
+                "task=flow_matching: the dataset has labels, and the model takes none: take a dataset without"
+                " (dataset.labels=false, dataset.label_column=null), or a model with embeddings of classes"
+            )
+        if num_classes is not None and self.drop_condition and self.null_class is None:
+            raise UserError(
+                f"task.null_class=null: the label that stands for none: take task.null_class={num_classes}, the number"
+                " of classes, or task.drop_condition=0"
+            )
         if num_classes is not None and self.null_class is not None and self.null_class < num_classes:
             raise UserError(
                 f"task.null_class={self.null_class}: a class of the dataset, which has {num_classes}: take"
@@ -149,7 +160,6 @@ class FlowMatching(Task):
                     f"task=flow_matching: the dataset has {num_classes} classes, and the model has embeddings for"
                     f" {known} labels: give it more, or take another dataset"
                 )
-        shapes = getattr(model, "condition_shapes", None)
         if shapes is None:
             return
         given = _condition_of(self.meta_batch(config, 1))
@@ -158,11 +168,15 @@ class FlowMatching(Task):
                 f"task=flow_matching: the model needs {', '.join(missing)}, which the dataset has not: choose another"
                 " dataset; random numbers are in dataset=synthetic_images, for its key condition or num_classes"
             )
-        if LABELS in given and LABELS not in shapes:
-            raise UserError(
-                "task=flow_matching: the dataset has labels, and the model takes none: take a dataset without"
-                " (dataset.labels=false, dataset.label_column=null), or a model with embeddings of classes"
-            )
+
+    def sample_forwards(self, config: DictConfig, model: nn.Module) -> Sequence[Callable[[], object]]:
+        shape = self.sample_shape or getattr(model, "sample_shape", None)
+        if shape is None:
+            return ()
+        points, labels = torch.empty(self.sample_count, *shape, device="meta"), None
+        if self._takes_labels(model):
+            labels = torch.empty(self.sample_count, dtype=torch.int64, device="meta")
+        return (lambda: self._velocity(model, points, 1.0, labels),)
 
     def sampler(self, config: DictConfig, model: nn.Module) -> ImageSampler:
         """Makes the sampler of a run. Raises UserError for a model that makes no images, or not from labels alone."""
@@ -207,7 +221,7 @@ class FlowMatching(Task):
             point.normal_(generator=generator)
         points = points.to(device)
         labels = None
-        if self.null_class is not None and LABELS in getattr(model, "condition_shapes", (LABELS,)):
+        if self._takes_labels(model):
             labels = (torch.arange(self.sample_count) % self.null_class).to(device)
         # Computed on the CPU, so that every device takes the same steps.
         times = torch.linspace(1, 0, self.sample_steps + 1).tolist()
@@ -230,6 +244,10 @@ class FlowMatching(Task):
         velocities = model(torch.cat([points, points]), torch.cat([timestep, timestep]), labels=both).float()
         free, guided = velocities[:count], velocities[count:]
         return free + self.guidance * (guided - free)
+
+    def _takes_labels(self, model: nn.Module) -> bool:
+        """Tells whether images are made with labels: a model that does not tell its conditions takes them."""
+        return self.null_class is not None and LABELS in getattr(model, "condition_shapes", (LABELS,))
 
     def _without(self, condition: dict[str, Tensor], dropped: Tensor) -> dict[str, Tensor]:
         """Returns `condition` with the examples where `dropped` (bool [B]) is True emptied."""

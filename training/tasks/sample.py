@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from training.runs.files import SAMPLES_FOLDER, partial_path
+from training.runs.files import SAMPLES_FOLDER
+from training.runs.whole_file import write_whole
 
 
 class Sample(ABC):
@@ -21,7 +23,7 @@ class Sample(ABC):
 
 @dataclass(frozen=True)
 class TextSample(Sample):
-    """A prompt, and the text with which the model goes on, the prompt included."""
+    """A prompt, and the text that the model made of it, which begins with the prompt."""
 
     prompt: str
     text: str
@@ -43,7 +45,7 @@ class ImageSample(Sample):
 
         path = run_dir / SAMPLES_FOLDER / f"step-{step:06d}.png"
         path.parent.mkdir(exist_ok=True)
-        with open(partial_path(path), "wb") as file:
-            Image.fromarray(self.picture).save(file, format="PNG")
-        partial_path(path).replace(path)
+        content = io.BytesIO()
+        Image.fromarray(self.picture).save(content, format="PNG")
+        write_whole(path, content.getvalue())
         return {"caption": self.caption, "picture": path}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -86,6 +86,16 @@ class Task(ABC):
         """Raises UserError if dataset and model do not fit each other, or not this task."""
         return
 
+    def sample_forwards(self, config: DictConfig, model: nn.Module) -> Sequence[Callable[[], object]]:
+        """Returns forwards that need as much memory as a sample, for a plan: the model is on the meta device."""
+        return ()
+
     def sampler(self, config: DictConfig, model: nn.Module) -> Sampler:
         """Makes what generates samples. Raises UserError if the task, the model or the dataset has none."""
         raise UserError(f"sample.every={config.sample.every}: {type(self).__name__} has no samples: take null")
+
+
+def refuse_language_model(model: nn.Module, task: str, advice: str) -> None:
+    """Raises UserError for a model of text in a task of images; `advice` names others."""
+    if hasattr(model, "vocab_size"):
+        raise UserError(f"task={task}: {type(model).__name__} is a language model: take one of images ({advice})")

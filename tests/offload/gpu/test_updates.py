@@ -16,7 +16,10 @@ from offload.modes.layer_stream import LayerStream
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.speculation import Speculation
 from offload.optimizer.worker import UpdateWorker
+from offload.weights import gradient_ring
+from offload.weights.gradient_ring import GradientRing
 from tests.offload.helpers.late import ON_A_GPU, make_late
 from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, with_copy
 from tests.offload.helpers.optimizers import SETTINGS, needs_compiler
@@ -64,8 +67,12 @@ def train(
     microbatches: int = 2,
     clip_norm: float | None = None,
     compile: str = "off",
+    releases: bool = False,
+    device_share: int = 0,
+    speculation: Speculation | None = None,
 ) -> list[torch.Tensor]:
     """Returns losses, some evaluations, states and weights. `early` None: the optimizer makes all updates itself."""
+    mode.release_gradients(releases)
     dtype = model.head.weight.dtype
 
     def loss_of(step: int, index: int) -> torch.Tensor:
@@ -74,9 +81,11 @@ def train(
 
     seen = []
     with attached(mode, model, "cuda"):
-        optimizer = HostAdamW(model.parameters(), **SETTINGS, decay_norms_and_biases=False, compile=compile)
+        optimizer = HostAdamW(
+            model.parameters(), **SETTINGS, decay_norms_and_biases=False, compile=compile, speculate="on"
+        )
         if early is not None:
-            mode.overlap(optimizer, early)
+            mode.overlap(optimizer, early, device_share, speculation)
         for step in range(6):
             with mode.step(norms=True):
                 seen += mode.accumulate([partial(loss_of, step, index) for index in range(microbatches)])
@@ -99,6 +108,50 @@ def test_equals_updates_in_turn(mode: str, early: bool):
     assert_same(train(ours, MODES[mode](), early), train(theirs, MODES[mode](), None))
 
 
+@pytest.fixture
+def small_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Released gradients have room for those of one unit."""
+    monkeypatch.setattr(gradient_ring, "LEAST_RING_BYTES", 0)
+    monkeypatch.setattr(gradient_ring, "RING_UNITS", 1)
+
+
+@pytest.mark.usefixtures("delayed", "poisoned", "worker", "small_ring")
+@pytest.mark.parametrize("share", [0, 300_000])
+@pytest.mark.parametrize("mode", MODES)
+def test_released_gradients_equal_updates_in_turn(mode: str, share: int):
+    """Of float32 states, those of some blocks are on the device."""
+    ours, theirs = with_copy(Stack(width=64, dropout=0.2))
+    options = {"microbatches": 3 if mode == "shard_offload" else 1}
+    seen = train(ours, MODES[mode](), True, releases=True, device_share=share, **options)
+    assert_same(seen, train(theirs, MODES[mode](), True, device_share=share, **options))
+
+
+@pytest.mark.usefixtures("small_ring")
+def test_released_gradients_are_page_locked_in_the_ring_alone():
+    model, mode = Stack(width=256, depth=8).bfloat16(), LayerStream(slots=2)
+    mode.release_gradients()
+    plan = mode.footprint(model)
+    with attached(mode, model, "cuda"):
+        mode.overlap(HostAdamW(model.parameters()), early=True)
+        with mode.step(norms=True):
+            mode.accumulate([lambda: model(stack_inputs(0, 0, "cuda").bfloat16()).float().square().mean()])
+        counters = mode.counters()
+        assert counters.host_pageable_bytes == 0
+        assert counters.host_pinned_bytes == plan.host_weight_bytes + plan.host_gradient_bytes
+        assert plan.host_gradient_bytes == plan.d2h_bytes // 8
+        assert all(p.grad is None for p in model.blocks.parameters())
+
+
+@pytest.mark.usefixtures("small_ring")
+def test_a_wait_for_the_ring_that_is_missing_would_show(monkeypatch: pytest.MonkeyPatch):
+    make_slow(monkeypatch)
+    ours, theirs = with_copy(Stack(width=64))
+    expected = train(theirs, LayerStream(slots=2), True, microbatches=1, releases=True)
+    monkeypatch.setattr(GradientRing, "_take_back", lambda self: self._lent.popleft())
+    broken = train(ours, LayerStream(slots=2), True, microbatches=1, releases=True)
+    assert any(not torch.equal(one, other) for one, other in zip(broken, expected, strict=True))
+
+
 @pytest.mark.usefixtures("delayed", "poisoned", "worker")
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_equals_updates_in_turn_in_bf16_with_clipping(microbatches: int):
@@ -107,6 +160,18 @@ def test_equals_updates_in_turn_in_bf16_with_clipping(microbatches: int):
     assert_same(
         train(ours, LayerStream(slots=2), False, **options),
         train(theirs, LayerStream(slots=2), None, **options),
+    )
+
+
+@pytest.mark.usefixtures("delayed", "poisoned", "worker")
+@pytest.mark.parametrize("mode", MODES)
+def test_equals_updates_in_turn_where_some_steps_are_undone(mode: str):
+    """A limit that clips some of the steps, by updates that begin before the norm is known."""
+    ours, theirs = with_copy(Stack(width=64).bfloat16())
+    options = {"microbatches": 1, "clip_norm": 0.1}
+    assert_same(
+        train(ours, MODES[mode](), False, **options, speculation=Speculation(0.1, 1 << 26)),
+        train(theirs, MODES[mode](), None, **options),
     )
 
 

@@ -64,7 +64,7 @@ def operands(
 
 
 def tensors(of: Operands) -> list[torch.Tensor]:
-    """What an update writes."""
+    """Returns the tensors that an update writes."""
     written = (of.weight, of.master, of.exp_avg, of.exp_avg_sq, of.exp_avg_scale, of.exp_avg_sq_scale)
     return [tensor for tensor in written if tensor is not None]
 

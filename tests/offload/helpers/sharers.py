@@ -5,12 +5,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 
 # Longer than any of their calls takes.
-LIMIT_S = 30
+LIMIT_S = 60
+
+
+def homes_in_use() -> set[str]:
+    """Returns the numbers of the files of shared homes that any process of this system maps."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            found |= {line.split()[4] for line in maps.read_text().splitlines() if "memfd:homes" in line}
+    return found
 
 
 class _Table:
@@ -20,22 +31,36 @@ class _Table:
         self.barrier = threading.Barrier(count, timeout=LIMIT_S)
         self.values: list[Any] = [None] * count
 
+    def laid_down(self, place: int, value: Any) -> list[Any]:
+        """Returns the values of all threads; each waits for the others."""
+        self.values[place] = value
+        self.barrier.wait()
+        values = list(self.values)
+        # Nobody lays down the next value before all have read this one.
+        self.barrier.wait()
+        return values
+
 
 class ThreadSharers:
-    """`offload.runtime.sharers.Sharers` of a thread."""
+    """`offload.runtime.sharers.Sharers` of a thread: number `number` of all."""
 
-    def __init__(self, rank: int, count: int, table: _Table):
-        self.rank, self.count = rank, count
+    def __init__(self, number: int, everyone: _Table, hosts: Sequence[_Table]):
+        self.hosts, self.count = len(hosts), len(everyone.values) // len(hosts)
+        self.number, self.rank = number, number % self.count
+        self.first = number - self.rank
         self.gathers = self.sums = 0
-        self._table = table
+        self._everyone, self._here = everyone, hosts[number // self.count]
 
-    def exchange(self, numbers: Sequence[int], what: str, patient: bool = False) -> list[list[int]]:
-        return [list(given) for given in self.laid_down(numbers)]
+    def exchange(
+        self, numbers: Sequence[int], what: str, patient: bool = False, everywhere: bool = False
+    ) -> list[list[int]]:
+        found = self.laid_down(numbers) if everywhere else self._here.laid_down(self.rank, numbers)
+        return [list(given) for given in found]
 
     def gather(self, whole: torch.Tensor, what: str) -> None:
         self.gathers += 1
         own = whole.chunk(self.count)[self.rank].clone()
-        for part, given in zip(whole.chunk(self.count), self.laid_down(own), strict=True):
+        for part, given in zip(whole.chunk(self.count), self._here.laid_down(self.rank, own), strict=True):
             part.copy_(given)
 
     def sum(self, flat: torch.Tensor, what: str) -> None:
@@ -46,30 +71,29 @@ class ThreadSharers:
             flat += other
 
     def laid_down(self, value: Any) -> list[Any]:
-        """Returns the values of all threads; each waits for the others."""
-        self._table.values[self.rank] = value
-        self._table.barrier.wait()
-        values = list(self._table.values)
-        # Nobody lays down the next value before all have read this one.
-        self._table.barrier.wait()
-        return values
+        """Returns the values of the threads of all hosts; each waits for the others."""
+        return self._everyone.laid_down(self.number, value)
 
 
-def as_sharers(count: int, work: Callable[[ThreadSharers], Any]) -> list[Any]:
-    """Calls `work` in a thread for each sharer; returns what they return. Raises the error of the first that fails."""
-    table = _Table(count)
+def as_sharers(count: int, work: Callable[[ThreadSharers], Any], hosts: int = 1) -> list[Any]:
+    """Calls `work` in a thread for each of `count` sharers of each host; returns what they return.
+
+    Raises the error of the first that fails.
+    """
+    everyone, tables = _Table(count * hosts), [_Table(count) for _ in range(hosts)]
     errors: list[BaseException] = []
 
-    def guarded(rank: int) -> Any:
+    def guarded(number: int) -> Any:
         try:
-            return work(ThreadSharers(rank, count, table))
+            return work(ThreadSharers(number, everyone, tables))
         except BaseException as error:
             errors.append(error)
-            table.barrier.abort()
+            for table in (everyone, *tables):
+                table.barrier.abort()
             raise
 
-    with ThreadPoolExecutor(count) as pool:
-        results = [pool.submit(guarded, rank) for rank in range(count)]
+    with ThreadPoolExecutor(count * hosts) as pool:
+        results = [pool.submit(guarded, number) for number in range(count * hosts)]
     if errors:
         raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
     return [result.result() for result in results]

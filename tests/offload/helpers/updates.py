@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.optimizer import kernel_choice
 from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.speculation import Speculation
 from offload.optimizer.worker import UpdateWorker
 from tests.offload.helpers.models import Stack, attached, stack_inputs
 from tests.offload.helpers.optimizers import SETTINGS
@@ -69,11 +71,13 @@ def host_adamw(model: nn.Module, **options) -> HostAdamW:
 
 
 @contextmanager
-def updating(mode, model: nn.Module, early: bool, device_share: int = 0) -> Iterator[HostAdamW]:
+def updating(
+    mode, model: nn.Module, early: bool, device_share: int = 0, speculation: Speculation | None = None, **options
+) -> Iterator[HostAdamW]:
     """Attaches `model` to `mode` for the length of the block; yields the optimizer that updates it beside the step."""
     with attached(mode, model):
-        optimizer = host_adamw(model)
-        mode.overlap(optimizer, early, device_share)
+        optimizer = host_adamw(model, **options)
+        mode.overlap(optimizer, early, device_share, speculation)
         yield optimizer
 
 
@@ -98,21 +102,27 @@ def train(
     clip_norm: float | None = None,
     overlaps: bool = True,
     device_share: int = 0,
+    speculation: Speculation | None = None,
+    releases: bool = False,
     inputs=stack_inputs,
     after_step: Callable[[HostAdamW], list[torch.Tensor]] = lambda optimizer: [],
     **options,
 ) -> list[torch.Tensor]:
     """Returns every loss and result of `after_step`, and at the end the optimizer's state, weights and buffers."""
     seen = []
+    mode.release_gradients(releases)
     with attached(mode, model):
         optimizer = host_adamw(model, **options)
         if overlaps:
-            mode.overlap(optimizer, early, device_share)
+            mode.overlap(optimizer, early, device_share, speculation)
         schedule = LambdaLR(optimizer, lambda step: min((step + 1) / 5, 1 / (step + 1)))
         for step in range(steps):
             seen += one_step(model, mode, step, microbatches, inputs, norms=clip_norm is not None)
-            norm = gradient_norm(model, mode.gradient_norms())
-            optimizer.step(scale=clip_scale(norm, clip_norm))
+            norm = gradient_norm(model, mode.gradient_norms()) if clip_norm is not None else 0.0
+            if math.isfinite(norm):
+                optimizer.step(scale=clip_scale(norm, clip_norm))
+            else:
+                optimizer.skip()
             seen += after_step(optimizer)
             optimizer.zero_grad()
             schedule.step()
@@ -162,9 +172,10 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     offer = UpdateWorker.offer
 
     def offered_and_done(self, unit, *options, **more):
-        offer(self, unit, *options, **more)
+        done = offer(self, unit, *options, **more)
         while self.is_pending(unit):
             time.sleep(0.0005)
+        return done
 
     monkeypatch.setattr(UpdateWorker, "offer", offered_and_done)
 

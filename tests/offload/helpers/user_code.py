@@ -15,7 +15,7 @@ from offload.modes.none import Resident
 from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
-from tests.offload.helpers.models import Stack, attached, stack_inputs
+from tests.offload.helpers.models import Stack, attached, same_bits, stack_inputs
 
 MODES = {
     "bounce_linear": lambda: BounceLinear(outside="stream", slots=8),
@@ -107,5 +107,5 @@ def same_as_resident(make: Callable, scenario: Scenario, build: Callable[[], nn.
 def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Bit for bit on the CPU. On a GPU user code works on weights on the host, which may round otherwise."""
     if DEVICE == "cpu":
-        return torch.equal(one, other)
+        return same_bits(one, other)
     return torch.allclose(one.cpu(), other.cpu(), rtol=1e-3, atol=1e-5)

@@ -276,8 +276,10 @@ def test_copies_are_named_in_a_profile():
             with torch.profiler.profile() as profile, mode.step():
                 model(stack_inputs(0, 0)).sum().backward()
     names = {event.name for event in profile.events()}
-    assert {"copy in blocks.0", "copy out gradient of blocks.3.up.weight"} <= names
-    assert "copy in earlier gradient of blocks.3.up.weight" in names
+    assert "copy in blocks.0" in names
+    # Those that leave together have the name of the first.
+    for copied in ("copy out gradient of blocks.3.", "copy in earlier gradient of blocks.3."):
+        assert any(name.startswith(copied) for name in names)
 
 
 @pytest.mark.parametrize(

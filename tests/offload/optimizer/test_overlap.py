@@ -16,6 +16,7 @@ from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.overlap import Overlap
+from offload.weights import gradients
 from tests.offload.helpers.models import Shared, Stack, assert_same, attached, stack_inputs, tokens, with_copy
 from tests.offload.helpers.optimizers import OFF, SETTINGS, near, needs_compiler
 from tests.offload.helpers.updates import (
@@ -285,6 +286,8 @@ def test_a_hook_on_a_gradient_comes_before_its_update(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("mode", ["layer_stream", "shard_offload"])
 def test_a_weight_is_updated_while_backward_is_still_in_its_unit(mode: str, monkeypatch: pytest.MonkeyPatch):
     eager(monkeypatch)
+    # Each gradient leaves by itself.
+    monkeypatch.setattr(gradients, "BATCH_BYTES", 0)
     model, mode, updates_of_down = made(Stack), MODES[mode](), []
     block = model.blocks[1]
     down = block.down.weight

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from offload.optimizer.adamw import HostAdamW
-from offload.runtime.errors import KnobError
 from offload.runtime.sharers import meet
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 
@@ -42,6 +41,7 @@ def same(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> bool:
 
 # Of the second parameter the second process has nothing. Slices begin where a kernel's vectors do.
 SLICES = ([[range(128), range(384, 512)], [range(7)]], [[range(128, 384), range(512, 600)], []])
+IN_BLOCKS = ([[range(256), range(512, 600)], [range(7)]], [[range(256, 512)], []])
 
 
 FORMATS = [
@@ -49,13 +49,17 @@ FORMATS = [
     {"master": "fp32", "state_dtype": "bf16"},
     {"master": "stochastic", "state_dtype": "bf16", "state_rounding": "stochastic"},
     {"master": "kahan"},
+    {"state_dtype": "int8"},
+    {"state_dtype": "int8", "state_rounding": "stochastic"},
 ]
 
 
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "format"), [(torch.float32, {}), *((torch.bfloat16, format) for format in FORMATS)], ids=str
 )
-def test_updates_of_slices_are_that_of_the_whole(dtype: torch.dtype, format: dict[str, str]):
+def test_updates_of_slices_are_that_of_the_whole(dtype: torch.dtype, format: dict[str, str], on_device: bool):
+    slices = IN_BLOCKS if format.get("state_dtype") == "int8" else SLICES
     expected = parameters(dtype)
     whole = optimizer_of(expected, **format)
     for number in range(3):
@@ -68,7 +72,9 @@ def test_updates_of_slices_are_that_of_the_whole(dtype: torch.dtype, format: dic
     def work(sharers: ThreadSharers) -> tuple[list, list]:
         given = [nn.Parameter(p.detach()) for p in shared]
         optimizer = optimizer_of(given, **format)
-        optimizer.share(dict(zip(given, SLICES[sharers.rank], strict=True)), sharers)
+        optimizer.share(dict(zip(given, slices[sharers.rank], strict=True)), sharers)
+        if on_device:
+            optimizer.place(given[:1], torch.device("cpu"))
         optimizer.allocate()
         for number in range(3):
             step(given, optimizer, number)
@@ -78,14 +84,23 @@ def test_updates_of_slices_are_that_of_the_whole(dtype: torch.dtype, format: dic
         for parameter, state in zip(given, optimizer.state.values(), strict=True):
             assert state["step"] == 3
             assert state.keys() == whole.format.tensors(dtype, parameter.shape).keys()
-            assert state["exp_avg"].shape == parameter.shape
+            assert state[optimizer.format.moment_names[0]].shape == parameter.shape
         step(given, optimizer, 3)
+        optimizer.bring_states_home()
         meet(sharers, "test")
         return states(given, optimizer)
 
     for found in as_sharers(2, work):
         assert same(found, states(expected, whole))
     assert all(torch.equal(one, other) for one, other in zip(shared, expected, strict=True))
+
+
+def test_states_before_their_memory_are_refused():
+    given = parameters(torch.float32)
+    optimizer = optimizer_of(given)
+    optimizer.share(dict(zip(given, SLICES[0], strict=True)), None)
+    with pytest.raises(RuntimeError, match=r"^the states that processes share have no memory yet: call"):
+        step(given, optimizer, 0)
 
 
 def test_states_that_exist_are_not_shared():
@@ -96,7 +111,8 @@ def test_states_that_exist_are_not_shared():
         optimizer.share({}, None)
 
 
-def test_states_in_8_bits_are_refused_because_slices_do_not_begin_with_their_blocks():
-    optimizer = optimizer_of(parameters(torch.bfloat16), state_dtype="int8")
-    with pytest.raises(KnobError, match=r"^state_dtype=int8: must be fp32 or bf16 where several processes share"):
-        optimizer.share({}, None)
+def test_states_in_8_bits_are_refused_where_a_slice_does_not_begin_with_a_block():
+    given = parameters(torch.bfloat16)
+    optimizer = optimizer_of(given, state_dtype="int8")
+    with pytest.raises(ValueError, match=r"^states in 8 bits: a slice does not begin at a multiple of 256 numbers"):
+        optimizer.share(dict(zip(given, SLICES[0], strict=True)), None)

@@ -53,6 +53,12 @@ def test_the_update_hides_behind_what_it_may(begins: str, host_ms: float, step_m
     assert times(phase(True, 100), phase(False, 200), begins=begins, host_ms=host_ms)[0] == step_ms
 
 
+@pytest.mark.parametrize(("left_ms", "step_ms"), [(0, 350), (30, 320), (80, 300)])
+def test_backward_waits_for_updates_whose_gradients_have_no_room(left_ms: float, step_ms: float):
+    found = times(phase(True, 100), phase(False, 200), begins="inside", host_ms=250, left_ms=left_ms)
+    assert found[0] == step_ms
+
+
 def test_of_several_microbatches_the_last_backward_hides_it():
     steps = [phase(True, 100), phase(False, 200)] * 3
     assert times(*steps, begins="inside", host_ms=400) == (1000, "compute")

@@ -20,6 +20,8 @@ from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.planning.dry_run import MOVED, dry_run, left_as_found
 from offload.runtime.blocks import find_blocks
+from offload.weights import gradient_ring
+from offload.weights.final_gradients import NotFinalError
 from tests.offload.helpers.mapped import with_low_rank, write_frozen
 from tests.offload.helpers.models import Shared, Stack, attached, stack_inputs, tokens
 from tests.offload.helpers.modes import mode_classes, small
@@ -107,6 +109,19 @@ def test_copies_in_are_at_most_those_of_the_footprint():
     assert plan.h2d_bytes / 2 < found.total("h2d_bytes") < plan.h2d_bytes
     assert found.slot_bytes == plan.slot_bytes
     assert found.host_bytes == plan.host_weight_bytes + plan.host_gradient_bytes
+
+
+def test_released_gradients_take_the_ring_of_the_footprint(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gradient_ring, "LEAST_RING_BYTES", 0)
+    model, mode = Stack(width=32, depth=6).to("meta"), LayerStream(slots=2)
+    kept = dry(mode, model, [stack_inputs(0, 0)])
+    mode.release_gradients()
+    plan, found = mode.footprint(model), dry(mode, model, [stack_inputs(0, 0)])
+    assert plan.host_gradient_bytes == 3 * plan.largest_unit_bytes
+    assert found.host_bytes == plan.host_weight_bytes + plan.host_gradient_bytes == kept.host_bytes * 9 // 12
+    assert replace(found, host_bytes=0) == replace(kept, host_bytes=0)
+    with pytest.raises(NotFinalError, match="is not final when it lands"):
+        dry(mode, model, [stack_inputs(0, 0), stack_inputs(0, 1)])
 
 
 def test_gradients_of_resident_parameters_stay_to_the_end():

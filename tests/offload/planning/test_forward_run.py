@@ -115,5 +115,24 @@ def test_a_resident_model_copies_nothing_and_is_left_as_it_was_found():
     found = dry_run_forwards(Resident(), model, [lambda: model(torch.empty(7, 8, device="meta"))], timed=timed)
     # Eight products: stem, two of each of four blocks, head.
     flops = 2 * 7 * sum(parameter.numel() for parameter in before if parameter.ndim == 2)
-    assert found == ForwardRun(flops, 0, 0, pytest.approx(flops / FAST * 1e3))
+    assert found == ForwardRun(flops, 0, 0, pytest.approx(flops / FAST * 1e3), found.peak_bytes)
     assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
+
+
+def test_the_peak_has_what_outlives_a_forward_and_no_slots():
+    kept = []
+
+    def peak_bytes(mode: Mode, count: int) -> int:
+        with torch.device("meta"):
+            model = Stack(width=WIDTH)
+        call = functools.partial(model, torch.empty(64, 8, device="meta"))
+        kept.clear()
+        timed = SimulatedStreams(torch.device("meta"), Bandwidth(GB_PER_S, GB_PER_S, GB_PER_S), FAST)
+        keeps = [lambda: kept.append(call())] * count
+        return dry_run_forwards(mode, model, keeps, timed=timed).peak_bytes
+
+    with torch.device("meta"):
+        result_bytes = Stack(width=WIDTH)(torch.empty(64, 8, device="meta")).nbytes
+    for make in (Resident, LayerStream):
+        assert peak_bytes(make(), 3) - peak_bytes(make(), 2) == result_bytes
+    assert peak_bytes(LayerStream(), 1) == peak_bytes(Resident(), 1) >= 2 * 64 * WIDTH * 4

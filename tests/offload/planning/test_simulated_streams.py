@@ -40,6 +40,15 @@ def test_a_bus_that_works_both_ways_is_slower(streams: SimulatedStreams):
     assert streams.work == [Work("copy in", 0, 1), Work("copy out", 0, 4)]
 
 
+def test_exchanges_are_beside_copies():
+    streams = SimulatedStreams(torch.device("meta"), Bandwidth(1.0, 1.0, 1.0), flops_per_s=1e9, links_gb_s=0.5)
+    with streams.on(streams.h2d):
+        streams.spend(0, 3 * MB)
+    with streams.on(streams.gather):
+        streams.exchange(MB)
+    assert streams.work == [Work("copy in", 0, 3), Work("exchange", 0, 2)]
+
+
 def test_a_host_that_waits_holds_up_what_it_queues_later(streams: SimulatedStreams):
     streams.spend(5 * MB, 0)
     streams.synchronize()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
+from offload.modes.bounce_linear import BounceLinear
 from offload.modes.none import Resident
+from offload.runtime import registry
 from offload.runtime.attachment import Attachment, attaching
 
 
@@ -28,11 +30,17 @@ def test_a_module_inside_or_around_an_attached_one_is_refused_by_its_name(model:
     Attachment(model, "none").release()
 
 
-def test_an_exception_while_attaching_releases(model: nn.Module):
-    with pytest.raises(ZeroDivisionError), attaching(model, Resident()):
+def test_an_exception_while_attaching_releases(model: nn.Module, streams: registry.Streams):
+    with pytest.raises(ZeroDivisionError), attaching(model, Resident(), streams):
         raise ZeroDivisionError
-    with attaching(model, Resident()) as attachment:
+    with attaching(model, Resident(), streams) as attachment:
         pass
     with pytest.raises(RuntimeError, match="to the mode none"):
         Attachment(model, "other")
     attachment.release()
+
+
+def test_a_device_in_place_of_its_streams_is_refused(model: nn.Module):
+    for mode in (Resident(), BounceLinear()):
+        with pytest.raises(TypeError, match=r"^attach to 'cpu': give the streams of a device, as offload.acquire"):
+            mode.attach(model, "cpu")

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from offload.runtime import function_contexts as function_contexts_module
-from offload.runtime.function_contexts import function_contexts, unwatch_contexts, watch_contexts
+from offload.runtime.function_contexts import function_contexts, watch_contexts
 
 
 class Double(torch.autograd.Function):
@@ -23,10 +23,14 @@ class Double(torch.autograd.Function):
         return 2 * gradient
 
 
+class Owner:
+    """Somebody who watches."""
+
+
 @pytest.fixture(autouse=True)
 def nobody_watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Modes that other tests have dropped without `detach` watch on."""
-    monkeypatch.setattr(function_contexts_module, "_watchers", 0)
+    """Modes of other tests that the garbage collector has not found yet may still watch."""
+    monkeypatch.setattr(function_contexts_module, "_watches", set())
     left = vars(BackwardCFunction).get("__init__")
     if left is not None:
         del BackwardCFunction.__init__
@@ -37,9 +41,10 @@ def nobody_watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def watched() -> Iterator[None]:
-    watch_contexts()
+    owner = Owner()
+    end = watch_contexts(owner)
     yield
-    unwatch_contexts()
+    end()
     assert "__init__" not in vars(BackwardCFunction)
 
 
@@ -72,9 +77,20 @@ def test_each_thread_has_its_own():
 
 
 def test_several_watch_until_the_last_ends():
-    watch_contexts()
-    watch_contexts()
-    unwatch_contexts()
+    first, second = Owner(), Owner()
+    end_first, end_second = watch_contexts(first), watch_contexts(second)
+    end_first()
+    end_first()
     assert "__init__" in vars(BackwardCFunction)
-    unwatch_contexts()
+    end_second()
+    assert "__init__" not in vars(BackwardCFunction)
+
+
+def test_a_watch_ends_with_its_owner():
+    first, second = Owner(), Owner()
+    watch_contexts(first)
+    watch_contexts(second)
+    del first
+    assert "__init__" in vars(BackwardCFunction)
+    del second
     assert "__init__" not in vars(BackwardCFunction)

@@ -32,6 +32,18 @@ def test_the_last_release_drops_them():
     registry.release(second)
 
 
+def test_streams_that_nobody_refers_to_are_dropped_without_a_release():
+    first = registry.acquire("cpu")
+    first_id = first.h2d.clock
+    assert registry.holders("cpu") == 1
+    del first
+    assert registry.holders("cpu") == 0
+    second = registry.acquire("cpu")
+    assert registry.holders("cpu") == 1
+    assert second.h2d.clock is not first_id
+    registry.release(second)
+
+
 def test_a_device_without_streams_is_refused():
     with pytest.raises(ValueError, match="device meta: only cuda and cpu"):
         registry.acquire("meta")

@@ -338,3 +338,19 @@ def test_a_mask_that_changes_before_backward_is_refused_as_it_is_resident():
     refused = pytest.raises(RuntimeError, match=r"blocks\.\d\.0\.mask, needed for gradient .* modified since forward")
     with models.attached(mode, model, user_code.DEVICE), mode.step(), refused:
         mode.accumulate([lambda i=i: model(inputs(0, i)).mean() for i in range(2)])
+
+
+@pytest.mark.parametrize("make", [BounceLinear, LayerStream, lambda: ShardOffload(shards=2)])
+def test_recompute_before_a_mode_is_attached_is_refused_for_blocks_with_buffers(make: Callable[[], Mode]):
+    """The recompute would run outside of the block's window, and change its buffers a second time."""
+    model = models.Stack()
+    for block in model.blocks:
+        block.register_buffer("calls", torch.zeros(()))
+    undo = recompute(model.blocks)
+    mode = make()
+    with pytest.raises(RuntimeError, match=r"^blocks\.0 has buffers of its own, and recompute\(\) was called before"):
+        user_code.under(mode, model).__enter__()
+    undo()
+    with user_code.under(mode, model):
+        recompute(model.blocks)
+        user_code.train_step(model, mode)

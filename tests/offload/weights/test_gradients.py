@@ -1,4 +1,4 @@
-"""Gradients that land: copied, added to earlier ones, measured, and taken for final where the last step showed it."""
+"""Gradients that land: copied, added to earlier ones and measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offload.runtime import registry
 from offload.runtime.host_memory import HostArena
 from offload.runtime.stream_checker import CheckedStreams
 from offload.runtime.transfer import Telemetry, Transfer
-from offload.weights.gradients import FinalGradients, GradientOffloader
+from offload.weights.gradients import GradientOffloader, Landing
 from offload.weights.placement import ModuleAttribute
 from offload.weights.unit_tensor import UnitTensor
 from offload.weights.units import OffloadUnit
@@ -36,61 +36,6 @@ def unit() -> OffloadUnit:
     return OffloadUnit("block", 0, [tensor("first"), tensor("second")])
 
 
-def step(final: FinalGradients, unit: OffloadUnit, *events: str) -> list[bool]:
-    """`+0` lands the gradient of tensor 0, `?0` uses the tensor. Returns whether each landed gradient was final."""
-    final.begin_step([unit])
-    final.counting = True
-    found = []
-    for kind, index in events:
-        tensor = unit.tensors[int(index)]
-        if kind == "+":
-            found.append(final.land(unit, tensor))
-        else:
-            final.use(unit, tensor)
-    final.end_step()
-    return found
-
-
-def test_a_gradient_is_final_if_all_of_its_unit_landed_once_in_the_step_before(unit: OffloadUnit):
-    final = FinalGradients()
-    assert step(final, unit, "?0", "?1", "+1", "+0") == [False, False]
-    assert step(final, unit, "?0", "?1", "+1", "+0") == [True, True]
-    assert step(final, unit, "+1") == [True]
-    assert step(final, unit, "+1", "+0") == [False, False]
-    assert step(final, unit, "+1", "+0") == [True, True]
-
-
-def test_a_unit_whose_weights_are_used_after_their_gradients_is_not_trusted(unit: OffloadUnit):
-    final = FinalGradients()
-    for _ in range(3):
-        assert step(final, unit, "+1", "?1", "+0") == [False, False]
-    assert step(final, unit, "+1", "?0", "+0") == [False, False]
-    assert step(final, unit, "+1", "?0", "+0") == [True, True]
-
-
-def test_pieces_of_a_gradient_are_not_final(unit: OffloadUnit):
-    final = FinalGradients()
-    for _ in range(3):
-        assert step(final, unit, "+1", "+0", "+0") == [False] * 3
-
-
-@pytest.mark.parametrize(("late", "message"), [("+0", "came after the last"), ("?0", "is needed after its gradient")])
-def test_late_gradients_and_uses_that_are_new_in_this_step_are_refused(late: str, message: str, unit: OffloadUnit):
-    final = FinalGradients()
-    step(final, unit, "+1", "+0")
-    with pytest.raises(RuntimeError, match=f"first {message}"):
-        step(final, unit, "+1", "+0", late)
-
-
-def test_nothing_is_refused_outside_of_steps_and_nothing_learned_before_it_counts(unit: OffloadUnit):
-    final = FinalGradients()
-    step(final, unit, "+1", "+0")
-    step(final, unit, "+1", "+0")
-    final.use(unit, unit.tensors[0])
-    final.begin_step([unit])
-    assert [final.land(unit, tensor) for tensor in unit.tensors] == [False, False]
-
-
 @pytest.fixture
 def streams() -> Iterator[CheckedStreams]:
     streams = registry.acquire("cpu")
@@ -109,12 +54,19 @@ def of(value: float) -> torch.Tensor:
     return torch.full((1,), value)
 
 
+def land(gradients: GradientOffloader, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor) -> list[Landing]:
+    """Lands a gradient that does not wait for others, and frees the device's copy."""
+    batch = gradients.land(unit, tensor, gradient, is_final=False) + gradients.send()
+    gradients.free([landing.leaving for landing in batch])
+    return batch
+
+
 def test_a_gradient_lands_in_host_memory(at_home: OffloadUnit, streams: CheckedStreams):
     tensor, on_device = at_home.tensors[0], of(2.0)
     gradients = GradientOffloader(Transfer(streams, Telemetry(streams)), limit_bytes=64)
     gradients.begin_step([at_home], norms=False)
-    leaving = gradients.land(tensor, on_device)
-    assert leaving.tensor is on_device
+    (landing,) = land(gradients, at_home, tensor, on_device)
+    assert landing.leaving.tensor is on_device
     assert tensor.host.grad is tensor.gradient
     assert tensor.gradient.item() == 2.0
     assert tensor.has_landed_gradient
@@ -128,7 +80,7 @@ def test_a_second_gradient_is_added_and_norms_are_of_the_sum(at_home: OffloadUni
     gradients = GradientOffloader(Transfer(streams, Telemetry(streams)), limit_bytes=64)
     gradients.begin_step([at_home], norms=True)
     for tensor, value in ((first, 2.0), (second, 1.0), (first, -5.0)):
-        gradients.free(gradients.land(tensor, of(value)))
+        land(gradients, at_home, tensor, of(value))
     gradients.release()
     assert (first.gradient.item(), second.gradient.item()) == (-3.0, 1.0)
     assert {parameter: norm.item() for parameter, norm in gradients.norms([at_home]).items()} == {
@@ -145,14 +97,46 @@ def test_compute_waits_for_the_oldest_gradients_beyond_the_limit(at_home: Offloa
     telemetry = Telemetry(streams)
     transfer = Transfer(streams, telemetry)
     gradients, waited = GradientOffloader(transfer, limit_bytes=4), []
-    transfer.await_on = lambda stream, event: waited.append(event)
-    leaving = [gradients.land(tensor, of(1.0)) for tensor in at_home.tensors]
-    for one in leaving:
-        streams.compute.wait_event(one.done)
-        gradients.free(one)
+    transfer.await_on = lambda stream, event: (waited.append(event), stream.wait_event(event))
+    leaving = [land(gradients, at_home, tensor, of(1.0))[0].leaving for tensor in at_home.tensors]
     assert waited == [leaving[0].done]
     gradients.release()
     assert waited == [one.done for one in leaving]
+
+
+def test_small_gradients_leave_together(at_home: OffloadUnit, streams: CheckedStreams):
+    first, second = at_home.tensors
+    gradients = GradientOffloader(Transfer(streams, Telemetry(streams)), limit_bytes=1024)
+    gradients.begin_step([at_home], norms=True)
+    assert gradients.land(at_home, first, of(3.0), is_final=False) == []
+    assert gradients.waits(first)
+    assert first.host.grad is None
+    assert gradients.land(at_home, second, of(4.0), is_final=True) == []
+    batch = gradients.send()
+    assert [(landing.tensor, landing.is_final) for landing in batch] == [(first, False), (second, True)]
+    assert batch[0].leaving.done is batch[1].leaving.done is first.landed is second.landed
+    assert (first.host.grad.item(), second.host.grad.item()) == (3.0, 4.0)
+    assert not gradients.waits(first)
+    assert gradients.send() == []
+    # Those that have earlier gradients are added to them together.
+    gradients.free([landing.leaving for landing in batch])
+    for tensor in (second, first):
+        assert gradients.land(at_home, tensor, of(1.0), is_final=True) == []
+    gradients.free([landing.leaving for landing in gradients.send()])
+    gradients.release()
+    assert (first.host.grad.item(), second.host.grad.item()) == (4.0, 5.0)
+    assert [norm.item() for norm in gradients.norms([at_home]).values()] == [4.0, 5.0]
+
+
+def test_gradients_of_another_stream_leave_by_themselves(at_home: OffloadUnit, streams: CheckedStreams):
+    """The copies come after the work of the stream that made the gradients, whatever the stream when they leave."""
+    first, second = at_home.tensors
+    gradients = GradientOffloader(Transfer(streams, Telemetry(streams)), limit_bytes=1024)
+    with streams.on(streams.gather):
+        assert gradients.land(at_home, first, of(3.0), is_final=False) == []
+    assert [landing.tensor for landing in gradients.land(at_home, second, of(4.0), is_final=False)] == [first]
+    assert [landing.tensor for landing in gradients.send()] == [second]
+    assert (first.host.grad.item(), second.host.grad.item()) == (3.0, 4.0)
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
@@ -209,7 +193,7 @@ def test_an_assigned_gradient_is_added_to_in_place(at_home: OffloadUnit, streams
     tensor, assigned = at_home.tensors[0], torch.ones(1)
     gradients = GradientOffloader(Transfer(streams, Telemetry(streams)), limit_bytes=64)
     tensor.host.grad = assigned
-    gradients.free(gradients.land(tensor, of(2.0)))
+    land(gradients, at_home, tensor, of(2.0))
     assert tensor.host.grad is assigned
     assert assigned.item() == 3.0
     assert tensor.has_landed_gradient

@@ -1,4 +1,4 @@
-"""Which units come in next: those that are not in slots, with Belady's choice of what makes way."""
+"""The units that come in next: those that are not in slots, with Belady's choice of the one that is replaced."""
 
 from __future__ import annotations
 

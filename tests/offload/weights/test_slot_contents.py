@@ -1,8 +1,6 @@
-"""Which unit is in which slot: its bytes, who has waited for its copy, and what is refused."""
+"""The unit in each slot: its bytes, who has waited for its copy, and what is refused."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,13 +15,6 @@ from offload.weights.file_homes import NO_FILES
 from offload.weights.partition import CutPoint, cut
 from offload.weights.slot_contents import SlotContents
 from offload.weights.units import OffloadUnit
-
-
-@pytest.fixture
-def streams() -> Iterator[registry.Streams]:
-    acquired = registry.acquire("cpu")
-    yield acquired
-    registry.release(acquired)
 
 
 @pytest.fixture

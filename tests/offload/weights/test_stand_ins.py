@@ -72,6 +72,9 @@ class Sink:
     def before_host_gradient(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
         self.before_host.append(tensor.name)
 
+    def before_gradient_is_read(self) -> None:
+        self.before_host.append("a read")
+
 
 @pytest.fixture
 def sink() -> Sink:
@@ -95,7 +98,7 @@ def test_modules_hold_views_of_the_slot_until_stand_ins_are_removed(
     assert all(outside[name] is tensor for name, tensor in host.items())
 
 
-def test_a_parameter_has_one_stand_in_until_stand_ins_are_dropped(
+def test_a_parameter_has_one_stand_in_which_serves_the_next_step_too(
     net: Net, unit: OffloadUnit, slot: DeviceSlot, sink: Sink
 ):
     hooked = []
@@ -112,8 +115,45 @@ def test_a_parameter_has_one_stand_in_until_stand_ins_are_dropped(
     assert len(hooked) == 1
     remove_stand_ins(unit, slot)
     drop_stand_ins(unit)
+    net.layer.weight.tag = "of the host"
+    install_stand_ins(unit, slot, sink)
+    assert net.layer.weight is first
+    assert net.layer.weight.tag == "of the host"
+    sink.landed.clear()
+    net(torch.randn(4, 3)).square().sum().backward()
+    assert sorted(sink.landed) == ["layer.bias", "layer.weight", "norm.bias", "norm.weight"]
+
+
+@pytest.mark.parametrize("done", ["retained", "changed", "class", "replaced"])
+def test_a_stand_in_that_is_no_longer_as_it_was_made_serves_no_other_step(
+    done: str, net: Net, unit: OffloadUnit, slot: DeviceSlot, sink: Sink
+):
+    install_stand_ins(unit, slot, sink)
+    first = net.layer.weight
+    if done == "retained":
+        first.retain_grad()
+    elif done == "changed":
+        first.mul_(2)
+    remove_stand_ins(unit, slot)
+    drop_stand_ins(unit)
+    if done == "class":
+        net.layer.weight.__class__ = type("Marked", (nn.Parameter,), {})
+    elif done == "replaced":
+        tensor = next(tensor for tensor in unit.tensors if tensor.host is net.layer.weight)
+        tensor.host = net.layer.weight = nn.Parameter(torch.ones(3, 3))
     install_stand_ins(unit, slot, sink)
     assert net.layer.weight is not first
+    assert net.norm.weight.grad_fn is not None
+
+
+def test_backward_without_its_mode_is_refused(net: Net, unit: OffloadUnit, slot: DeviceSlot):
+    sink = Sink()
+    install_stand_ins(unit, slot, sink)
+    loss = net(torch.randn(4, 3)).sum()
+    # Nothing but its owner keeps the sink alive: a stand-in may outlive the step.
+    del sink
+    with pytest.raises(RuntimeError, match="backward of a forward whose offload mode is gone"):
+        loss.backward()
 
 
 def test_frozen_parameters_have_stand_ins_without_gradients(net: Net, unit: OffloadUnit, slot: DeviceSlot, sink: Sink):

@@ -40,8 +40,8 @@ class Recorded(NoUpdates):
     def before_onload(self, unit) -> None:
         self.calls.append(f"before {unit}")
 
-    def gradient_landed(self, unit, tensor, after) -> None:
-        self.calls.append(f"landed {tensor.name}")
+    def gradients_landed(self, unit, tensors, after) -> None:
+        self.calls += [f"landed {tensor.name}" for tensor in tensors]
 
     def end_step(self) -> None:
         self.calls.append("end")
@@ -90,7 +90,7 @@ def test_gradients_that_updates_retain_are_not_freed():
     model, mode, updates, freed = Stack(depth=2), LayerStream(slots=2), Retaining(), []
     with attached(mode, model):
         mode._streamer.use_updates(updates)
-        mode._streamer.gradients.free = freed.append
+        mode._streamer.gradients.offloader.free = freed.extend
         with mode.step():
             model(stack_inputs(0, 0)).sum().backward()
         expected = {name: gradient for name, gradient in updates.kept.items() if name.startswith("blocks.1")}

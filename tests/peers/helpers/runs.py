@@ -12,6 +12,7 @@ from tests.training.helpers.in_process import TINY_RUN, components_of, run_here
 from training.errors import UserError
 
 EVERY_STEP = (*TINY_RUN, "log_every=1", "steps=4", "warmup_steps=4")
+ON_GPU = ("device=cuda", "precision=bf16", "clip_norm=null", "optimizer.lr=0.01")
 
 
 def skip_without(package: str) -> None:

@@ -50,12 +50,13 @@ def test_a_checkpoint_without_it_is_refused(tmp_path: Path):
 
 
 def test_files_of_a_pipeline_are_inside_and_those_of_an_index_are_its_own(tmp_path: Path):
-    weights_in(tmp_path / "pipeline", 1)
-    (tmp_path / "pipeline" / "model-0.safetensors").rename(tmp_path / "x.safetensors")
-    (tmp_path / "pipeline" / "unet").mkdir()
-    (tmp_path / "x.safetensors").rename(tmp_path / "pipeline" / "unet" / "x.safetensors")
+    (tmp_path / "pipeline").mkdir()
+    for part in ("unet", "vae"):
+        weights_in(tmp_path / "pipeline" / part, 1)
+    (tmp_path / "pipeline" / "unet" / "config.json").write_text("{}")
     reference = BaseReference.of(0, ModelWeights(str(tmp_path / "pipeline")))
-    assert list(reference.sha256) == ["unet/x.safetensors"]
+    # The other models of the pipeline are not part of the base.
+    assert list(reference.sha256) == ["unet/model-0.safetensors"]
     file = weights_in(tmp_path / "one", 1).path() / "model-0.safetensors"
     assert list(BaseReference.of(0, ModelWeights(str(file))).sha256) == ["model-0.safetensors"]
     (tmp_path / "empty").mkdir()

@@ -115,7 +115,7 @@ def test_auto_takes_the_one_before_and_keeps_the_damaged_one(
     assert at(finished, 6).with_name("step-00000006.aside").is_dir()
     flip("model.safetensors", 0.5)(at(finished, 3))
     flip("model.safetensors", 0.5)(at(finished, 6))
-    with pytest.raises(UserError, match=r"resume=auto: no checkpoint of .* can be used .*remove them to begin anew"):
+    with pytest.raises(UserError, match=r"resume=auto: no checkpoint of .* can be used .*remove them to start"):
         run_here(finished, "resume=auto")
 
 

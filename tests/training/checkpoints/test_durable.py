@@ -27,7 +27,9 @@ def test_a_folder_has_its_files_and_a_manifest_of_them(tmp_path: Path):
     assert [path.name for path in folder.parent.iterdir()] == ["folder"]
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), KeyboardInterrupt(), RuntimeError("CUDA error")]
+)
 def test_an_error_leaves_nothing(tmp_path: Path, error: BaseException):
     def fail(write) -> None:
         write(b"half")

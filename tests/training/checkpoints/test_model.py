@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.training.helpers.in_process import TINY_RUN, components_of, composed, run_here, signals_as_before
-from training.build import attached, build
+from training.build import build
 from training.checkpoints.model import load_model
-from training.components import acquired
+from training.components import acquired, attached
 from training.errors import UserError
 from training.loop import train
 

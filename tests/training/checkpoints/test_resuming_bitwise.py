@@ -15,6 +15,8 @@ MODES["shard_offload"] = ("offload.shards=2",)
 RECIPES = {
     # bf16 has masters, a cosine has another rate at each step, and updates begin inside backward.
     "bf16": ("precision=bf16", "optimizer=host_adamw", "schedule=cosine", "clip_norm=null", "microbatches=2"),
+    # Some steps are clipped, and updates that have begun inside backward are undone.
+    "clipped": ("precision=bf16", "optimizer=host_adamw", "optimizer.speculate=on", "clip_norm=2"),
     "fp32": ("model.tie_word_embeddings=true", "recompute=block"),
 }
 
@@ -54,6 +56,22 @@ def test_where_states_are_updated_leaves_no_trace(tmp_path: Path, run_here, fini
     run_here(tmp_path / "to", *updates, f"resume={at(finished, 3)}")
     run_here(tmp_path / "from", f"resume={at(tmp_path / 'there', 3)}")
     assert content(at(tmp_path / "to", 6)) == content(at(tmp_path / "from", 6)) == content(at(finished, 6))
+
+
+@pytest.mark.slow
+def test_released_gradients_leave_no_trace(tmp_path: Path, run_here, at, content, curve):
+    """The norms of the curve are those of gradients that are in no `.grad`."""
+    job = ("offload=layer_stream", "optimizer=host_adamw", "clip_norm=null", "microbatches=1", "precision=bf16")
+    runs = {
+        gradients: (*job, f"optimizer.gradients={gradients}", "log_every=1", "checkpoint.every=2", "checkpoint.keep=2")
+        for gradients in ("keep", "release")
+    }
+    for gradients, overrides in runs.items():
+        run_here(tmp_path / gradients, *overrides, "steps=4")
+    keep, release = (tmp_path / gradients for gradients in runs)
+    run_here(tmp_path / "resumed", *runs["release"], "steps=4", f"resume={at(keep, 2)}")
+    assert content(at(keep, 4)) == content(at(release, 4)) == content(at(tmp_path / "resumed", 4))
+    assert curve(keep) == curve(release)
 
 
 def test_a_killed_run_resumes_in_its_directory_without_a_lost_or_repeated_step(

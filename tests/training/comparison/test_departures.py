@@ -1,4 +1,4 @@
-"""Where a curve departs from the resident one, and why, from records alone."""
+"""The step at which a curve departs from the resident one, and the reason, from records alone."""
 
 from __future__ import annotations
 

@@ -13,14 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.training.helpers.time_limit import time_limit
+from tests.training.helpers.yaml_bomb import BOMB
 from training.comparison.report import compare
 from training.comparison.rows import Row
 
 DESCRIPTIONS = ("config.yaml", "choices.yaml", "hardware.json", "plan.json")
 RESULTS = ("summary.json", "metrics.jsonl")
-BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
-)
 
 
 @pytest.fixture(autouse=True)

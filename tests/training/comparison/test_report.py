@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from training.comparison.report import compare, write_whole
-
-
-def test_files_are_written_whole_or_not_at_all(tmp_path: Path):
-    (tmp_path / "file").write_text("old")
-    (tmp_path / "folder").mkdir()
-    write_whole(tmp_path / "file", b"new")
-    assert (tmp_path / "file").read_text() == "new"
-    with pytest.raises(OSError, match="folder"):
-        write_whole(tmp_path / "folder", b"new")
-    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder"}
+from training.comparison.report import compare
 
 
 def test_a_figure_of_an_earlier_comparison_does_not_stay(write_run):

@@ -74,7 +74,7 @@ def test_adapters_explain_their_keys(name: str):
     page = knobs("adapter", f"adapter={name}", "adapter.rank=7")
     assert "adapter.rank             of the two matrices beside a layer. [7]" in page
     keys = {key for key in schema.SCHEMAS["adapter"][name].__dataclass_fields__ if not key.startswith("_")}
-    assert keys <= explanations(schema.LoraAdapter).keys()
+    assert keys <= explanations(schema.ADAPTER_OPTIONS[name]).keys()
     assert all(f"adapter.{key} " in page for key in keys)
     assert knobs("adapter") == "adapter: no keys"
 

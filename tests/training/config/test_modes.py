@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests import ROOT
-from training.config.modes import ModeOption, all_options, mode_options, modes_table, peer_options
+from training.config.modes import ModeOption, all_options, mode_options, modes_table
 
 
 def test_every_file_is_an_option_and_none_is_the_first():
@@ -16,9 +16,9 @@ def test_every_file_is_an_option_and_none_is_the_first():
 
 
 def test_systems_of_others_are_no_modes_of_this_repository():
-    assert {"fsdp2", "ramtorch"} <= peer_options().keys()
-    assert not mode_options().keys() & peer_options().keys()
-    assert mode_options().keys() | peer_options().keys() == all_options().keys()
+    others = all_options().keys() - mode_options().keys()
+    assert {"fsdp2", "ramtorch"} <= others
+    assert others == {name for name, option in all_options().items() if (option.target or "").startswith("peers.")}
 
 
 def test_an_option_is_read_from_its_file(tmp_path: Path):

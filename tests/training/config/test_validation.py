@@ -230,3 +230,23 @@ def test_on_the_command_line(tmp_path: Path, overrides: tuple[str, ...], line: s
     assert process.stderr.startswith(line)
     assert process.stderr.count("\n") == 1
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("key", ["vram_budget", "host_budget"])
+def test_a_budget_without_its_unit_is_refused(key: str):
+    assert refusal(f"{key}=22").startswith(f"{key}=22: is a number of bytes: give a unit, {key}=22GiB, or null for")
+    assert [refusal(f"{key}={value}") for value in ("22GiB", "1KiB", 2**20, "null")] == [None] * 4
+
+
+@pytest.mark.parametrize("model", ["vit_l", "unet_small", "dit_xl", "flux", "flux_small", "sdxl_unet", "ltx_video"])
+def test_a_model_that_brings_a_dataset_trains_on_another(model: str):
+    assert refusal(f"model={model}", "dataset=images", "dataset.folder=pictures", "dataset.size=8") is None
+
+
+@pytest.mark.parametrize("model", ["hf", "diffusers"])
+@pytest.mark.parametrize("overrides", ["3", "abc", "[1]"])
+def test_overrides_that_are_no_keys(model: str, overrides: str):
+    assert refusal(f"model={model}", "model.source=x", f"model.overrides={overrides}").startswith(
+        f"model.overrides={overrides}: must be keys with values"
+    )
+    assert refusal(f"model={model}", "model.source=x", "model.overrides={a: 1}") is None

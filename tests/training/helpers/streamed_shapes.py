@@ -24,7 +24,7 @@ def _t5() -> nn.Module:
 
 
 def _autoencoder() -> nn.Module:
-    """The one of Stable Diffusion (Rombach et al. 2022)."""
+    """Makes the autoencoder of Stable Diffusion (Rombach et al. 2022)."""
     from diffusers import AutoencoderKL
 
     stages = 4

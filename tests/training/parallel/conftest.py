@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from tests.training.helpers.in_process import TINY_RUN, composed, signals_as_before
 from training.build import build
@@ -25,3 +28,15 @@ def run_ranks(folder: Path, *overrides: str, watch: Callable[[Ranks], None] = la
         watch(ranks)
         with build(config, invocation, ranks=ranks) as job:
             return train(job)
+
+
+def forked(work: Callable[[int, Path, int], None], folder: Path, count: int) -> list[dict]:
+    """Calls `work` in a process for each rank; returns what each has saved."""
+    start: Callable = multiprocessing.get_context("fork").Process
+    processes = [start(target=work, args=(rank, folder, count)) for rank in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == 0
+    return [torch.load(folder / f"{rank}.pt") for rank in range(count)]

@@ -29,6 +29,18 @@ def test_copies_are_weights_buffers_and_states():
     assert tensors["0.weight"].data_ptr() == trained[0].weight.data_ptr()
 
 
+def test_what_the_ranks_of_a_host_share_is_apart():
+    trained = model()
+    optimizer = AdamW(trained.parameters())
+    optimizer.allocate()
+    copies = Copies(trained, optimizer, {trained[0].weight})
+    assert copies.shared_tensors().keys() == {"0.weight", "0.weight.exp_avg", "0.weight.exp_avg_sq"}
+    own = copies.tensors()
+    # Each rank counts its updates.
+    assert {"0.bias", "0.weight.step"} <= own.keys()
+    assert not own.keys() & copies.shared_tensors().keys()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_a_fingerprint_shows_one_changed_element(dtype: torch.dtype):
     tensor = torch.zeros(3, 5).to(dtype).t()
@@ -43,10 +55,14 @@ def test_fingerprints_differ_after_an_update():
     optimizer = AdamW(trained.parameters())
     optimizer.allocate()
     copies = Copies(trained, optimizer)
-    before = copies.fingerprints()
+
+    def fingerprints() -> dict[str, int]:
+        return {name: fingerprint(tensor) for name, tensor in copies.tensors().items()}
+
+    before = fingerprints()
     (trained(torch.randn(2, 3)) * torch.arange(4)).sum().backward()
     optimizer.step()
-    after = copies.fingerprints()
+    after = fingerprints()
     assert before.keys() == after.keys()
     assert {"0.weight", "0.weight.exp_avg"} <= {name for name in after if after[name] != before[name]}
     assert after["positions"] == before["positions"]
@@ -54,5 +70,6 @@ def test_fingerprints_differ_after_an_update():
 
 def test_running_statistics_are_refused():
     refuse_statistics(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False)))
-    with pytest.raises(UserError, match=r"^devices: 1 \(BatchNorm1d\)"):
-        refuse_statistics(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    for norm in (nn.BatchNorm1d(2), nn.SyncBatchNorm(2), nn.InstanceNorm2d(2, track_running_stats=True)):
+        with pytest.raises(UserError, match=rf"^devices: 1 \({type(norm).__name__}\)"):
+            refuse_statistics(nn.Sequential(nn.Linear(2, 2), norm))

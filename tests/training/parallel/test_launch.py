@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ from tests.training.helpers.results import content
 from tests.training.helpers.sweeps import runs
 from tests.training.parallel.conftest import RUN, run_ranks
 from training import loop
+from training.errors import UserError
 from training.parallel.launch import Followers, connected
 from training.parallel.ranks import ALONE, RankLostError
 
@@ -57,6 +59,21 @@ def test_one_device_needs_no_other_process(started: list[int]):
     with connected(composed()[0], None) as ranks:
         assert ranks is ALONE
     assert not started
+
+
+def test_ranks_are_ended_where_the_system_starts_no_more(started: list[int], monkeypatch: pytest.MonkeyPatch):
+    start = Followers._start
+
+    def refused(self: Followers, rank: int):
+        if rank == 2:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        return start(self, rank)
+
+    monkeypatch.setattr(Followers, "_start", refused)
+    with pytest.raises(UserError, match=r"^devices=3: the process of rank 2 could not be started \(Resource temp"):
+        Followers(3)
+    assert len(started) == 1
+    assert not runs(started[0])
 
 
 def test_a_rank_that_is_killed_ends_the_run_which_is_saved(tmp_path: Path, at_step, started: list[int]):

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from tests.training.helpers.in_process import composed
 from training.config.schema import RecomputeBlocks
-from training.parallel.messages import from_bytes, to_bytes
+from training.parallel.messages import encoded, from_bytes, to_bytes
 
 
 def test_a_configuration_keeps_values_and_types():
@@ -23,3 +23,10 @@ def test_a_configuration_keeps_values_and_types():
 def test_a_tensor_arrives_as_it_is():
     tensor = torch.randn(3, 4).to(torch.bfloat16)
     assert torch.equal(from_bytes(to_bytes({"a": tensor}))["a"], tensor)
+
+
+def test_a_message_goes_with_its_length():
+    length, data = encoded(("step", 3))
+    assert (length.dtype, data.dtype) == (torch.int64, torch.uint8)
+    assert length.tolist() == [len(data)]
+    assert from_bytes(data.numpy().tobytes()) == ("step", 3)

@@ -1,9 +1,7 @@
-"""Sums over two processes that are forked from this one: it costs no imports."""
+"""Sums over processes that are forked from this one: it costs no imports."""
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from training.parallel.reduce import SUMS, reduce_gradients
+from tests.training.parallel.conftest import forked
+from training.errors import UserError
+from training.parallel.reduce import SUMS, SUMS_OF_HOSTS, reduce_gradients
+from training.parallel.sharers import HostGroups
 
 
 def gradients(rank: int) -> list[Tensor | None]:
@@ -56,15 +57,7 @@ def reduced(rank: int, folder: Path, count: int) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """The reduced gradients of three ranks, by way of adding and dtype."""
-    folder = tmp_path_factory.mktemp("reduced")
-    start: Callable = multiprocessing.get_context("fork").Process
-    processes = [start(target=reduced, args=(rank, folder, 3)) for rank in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
-    return [torch.load(folder / f"{rank}.pt") for rank in range(3)]
+    return forked(reduced, tmp_path_factory.mktemp("reduced"), 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -91,6 +84,47 @@ def test_fast_sums_are_the_same_on_all_ranks_and_near_the_ordered_ones(results, 
             assert gradient is None or torch.equal(gradient, first), rank
             if gradient is not None:
                 torch.testing.assert_close(gradient, ordered, rtol=0.02, atol=0.5)
+
+
+# The hosts of six ranks, in their order; the middle one takes sums of others, and gives them on.
+HOSTS = (0, 0, 1, 1, 2, 2)
+
+
+def flat_gradient(rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(64, generator=generator) * 10 ** torch.randn(64, generator=generator)
+
+
+def summed_over_hosts(rank: int, folder: Path, count: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), count), rank=rank, world_size=count)
+    groups = HostGroups.of(rank, HOSTS, dist.new_group, dist.new_group)
+    assert groups.ranks == (rank // 2 * 2, rank // 2 * 2 + 1)
+    results = {
+        name: add(flat_gradient(rank), groups.data, groups.across).clone() for name, add in SUMS_OF_HOSTS.items()
+    }
+    torch.save(results, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_sums_over_hosts_are_in_the_order_of_the_ranks(tmp_path: Path):
+    expected = flat_gradient(0)
+    for rank in range(1, 6):
+        expected += flat_gradient(rank)
+    found = forked(summed_over_hosts, tmp_path, 6)
+    for results in found:
+        assert torch.equal(results["ordered"], expected)
+        assert torch.equal(results["fast"], found[0]["fast"])
+        torch.testing.assert_close(results["fast"], expected, rtol=1e-4, atol=1e-3)
+    # Sums of hosts that are added would be others: else this test could not fail.
+    host_by_host = sum(flat_gradient(rank) + flat_gradient(rank + 1) for rank in (0, 2, 4))
+    assert not torch.equal(host_by_host, expected)
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 1), (0, 1, 0, 1)], ids=str)
+def test_hosts_with_other_numbers_of_ranks_or_another_order_are_refused(hosts: tuple[int, ...]):
+    with pytest.raises(UserError, match=r"^parallel.homes=shared: the hosts of the ranks are 0, .* parallel.homes=own"):
+        HostGroups.of(0, hosts, None, None)
 
 
 def test_the_order_shows_in_these_gradients(results):

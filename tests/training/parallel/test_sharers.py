@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import ROOT
+from tests.offload.helpers.sharers import homes_in_use
 from tests.training.helpers.in_process import components_of, composed, run_here
 from tests.training.helpers.results import content
-from tests.training.parallel.conftest import RUN, run_ranks
+from tests.training.helpers.sweeps import runs
+from tests.training.parallel.conftest import RUN, forked, run_ranks
 from training.config.validation import check
 from training.errors import UserError
+from training.metrics.files import read_summary
 from training.parallel import group
+from training.parallel.group import FirstLostError, Group, Setup
 from training.parallel.ranks import RankLostError, Share
 
 
@@ -65,23 +75,125 @@ def test_another_rank_that_fails_ends_the_run_which_is_not_saved(tmp_path: Path,
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_states_on_the_device_are_refused_for_ranks_that_share_them():
-    with pytest.raises(UserError, match=r"^optimizer.device_share=1GiB with devices=2: .* parallel.homes=own"):
-        components_of(*STREAMED, "devices=2", "optimizer.device_share=1GiB")
-    assert components_of(*STREAMED, "devices=2", "optimizer.device_share=auto").shares_homes
-    assert not components_of(*STREAMED, "offload=none", "devices=2", "optimizer.device_share=1GiB").shares_homes
-    assert not components_of(*STREAMED[:2], "devices=2", "optimizer.device_share=1GiB").shares_homes
+def sharing(rank: int, folder: Path, count: int) -> None:
+    """A rank of two hosts, or of one; the last rank of each host ends before the others."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), count), rank=rank, world_size=count)
+    ranks = Group(torch.device("cpu"), Setup("cpu", count, timeout_s=60), host=rank // 2)
+    sharers = ranks.sharers(shared=True)
+    whole = torch.full((8,), rank, dtype=torch.uint8)
+    sharers.gather(whole, "test")
+    flat = torch.full((4,), 10.0**rank)
+    sharers.sum(flat, "test")
+    found = {
+        "place": (sharers.rank, sharers.count, sharers.first, sharers.hosts),
+        "host": sharers.exchange((rank, -1), "test"),
+        "patient": sharers.exchange((rank,), "test", patient=True),
+        "everywhere": sharers.exchange((rank,), "test", everywhere=True),
+        "gathered": whole.tolist(),
+        "sum": flat.tolist(),
+    }
+    if sharers.rank == 0:
+        try:
+            sharers.exchange((0,), "test")
+        except (RankLostError, FirstLostError) as error:
+            found["lost"] = f"{type(error).__name__}: {error}"
+    torch.save(found, folder / f"{rank}.pt")
+    # Connections end with the process: others may have theirs in use.
+    os._exit(0)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_ranks_of_a_host_share_and_all_hosts_sum(tmp_path: Path, hosts: int):
+    everyone = range(2 * hosts)
+    for rank, found in enumerate(forked(sharing, tmp_path, 2 * hosts)):
+        first = rank // 2 * 2
+        assert found["place"] == (rank % 2, 2, first, hosts)
+        assert found["host"] == [[first, -1], [first + 1, -1]]
+        assert found["patient"] == [[first], [first + 1]]
+        assert found["everywhere"] == [[other] for other in everyone]
+        assert found["gathered"] == [first] * 4 + [first + 1] * 4
+        assert found["sum"] == [sum(10.0**other for other in everyone)] * 4
+        if rank == 0:
+            assert found["lost"].startswith("RankLostError: rank 1")
+            assert "has ended" in found["lost"]
+        elif rank == first:
+            assert found["lost"].startswith("FirstLostError")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_is_killed_at_any_moment_ends_the_run_and_leaves_no_memory(tmp_path: Path, lost: int):
+    keys = (
+        "devices=2",
+        "microbatches=1",
+        "clip_norm=null",
+        "steps=1000000",
+        "eval.every=null",
+        "checkpoint.every=null",
+    )
+    command = [sys.executable, "train.py", *RUN, *STREAMED, *keys, f"hydra.run.dir={tmp_path}"]
+    before, metrics = homes_in_use(), tmp_path / "metrics.jsonl"
+    with open(tmp_path / "console", "w") as console:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=console, stderr=console)
+    try:
+        deadline = time.monotonic() + 300
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
+            assert process.poll() is None, (tmp_path / "console").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        files = homes_in_use() - before
+        assert files
+        ranks = [process.pid, *(child.pid for child in psutil.Process(process.pid).children())]
+        time.sleep(random.Random().uniform(0, 1))
+        os.kill(ranks[lost], signal.SIGKILL)
+        assert process.wait(120) != 0
+        while runs(ranks[1]):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert not files & homes_in_use()
+        if lost:
+            assert "rank 1: its process was killed (SIGKILL)" in read_summary(tmp_path)["reason"]
+        assert not (tmp_path / "checkpoints").exists()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_ranks_share_what_streams():
+    assert components_of(*STREAMED, "devices=2").shares_homes
+    assert not components_of(*STREAMED, "offload=none", "devices=2").shares_homes
+    assert not components_of(*STREAMED[:2], "devices=2").shares_homes
     assert not components_of(*STREAMED).shares_homes
 
 
-def test_states_in_8_bits_are_refused_for_ranks_that_share_them():
-    with pytest.raises(UserError, match=r"^optimizer.state_dtype=int8 with parallel.homes=shared: .*homes=own$"):
-        components_of(*STREAMED, "devices=2", "optimizer.state_dtype=int8")
+def test_updates_begin_inside_backward_where_a_rank_has_its_gradients_in_one_go():
+    early = (*STREAMED, "devices=2", "clip_norm=null")
+    assert components_of(*early, "microbatches=1").updates_begin_early
+    assert components_of(*early, "offload=shard_offload", "microbatches=2").updates_begin_early
+    assert not components_of(*early, "microbatches=2").updates_begin_early
+    assert not components_of(*early, "microbatches=1", "parallel.homes=own").updates_begin_early
+    assert not components_of(*early, "microbatches=1", "clip_norm=1").updates_begin_early
 
 
-def test_ranks_of_several_hosts_cannot_share():
-    with pytest.raises(UserError, match=r"^parallel.homes=shared with parallel.hosts=2: .* give parallel.homes=own$"):
-        check(composed(*STREAMED, "devices=2", "parallel.hosts=2", "plan=true")[0])
+@pytest.mark.slow
+def test_updates_inside_backward_and_states_on_the_devices_are_those_of_one_device(one: Path):
+    """Some states on each device, in 8 bits; checkpoints have them all."""
+    keys = ("clip_norm=null", "optimizer.state_dtype=int8", "steps=4", "precision=bf16")
+    expected, folder = one.with_name("early"), one.with_name("early on two")
+    run_here(expected, *RUN, "optimizer=host_adamw", *keys, "microbatches=2")
+    run_ranks(folder, *STREAMED, *keys, "devices=2", "microbatches=1", "optimizer.device_share=40KiB")
+    for step in (2, 4):
+        assert content(at(folder, step)) == content(at(expected, step))
+
+
+def test_hosts_have_as_many_ranks_where_they_share():
+    wrong = r"^parallel.homes=shared with devices=3 on parallel.hosts=2: .* or parallel.homes=own$"
+    with pytest.raises(UserError, match=wrong):
+        check(composed(*STREAMED, "devices=3", "parallel.hosts=2", "plan=true")[0])
+    assert components_of(*STREAMED, "devices=4", "parallel.hosts=2").shares_homes
+    # A rank alone on its host has nobody to share with.
+    assert not components_of(*STREAMED, "devices=2", "parallel.hosts=2").shares_homes
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from offload.weights import gradient_ring
 from tests.training.helpers.in_process import components_of, composed
 from training.components import Components
 from training.config.modes import mode_options
@@ -107,6 +108,16 @@ def test_another_mode_is_not_advised_where_the_command_line_has_keys_that_it_lac
     assert "offload=none" in advised(plans, "offload=layer_stream", *job, budget="host_budget")
     given = advised(plans, "offload=layer_stream", "offload.slots=3", *job, budget="host_budget")
     assert "offload=" not in given
+
+
+@pytest.mark.slow
+def test_gradients_that_only_updates_need_may_be_released(plans, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gradient_ring, "LEAST_RING_BYTES", 0)
+    monkeypatch.setattr(gradient_ring, "RING_UNITS", 1)
+    job = ("offload=layer_stream", "model.intermediate_size=1024", "seq_len=16", "batch_size=1", "vram_budget=1MiB")
+    job += ("optimizer.gradients=keep",)
+    assert "optimizer.gradients=release" in advised(plans, *job, "clip_norm=null", budget="host_budget")
+    assert "optimizer.gradients" not in advised(plans, *job, budget="host_budget")
 
 
 def test_what_a_checkpoint_fixes_is_not_advised_to_a_run_that_resumes(plans):

@@ -22,7 +22,8 @@ def test_what_follows_the_offload_mode_is_explained():
     assert lines["optimizer.device_share"] == "what the first step leaves free: fills vram_budget=1GiB"
     assert "precision" not in lines
     lines = chosen_values(components_of("offload=layer_stream", "optimizer=host_adamw", "microbatches=1"), None)
-    assert lines.keys() == {"precision", "optimizer.device_share"}
+    assert lines.keys() == {"precision", "optimizer.gradients", "optimizer.device_share", "optimizer.speculate"}
+    assert lines["optimizer.gradients"].startswith("keep: clip_norm=1 needs the norm of all")
     assert lines["optimizer.device_share"] == "nothing: there is no vram_budget to fill"
 
 
@@ -36,4 +37,5 @@ def test_what_follows_an_adapter_is_explained():
     assert lines["optimizer"] == "adamw, because adapter=lora trains on the device"
     given = ("offload.trained=stream", "optimizer=host_adamw", "microbatches=1", "precision=fp32")
     lines = chosen_values(components_of("offload=layer_stream", "adapter=lora", *given), None)
-    assert lines.keys() == {"optimizer.device_share"}
+    assert lines.keys() == {"optimizer.gradients", "optimizer.device_share", "optimizer.speculate"}
+    assert "is frozen, and gradients are final when they land only in units" in lines["optimizer.gradients"]

@@ -46,6 +46,14 @@ def test_planned_bytes_are_measured(tmp_path: Path, mode: str, precision: str, r
         assert min(measured["transfer/h2d_gib"], measured["transfer/d2h_gib"]) > 0
 
 
+@pytest.mark.parametrize("share", ["0", pytest.param("300KiB", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("gradients", ["keep", "release"])
+def test_of_updates_inside_backward(tmp_path: Path, gradients: str, share: str):
+    """Gradients of states on the device do not leave it where they are released; new weights do in any case."""
+    chosen = (f"optimizer.gradients={gradients}", f"optimizer.device_share={share}")
+    moved(tmp_path, "layer_stream", "clip_norm=null", "microbatches=1", *chosen)
+
+
 @pytest.mark.parametrize("mode", ["tensor_swap", "layer_stream_swap", "shard_offload"])
 def test_of_microbatches_that_are_not_alike(tmp_path: Path, mode: str):
     """More microbatches than the dry run computes, of two sequences and of one."""

@@ -8,8 +8,9 @@ import pytest
 
 from models.quantise import QuantisedWeight
 from tests.training.helpers.in_process import SMALL_MODEL, components_of
+from training.planning.dry_step import dry_step
 from training.planning.machine import machine_of
-from training.planning.plan import dry_step, plan_run
+from training.planning.plan import plan_run
 from training.planning.quantised import unquantised_note
 
 # The embedding and the head are half of such a model.

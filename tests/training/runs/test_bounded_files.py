@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.training.helpers.time_limit import time_limit
+from tests.training.helpers.yaml_bomb import BOMB
 from training.runs import bounded_files
 from training.runs.bounded_files import (
     DEEPEST,
@@ -29,9 +30,6 @@ from training.runs.bounded_files import (
 )
 
 READERS = (opened, read_bytes, lambda path: list(read_lines(path)), read_json, read_yaml)
-BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
-)
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,7 @@ from training.runs.compose_errors import explain_refusal, is_refusal
         ),
         ("offload.slots=3", "offload.slots: unknown key. Options that have it: offload=bounce_linear or "),
         ("lr=0.1", "lr: unknown key. Did you mean optimizer.lr?"),
+        ("seed=1,2", "seed=1,2: several values are a sweep, one run for each: python train.py -m seed=1,2"),
         ("offload=3", "choose options by name, GROUP=OPTION, such as offload=none ("),
     ],
 )

@@ -91,7 +91,7 @@ def test_whatever_is_lost_a_program_ends_well_and_its_log_says_so(tmp_path: Path
     assert log.count("a message\n") == 4000
     noted = [line for line in log.splitlines() if " is lost " in line]
     expected = [
-        f"{name} is lost ({why}): the run goes on, and its messages are in train.log" for name, why in lost.items()
+        f"{name} is lost ({why}): the run continues, and its messages are in train.log" for name, why in lost.items()
     ]
     assert noted == expected
     if not redirections:

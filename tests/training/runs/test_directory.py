@@ -15,21 +15,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.training.helpers.in_process import ROOT, TINY_RUN, command_here, run_here
+from tests.training.helpers.in_process import ROOT, TINY_RUN, run_here, train_tiny
 from training.comparison.runs import read_run
 from training.errors import UserError
 from training.runs import directory
 from training.runs.directory import holds_results, locked
-
-TINY = (*TINY_RUN, "dataset=synthetic")
-
-
-def train(folder: Path, *overrides: str, status: int = 0) -> str:
-    """Runs `python train.py` with its files in `folder`; returns the line that it prints if it fails."""
-    result = command_here(*TINY, *overrides, f"hydra.run.dir={folder}")
-    assert result.returncode == status, result.stdout + result.stderr
-    assert not status or result.stderr.count("\n") == 1, result.stderr
-    return result.stderr
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -45,7 +35,7 @@ def steps(folder: Path) -> list[int]:
 @pytest.fixture(scope="module")
 def finished_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished") / "run"
-    train(folder, "checkpoint.every=3")
+    train_tiny(folder, "checkpoint.every=3")
     return folder
 
 
@@ -67,7 +57,7 @@ def finished(finished_once: Path, tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_a_refused_command_leaves_a_finished_run_as_it_was(finished: Path, overrides: tuple[str, ...], message: str):
     before = content(finished)
-    assert message in train(finished, "checkpoint.every=3", *overrides, status=1)
+    assert message in train_tiny(finished, "checkpoint.every=3", *overrides, status=1)
     assert content(finished) == before
     run = read_run(finished)
     assert (run.status, run.config["seed"], run.choices["offload"]) == ("ok", "0", "none")
@@ -75,30 +65,30 @@ def test_a_refused_command_leaves_a_finished_run_as_it_was(finished: Path, overr
 
 def test_a_refused_command_leaves_a_killed_run_as_it_was(finished: Path):
     (finished / "summary.json").unlink()
-    train(finished, "steps=-1", status=1)
+    train_tiny(finished, "steps=-1", status=1)
     assert read_run(finished).status == "killed"
 
 
 @pytest.mark.slow
 def test_a_refused_plan_leaves_an_earlier_plan_as_it_was(tmp_path: Path):
-    train(tmp_path, "plan=true")
+    train_tiny(tmp_path, "plan=true")
     before = content(tmp_path)
-    train(tmp_path, "plan=true", "offload=bounce_linear", "offload.resident=99", status=1)
+    train_tiny(tmp_path, "plan=true", "offload=bounce_linear", "offload.resident=99", status=1)
     assert content(tmp_path) == before
-    train(tmp_path, "plan=true", "offload=layer_stream")
+    train_tiny(tmp_path, "plan=true", "offload=layer_stream")
     assert read_run(tmp_path).choices["offload"] == "layer_stream"
 
 
 @pytest.mark.slow
 def test_a_run_that_is_refused_in_a_directory_of_its_own_says_why_there(tmp_path: Path):
-    train(tmp_path, "steps=-1", "offload=layer_stream", status=1)
+    train_tiny(tmp_path, "steps=-1", "offload=layer_stream", status=1)
     run = read_run(tmp_path)
     assert (run.status, run.reason) == ("failed", "steps=-1: must be at least 1")
     assert (run.config["steps"], run.choices["offload"]) == ("-1", "layer_stream")
     # Nothing is lost when the next one takes its place.
-    line = train(tmp_path, "seed='${nowhere}'", status=1)
+    line = train_tiny(tmp_path, "seed='${nowhere}'", status=1)
     assert f"error: {read_run(tmp_path).reason}\n" == line
-    train(tmp_path, "steps=2")
+    train_tiny(tmp_path, "steps=2")
     assert read_run(tmp_path).status == "ok"
 
 
@@ -106,7 +96,7 @@ def test_a_run_says_what_it_was_composed_of(finished: Path):
     assert not (finished / ".hydra").exists()
     made_of = yaml.safe_load((finished / "choices.yaml").read_text())
     assert made_of["choices"]["dataset"] == "synthetic"
-    assert made_of["overrides"] == [*TINY, "checkpoint.every=3"]
+    assert made_of["overrides"] == [*TINY_RUN, "checkpoint.every=3"]
 
 
 @pytest.mark.slow
@@ -114,14 +104,14 @@ def test_a_second_run_leaves_the_files_of_the_first_alone(tmp_path: Path):
     written = ("config.yaml", "choices.yaml", "plan.json", "hardware.json", "train.log")
     metrics = tmp_path / "metrics.jsonl"
     with open(tmp_path / "output", "w") as output:
-        endless = [sys.executable, "train.py", *TINY, "steps=1000000", "log_every=1", f"hydra.run.dir={tmp_path}"]
+        endless = [sys.executable, "train.py", *TINY_RUN, "steps=1000000", "log_every=1", f"hydra.run.dir={tmp_path}"]
         first = subprocess.Popen(endless, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + 120
         while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
             time.sleep(0.05)
         before = content(tmp_path)
-        assert f"(process {first.pid})" in train(tmp_path, "offload=layer_stream", "seed=7", status=1)
+        assert f"(process {first.pid})" in train_tiny(tmp_path, "offload=layer_stream", "seed=7", status=1)
         after = content(tmp_path)
         assert after.keys() == before.keys()
         assert {name: after.get(name) for name in written} == {name: before.get(name) for name in written}
@@ -133,26 +123,26 @@ def test_a_second_run_leaves_the_files_of_the_first_alone(tmp_path: Path):
 
 
 def test_a_new_run_does_not_mix_with_the_metrics_of_another(tmp_path: Path, finished_once: Path):
-    run_here(tmp_path, *TINY)
+    run_here(tmp_path, *TINY_RUN)
     before = content(tmp_path)
     checkpoint = f"resume={finished_once}/checkpoints/step-00000003"
     for overrides in (("seed=5",), ("checkpoint.every=3", checkpoint)):
         with pytest.raises(UserError, match=f"{tmp_path} has the metrics.jsonl of another run: choose another place"):
-            run_here(tmp_path, *TINY, *overrides)
+            run_here(tmp_path, *TINY_RUN, *overrides)
     assert content(tmp_path) == before
     assert steps(tmp_path) == [2, 4, 6]
 
 
 def test_a_job_that_is_queued_again_before_its_first_checkpoint_begins_anew(tmp_path: Path):
-    run_here(tmp_path, *TINY)
-    run_here(tmp_path, *TINY, "resume=auto", "checkpoint.every=100", "log_every=3")
+    run_here(tmp_path, *TINY_RUN)
+    run_here(tmp_path, *TINY_RUN, "resume=auto", "checkpoint.every=100", "log_every=3")
     assert steps(tmp_path) == [3, 6]
 
 
 @pytest.mark.parametrize("logged", ["", '{"train/step": 2'])
 def test_where_nothing_was_logged_a_run_begins(tmp_path: Path, logged: str):
     (tmp_path / "metrics.jsonl").write_text(logged)
-    run_here(tmp_path, *TINY)
+    run_here(tmp_path, *TINY_RUN)
     assert steps(tmp_path) == [2, 4, 6]
 
 
@@ -178,7 +168,7 @@ def test_checkpoints_may_lie_elsewhere(tmp_path: Path):
     (tmp_path / "large").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "large")
-    run_here(tmp_path / "run", *TINY, "checkpoint.every=3")
+    run_here(tmp_path / "run", *TINY_RUN, "checkpoint.every=3")
     assert sorted(path.name for path in (tmp_path / "large").iterdir()) == ["step-00000003", "step-00000006"]
 
 

@@ -9,22 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from tests.training.helpers.in_process import TINY_RUN, command_here
+from tests.training.helpers.in_process import train_tiny
 from tests.training.helpers.time_limit import time_limit
 from training.errors import UserError
 from training.runs import files
 from training.runs.directory import locked
 from training.runs.files import RUN_FILES
-
-TINY = (*TINY_RUN, "dataset=synthetic")
-
-
-def train(folder: Path, *overrides: str, status: int = 0) -> str:
-    """Runs `python train.py` with its files in `folder`; returns the line that it prints if it fails."""
-    result = command_here(*TINY, *overrides, f"hydra.run.dir={folder}")
-    assert result.returncode == status, result.stdout + result.stderr
-    assert not status or result.stderr.count("\n") == 1, result.stderr
-    return result.stderr
 
 
 @pytest.mark.parametrize("name", RUN_FILES)
@@ -48,7 +38,7 @@ def test_what_is_not_a_file_is_refused(tmp_path: Path, name: str, make):
 def test_a_pipe_in_the_directory_of_a_run_is_one_line(tmp_path: Path, name: str):
     os.mkfifo(tmp_path / name)
     with time_limit(60):
-        assert train(tmp_path, status=1).startswith(f"error: {tmp_path / name} is not a file, and the run writes")
+        assert train_tiny(tmp_path, status=1).startswith(f"error: {tmp_path / name} is not a file, and the run writes")
     assert os.listdir(tmp_path) == [name]
 
 
@@ -57,7 +47,9 @@ def test_what_a_link_leads_to_is_left_alone(tmp_path: Path):
     target.write_text("mine")
     folder.mkdir()
     (folder / "train.log").symlink_to(target)
-    assert train(folder, "steps=-1", status=1).startswith(f"error: {folder / 'train.log'} is a link to another file")
+    assert train_tiny(folder, "steps=-1", status=1).startswith(
+        f"error: {folder / 'train.log'} is a link to another file"
+    )
     assert target.read_text() == "mine"
     assert os.listdir(folder) == ["train.log"]
 

@@ -1,6 +1,7 @@
 """Classification: loss and accuracy against arithmetic by hand, and its refusals."""
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import KnobError
+from tests.training.helpers.in_process import composed
 from training.errors import UserError
 from training.tasks.classification import Classification
 
@@ -93,3 +95,21 @@ def test_datasets_without_labels_are_refused() -> None:
 def test_smoothing_out_of_range_is_refused(value: float) -> None:
     with pytest.raises(KnobError, match=r"^label_smoothing="):
         Classification(label_smoothing=value)
+
+
+def test_more_classes_than_the_model_has_are_refused_before_a_step() -> None:
+    """On a GPU such a label would end the process."""
+    images = ("task=classification", "dataset=synthetic_images", "dataset.shape=[1,1,3]", "dataset.num_classes=2")
+    config, _ = composed(*images)
+    with torch.device("meta"):
+        model = Weights(ROWS)
+    for count, refused in ((2, nullcontext()), (3, pytest.raises(UserError, match="has 3 classes, and the model 2: "))):
+        with refused:
+            Classification().check(config, SimpleNamespace(num_classes=count), model)
+
+
+def test_a_language_model_is_refused() -> None:
+    model = nn.Identity()
+    model.vocab_size = 3
+    with pytest.raises(UserError, match=r"^task=classification: Identity is a language model: take one of images"):
+        Classification().check(None, SimpleNamespace(num_classes=2), model)

@@ -189,6 +189,16 @@ class TestLoss:
             task.check(None, WithClasses(CLASSES + 1), model)
         task.check(None, WithClasses(CLASSES), model)
 
+    def test_labels_that_may_be_dropped_need_a_label_for_none(self) -> None:
+        with pytest.raises(UserError, match=r"^task\.null_class=null: .* take task\.null_class=3, the number"):
+            FlowMatching().check(None, WithClasses(CLASSES), Linear())
+
+    def test_a_language_model_is_refused(self) -> None:
+        model = Linear()
+        model.vocab_size = 3
+        with pytest.raises(UserError, match=r"^task=flow_matching: Linear is a language model: take one"):
+            FlowMatching(null_class=CLASSES).check(None, WithClasses(CLASSES), model)
+
     def test_a_dataset_without_images_is_refused(self) -> None:
         with pytest.raises(UserError, match="object has no images"):
             FlowMatching().check(None, object(), Linear())

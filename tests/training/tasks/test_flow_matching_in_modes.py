@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.diffusion import build_diffusion, needed_condition
+from models.diffusion import build_diffusion
 from models.initialise import initialise
 from offload import BounceLinear, LayerStream, Mode, Resident, ShardOffload, TensorSwap, acquire, release
 from offload.planning import dry_run
@@ -95,7 +95,7 @@ def test_training_lowers_the_loss() -> None:
 def test_a_plan_needs_no_values(name: str) -> None:
     with torch.device("meta"):
         model = build_diffusion(*MODELS[name])
-    assert needed_condition(model) == {"labels": ()}
+    assert model.condition_shapes == {"labels": ()}
     batch = TASK.prepared(SyntheticImages.meta_batch(2, shape=model.sample_shape, num_classes=2), 0)
     plan = dry_run(LayerStream(), model, [lambda: TASK.loss(model, batch)])
     assert sum(phase.flops for phase in plan.phases) > 0

@@ -9,7 +9,7 @@ import pytest
 
 from tests import ROOT
 from tests.training.helpers.in_process import composed
-from training.config.no_adapter import has_adapter
+from training.config.adapter import has_adapter
 
 
 @pytest.mark.parametrize(("option", "expected"), [("none", False), ("lora", True), ("dora", True), ("rslora", True)])

@@ -1,0 +1,34 @@
+"""Reads the JSON files of models that others have written: a bad one is an error of one line, never a hang."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+# A thousand times the largest configuration.
+LARGEST_BYTES = 2**22
+
+
+def read_object(file: Path, advice: str, kind: str = "a configuration", largest: int = LARGEST_BYTES) -> dict[str, Any]:
+    """Returns the JSON object in `file`, which is `kind` and has at most `largest` bytes.
+
+    Raises ValueError in one line, which ends with `advice`, if the file is missing, too large, or anything else.
+    """
+    try:
+        if file.exists() and not file.is_file():
+            # Reading from a pipe would wait for another program.
+            raise ValueError(f"{file} is not a file: {advice}")
+        if (nbytes := file.stat().st_size) > largest:
+            raise ValueError(f"{file} has {nbytes} bytes, too many for {kind}: {advice}")
+        content = file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror}): {advice}") from None
+    try:
+        values = json.loads(content)
+    # ValueError: also a number of too many digits, and bytes that are not UTF-8.
+    except (ValueError, RecursionError):
+        raise ValueError(f"{file} is not JSON: {advice}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} is not {kind}: {advice}")
+    return values

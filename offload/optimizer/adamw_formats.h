@@ -1,0 +1,205 @@
+/* The formats of masters and moments, and the AdamW rule (Loshchilov and Hutter 2019) of one element.
+
+   Compiled for one format of masters, MASTER, and one of moments, MOMENT; a format is the few macros under its name
+   below. float32 weights are their own masters in every format. Whoever includes this file names a range's tensors
+   weight, rest, exp_avg and exp_avg_sq.
+
+   The order of operations and the two fused multiply-adds are those of torch's fused CPU kernel as its builds have it,
+   so the results are equal bit for bit; the compiler must contract no other operations. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define BLOCK 65536
+/* A tile of 8-bit moments is one block of theirs, with a scale of its own. */
+#define TILE (QUANTISED ? 256 : 32)
+/* Elements between use and prefetch. A prefetch past the end of a tensor is harmless. */
+#define AHEAD 256
+#define CACHE_LINE 64
+#define MOMENT_NOISE 0x9e3779b9u
+
+#define PASTE(A, B) A##_##B
+#define OF(FORMAT, OPERATION) PASTE(FORMAT, OPERATION)
+
+#define PREFETCH(POINTER)                                                                                             \
+  for (uint64_t byte = 0; byte < TILE * sizeof *(POINTER); byte += CACHE_LINE)                                        \
+    __builtin_prefetch((const char *)((POINTER) + AHEAD) + byte)
+
+typedef uint16_t bf16;
+typedef uint8_t code;
+
+static inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+static inline float float_of(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+static inline float load_float(float value) { return value; }
+static inline float load_bf16(bf16 value) { return float_of((uint32_t)value << 16); }
+
+/* To nearest, ties to even: moments. A NaN stays a NaN, here and below. */
+static inline bf16 to_even(float value) {
+  uint32_t bits = bits_of(value);
+  return value != value ? 0x7fc0 : (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+/* To nearest, ties away from zero: weights, so that weight and remainder determine the master. */
+static inline bf16 to_away(float value) { return value != value ? 0x7fc0 : (bf16)((bits_of(value) + 0x8000) >> 16); }
+
+/* Up or down, with probabilities that make the mean exact. */
+static inline bf16 to_either(float value, uint32_t noise) {
+  return value != value ? 0x7fc0 : (bf16)((bits_of(value) + (noise & 0xffff)) >> 16);
+}
+
+/* Wellons' lowbias32. */
+static inline uint32_t mix(uint32_t bits) {
+  bits = (bits ^ bits >> 16) * 0x7feb352du;
+  bits = (bits ^ bits >> 15) * 0x846ca68bu;
+  return bits ^ bits >> 16;
+}
+
+/* `lerp` is 1 - beta1. From 0.5 up torch interpolates from the gradient's end; `towards` is then `lerp` - 1. */
+static inline float next_exp_avg(float g, float m, float lerp, float towards) {
+  return fmaf(towards, g - m, lerp < 0.5f ? m : g);
+}
+static inline float next_exp_avg_sq(float g, float v, float beta2, float rest2) {
+  return fmaf(rest2 * g, g, v * beta2);
+}
+static inline float change_of(float m, float v, float correction, float eps, float step_size) {
+  return -step_size * m / (sqrtf(v) / correction + eps);
+}
+
+/* Masters. READ and WRITE are for element i; the new weight goes to out[o]. WRITE_ONLY: the weight is not read. */
+
+typedef float own_rest, fp32_rest;
+typedef int16_t compact_rest;
+typedef char stochastic_rest;
+typedef bf16 kahan_rest;
+
+#define own_READ(i) weight[i]
+#define own_WRITE(i, o, value) (out)[o] = (value)
+#define own_WRITE_ONLY 0
+#define own_HAS_REST 0
+
+#define fp32_READ(i) rest[i]
+#define fp32_WRITE(i, o, value) rest[i] = (value), (out)[o] = to_away(value)
+#define fp32_WRITE_ONLY 1
+#define fp32_HAS_REST 1
+
+/* The master's bits are 65536 times the weight's plus the remainder. A negative one under a zero is outdated. */
+static inline float join(bf16 weight, int16_t remainder) {
+  int32_t rest = (weight & 0x7fff) == 0 && remainder < 0 ? 0 : remainder;
+  return float_of(((uint32_t)weight << 16) + (uint32_t)rest);
+}
+static inline int16_t remainder_of(float value) { return value != value ? 0 : (int16_t)bits_of(value); }
+#define compact_READ(i) join(weight[i], rest[i])
+#define compact_WRITE(i, o, value) rest[i] = remainder_of(value), (out)[o] = to_away(value)
+#define compact_WRITE_ONLY 0
+#define compact_HAS_REST 1
+
+#define stochastic_READ(i) load_bf16(weight[i])
+#define stochastic_WRITE(i, o, value) (out)[o] = to_either(value, mix((uint32_t)(first + i) ^ key))
+#define stochastic_WRITE_ONLY 0
+#define stochastic_HAS_REST 0
+
+#define kahan_READ(i) (load_bf16(weight[i]) + load_bf16(rest[i]))
+#define kahan_WRITE(i, o, value) (out)[o] = to_away(value), rest[i] = to_even((value) - load_bf16(to_away(value)))
+#define kahan_WRITE_ONLY 0
+#define kahan_HAS_REST 1
+
+/* Moments. BEGIN and END surround a tile; `signed_` is 1 for the first moment and 0 for the second. */
+
+typedef float fp32_moment;
+typedef bf16 bf16_moment;
+typedef code int8_moment;
+
+#if STOCHASTIC_MOMENTS
+#define DRAW(i) mix((uint32_t)(first + i) ^ key ^ MOMENT_NOISE)
+#define ROUNDED(value, noise) to_either(value, noise)
+#else
+#define DRAW(i) 0
+#define ROUNDED(value, noise) to_even(value)
+#endif
+
+#define fp32_BEGIN(from)
+#define fp32_GET(moment, i, signed_) moment[i]
+#define fp32_SET(moment, i, from, value, noise) moment[i] = (value)
+#define fp32_END(from, to)
+
+#define bf16_BEGIN(from)
+#define bf16_GET(moment, i, signed_) load_bf16(moment[i])
+#define bf16_SET(moment, i, from, value, noise) moment[i] = ROUNDED(value, noise)
+#define bf16_END(from, to)
+
+#if QUANTISED
+/* Of signed numbers, then of unsigned ones. */
+static float maps[2][256];
+/* Of positive numbers, negative ones and unsigned ones. A bin holds the magnitudes that begin with the same 16 bits: its
+   upper half is the map's entry at its beginning, the next entry is nearer above its lower half. */
+static int32_t bins[3][LAST_BIN - FIRST_BIN + 1];
+
+void set_maps(const float *values, const int32_t *tables) {
+  memcpy(maps, values, sizeof maps);
+  memcpy(bins, tables, sizeof bins);
+}
+
+static inline int32_t nearest(float value, int kind) {
+  uint32_t bits = bits_of(value), negative = bits >> 31;
+  int32_t bin = (int32_t)((bits & 0x7fffffff) >> 16) - FIRST_BIN;
+  bin = bin < 0 ? 0 : bin > LAST_BIN - FIRST_BIN ? LAST_BIN - FIRST_BIN : bin;
+  int32_t found = bins[kind ? 2 : negative][bin];
+  int32_t next = (int32_t)(bits & 0xffff) > (found & 0xffff);
+  return (found >> 16) + (negative ? -next : next);
+}
+
+#if STOCHASTIC_MOMENTS
+/* One of the two nearest entries, with probabilities that make the mean exact. */
+static inline int32_t either(float value, int kind, uint32_t noise) {
+  int32_t entry = nearest(value, kind);
+  int32_t lower = entry - (maps[kind][entry] > value);
+  lower = lower < 0 ? 0 : lower > 254 ? 254 : lower;
+  float width = maps[kind][lower + 1] - maps[kind][lower];
+  return lower + (value - maps[kind][lower] > (float)(noise & 0xffff) * 0x1p-16f * width);
+}
+#define CODE_OF(value, kind, noise) either(value, kind, noise)
+#else
+#define CODE_OF(value, kind, noise) nearest(value, kind)
+#endif
+
+/* Writes `count` codes and returns their scale. The largest of the bits is a NaN if there is one. `first` and `key` are
+   those of DRAW, of whose bits the upper half is the second moment's. Inlined everywhere it would take seconds to
+   compile. */
+static __attribute__((noinline)) float quantise(const float *values, code *codes, int64_t count, int kind,
+                                                uint32_t first, uint32_t key) {
+  (void)first, (void)key;
+  uint32_t largest = 0;
+  _Pragma("omp simd reduction(max : largest)") for (int64_t i = 0; i < count; i++) {
+    uint32_t magnitude = bits_of(values[i]) & 0x7fffffff;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  float scale = float_of(largest), divisor = scale > 0 ? scale : 1;
+  _Pragma("omp simd") for (int64_t i = 0; i < count; i++) {
+    float value = values[i] / divisor;
+    int32_t entry = CODE_OF(value, kind, DRAW(i) >> 16 * kind);
+    codes[i] = (code)(kind && values[i] > 0 && entry < 1 ? 1 : entry);
+  }
+  return scale;
+}
+
+#define int8_BEGIN(from)                                                                                              \
+  float new_exp_avg[TILE], new_exp_avg_sq[TILE];                                                                      \
+  float exp_avg_scaled = exp_avg_scale[(from) / TILE], exp_avg_sq_scaled = exp_avg_sq_scale[(from) / TILE];
+#define int8_GET(moment, i, signed_) (maps[!signed_][moment[i]] * moment##_scaled)
+#define int8_SET(moment, i, from, value, noise) new_##moment[(i) - (from)] = (value)
+#define int8_END(from, to)                                                                                            \
+  exp_avg_scale[(from) / TILE] = quantise(new_exp_avg, exp_avg + (from), (to) - (from), 0, first + (from), key);      \
+  exp_avg_sq_scale[(from) / TILE] =                                                                                   \
+      quantise(new_exp_avg_sq, exp_avg_sq + (from), (to) - (from), 1, first + (from), key);
+#endif

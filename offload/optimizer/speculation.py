@@ -1,0 +1,227 @@
+"""Updates before it is known whether their gradients count in full, which are undone exactly where they do not.
+
+With clipping no update may begin before the norm of all gradients is known, after backward. But most steps of most runs
+are not clipped: their gradients count once, as without clipping. So updates inside backward take that for granted,
+with a log each (`offload.optimizer.undo_log`). When the norm is known, they are kept, or undone bit for bit and made
+again. Speculative execution with roll-back is that of processors, and of Jefferson (1985), "Virtual time".
+docs/exact_clipping.md has the proof and the costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.claims import Claim, operands_of
+from offload.optimizer.kernels import torch_threads
+from offload.optimizer.native_undo import reversible
+from offload.optimizer.undo_log import ReversibleUpdate, UndoArena, UndoLog, can_be_undone
+from offload.runtime.counters import Counters
+from offload.runtime.errors import KnobError
+
+# With speculate="auto" a step speculates if so many steps before it were not clipped, nor taken back.
+QUIET_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What a caller of `Mode.overlap` tells of the updates that may have to be undone.
+
+    `limit`: gradients whose norm is above it will not count in full; math.inf where only those that are not finite will
+    not. `undo_bytes`: host memory that the logs of a step may take.
+    """
+
+    limit: float
+    undo_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """A claimed update that was made and can be undone."""
+
+    claim: Claim
+    log: UndoLog
+    # Autograd's version counters as the update leaves them, which show whether somebody else has written since.
+    parameter_version: int
+    gradient_version: int
+
+    @property
+    def is_untouched(self) -> bool:
+        """True if nobody has changed the parameter or its gradient since the update."""
+        now = self.claim.parameter._version, self.claim.gradient._version
+        return now == (self.parameter_version, self.gradient_version)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The end of a step's speculation: its gradients count `scale` times, and `claims` has what is to be updated.
+
+    Without claims all trials are undone, and nothing is made in their place.
+    """
+
+    scale: float = 1.0
+    claims: Mapping[Tensor, Claim] = field(default_factory=dict)
+
+    def keeps(self, trial: Trial) -> bool:
+        """Tells whether the trial is the update that is to be made."""
+        new, old = self.claims.get(trial.claim.parameter), trial.claim
+        return (
+            new is not None
+            and self.scale == 1.0
+            and new.gradient is old.gradient
+            and new.hyperparameters == old.hyperparameters
+            and trial.is_untouched
+        )
+
+
+class SpeculativeUpdates:
+    """Makes and undoes trials of `optimizer`, and decides by the steps before whether a step has any.
+
+    The worker makes and undoes, one thread at a time; the thread that makes the steps begins and ends them. Raises
+    KnobError for states of a format that cannot be undone.
+    """
+
+    def __init__(self, optimizer: HostAdamW, speculation: Speculation):
+        if not can_be_undone(optimizer.format):
+            problem = (
+                "updates of such states cannot be undone: give speculate=off, or master compact or fp32 and moments in"
+                " fp32 or bf16 that are rounded to nearest"
+            )
+            raise KnobError("speculate", optimizer.speculate, problem)
+        self.made_parameters = self.undone_parameters = 0
+        self.undo_ms = 0.0
+        self._optimizer = optimizer
+        self._limit = speculation.limit
+        self._arena = UndoArena(speculation.undo_bytes)
+        self._squares = 0.0
+        self._goes_on = False
+        # For the last steps: True if each was not clipped, and nothing was taken back in it.
+        self._quiet: deque[bool] = deque(maxlen=QUIET_STEPS)
+        self._was_taken_back = False
+        # Compiled now, and not in a step.
+        self._kernel_of(optimizer)
+
+    @property
+    def goes_on(self) -> bool:
+        """True if updates may be made in this step: those made so far have not shown that they will be undone."""
+        return self._goes_on
+
+    def begin_step(self) -> None:
+        self._squares, self._was_taken_back = 0.0, False
+        self._goes_on = self._optimizer.speculate == "on" or all(self._quiet)
+
+    def stop(self) -> None:
+        """Makes no more trials in this step."""
+        self._goes_on = False
+
+    def take_back(self) -> None:
+        """Notes that the trials of this step are undone, for another reason than its norm."""
+        self._goes_on, self._was_taken_back = False, True
+        self._quiet.append(False)
+
+    def end_step(self, is_clipped: bool) -> None:
+        """Notes that the step is over, whose gradients did not count in full if it `is_clipped`."""
+        self._goes_on = False
+        if not self._was_taken_back:
+            self._quiet.append(not is_clipped)
+
+    def make(self, claims: Iterable[Claim]) -> list[Trial]:
+        """Makes claimed updates until the norm so far passes the limit, or a log is full; returns those it has made."""
+        made: list[Trial] = []
+        for claim in claims:
+            trial = self._try(claim) if self._goes_on else None
+            if trial is None:
+                break
+            made.append(trial)
+        return made
+
+    def undo(self, trials: Iterable[Trial]) -> None:
+        """Gives parameters and states the bits that they had.
+
+        Raises RuntimeError where somebody has changed the parameter or its gradient in between: the old bits are lost.
+        """
+        start = perf_counter()
+        for trial in trials:
+            self._undo(trial)
+        self.undo_ms += (perf_counter() - start) * 1e3
+
+    def forget(self, trials: Iterable[Trial]) -> None:
+        """Gives back the logs of trials that nobody will undo any more."""
+        for _ in trials:
+            self._arena.give_back()
+
+    def count_undone(self, trials: Iterable[Trial]) -> None:
+        """Counts trials that are to be undone."""
+        self.undone_parameters += sum(trial.claim.parameter.numel() for trial in trials)
+
+    def counters(self) -> Counters:
+        """Counts the parameters that were updated inside backward, and of these those that were undone."""
+        return Counters(
+            speculated_parameters=self.made_parameters,
+            undone_parameters=self.undone_parameters,
+            undo_ms=self.undo_ms,
+        )
+
+    @torch.no_grad()
+    def _try(self, claim: Claim) -> Trial | None:
+        optimizer, parameter = self._optimizer, claim.parameter
+        log = self._arena.take(parameter.numel()) if can_undo(optimizer, parameter) else None
+        if log is None:
+            self.stop()
+            return None
+        if "step" in (state := optimizer.state[parameter]):
+            log.step = state["step"].item()
+        # Noted before anything is read. The update itself raises the parameter's counter by one.
+        trial = Trial(claim, log, parameter._version + 1, claim.gradient._version)
+        state = optimizer.begin_update(parameter)
+        # `.data` has a version counter of its own: the kernel's writes are no changes by somebody else.
+        operands = operands_of(claim, state, parameter.data, claim.gradient)
+        with torch_threads(optimizer.threads):
+            squares, is_complete = self._kernel_of(optimizer).update(
+                operands, state["step"], claim.hyperparameters, log
+            )
+        self._squares += squares
+        # A sum that is not a number passes no limit, and stops as well.
+        if not math.sqrt(self._squares) <= self._limit or self._squares == math.inf:
+            self.stop()
+        if is_complete:
+            self.made_parameters += parameter.numel()
+            return trial
+        self.stop()
+        self._undo(trial)
+        self._arena.give_back()
+        return None
+
+    @torch.no_grad()
+    def _undo(self, trial: Trial) -> None:
+        optimizer, claim, log = self._optimizer, trial.claim, trial.log
+        parameter = claim.parameter
+        if not trial.is_untouched:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)}, or its gradient, was changed between backward and"
+                " optimizer.step(), after an update that has to be undone: call optimizer.finish() before the"
+                " change, or give the optimizer speculate=off"
+            )
+        state = optimizer.state[parameter]
+        operands = operands_of(claim, state, parameter.data, claim.gradient)
+        with torch_threads(optimizer.threads):
+            self._kernel_of(optimizer).undo(operands, state["step"], claim.hyperparameters, log)
+        # Not subtracted: from 2^24 on a float32 counts no further.
+        optimizer.begin_update(parameter)["step"].fill_(log.step)
+
+    @staticmethod
+    def _kernel_of(optimizer: HostAdamW) -> ReversibleUpdate:
+        return reversible(optimizer.kernel, optimizer.format, optimizer.threads)
+
+
+def can_undo(optimizer: HostAdamW, parameter: Tensor) -> bool:
+    """Tells whether updates of a parameter can be undone: it is on the host, contiguous, its exact state beside it."""
+    beside = parameter.device.type == "cpu" and parameter.is_contiguous() and not optimizer.is_elsewhere(parameter)
+    return beside and can_be_undone(optimizer.format)

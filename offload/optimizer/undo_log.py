@@ -1,0 +1,161 @@
+"""The log of an AdamW update from which the old states are made again bit for bit, in 3.4 bytes a parameter.
+
+An update can be inverted but for its rounding: `m' = beta1 m + (1 - beta1) g` gives an estimate of m from m' and the
+gradient g, and so do the rules of the second moment and of the master. The log holds how far the old number is from its
+estimate, counted in floats that lie between, which nearly always fits into a byte. An element of which a number is
+farther away has an entry with the old bits of all its numbers. Rounding errors of an invertible update are kept in the
+same way by Maclaurin et al. (2015), "Gradient-based hyperparameter optimization through reversible learning".
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from offload.optimizer.formats import StateFormat
+from offload.optimizer.operands import HyperParameters, Operands
+from offload.runtime.host_memory import free_host_bytes
+
+# Elements that have a table of entries of their own.
+BLOCK = 1 << 16
+# A block has an entry for so many elements, and those of a tile of the C loop besides.
+ELEMENTS_FOR_ENTRY = 64
+TILE = 32
+# Place in the block, and bits of weight, of what makes its master, and of the moments.
+ENTRY_WORDS = 5
+NUMBERS = 3
+MASTERS, MOMENTS = ("compact", "fp32"), ("fp32", "bf16")
+# The memory of each part begins at a multiple of this.
+ALIGNED = 64
+
+
+def can_be_undone(format: StateFormat) -> bool:
+    """Tells whether updates of states of this format can be undone: exact masters, moments rounded to nearest.
+
+    Codes of 8 bits share a scale, and masters that are rounded at random have lost what an inverse would need.
+    """
+    return format.master in MASTERS and format.state_dtype in MOMENTS and not format.rounds_moments
+
+
+def log_bytes(parameters: Iterable[Tensor]) -> int:
+    """Returns the bytes of the logs of one update of those `parameters` that train; meta ones will do."""
+    return sum(UndoLog.nbytes(parameter.numel()) for parameter in parameters if parameter.requires_grad)
+
+
+@dataclass
+class UndoLog:
+    """The log of the update of one range of a parameter, which the kernel that wrote it can undo.
+
+    Args:
+        codes: int8 [3, elements]: how many floats the old first moment, second moment and master are from their
+            estimates.
+        entries: int32 [entries, 5]: those of the first block, then those of the second, and so on.
+        progress: int32 [blocks, 2]: elements that were updated, and entries in use, of each block.
+        step: the count of updates before this one, which the optimizer notes.
+    """
+
+    codes: Tensor
+    entries: Tensor
+    progress: Tensor
+    step: float = 0.0
+
+    @classmethod
+    def over(cls, memory: Tensor, count: int) -> UndoLog:
+        """Returns a log for `count` elements in `memory`, uint8 [nbytes(count)]."""
+        sizes = _sizes(count)
+        entries, progress, codes = (part[:size] for part, size in zip(memory.split(_padded(sizes)), sizes, strict=True))
+        return cls(
+            codes.view(torch.int8).view(NUMBERS, count),
+            entries.view(torch.int32).view(-1, ENTRY_WORDS),
+            progress.view(torch.int32).view(-1, 2),
+        )
+
+    @staticmethod
+    def nbytes(count: int) -> int:
+        """Returns the bytes of a log for `count` elements."""
+        return sum(_padded(_sizes(count)))
+
+    def split(self, size: int) -> Iterator[UndoLog]:
+        """Yields the logs of pieces of `size` elements, whole blocks, from first to last."""
+        count = self.codes.shape[1]
+        for begin in range(0, count, size):
+            end = min(begin + size, count)
+            blocks = slice(begin // BLOCK, -(-end // BLOCK))
+            entries = slice(entries_for(begin), entries_for(end))
+            yield UndoLog(self.codes[:, begin:end], self.entries[entries], self.progress[blocks])
+
+
+def entries_for(count: int) -> int:
+    """Returns the number of entries for the first `count` elements."""
+    whole, rest = divmod(count, BLOCK)
+    return whole * (TILE + BLOCK // ELEMENTS_FOR_ENTRY) + (TILE + rest // ELEMENTS_FOR_ENTRY if rest else 0)
+
+
+def _sizes(count: int) -> list[int]:
+    """Returns the bytes of entries, progress and codes."""
+    word = torch.int32.itemsize
+    return [entries_for(count) * ENTRY_WORDS * word, -(-count // BLOCK) * 2 * word, NUMBERS * count]
+
+
+def _padded(sizes: list[int]) -> list[int]:
+    return [-(-size // ALIGNED) * ALIGNED for size in sizes]
+
+
+class Outcome(NamedTuple):
+    """The result of an update with a log."""
+
+    squares: float
+    """the sum of the squares of the gradients of the elements that were updated"""
+    is_complete: bool
+    """False: the log had no room for more, and some elements were not updated; undo the others"""
+
+
+class ReversibleUpdate(Protocol):
+    """A kernel that updates operands of a format for which `can_be_undone`, to the bits of the ordinary update."""
+
+    def update(self, operands: Operands, step: Tensor, hyperparameters: HyperParameters, log: UndoLog) -> Outcome:
+        """Updates the operands in place, where the gradient counts once, and writes the log."""
+        ...
+
+    def undo(self, operands: Operands, step: Tensor, hyperparameters: HyperParameters, log: UndoLog) -> None:
+        """Gives the operands the bits that they had; gradient, `step` and hyper-parameters are those of `update`."""
+        ...
+
+
+class UndoArena:
+    """Host memory of at most `limit` bytes for the logs of one step at a time; it may be used by several threads.
+
+    The memory is reserved with the first log: at most half of what the host has free then. The system gives pages to
+    what is written alone.
+    """
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self._memory: Tensor | None = None
+        self._used = self._logs = 0
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> UndoLog | None:
+        """Returns a log for `count` elements; None where there is no room left."""
+        nbytes = UndoLog.nbytes(count)
+        with self._lock:
+            if self._memory is None:
+                free = free_host_bytes()
+                size = self.limit if free is None else min(self.limit, free // 2)
+                self._memory = torch.empty(size, dtype=torch.uint8)
+            if self._used + nbytes > self._memory.numel():
+                return None
+            begin, self._used, self._logs = self._used, self._used + nbytes, self._logs + 1
+            return UndoLog.over(self._memory[begin : begin + nbytes], count)
+
+    def give_back(self) -> None:
+        """Takes a log back, which nobody uses any more; with the last one all memory is free again."""
+        with self._lock:
+            self._logs -= 1
+            if not self._logs:
+                self._used = 0

@@ -1,0 +1,398 @@
+"""Updates that are made before the norm is known, and undone where it clips, leave the numbers of deferred updates."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from offload.modes.layer_stream import LayerStream
+from offload.modes.none import Resident
+from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.overlap import Overlap
+from offload.optimizer.speculation import Speculation, SpeculativeUpdates, can_undo
+from offload.optimizer.undo_log import UndoLog
+from offload.runtime.errors import KnobError
+from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs
+from tests.offload.helpers.optimizers import needs_compiler
+from tests.offload.helpers.updates import (
+    DTYPES,
+    MODES,
+    Mixed,
+    eager,
+    host_adamw,
+    made,
+    make_small,
+    one_step,
+    sleepy,
+    states_of,
+    train,
+    updating,
+)
+from training.loop import gradient_norm
+
+PLENTY = 1 << 24
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_small(monkeypatch)
+
+
+@functools.cache
+def norms(model: str, dtype: str, microbatches: int, steps: int) -> list[float]:
+    """The norms of the gradients of a run that is not clipped."""
+    seen = []
+
+    class Watched(Resident):
+        def gradient_norms(self):
+            norm = gradient_norm(watched, {})
+            seen.append(norm)
+            return {}
+
+    watched = made(MODELS[model], DTYPES[dtype])
+    train(watched, Watched(), overlaps=False, microbatches=microbatches, steps=steps, clip_norm=1e9)
+    return seen
+
+
+MODELS = {"regular": functools.partial(Stack, dropout=0.2), "irregular": Mixed}
+
+
+def some_clipped(model: str, dtype: str = "fp32", microbatches: int = 1, steps: int = 8) -> float:
+    """A limit that clips about half of the steps."""
+    seen = sorted(norms(model, dtype, microbatches, steps)[2:])
+    return seen[len(seen) // 2] * 1.001
+
+
+def counted(model: nn.Module, mode, **options):
+    """Trains, and returns what `train` returns and the counters of the updates."""
+    last = {}
+
+    def read(optimizer) -> list:
+        last["counters"] = mode.counters()
+        return []
+
+    return train(model, mode, after_step=read, **options), last["counters"]
+
+
+@functools.cache
+def expected(model: str, dtype: str, microbatches: int, clip_norm: float, mode: str = "none"):
+    options = {"microbatches": microbatches, "clip_norm": clip_norm, "steps": 8}
+    return train(made(MODELS[model], DTYPES[dtype]), MODES.get(mode, Resident)(), overlaps=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "microbatches", "speculate"),
+    [
+        ("regular", "bf16", 1, "on"),
+        pytest.param("regular", "fp32", 1, "auto", marks=pytest.mark.slow),
+        pytest.param("irregular", "fp32", 2, "on", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_equals_deferred_updates_where_clipping_comes_and_goes(
+    mode: str, model: str, dtype: str, microbatches: int, speculate: str
+):
+    limit = some_clipped(model, dtype, microbatches)
+    options = {"microbatches": microbatches, "clip_norm": limit, "steps": 8, "speculate": speculate}
+    seen, counters = counted(
+        made(MODELS[model], DTYPES[dtype]), MODES[mode](), speculation=Speculation(limit, PLENTY), **options
+    )
+    other = mode if mode == "shard_offload" and microbatches > 1 else "none"
+    assert_same(seen, expected(model, dtype, microbatches, limit, other))
+    if model == "regular" and speculate == "on":
+        assert 0 < counters.undone_parameters <= counters.speculated_parameters
+        assert counters.undo_ms > 0
+
+
+@pytest.mark.parametrize("pace", [sleepy, eager])
+@pytest.mark.parametrize("device_share", [0, 2000])
+def test_the_pace_of_the_worker_changes_no_number(pace, device_share: int, monkeypatch: pytest.MonkeyPatch):
+    limit = some_clipped("regular", "bf16")
+    make, undo = SpeculativeUpdates.make, SpeculativeUpdates.undo
+
+    def late(original):
+        def call(*arguments):
+            time.sleep(0.003)
+            return original(*arguments)
+
+        return call
+
+    if pace is sleepy:
+        monkeypatch.setattr(SpeculativeUpdates, "make", late(make))
+        monkeypatch.setattr(SpeculativeUpdates, "undo", late(undo))
+    else:
+        offer = Overlap.gradients_landed
+
+        def landed_and_made(self, unit, tensors, after):
+            offer(self, unit, tensors, after)
+            time.sleep(0.003)
+
+        monkeypatch.setattr(Overlap, "gradients_landed", landed_and_made)
+    options = {"clip_norm": limit, "steps": 8, "speculate": "on", "device_share": device_share}
+    seen, counters = counted(
+        made(MODELS["regular"], torch.bfloat16), LayerStream(slots=2), speculation=Speculation(limit, PLENTY), **options
+    )
+    assert_same(seen, expected("regular", "bf16", 1, limit))
+    if pace is eager and not device_share:
+        assert 0 < counters.undone_parameters < counters.speculated_parameters
+
+
+@needs_compiler
+@pytest.mark.parametrize("format", [{}, {"master": "fp32", "state_dtype": "bf16"}], ids=str)
+@pytest.mark.slow
+def test_equals_deferred_updates_with_the_compiled_kernel(format: dict):
+    limit = some_clipped("regular", "bf16")
+    model, theirs = (made(MODELS["regular"], torch.bfloat16) for _ in range(2))
+    options = {"clip_norm": limit, "steps": 8, "compile": "auto"} | format
+    seen, counters = counted(
+        model, LayerStream(slots=2), speculation=Speculation(limit, PLENTY), speculate="on", **options
+    )
+    assert_same(seen, train(theirs, Resident(), overlaps=False, **options))
+    assert counters.undone_parameters
+
+
+@pytest.mark.parametrize("undo_bytes", [0, 1, UndoLog.nbytes(300) * 3])
+def test_a_small_log_stops_speculation_and_changes_no_number(undo_bytes: int):
+    limit = some_clipped("regular", "bf16")
+    options = {"clip_norm": limit, "steps": 8, "speculate": "on"}
+    model = made(MODELS["regular"], torch.bfloat16)
+    seen, counters = counted(model, LayerStream(slots=2), speculation=Speculation(limit, undo_bytes), **options)
+    assert_same(seen, expected("regular", "bf16", 1, limit))
+    assert bool(counters.speculated_parameters) == (undo_bytes > 1)
+
+
+def test_an_update_without_an_inverse_is_taken_back_at_once():
+    """With beta1 of 0 no old moment follows from the new one, so all logs are full."""
+    results = []
+    for speculation in (None, Speculation(math.inf, PLENTY)):
+        model, mode = made(functools.partial(Stack, width=64)), LayerStream(slots=2)
+        with updating(mode, model, False, speculation=speculation, speculate="on") as optimizer:
+            optimizer.param_groups[0]["betas"] = (0.0, 0.9)
+            for step in range(5):
+                one_step(model, mode, step)
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append([*states_of(optimizer), *(p.detach().clone() for p in model.parameters())])
+    assert_same(*results)
+
+
+class StepError(Exception):
+    pass
+
+
+def failing_once(model: nn.Module, when: list[int]) -> None:
+    """Makes backward of the first block fail in the steps whose counts are in `when`."""
+    calls = iter(range(1000))
+
+    def fail(module, grad_input, grad_output):
+        if next(calls) in when:
+            raise StepError
+
+    model.blocks[0].register_full_backward_hook(fail)
+
+
+@pytest.mark.parametrize("speculates", [False, True])
+def test_after_an_exception_the_optimizer_is_as_before_the_step(speculates: bool):
+    """Late in backward, when most updates have been made."""
+    model, mode = made(Stack), LayerStream(slots=2)
+    failing_once(model, [3])
+    speculation = Speculation(1e9, PLENTY) if speculates else None
+    with updating(mode, model, early=False, speculation=speculation) as optimizer:
+        for step in range(3):
+            one_step(model, mode, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.finish()
+        before = [tensor.clone() for tensor in (*model.parameters(), *states_of(optimizer))]
+        with pytest.raises(StepError):
+            one_step(model, mode, 3)
+        if speculates:
+            assert mode.counters().undone_parameters
+        # Without waiting for anything.
+        states = optimizer.state
+        assert_same([tensor.detach() for tensor in (*model.parameters(), *in_order(optimizer))], before)
+        assert not optimizer.has_begun
+        optimizer.zero_grad()
+        one_step(model, mode, 4)
+        optimizer.step()
+        optimizer.finish()
+        assert all(state["step"] == 4 for state in states.values())
+
+
+def in_order(optimizer: HostAdamW) -> list[torch.Tensor]:
+    """The tensors of all states, in the order of `states_of`, without waiting for updates."""
+    states = (optimizer.state[parameter] for group in optimizer.param_groups for parameter in group["params"])
+    return [state[name] for state in states for name in sorted(state)]
+
+
+READERS = {
+    "optimizer.state_dict()": lambda model, optimizer: optimizer.state_dict(),
+    "model.state_dict()": lambda model, optimizer: model.state_dict(),
+    "optimizer.finish()": lambda model, optimizer: optimizer.finish(),
+    "an evaluation": lambda model, optimizer: model(stack_inputs(0, 0)),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_who_looks_between_backward_and_step_sees_the_state_before_the_step(reader: str):
+    model, theirs = made(Stack), made(Stack)
+    mode, other = LayerStream(slots=2), LayerStream(slots=2)
+    speculation = Speculation(1e9, PLENTY)
+    with (
+        updating(mode, model, early=False, speculation=speculation, speculate="on") as optimizer,
+        updating(other, theirs, early=False) as reference,
+    ):
+        for step in range(5):
+            for each, of in ((model, mode), (theirs, other)):
+                one_step(each, of, step)
+            seen = []
+            for each, by in ((model, optimizer), (theirs, reference)):
+                with torch.no_grad():
+                    found = READERS[reader](each, by)
+                shown = [found] if torch.is_tensor(found) else list(each.parameters())
+                seen.append([tensor.detach().clone() for tensor in (*shown, *in_order(by))])
+                by.step()
+                by.zero_grad()
+            assert_same(*seen)
+        for by in (optimizer, reference):
+            by.finish()
+        assert_same(list(model.parameters()), list(theirs.parameters()))
+        assert mode.counters().undone_parameters
+
+
+def test_gradients_are_added_over_steps_and_updates_taken_back():
+    results = []
+    for speculation in (None, Speculation(1e9, PLENTY)):
+        model, mode = made(Stack), LayerStream(slots=2)
+        with updating(mode, model, early=False, speculation=speculation, speculate="on") as optimizer:
+            for step in range(6):
+                one_step(model, mode, step)
+                if step % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            results.append([*states_of(optimizer), *(p.detach().clone() for p in model.parameters())])
+            undone = mode.counters().undone_parameters
+    assert undone
+    assert_same(*results)
+
+
+def test_steps_that_are_skipped_are_undone():
+    results = []
+    for speculation in (None, Speculation(math.inf, PLENTY)):
+        model, mode = made(Stack), LayerStream(slots=2)
+        with updating(mode, model, early=False, speculation=speculation, speculate="on") as optimizer:
+            for step in range(6):
+                one_step(model, mode, step)
+                optimizer.skip() if step in (2, 3) else optimizer.step()
+                optimizer.zero_grad()
+            results.append([*states_of(optimizer), *(p.detach().clone() for p in model.parameters())])
+            undone = mode.counters().undone_parameters
+    assert undone
+    assert_same(*results)
+
+
+def test_settings_that_change_between_backward_and_step_count():
+    results = []
+    for speculation in (None, Speculation(math.inf, PLENTY)):
+        model, mode = made(Stack), LayerStream(slots=2)
+        with updating(mode, model, early=False, speculation=speculation, speculate="on") as optimizer:
+            for step in range(4):
+                one_step(model, mode, step)
+                optimizer.param_groups[0]["lr"] = 1e-3 * (step + 1)
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append([*states_of(optimizer), *(p.detach().clone() for p in model.parameters())])
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("what", ["gradient", "parameter"])
+def test_a_change_that_would_be_lost_is_an_error(what: str):
+    model, mode = made(Stack), LayerStream(slots=2)
+    with updating(mode, model, early=False, speculation=Speculation(1e9, PLENTY), speculate="on") as optimizer:
+        for step in range(8):
+            one_step(model, mode, step)
+            if step == 7:
+                parameter = model.blocks[3].up.weight
+                while optimizer.state[parameter]["step"] < 8:
+                    time.sleep(0.001)
+                # Longer than the update takes.
+                time.sleep(0.2)
+                with torch.no_grad():
+                    (parameter.grad if what == "gradient" else parameter).mul_(2)
+            optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match=r"call optimizer.finish\(\) before the change"):
+            optimizer.finish()
+
+
+def test_auto_speculates_after_two_quiet_steps():
+    model = nn.Linear(2, 2)
+    speculative = SpeculativeUpdates(host_adamw(model), Speculation(1.0, PLENTY))
+    goes_on = []
+    for is_clipped in (False, True, False, False, False):
+        speculative.begin_step()
+        goes_on.append(speculative.goes_on)
+        speculative.end_step(is_clipped)
+    assert goes_on == [True, True, False, False, True]
+    speculative.begin_step()
+    speculative.take_back()
+    speculative.end_step(is_clipped=False)
+    speculative.begin_step()
+    assert not speculative.goes_on
+
+
+def test_speculation_ends_when_the_norm_so_far_passes_the_limit():
+    """The update that passes it has been made, and is undone with the others."""
+    limit = 1e-6
+    model, mode = made(Stack), LayerStream(slots=2)
+    with updating(mode, model, early=False, speculation=Speculation(limit, PLENTY), speculate="on") as optimizer:
+        for step in range(3):
+            one_step(model, mode, step)
+            optimizer.step(scale=0.5)
+            optimizer.zero_grad()
+        optimizer.finish()
+        counters = mode.counters()
+        largest = max(parameter.numel() for parameter in model.parameters())
+        assert 0 < counters.speculated_parameters <= 2 * largest
+        assert counters.undone_parameters == counters.speculated_parameters
+
+
+def test_without_speculation_updates_wait_for_the_norm():
+    model, mode = made(Stack), LayerStream(slots=2)
+    with updating(mode, model, early=False, speculation=Speculation(1.0, PLENTY), speculate="off") as optimizer:
+        for step in range(3):
+            one_step(model, mode, step)
+            assert not optimizer.has_begun
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not mode.counters().speculated_parameters
+
+
+@pytest.mark.parametrize(
+    "format",
+    [
+        {"master": "kahan"},
+        {"master": "stochastic"},
+        {"state_dtype": "int8"},
+        {"state_dtype": "bf16", "state_rounding": "stochastic"},
+    ],
+    ids=str,
+)
+def test_formats_that_cannot_be_undone_are_refused(format: dict):
+    model, mode = made(Stack, torch.bfloat16), LayerStream(slots=2)
+    with attached(mode, model), pytest.raises(KnobError, match="speculate"):
+        mode.overlap(host_adamw(model, **format), False, 0, Speculation(1.0, PLENTY))
+
+
+def test_what_lies_otherwise_in_memory_is_not_undone():
+    convolution = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    optimizer = host_adamw(convolution)
+    assert not can_undo(optimizer, convolution.weight)
+    assert can_undo(optimizer, convolution.bias)
+    optimizer.place([convolution.bias], torch.device("meta"))
+    assert not can_undo(optimizer, convolution.bias)

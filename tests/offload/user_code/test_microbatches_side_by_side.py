@@ -1,0 +1,248 @@
+"""Losses of several microbatches that set, change or use what the others see: as one after another, or refused."""
+
+from __future__ import annotations
+
+import contextvars
+import random
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from offload.microbatches.layer_major import one_after_another
+from offload.modes.shard_offload import ShardOffload
+from offload.runtime.running_microbatch import SideBySideError
+from tests.offload.helpers.models import Block, Stack, stack_inputs
+from tests.offload.helpers.user_code import NoMode, descend, same_as_resident, under
+
+pytestmark = pytest.mark.usefixtures("device")
+SHARDS = {
+    "recomputing": lambda: ShardOffload(shards=2),
+    "not recomputing": lambda: ShardOffload(shards=2, checkpoint=False),
+}
+BOTH = pytest.mark.parametrize("make", SHARDS.values(), ids=SHARDS)
+FACTOR = contextvars.ContextVar("factor", default=1.0)
+
+
+def two_steps(loss: Callable[[nn.Module, int], torch.Tensor], microbatches: int = 3) -> Callable:
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        seen = []
+        for _ in range(2):
+            accumulate = one_after_another if mode is NoMode else mode.accumulate
+            with mode.step():
+                seen += accumulate([partial(loss, model, microbatch) for microbatch in range(microbatches)])
+            seen += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+            descend(model)
+        return seen
+
+    return scenario
+
+
+def plain(model: nn.Module, microbatch: int) -> torch.Tensor:
+    torch.manual_seed(microbatch)
+    return model(stack_inputs(0, microbatch)).square().mean()
+
+
+class Aux(Block):
+    """Leaves a term of the loss, and counts its calls."""
+
+    calls = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        result = super().forward(hidden) * self.calls
+        self.aux = result.square().mean()
+        return result
+
+
+class Drawing(Block):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden * (0.5 + random.random()) * FACTOR.get())
+
+
+def stack_of(block: type[Block]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        model = Stack(dropout=0.3)
+        model.blocks = nn.ModuleList(block(16) for _ in range(4))
+        return model
+
+    return build
+
+
+def with_aux(model: nn.Module, microbatch: int) -> torch.Tensor:
+    return plain(model, microbatch) + sum(block.aux for block in model.blocks)
+
+
+def evaluating(model: nn.Module, microbatch: int) -> torch.Tensor:
+    model.train(microbatch != 1)
+    for block in model.blocks:
+        block.dropout.p = 0.1 * microbatch
+    value = plain(model, microbatch)
+    model.train()
+    return value
+
+
+def drawing(model: nn.Module, microbatch: int) -> torch.Tensor:
+    random.seed(microbatch)
+    token = FACTOR.set(FACTOR.get() + microbatch)
+    value = plain(model, microbatch)
+    FACTOR.reset(token)
+    return value
+
+
+def skipping(model: nn.Module, microbatch: int) -> torch.Tensor:
+    hidden = model.stem(stack_inputs(0, microbatch))
+    for number, block in enumerate(model.blocks):
+        if (number + microbatch) % 2:
+            hidden = block(hidden)
+    return model.head(hidden).square().mean()
+
+
+CASES = {
+    "terms of the loss in modules": (with_aux, stack_of(Aux)),
+    "eval and dropout rates": (evaluating, partial(Stack, dropout=0.3)),
+    "random numbers and context variables": (drawing, stack_of(Drawing)),
+    "layers skipped": (skipping, Stack),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("case", CASES)
+def test_each_microbatch_sees_its_own(make: Callable, case: str):
+    loss, build = CASES[case]
+    same_as_resident(make, two_steps(loss), build)
+
+
+class ReadsBetween(Stack):
+    """Its forward computes with a weight of a block, before and after the blocks."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.stem(inputs) + self.blocks[3].norm.weight
+        for block in self.blocks:
+            hidden = block(hidden) * self.blocks[0].norm.weight
+        return self.head(hidden)
+
+
+@BOTH
+def test_a_parent_reads_weights_between_the_blocks(make: Callable):
+    same_as_resident(make, two_steps(plain), ReadsBetween)
+
+
+@BOTH
+def test_hooks_on_saved_tensors_reach_every_microbatch(make: Callable):
+    seen = {"hooks": 0}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen["hooks"] += 1
+        return tensor
+
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            seen["hooks"] = 0
+            found = two_steps(plain)(model, mode)
+        assert seen["hooks"] >= 3 * 2
+        return found
+
+    same_as_resident(make, scenario)
+
+
+def freezing(model: nn.Module, microbatch: int) -> torch.Tensor:
+    model.stem.requires_grad_(microbatch != 1)
+    return plain(model, microbatch)
+
+
+def freezing_what_streams(model: nn.Module, microbatch: int) -> torch.Tensor:
+    model.blocks[1].requires_grad_(microbatch != 1)
+    return plain(model, microbatch)
+
+
+def replacing(model: nn.Module, microbatch: int) -> torch.Tensor:
+    values = {name: value * (1 + 0.1 * microbatch) for name, value in model.named_parameters()}
+    return functional_call(model, values, (stack_inputs(0, microbatch),)).square().mean()
+
+
+def replacing_what_streams(model: nn.Module, microbatch: int) -> torch.Tensor:
+    name = "blocks.1.up.weight"
+    value = dict(model.named_parameters())[name] * (1 + 0.1 * microbatch)
+    return functional_call(model, {name: value}, (stack_inputs(0, microbatch),)).square().mean()
+
+
+def changing(model: nn.Module, microbatch: int) -> torch.Tensor:
+    with torch.no_grad():
+        model.blocks[1].up.weight.mul_(0.9)
+    return plain(model, microbatch)
+
+
+def changing_what_stays(model: nn.Module, microbatch: int) -> torch.Tensor:
+    with torch.no_grad():
+        model.head.weight.mul_(0.9)
+    return plain(model, microbatch)
+
+
+def decaying(model: nn.Module, microbatch: int) -> torch.Tensor:
+    loss = plain(model, microbatch)
+    return loss + model.blocks[1].up.weight.square().sum().to(loss.device)
+
+
+REFUSED = {
+    function.__name__: function
+    for function in (
+        freezing,
+        freezing_what_streams,
+        replacing,
+        replacing_what_streams,
+        changing,
+        changing_what_stays,
+        decaying,
+    )
+}
+
+
+@BOTH
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_others_would_see_is_refused_once_and_then_runs_one_after_another(make: Callable, name: str):
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        if mode is not NoMode:
+            before = {key: value.clone() for key, value in model.state_dict().items()}
+            losses = [partial(REFUSED[name], model, microbatch) for microbatch in range(3)]
+            with pytest.raises(SideBySideError, match="run the step again") as refused, mode.step():
+                mode.accumulate(losses)
+            assert "\n" not in str(refused.value)
+            assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
+            model.requires_grad_(True)
+            model.zero_grad()
+            model.load_state_dict(before)
+        return two_steps(REFUSED[name])(model, mode)
+
+    same_as_resident(make, scenario)
+
+
+@BOTH
+def test_one_microbatch_with_values_of_its_own(make: Callable):
+    """`functional_call` has ended by the time of the recompute."""
+    same_as_resident(make, two_steps(replacing, microbatches=1))
+
+
+def test_a_forward_that_registers_hooks_is_refused():
+    class Hooked(Block):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            self.up.weight.register_hook(lambda gradient: gradient)
+            return super().forward(hidden)
+
+    model, mode = stack_of(Hooked)(), ShardOffload(shards=2)
+    with under(mode, model), pytest.raises(SideBySideError, match="a hook on the gradient"), mode.step():
+        mode.accumulate([partial(plain, model, microbatch) for microbatch in range(2)])
+
+
+def test_accumulate_inside_a_loss_is_refused():
+    model, mode = Stack(), ShardOffload(shards=2)
+
+    def nested(microbatch: int) -> torch.Tensor:
+        mode.accumulate([partial(plain, model, number) for number in range(2)])
+        return plain(model, microbatch)
+
+    with under(mode, model), pytest.raises(RuntimeError, match=r"^accumulate inside a loss"), mode.step():
+        mode.accumulate([partial(nested, microbatch) for microbatch in range(2)])

@@ -1,0 +1,53 @@
+"""A model and a dataset of other sizes are refused in one line, before the first step."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.test_any_model import UNET
+from tests.training.helpers.in_process import TINY_RUN, components_of
+from training.errors import UserError
+from training.planning.machine import machine_of
+from training.planning.plan import plan_run
+from training.planning.shapes import refuse_shapes
+
+RUN = tuple(key for key in TINY_RUN if not key.startswith("model."))
+VIT = (
+    "model=hf",
+    "model.source=vit",
+    "model.task=classification",
+    "model.overrides={num_hidden_layers: 1, hidden_size: 16, num_attention_heads: 2, intermediate_size: 16,"
+    " image_size: 16, patch_size: 8, num_labels: 3}",
+    "task=classification",
+    "dataset=synthetic_images",
+    "dataset.num_classes=3",
+)
+WRONG = {
+    "channels": (*VIT, "dataset.shape=[1,16,16]"),
+    "pixels": (*VIT, "dataset.shape=[3,32,32]"),
+    "channels of a UNet": (*UNET, "dataset=synthetic_images", "dataset.shape=[3,8,8]", "dataset.num_classes=3"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_other_sizes_are_refused(name: str):
+    keys = [key for key in WRONG[name] if key.partition("=")[0] not in ("dataset.characters", "dataset.count")]
+    keys = [key for key in keys if key not in ("dataset=glyphs", "dataset.size=8")]
+    components = components_of(*RUN, *keys)
+    with pytest.raises(
+        UserError, match=r"^model=\w+ with dataset=synthetic_images: sizes do not fit each other \(.+\): "
+    ):
+        plan_run(components, machine_of(components), True)
+
+
+def test_fitting_sizes_and_models_that_need_values_are_not(monkeypatch: pytest.MonkeyPatch):
+    components = components_of(*RUN, *VIT, "dataset.shape=[3,16,16]")
+    refuse_shapes(components)
+    for message in ("Tensor.item() cannot be called on meta tensors", "the sizes of meta tensors", "no room"):
+        with monkeypatch.context() as patch:
+
+            def fails(*_: object, message: str = message) -> None:
+                raise RuntimeError(message)
+
+            patch.setattr(type(components.model), "forward", fails)
+            refuse_shapes(components)

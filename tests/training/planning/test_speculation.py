@@ -1,0 +1,59 @@
+"""A run that clips begins its updates inside backward as far as the plan has room for their logs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from offload.planning import log_bytes
+from tests.training.helpers.in_process import components_of
+from training.planning.speculation import KEY, UNDO_LOG, planned_speculation, speculation_line
+
+JOB = ("offload=layer_stream", "offload.outside=stream", "precision=bf16", "optimizer.device_share=0")
+
+
+def test_the_plan_counts_the_logs_of_all_updates_and_hides_these(planned):
+    speculating, waiting = planned(*JOB, "clip_norm=1"), planned(*JOB, "clip_norm=1", "optimizer.speculate=off")
+    components = components_of(*JOB, "clip_norm=1")
+    needed = log_bytes(components.model.parameters())
+    assert speculating.host_bytes[UNDO_LOG] == needed
+    assert UNDO_LOG not in waiting.host_bytes
+    assert speculating.totals["host_budget"] - waiting.totals["host_budget"] == pytest.approx(needed, abs=2**26)
+    assert speculating.forecast.step_ms <= waiting.forecast.step_ms
+    found = planned_speculation(components, speculating)
+    assert (found.limit, found.undo_bytes) == (1.0, needed)
+    assert planned_speculation(components_of(*JOB, "optimizer.speculate=off"), waiting) is None
+
+
+def test_the_logs_take_at_most_what_a_host_budget_leaves(planned):
+    rest = planned(*JOB, "clip_norm=1", "optimizer.speculate=off").totals["host_budget"]
+    plan = planned(*JOB, "clip_norm=1", f"host_budget={rest + 2**29}")
+    assert 0 < plan.host_bytes[UNDO_LOG] <= 2**30
+    assert plan.fits["host_budget"]
+    full = planned(*JOB, "clip_norm=1", "host_budget=1MiB")
+    assert full.host_bytes[UNDO_LOG] == 0
+    assert planned_speculation(components_of(*JOB, "clip_norm=1"), full) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ((), "updates begin inside backward, and are undone exactly"),
+        (("clip_norm=null", "on_nonfinite=skip"), "updates begin inside backward, and are undone exactly"),
+        (("optimizer.master=kahan",), "off, because updates of states with master=kahan"),
+        (("optimizer.state_dtype=int8",), "off, because"),
+        (("clip_norm=null",), None),
+        (("optimizer.speculate=off",), None),
+        (("optimizer=adamw",), None),
+        (("devices=2",), None),
+    ],
+    ids=str,
+)
+def test_the_plan_tells_whether_a_run_speculates(overrides: tuple[str, ...], line: str | None):
+    components = components_of("offload=layer_stream", *overrides)
+    found = speculation_line(components)
+    assert found.get(KEY, "").startswith(line) if line else not found
+    assert components.speculates == (line is not None and not line.startswith("off"))
+    if "on_nonfinite=skip" in overrides:
+        assert components.largest_norm == math.inf

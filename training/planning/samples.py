@@ -1,0 +1,64 @@
+"""Plans the memory of samples: texts with their keys and values, images. Refuses a text that has no room.
+
+The forwards of a sample run on the meta device, as a step does. A sample is made between steps, when no activations of
+a step are there, so a plan counts what a sample takes beyond these.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from models.generation import largest_forwards
+from offload import GIB, format_bytes
+from offload.planning import Bandwidth, SimulatedStreams, dry_run_forwards
+from training.components import Components
+from training.evaluation import evaluating
+from training.planning.fit import MisfitError, limits_below, shortfalls
+from training.profiling.hardware import rss_gib
+
+logger = logging.getLogger(__name__)
+
+
+def sample_bytes(components: Components, has_gpu: bool) -> int:
+    """Returns the bytes that a sample takes on the device besides weights and slots; 0 if the run makes none."""
+    if components.config.sample.every is None:
+        return 0
+    return _bytes_of(components, components.task.sample_forwards(components.config, components.model), has_gpu)
+
+
+def refuse_text(components: Components, positions: int) -> None:
+    """Raises MisfitError if a text of so many tokens has no room beside the weights; with force=true it warns."""
+    footprint, has_gpu = components.footprint, components.device.type == "cuda"
+    text = _bytes_of(components, largest_forwards(components.model, positions), has_gpu)
+    device = footprint.resident_bytes + footprint.slot_bytes + text
+    host = footprint.host_home_bytes + footprint.ring_bytes + int(rss_gib() * GIB)
+    totals = {"vram_budget": device, "host_budget": host} if has_gpu else {"host_budget": host + device}
+    limits = limits_below(components, totals, totals)
+    if not limits:
+        return
+    found = (
+        f"a text of {positions:,} tokens does not fit, its keys, values and activations take {format_bytes(text)}:"
+        f" {shortfalls(totals, limits)}"
+    )
+    if components.config.force:
+        logger.warning("force=true makes it: %s", found)
+        return
+    raise MisfitError(f"{found}: take fewer --tokens, or a mode that leaves more room, such as offload=layer_stream")
+
+
+def _bytes_of(components: Components, forwards: Sequence[Callable[[], object]], has_gpu: bool) -> int:
+    """Returns the peak of `forwards`; 0 without any, and where the model needs values to run."""
+    if not forwards or components.mode.foreign:
+        return 0
+    timed = SimulatedStreams(torch.device("meta"), Bandwidth(1, 1, 1), 1.0)
+    mode, model = components.mode, components.model
+    try:
+        with evaluating(model):
+            return dry_run_forwards(mode, model, forwards, timed=timed, on_gpu=has_gpu).peak_bytes
+    # A model may fail in any way on tensors without values, and yet run on real ones.
+    except Exception as error:
+        logger.debug("no dry run of a sample", exc_info=error)
+        return 0

@@ -1,0 +1,36 @@
+"""Refuses a model and batches whose shapes do not fit each other, which libraries find out inside forward only."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from training.components import Components
+from training.errors import UserError, first_line
+
+# What libraries and torch say of shapes. Torch says so of a tensor without values too, but then it names meta tensors.
+OF_SHAPES = re.compile(r"\b(shapes?|sizes?|channels?|dimensions?)\b", re.IGNORECASE)
+
+
+def refuse_shapes(components: Components) -> None:
+    """Raises UserError if the model refuses the shapes of a batch of one example, or has sizes that contradict.
+
+    Its forward runs on the meta device, without a mode. A forward that fails there for another reason may still run on
+    values, and is not refused.
+    """
+    config = components.config
+    try:
+        with torch.no_grad():
+            components.task.loss(components.model, components.task.meta_batch(config, 1))
+    except (ValueError, RuntimeError) as error:
+        problem = first_line(error)
+        if OF_SHAPES.search(problem) and "meta" not in problem:
+            chosen = components.invocation.choices
+            raise UserError(
+                f"model={chosen['model']} with dataset={chosen['dataset']}: sizes do not fit each other ({problem}):"
+                " change those of the dataset, or of the model"
+            ) from error
+    # A model may fail in any way on tensors without values.
+    except Exception:
+        return
