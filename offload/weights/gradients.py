@@ -95,7 +95,6 @@ class GradientOffloader:
         made.record(self._made_on)
         d2h.wait_event(made)
         if added_to:
-            streams.h2d.wait_event(made)
             self._fetch_and_add(added_to)
         done, self._done, copies = self._done, streams.event(), []
         for landing in batch:

@@ -211,8 +211,8 @@ def test_after_an_exception_the_optimizer_is_as_before_the_step(speculates: bool
         before = [tensor.clone() for tensor in (*model.parameters(), *states_of(optimizer))]
         with pytest.raises(StepError):
             one_step(model, mode, 3)
-        if speculates:
-            assert mode.counters().undone_parameters
+        # How many of them this step had made before its error depends on the worker.
+        assert bool(mode.counters().speculated_parameters) == speculates
         # Without waiting for anything.
         states = optimizer.state
         assert_same([tensor.detach() for tensor in (*model.parameters(), *in_order(optimizer))], before)
