@@ -166,7 +166,7 @@ class Prefetcher:
         else:
             self._remember(unit)
         slot = self._slot_of.get(unit)
-        by_user = in_window and not unit.open_windows and not unit.has_begun_updates
+        by_user = in_window and not unit.open_windows and not (unit.has_begun_updates and is_in_backward())
         if slot is not None and by_user and slot.source != unit.weights_now():
             # Its user has changed the weights since: LBFGS or SAM, with the step around all of their passes.
             self._contents.evict(unit)
