@@ -12,12 +12,11 @@ from torch import nn
 
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
-from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.overlap import Overlap
 from offload.optimizer.speculation import Speculation, SpeculativeUpdates, can_undo
 from offload.optimizer.undo_log import UndoLog
 from offload.runtime.errors import KnobError
-from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs
+from tests.offload.helpers.models import Stack, assert_same, attached
 from tests.offload.helpers.optimizers import needs_compiler
 from tests.offload.helpers.updates import (
     DTYPES,
@@ -179,163 +178,6 @@ def test_an_update_without_an_inverse_is_taken_back_at_once():
                 optimizer.zero_grad()
             results.append([*states_of(optimizer), *(p.detach().clone() for p in model.parameters())])
     assert_same(*results)
-
-
-class StepError(Exception):
-    pass
-
-
-def failing_once(model: nn.Module, when: list[int], first=lambda: None) -> None:
-    """Makes backward of the first block fail in the steps whose counts are in `when`."""
-    calls = iter(range(1000))
-
-    def fail(module, grad_input, grad_output):
-        if next(calls) in when:
-            first()
-            raise StepError
-
-    model.blocks[0].register_full_backward_hook(fail)
-
-
-@pytest.mark.parametrize("speculates", [False, True])
-def test_after_an_exception_the_optimizer_is_as_before_the_step(speculates: bool):
-    """Late in backward, when most updates have been made."""
-    model, mode = made(Stack), LayerStream(slots=2)
-    speculation, made_before = Speculation(1e9, PLENTY) if speculates else None, [0]
-
-    def wait_for_the_worker() -> None:
-        deadline = time.monotonic() + 20
-        while speculates and mode.counters().speculated_parameters == made_before[0] and time.monotonic() < deadline:
-            time.sleep(0.001)
-
-    failing_once(model, [3], wait_for_the_worker)
-    with updating(mode, model, early=False, speculation=speculation) as optimizer:
-        for step in range(3):
-            one_step(model, mode, step)
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.finish()
-        before = [tensor.clone() for tensor in (*model.parameters(), *states_of(optimizer))]
-        made_before[0] = mode.counters().speculated_parameters
-        with pytest.raises(StepError):
-            one_step(model, mode, 3)
-        if speculates:
-            assert mode.counters().undone_parameters
-        # Without waiting for anything.
-        states = optimizer.state
-        assert_same([tensor.detach() for tensor in (*model.parameters(), *in_order(optimizer))], before)
-        assert not optimizer.has_begun
-        optimizer.zero_grad()
-        one_step(model, mode, 4)
-        optimizer.step()
-        optimizer.finish()
-        assert all(state["step"] == 4 for state in states.values())
-
-
-def in_order(optimizer: HostAdamW) -> list[torch.Tensor]:
-    """The tensors of all states, in the order of `states_of`, without waiting for updates."""
-    states = (optimizer.state[parameter] for group in optimizer.param_groups for parameter in group["params"])
-    return [state[name] for state in states for name in sorted(state)]
-
-
-READERS = {
-    "optimizer.state_dict()": lambda model, optimizer: optimizer.state_dict(),
-    "model.state_dict()": lambda model, optimizer: model.state_dict(),
-    "optimizer.finish()": lambda model, optimizer: optimizer.finish(),
-    "an evaluation": lambda model, optimizer: model(stack_inputs(0, 0)),
-}
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_who_looks_between_backward_and_step_sees_the_state_before_the_step(reader: str):
-    model, theirs = made(Stack), made(Stack)
-    mode, other = LayerStream(slots=2), LayerStream(slots=2)
-    speculation = Speculation(1e9, PLENTY)
-    with (
-        updating(mode, model, early=False, speculation=speculation, speculate="on") as optimizer,
-        updating(other, theirs, early=False) as reference,
-    ):
-        for step in range(5):
-            for each, of in ((model, mode), (theirs, other)):
-                one_step(each, of, step)
-            seen = []
-            for each, by in ((model, optimizer), (theirs, reference)):
-                with torch.no_grad():
-                    found = READERS[reader](each, by)
-                shown = [found] if torch.is_tensor(found) else list(each.parameters())
-                seen.append([tensor.detach().clone() for tensor in (*shown, *in_order(by))])
-                by.step()
-                by.zero_grad()
-            assert_same(*seen)
-        for by in (optimizer, reference):
-            by.finish()
-        assert_same(list(model.parameters()), list(theirs.parameters()))
-        assert mode.counters().undone_parameters
-
-
-def test_gradients_are_added_over_steps_and_updates_taken_back():
-    results = []
-    for speculation in (None, Speculation(1e9, PLENTY)):
-        model, mode = made(Stack), LayerStream(slots=2)
-        with updating(mode, model, early=False, speculation=speculation, speculate="on") as optimizer:
-            for step in range(6):
-                one_step(model, mode, step)
-                if step % 2:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            results.append([*states_of(optimizer), *(p.detach().clone() for p in model.parameters())])
-            undone = mode.counters().undone_parameters
-    assert undone
-    assert_same(*results)
-
-
-def test_steps_that_are_skipped_are_undone():
-    results = []
-    for speculation in (None, Speculation(math.inf, PLENTY)):
-        model, mode = made(Stack), LayerStream(slots=2)
-        with updating(mode, model, early=False, speculation=speculation, speculate="on") as optimizer:
-            for step in range(6):
-                one_step(model, mode, step)
-                optimizer.skip() if step in (2, 3) else optimizer.step()
-                optimizer.zero_grad()
-            results.append([*states_of(optimizer), *(p.detach().clone() for p in model.parameters())])
-            undone = mode.counters().undone_parameters
-    assert undone
-    assert_same(*results)
-
-
-def test_settings_that_change_between_backward_and_step_count():
-    results = []
-    for speculation in (None, Speculation(math.inf, PLENTY)):
-        model, mode = made(Stack), LayerStream(slots=2)
-        with updating(mode, model, early=False, speculation=speculation, speculate="on") as optimizer:
-            for step in range(4):
-                one_step(model, mode, step)
-                optimizer.param_groups[0]["lr"] = 1e-3 * (step + 1)
-                optimizer.step()
-                optimizer.zero_grad()
-            results.append([*states_of(optimizer), *(p.detach().clone() for p in model.parameters())])
-    assert_same(*results)
-
-
-@pytest.mark.parametrize("what", ["gradient", "parameter"])
-def test_a_change_that_would_be_lost_is_an_error(what: str):
-    model, mode = made(Stack), LayerStream(slots=2)
-    with updating(mode, model, early=False, speculation=Speculation(1e9, PLENTY), speculate="on") as optimizer:
-        for step in range(8):
-            one_step(model, mode, step)
-            if step == 7:
-                parameter = model.blocks[3].up.weight
-                while optimizer.state[parameter]["step"] < 8:
-                    time.sleep(0.001)
-                # Longer than the update takes.
-                time.sleep(0.2)
-                with torch.no_grad():
-                    (parameter.grad if what == "gradient" else parameter).mul_(2)
-            optimizer.step()
-            optimizer.zero_grad()
-        with pytest.raises(RuntimeError, match=r"call optimizer.finish\(\) before the change"):
-            optimizer.finish()
 
 
 def test_auto_speculates_after_two_quiet_steps():
