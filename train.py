@@ -6,7 +6,6 @@ from functools import partial
 import hydra
 from omegaconf import DictConfig
 
-from training import cluster_sweep, sweep
 from training.build import build
 from training.config import help, schema
 from training.config.validation import check
@@ -21,11 +20,12 @@ from training.runs.directory import locked, refuse_records
 from training.runs.failures import failures_recorded, print_failure, refusals_reported
 from training.runs.invocation import Invocation
 from training.runs.parent import end_with_parent
+from training.sweeps import cluster, launcher
 
 schema.register()
 help.register()
-sweep.register_launcher()
-cluster_sweep.register_launchers()
+launcher.register_launcher()
+cluster.register_launchers()
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

@@ -1,8 +1,8 @@
 """Adapters in peft's files: written and read tensor by tensor, from and to wherever they are.
 
 A folder has `adapter_model.safetensors` and `adapter_config.json`, which `PeftModel.from_pretrained(base, folder)`
-reads. That of a model of diffusers also has `pytorch_lora_weights.safetensors`, for `load_lora_weights` of a pipeline
-and `load_lora_adapter` of a model; it has no `modules_to_save`, which diffusers does not know.
+reads. An exported one of a model of diffusers also has `pytorch_lora_weights.safetensors`, for `load_lora_weights` of a
+pipeline and `load_lora_adapter` of a model.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from models.adapters import NAME, config_of, root_of
 from models.json_files import read_object
 from models.safetensors_files import open_file, read_headers, read_into, write_tensors
 from models.weights import check_fits, first_and_count
+from models.whole_folder import Fill, Write
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -55,22 +56,30 @@ def adapter_config(model: nn.Module, base: str | None = None) -> bytes:
     return json.dumps(values | {"base_model_name_or_path": base, "inference_mode": True}, indent=2).encode()
 
 
-def save_adapter(model: nn.Module, folder: str | Path, base: str | None = None) -> None:
-    """Writes the adapters of `model` into `folder`, which is made. Raises OSError where the disk refuses."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = adapter_tensors(model)
-    _write(folder / WEIGHTS_FILE, tensors)
-    (folder / CONFIG_FILE).write_bytes(adapter_config(model, base))
-    if type(root_of(model)).__module__.startswith("diffusers."):
-        prefix = "unet" if "UNet" in type(root_of(model)).__name__ else "transformer"
-        low_rank = {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
-        renamed = {name.replace(PREFIX, f"{prefix}.", 1): tensor for name, tensor in low_rank.items()}
-        metadata = {f"{prefix}.{key}": value for key, value in _plain(config_of(model).to_dict()).items()}
-        # diffusers hands every other key to its own version of peft.
-        metadata = {key: value for key, value in metadata.items() if not key.endswith(("peft_version", "peft_type"))}
-        metadata[f"{prefix}.modules_to_save"] = None
-        _write(folder / DIFFUSERS_FILE, renamed, {DIFFUSERS_METADATA: json.dumps(metadata, sort_keys=True)})
+def is_of_diffusers(model: nn.Module) -> bool:
+    """Tells whether diffusers has a file of its own for the adapter of `model`."""
+    return type(root_of(model)).__module__.startswith("diffusers.")
+
+
+def diffusers_file(model: nn.Module, weights: Path) -> Fill:
+    """Returns what fills DIFFUSERS_FILE from `weights`, peft's file of the adapter of `model`, a model of diffusers.
+
+    It has no `modules_to_save`, which diffusers does not know. The model needs no values.
+    """
+    prefix = "unet" if "UNet" in type(root_of(model)).__name__ else "transformer"
+    settings = {f"{prefix}.{key}": value for key, value in _plain(config_of(model).to_dict()).items()}
+    # diffusers hands every other key to its own version of peft.
+    settings = {key: value for key, value in settings.items() if not key.endswith(("peft_version", "peft_type"))}
+    settings[f"{prefix}.modules_to_save"] = None
+    metadata = {DIFFUSERS_METADATA: json.dumps(settings, sort_keys=True)}
+
+    def fill(write: Write) -> None:
+        with open_file(weights) as stored:
+            low_rank = {name: stored.get_tensor(name) for name in stored.keys() if ".lora_" in name}  # noqa: SIM118
+            renamed = {name.replace(PREFIX, f"{prefix}.", 1): tensor for name, tensor in low_rank.items()}
+            write_tensors(write, renamed, metadata)
+
+    return fill
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> None:
@@ -86,6 +95,20 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
 
 def load_adapter_tensors(model: nn.Module, file: Path) -> None:
     """Copies the tensors of one file of peft's into `model`. Raises ValueError if they are not those of its adapter."""
+    read_into(*_fitting(model, file))
+
+
+def check_folder(model: nn.Module, folder: Path) -> None:
+    """Raises ValueError in one line if `folder` has no adapter that can be read, or not one that fits `model`.
+
+    Reads headers alone, and no value of `model`, which may be on the meta device.
+    """
+    _check_config(model, folder / CONFIG_FILE)
+    _fitting(model, folder / WEIGHTS_FILE)
+
+
+def _fitting(model: nn.Module, file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns the adapter's tensors in `model`, and where those of `file` are. Raises ValueError if they differ."""
     targets = adapter_tensors(model)
     stored = read_headers([file])
     if absent := [name for name in targets if name not in stored]:
@@ -94,14 +117,7 @@ def load_adapter_tensors(model: nn.Module, file: Path) -> None:
         raise ValueError(f"{file} has tensor {first_and_count(unknown)}, which this adapter lacks: choose its targets")
     for name, tensor in targets.items():
         check_fits(name, tensor, stored[name])
-    read_into(targets, stored)
-
-
-def check_folder(folder: Path) -> None:
-    """Raises ValueError in one line if `folder` has no adapter that can be read. Reads headers alone."""
-    read_object(folder / CONFIG_FILE, GIVE_OTHERS)
-    with open_file(folder / WEIGHTS_FILE):
-        pass
+    return targets, stored
 
 
 def _check_config(model: nn.Module, file: Path) -> None:
@@ -112,11 +128,6 @@ def _check_config(model: nn.Module, file: Path) -> None:
     for key, values in ONLY.items():
         if key in stored and stored[key] not in values:
             raise ValueError(f"{file} has {key}={stored[key]}, which cannot be loaded here")
-
-
-def _write(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    with file.open("wb") as opened:
-        write_tensors(opened.write, tensors, metadata)
 
 
 def _plain(value: Any) -> Any:

@@ -18,6 +18,8 @@ Model = TypeVar("Model", bound=nn.Module)
 Build = Callable[[], Model]
 """makes the same model again"""
 
+# The attributes that torch keeps in a module: its parameters, buffers, hooks.
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 # A model whose buffers differ between these seeds has random ones.
 SEEDS = (0, 1)
 
@@ -48,7 +50,7 @@ def without_weights(build: Build, kept: Collection[tuple[type[nn.Module], str]] 
 def with_buffers(build: Build) -> Model:
     """Builds as `without_weights` does; random numbers of the caller are not changed.
 
-    Raises ValueError if buffers have random values.
+    Raises ValueError if buffers, or tensors that are neither parameters nor buffers, have random values.
     """
     built = []
     with torch.random.fork_rng(devices=[]):
@@ -58,11 +60,39 @@ def with_buffers(build: Build) -> Model:
             built.append(without_weights(build))
             if torch.equal(state, torch.get_rng_state()):
                 break
-    first, last = (dict(one.named_buffers()) for one in (built[0], built[-1]))
-    for name, value in first.items():
-        if not value.is_meta and not torch.equal(value, last[name]):
+    first, last = (_computed(one) for one in (built[0], built[-1]))
+    for name, values in first.items():
+        if any(
+            not value.is_meta and not torch.equal(value, other) for value, other in zip(values, last[name], strict=True)
+        ):
             raise ValueError(f"{name}: its values are random, so build this model on the CPU")
     return built[0]
+
+
+def _computed(model: nn.Module) -> dict[str, list[Tensor]]:
+    return {name: [buffer] for name, buffer in model.named_buffers()} | loose_tensors(model)
+
+
+def loose_tensors(model: nn.Module) -> dict[str, list[Tensor]]:
+    """Returns the plain attributes of modules that are or contain tensors, neither parameters nor buffers, by name.
+
+    Contained are the tensors in lists, tuples and dictionaries.
+    """
+    named = (
+        (f"{name}.{attribute}" if name else attribute, list(_tensors_in(value)))
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if attribute not in OF_EVERY_MODULE
+    )
+    return {name: tensors for name, tensors in named if tensors}
+
+
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item)
 
 
 def as_made(model: nn.Module, build: Build, names: Iterable[str], seed: int) -> Iterator[tuple[str, Tensor]]:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from models.attention import avoid_cudnn_attention
 from models.buffers import fill_buffers
-from models.diffusion_families import FAMILIES, Family
+from models.diffusion_families import FAMILIES
+from models.diffusion_family import Family
 from models.diffusion_files import CONFIG_FILE, config_folder, load_diffusion, matched_diffusion
 from models.diffusion_initialise import initialise_diffusion
 from models.diffusion_shapes import SHAPES
@@ -23,7 +24,7 @@ from models.safetensors_files import StoredTensor
 
 
 class DiffusionModel(nn.Module):
-    """A model of diffusers with the inputs and outputs of flow matching; see `models.diffusion_families`.
+    """A model of diffusers with the inputs and outputs of flow matching; see `models.diffusion_family`.
 
     Attributes:
         network: the model itself, whose names of parameters are those of its files.

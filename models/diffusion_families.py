@@ -1,325 +1,308 @@
-"""Calls diffusion models, each family with the inputs that it wants: a class of diffusers each.
+"""How each class of diffusers is called, a row a class: its conditions with their sizes, and what follows from them.
 
-The uniform call is `velocity(network, noisy, timestep, condition)`: noisy and velocity [B, C, H, W] (videos
-[B, C, frames, H, W]), timestep float32 [B] from 0 (image) to 1 (noise), condition by name. A family scales times,
-cuts images into the sequences of patches that transformers take, and adds the places of patches.
+`models.diffusion_family.Called` explains the columns. The values are those of the classes' own pipelines: scales and
+directions of times, numbers of tokens, layouts. Models of other objectives (noise, EDM) learn velocities here.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor, nn
-
-Shape = tuple[int, ...]
-# Most models were trained on the numbers of 1000 steps.
-STEPS = 1000
-
-
-class Family(ABC):
-    """The inputs of the models of one class of diffusers. `config` is the configuration of a model."""
-
-    optional: tuple[str, ...] = ()
-    """conditions that may be left out"""
-    first_stds: ClassVar[dict[str, float]] = {}
-    """how layers begin that do not begin as torch makes them: the standard deviation of their weights, 0 for zeros, by
-    patterns over their names"""
-
-    def check(self, config: Mapping[str, Any]) -> None:
-        """Raises ValueError naming a key and its value, where a model of that configuration needs inputs not known."""
-        self._require(config, in_channels=config["out_channels"] or config["in_channels"])
-
-    def condition_shapes(self, config: Mapping[str, Any]) -> dict[str, Shape]:
-        """Returns the shape of one example of each condition that the model needs; that of a label is ()."""
-        return {}
-
-    def num_labels(self, config: Mapping[str, Any]) -> int | None:
-        """Returns the number of labels that have an embedding, that for no label included. None: no labels."""
-        return None
-
-    def sample_shape(self, config: Mapping[str, Any]) -> Shape | None:
-        """Returns the shape of one image, [C, H, W]; None where the model takes any size."""
-        return _square(config["in_channels"], config.get("sample_size"))
-
-    def channels(self, config: Mapping[str, Any]) -> int:
-        """Returns the channels of `noisy`."""
-        return config["in_channels"]
-
-    def adapt(self, network: nn.Module) -> None:
-        """Changes the new model where it draws random numbers that the loop draws."""
-        return
-
-    @abstractmethod
-    def velocity(self, network: nn.Module, noisy: Tensor, timestep: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        """Calls the model. `noisy` has its dtype, and so have the floating-point tensors of `condition`."""
-
-    def _require(self, config: Mapping[str, Any], **values: Any) -> None:
-        for key, value in values.items():
-            if config[key] != value:
-                raise ValueError(f"{key}={config[key]}: only {key}={value} is supported in this model")
-
-
-class Unet(Family):
-    """UNet2DModel: times 0 to 1000, class labels."""
-
-    def check(self, config: Mapping[str, Any]) -> None:
-        super().check(config)
-        # Fourier features take the logarithm of the time, which may be 0; learnt ones take whole numbers.
-        self._require(config, class_embed_type=None, time_embedding_type="positional")
-
-    def condition_shapes(self, config: Mapping[str, Any]) -> dict[str, Shape]:
-        return {} if config["num_class_embeds"] is None else {"labels": ()}
-
-    def num_labels(self, config: Mapping[str, Any]) -> int | None:
-        return config["num_class_embeds"]
-
-    def velocity(self, network: nn.Module, noisy: Tensor, timestep: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        return network(noisy, timestep * STEPS, class_labels=condition.get("labels"), return_dict=False)[0]
-
-
-class ConditionedUnet(Unet):
-    """UNet2DConditionModel: Stable Diffusion 1 and 2 (text), and XL (also a pooled text and the sizes of the image)."""
-
-    optional = ("encoder_attention_mask",)
-    TOKENS, TIME_IDS = 77, 6
-
-    def check(self, config: Mapping[str, Any]) -> None:
-        super().check(config)
-        self._require(config, attention_type="default")
-        for key, known in (("addition_embed_type", "text_time"), ("encoder_hid_dim_type", "text_proj")):
-            if config[key] not in (None, known):
-                raise ValueError(f"{key}={config[key]}: only {known} or null is supported in this model")
-
-    def condition_shapes(self, config: Mapping[str, Any]) -> dict[str, Shape]:
-        width = config["encoder_hid_dim"] or config["cross_attention_dim"]
-        width = width if isinstance(width, int) else width[0]
-        shapes = {**super().condition_shapes(config), "encoder_hidden_states": (self.TOKENS, width)}
-        if config["addition_embed_type"] == "text_time":
-            of_sizes = self.TIME_IDS * config["addition_time_embed_dim"]
-            shapes["text_embeds"] = (config["projection_class_embeddings_input_dim"] - of_sizes,)
-            shapes["time_ids"] = (self.TIME_IDS,)
-        return shapes
-
-    def velocity(self, network: nn.Module, noisy: Tensor, timestep: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        added = {name: condition[name] for name in ("text_embeds", "time_ids") if name in condition}
-        return network(
-            noisy,
-            timestep * STEPS,
-            condition["encoder_hidden_states"],
-            class_labels=condition.get("labels"),
-            encoder_attention_mask=condition.get("encoder_attention_mask"),
-            added_cond_kwargs=added or None,
-            return_dict=False,
-        )[0]
-
-
-class Dit(Family):
-    """DiTTransformer2DModel (Peebles and Xie 2023): times 0 to 1000, class labels, latents of one size.
-
-    Its own dropping of labels is off, because it would depend on the device. Of a model that also predicts a variance
-    (twice the channels) that half is left out, as SiT does (Ma et al. 2024).
-    """
-
-    first_stds: ClassVar[dict[str, float]] = {
-        "*.norm1.linear": 0.0,
-        "proj_out_[12]": 0.0,
-        "*.timestep_embedder.linear_[12]": 0.02,
-        "*.class_embedder.embedding_table": 0.02,
-    }
-
-    def check(self, config: Mapping[str, Any]) -> None:
-        if config["out_channels"] not in (None, config["in_channels"], 2 * config["in_channels"]):
-            super().check(config)
-
-    def condition_shapes(self, config: Mapping[str, Any]) -> dict[str, Shape]:
-        return {"labels": ()}
-
-    def num_labels(self, config: Mapping[str, Any]) -> int | None:
-        return config["num_embeds_ada_norm"] + 1
-
-    def adapt(self, network: nn.Module) -> None:
-        from diffusers.models.embeddings import LabelEmbedding
-
-        for module in network.modules():
-            if isinstance(module, LabelEmbedding):
-                module.dropout_prob = 0.0
-
-    def velocity(self, network: nn.Module, noisy: Tensor, timestep: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        shape = self.sample_shape(network.config)
-        if tuple(noisy.shape[1:]) != shape:
-            # It would take other places for the patches, or none at all.
-            raise ValueError(f"the model takes images of shape {list(shape)}, not {list(noisy.shape[1:])}")
-        output = network(noisy, timestep * STEPS, class_labels=condition["labels"], return_dict=False)[0]
-        return output[:, : noisy.shape[1]]
-
-
-class Sd3(Family):
-    """SD3Transformer2DModel (Esser et al. 2024): times 0 to 1000, text and pooled text. Begins as DiT does."""
-
-    first_stds: ClassVar[dict[str, float]] = {
-        "*.norm1.linear": 0.0,
-        "*.norm1_context.linear": 0.0,
-        "norm_out.linear": 0.0,
-        "proj_out": 0.0,
-    }
-    TOKENS = 333
-
-    def condition_shapes(self, config: Mapping[str, Any]) -> dict[str, Shape]:
-        return {
-            "encoder_hidden_states": (self.TOKENS, config["joint_attention_dim"]),
-            "pooled_projections": (config["pooled_projection_dim"],),
-        }
-
-    def velocity(self, network: nn.Module, noisy: Tensor, timestep: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        return network(noisy, timestep=timestep * STEPS, **condition, return_dict=False)[0]
-
-
-class Flux(Family):
-    """FluxTransformer2DModel: times 0 to 1, patches of 2 x 2 latents with places, text and pooled text.
-
-    A model with an embedding for the guidance scale gets GUIDANCE, as in diffusers' own training of such models. It
-    begins as DiT does.
-    """
-
-    first_stds: ClassVar[dict[str, float]] = {
-        "*.norm.linear": 0.0,
-        "*.norm1.linear": 0.0,
-        "*.norm1_context.linear": 0.0,
-        "norm_out.linear": 0.0,
-        "proj_out": 0.0,
-    }
-    TOKENS, PATCH, GUIDANCE = 512, 2, 3.5
-
-    def check(self, config: Mapping[str, Any]) -> None:
-        super().check(config)
-        self._require(config, patch_size=1)
-        if config["in_channels"] % self.PATCH**2:
-            raise ValueError(f"in_channels={config['in_channels']}: must be a multiple of {self.PATCH**2}, one patch")
-
-    def channels(self, config: Mapping[str, Any]) -> int:
-        return config["in_channels"] // self.PATCH**2
-
-    def sample_shape(self, config: Mapping[str, Any]) -> Shape | None:
-        return None
-
-    def condition_shapes(self, config: Mapping[str, Any]) -> dict[str, Shape]:
-        return {
-            "encoder_hidden_states": (self.TOKENS, config["joint_attention_dim"]),
-            "pooled_projections": (config["pooled_projection_dim"],),
-        }
-
-    def velocity(self, network: nn.Module, noisy: Tensor, timestep: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        batch, channels, height, width = noisy.shape
-        if height % self.PATCH or width % self.PATCH:
-            raise ValueError(f"height and width of latents must be multiples of {self.PATCH}, not {height} and {width}")
-        rows, columns = height // self.PATCH, width // self.PATCH
-        patches = noisy.view(batch, channels, rows, self.PATCH, columns, self.PATCH)
-        patches = patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, -1)
-        places = noisy.new_zeros((rows, columns, 3), dtype=torch.float32)
-        places[..., 1] += torch.arange(rows, device=noisy.device)[:, None]
-        places[..., 2] += torch.arange(columns, device=noisy.device)
-        guidance = None
-        if network.config["guidance_embeds"]:
-            guidance = torch.full_like(timestep, self.GUIDANCE)
-        output = network(
-            hidden_states=patches,
-            encoder_hidden_states=condition["encoder_hidden_states"],
-            pooled_projections=condition["pooled_projections"],
-            timestep=timestep,
-            img_ids=places.view(-1, 3),
-            txt_ids=places.new_zeros((condition["encoder_hidden_states"].shape[1], 3)),
-            guidance=guidance,
-            return_dict=False,
-        )[0]
-        output = output.view(batch, rows, columns, channels, self.PATCH, self.PATCH)
-        return output.permute(0, 3, 1, 4, 2, 5).reshape(noisy.shape)
-
-
-class LtxVideo(Family):
-    """LTXVideoTransformer3DModel: latents of videos [B, C, frames, H, W], times 0 to 1000, text.
-
-    Places are in seconds and pixels of a video of FRAMES_PER_SECOND; a latent stands for 8 frames of 32 x 32 pixels. It
-    begins as PixArt-alpha does (Chen et al. 2023), whose modulation of adaLN-single it has.
-    """
-
-    first_stds: ClassVar[dict[str, float]] = {
-        "time_embed.linear": 0.02,
-        "*.timestep_embedder.linear_[12]": 0.02,
-        "caption_projection.linear_[12]": 0.02,
-        "*.attn2.to_out.0": 0.0,
-        "proj_out": 0.0,
-    }
-    optional = ("encoder_attention_mask",)
-    TOKENS, FRAMES_PER_SECOND, FRAMES, PIXELS = 128, 25, 8, 32
-
-    def check(self, config: Mapping[str, Any]) -> None:
-        super().check(config)
-        self._require(config, patch_size=1, patch_size_t=1)
-
-    def sample_shape(self, config: Mapping[str, Any]) -> Shape | None:
-        return None
-
-    def condition_shapes(self, config: Mapping[str, Any]) -> dict[str, Shape]:
-        return {"encoder_hidden_states": (self.TOKENS, config["caption_channels"])}
-
-    def velocity(self, network: nn.Module, noisy: Tensor, timestep: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        frames, height, width = noisy.shape[2:]
-        output = network(
-            hidden_states=noisy.flatten(2).transpose(1, 2),
-            encoder_hidden_states=condition["encoder_hidden_states"],
-            timestep=timestep * STEPS,
-            encoder_attention_mask=condition.get("encoder_attention_mask"),
-            num_frames=frames,
-            height=height,
-            width=width,
-            rope_interpolation_scale=(self.FRAMES / self.FRAMES_PER_SECOND, self.PIXELS, self.PIXELS),
-            return_dict=False,
-        )[0]
-        return output.transpose(1, 2).reshape(noisy.shape)
-
-
-class Wan(Family):
-    """WanTransformer3DModel (text to video): latents [B, C, frames, H, W], times 0 to 1000, text.
-
-    Its embeddings and its last projection begin as in the code of Wan (Wan Team 2025).
-    """
-
-    first_stds: ClassVar[dict[str, float]] = {
-        "condition_embedder.text_embedder.linear_[12]": 0.02,
-        "condition_embedder.time_embedder.linear_[12]": 0.02,
-        "proj_out": 0.0,
-    }
-    TOKENS = 512
-
-    def check(self, config: Mapping[str, Any]) -> None:
-        super().check(config)
-        self._require(config, image_dim=None)
-
-    def sample_shape(self, config: Mapping[str, Any]) -> Shape | None:
-        return None
-
-    def condition_shapes(self, config: Mapping[str, Any]) -> dict[str, Shape]:
-        return {"encoder_hidden_states": (self.TOKENS, config["text_dim"])}
-
-    def velocity(self, network: nn.Module, noisy: Tensor, timestep: Tensor, condition: dict[str, Tensor]) -> Tensor:
-        return network(noisy, timestep * STEPS, condition["encoder_hidden_states"], return_dict=False)[0]
-
-
-FAMILIES: dict[str, Family] = {
+from typing import Any
+
+from models.diffusion_family import Called, Family, Size
+from models.diffusion_inputs import (
+    CHANNELS_LAST,
+    FRAMES_FIRST,
+    Patches,
+    PatchesInTraining,
+    Separate,
+    constant,
+    guidance,
+    layers_first,
+    mask_of,
+    mask_of_text_and_patches,
+    one_by_one,
+    padding,
+    patch_counts,
+    places,
+    places_after_text,
+    places_of_kandinsky,
+    resolution,
+    rotary_2d,
+    rotary_of_allegro,
+    rotary_of_lumina,
+    rotary_of_sounds,
+    rotary_of_videos,
+    rounded_times,
+    scaled_guidance,
+    sizes_of_image,
+    style_and_sizes,
+    text_for_each_frame,
+    video_sizes,
+)
+from models.diffusion_labels import ConditionedUnet, Dit, Unet
+
+TEXT_MASK = "encoder_attention_mask"
+SQUARE: tuple[Size, ...] = ("sample_size", "sample_size")
+OF_VIDEO: tuple[Size, ...] = (
+    # The first frame has a latent of its own.
+    lambda config: (config["sample_frames"] - 1) // config.get("temporal_compression_ratio", 1) + 1,
+    "sample_height",
+    "sample_width",
+)
+# The modulation of adaLN-Zero and the last projection begin at zero (Peebles and Xie 2023).
+ADALN_ZERO = {"*.norm1.linear": 0.0, "*.norm1_context.linear": 0.0, "norm_out.linear": 0.0, "proj_out": 0.0}
+# PixArt-alpha (Chen et al. 2023), with the modulation of adaLN-single.
+ADALN_SINGLE = {
+    "*.timestep_embedder.linear_[12]": 0.02,
+    "caption_projection.linear_[12]": 0.02,
+    "*.attn2.to_out.0": 0.0,
+    "proj_out": 0.0,
+}
+PAIRS = Patches((2, 2))
+
+
+def _text(tokens: Size, width: Size) -> dict[str, tuple[Size, ...]]:
+    return {"encoder_hidden_states": (tokens, width)}
+
+
+def _pooled(tokens: Size, width: Size) -> dict[str, tuple[Size, ...]]:
+    return {**_text(tokens, width), "pooled_projections": ("pooled_projection_dim",)}
+
+
+_JOINT = "joint_attention_dim"
+_FLUX: dict[str, Any] = {"layout": PAIRS, "steps": 1, "required": {"patch_size": 1}}
+_COGVIDEO: dict[str, Any] = {
+    "sizes": _text("max_text_seq_length", "text_embed_dim"),
+    "layout": FRAMES_FIRST,
+    "inputs": (rotary_of_videos,),
+    "sample": OF_VIDEO,
+}
+_COGVIEW: dict[str, Any] = {"inputs": (sizes_of_image,), "sample": SQUARE}
+_WAN: dict[str, Any] = {"sizes": _text(512, "text_dim"), "required": {"image_dim": None}}
+
+IMAGES: dict[str, Family] = {
+    "AuraFlowTransformer2DModel": Called(sizes=_text(256, _JOINT), steps=1, sample=SQUARE),
+    "BriaTransformer2DModel": Called(
+        sizes=_text(128, _JOINT), layout=PAIRS, inputs=(places(),), required={"patch_size": 1, "guidance_embeds": False}
+    ),
+    "ChromaTransformer2DModel": Called(**_FLUX, sizes=_text(512, _JOINT), inputs=(places(), mask_of_text_and_patches)),
+    "CogView3PlusTransformer2DModel": Called(**_COGVIEW, sizes=_text(224, "text_embed_dim")),
+    "CogView4Transformer2DModel": Called(**_COGVIEW, sizes=_text(1024, "text_embed_dim")),
     "DiTTransformer2DModel": Dit(),
-    "FluxTransformer2DModel": Flux(),
-    "LTXVideoTransformer3DModel": LtxVideo(),
-    "SD3Transformer2DModel": Sd3(),
+    "Flux2Transformer2DModel": Called(
+        **_FLUX, sizes=_text(512, _JOINT), inputs=(places(axes=4, text_axes=(3,)), guidance(4.0))
+    ),
+    "FluxTransformer2DModel": Called(
+        **_FLUX,
+        sizes=_pooled(512, _JOINT),
+        inputs=(places(), guidance(3.5)),
+        first_stds={"*.norm.linear": 0.0, **ADALN_ZERO},
+    ),
+    "HiDreamImageTransformer2DModel": Called(
+        sizes={
+            "encoder_hidden_states_t5": (128, "caption_channels.0"),
+            "encoder_hidden_states_llama3": (lambda config: max(config["llama_layers"]) + 1, 128, "caption_channels.1"),
+            "pooled_embeds": ("text_emb_dim",),
+        },
+        layout=PatchesInTraining(),
+        inputs=(layers_first("encoder_hidden_states_llama3"),),
+        time="timesteps",
+        to_image=True,
+    ),
+    "HunyuanDiT2DModel": Called(
+        sizes={
+            "encoder_hidden_states": ("text_len", "cross_attention_dim"),
+            "encoder_hidden_states_t5": ("text_len_t5", "cross_attention_dim_t5"),
+        },
+        inputs=(
+            mask_of("text_embedding_mask"),
+            mask_of("text_embedding_mask_t5", "encoder_hidden_states_t5"),
+            style_and_sizes,
+            rotary_2d,
+        ),
+        rounded=True,
+        # Its key is learn_sigma.
+        out_channels="in_channels",
+        variance=True,
+        sample=SQUARE,
+    ),
+    "HunyuanImageTransformer2DModel": Called(
+        sizes={**_text(1000, "text_embed_dim"), "encoder_hidden_states_2": (128, "text_embed_2_dim")},
+        inputs=(
+            mask_of(TEXT_MASK),
+            mask_of("encoder_attention_mask_2", "encoder_hidden_states_2"),
+            guidance(3500.0, rounded=True),
+        ),
+        rounded=True,
+        required={"use_meanflow": False},
+    ),
+    "Kandinsky3UNet": Called(
+        sizes=_text(128, "encoder_hid_dim"), inputs=(mask_of(TEXT_MASK),), latents="sample", out_channels="in_channels"
+    ),
+    "LongCatImageTransformer2DModel": Called(**_FLUX, sizes=_text(512, _JOINT), inputs=(places_after_text,)),
+    "Lumina2Transformer2DModel": Called(
+        sizes=_text(256, "cap_feat_dim"), inputs=(mask_of(TEXT_MASK),), steps=1, from_noise=True, to_image=True
+    ),
+    "LuminaNextDiT2DModel": Called(
+        sizes=_text(256, "cross_attention_dim"),
+        inputs=(mask_of("encoder_mask"), rotary_of_lumina, constant(cross_attention_kwargs={})),
+        steps=1,
+        from_noise=True,
+        to_image=True,
+        out_channels="in_channels",
+        variance=True,
+    ),
+    "OvisImageTransformer2DModel": Called(**_FLUX, sizes=_text(256, _JOINT), inputs=(places(text_axes=(1, 2)),)),
+    "PixArtTransformer2DModel": Called(
+        sizes=_text(120, "caption_channels|cross_attention_dim"),
+        inputs=(resolution,),
+        variance=True,
+        sample=SQUARE,
+        optional=(TEXT_MASK,),
+        first_stds={"adaln_single.linear": 0.02, **ADALN_SINGLE},
+    ),
+    "PRXTransformer2DModel": Called(
+        sizes=_text(256, "context_in_dim"), steps=1, out_channels="in_channels", optional=("attention_mask",)
+    ),
+    "QwenImageTransformer2DModel": Called(
+        sizes=_text(512, _JOINT),
+        layout=PAIRS,
+        inputs=(patch_counts, guidance(1.0)),
+        steps=1,
+        out_channels=lambda config: 4 * (config["out_channels"] or config["in_channels"]),
+        required={"patch_size": 2, "zero_cond_t": False, "use_additional_t_cond": False, "use_layer3d_rope": False},
+    ),
+    "SanaTransformer2DModel": Called(
+        sizes=_text(300, "caption_channels"),
+        inputs=(scaled_guidance(4.5),),
+        steps=lambda config: 1000 * config["timestep_scale"],
+        variance=True,
+        sample=SQUARE,
+        optional=(TEXT_MASK,),
+    ),
+    "SD3Transformer2DModel": Called(sizes=_pooled(333, _JOINT), sample=SQUARE, first_stds=ADALN_ZERO),
+    "StableCascadeUNet": Called(
+        sizes={
+            "clip_text_pooled": (1, "clip_text_pooled_in_channels"),
+            "clip_text": (77, "clip_text_in_channels"),
+            "clip_img": (1, "clip_image_in_channels"),
+        },
+        latents="sample",
+        time="timestep_ratio",
+        steps=1,
+        rounded=True,
+        required={"effnet_in_channels": None, "pixel_mapper_in_channels": None},
+    ),
     "UNet2DConditionModel": ConditionedUnet(),
     "UNet2DModel": Unet(),
-    "WanTransformer3DModel": Wan(),
+    "ZImageTransformer2DModel": Called(
+        sizes={"cap_feats": (512, "cap_feat_dim")},
+        inputs=(one_by_one("cap_feats"),),
+        layout=Separate(),
+        latents="x",
+        time="t",
+        steps=1,
+        from_noise=True,
+        to_image=True,
+        out_channels="in_channels",
+        required={"siglip_feat_dim": None},
+    ),
 }
-
-
-def _square(channels: int, size: int | list[int] | None) -> Shape | None:
-    if size is None:
-        return None
-    return (channels, size, size) if isinstance(size, int) else (channels, *size)
+VIDEOS: dict[str, Family] = {
+    "AllegroTransformer3DModel": Called(
+        sizes=_text(512, "caption_channels"),
+        inputs=(rotary_of_allegro,),
+        sample=("sample_frames", "sample_height", "sample_width"),
+        optional=(TEXT_MASK,),
+    ),
+    "CogVideoXTransformer3DModel": Called(**_COGVIDEO, required={"ofs_embed_dim": None}),
+    "ConsisIDTransformer3DModel": Called(**_COGVIDEO, required={"is_train_face": False}),
+    # Without the preconditioning of EDM.
+    "CosmosTransformer3DModel": Called(
+        sizes=_text(
+            512, lambda c: c["crossattn_proj_in_channels" if c["use_crossattn_projection"] else "text_embed_dim"]
+        ),
+        inputs=(padding,),
+        steps=1,
+        required={"img_context_dim_in": None},
+    ),
+    "EasyAnimateTransformer3DModel": Called(
+        sizes={**_text(256, "text_embed_dim"), "encoder_hidden_states_t5": (256, "text_embed_dim_t5")},
+    ),
+    "HunyuanVideoTransformer3DModel": Called(
+        sizes=_pooled(256, "text_embed_dim"),
+        inputs=(mask_of(TEXT_MASK), guidance(6000.0)),
+        required={"image_condition_type": None},
+    ),
+    "Kandinsky5Transformer3DModel": Called(
+        sizes={**_text(256, "in_text_dim"), "pooled_projections": ("in_text_dim2",)},
+        inputs=(places_of_kandinsky,),
+        layout=CHANNELS_LAST,
+        rounded=True,
+        adapted=rounded_times,
+        in_channels="in_visual_dim",
+        out_channels="out_visual_dim",
+        required={"visual_cond": False, "attention_type": "regular"},
+    ),
+    "LatteTransformer3DModel": Called(
+        sizes=_text(120, "caption_channels"),
+        variance=True,
+        sample=("video_length", *SQUARE),
+        one_size=True,
+        required={"norm_type": "ada_norm_single"},
+        optional=(TEXT_MASK,),
+    ),
+    "LTXVideoTransformer3DModel": Called(
+        sizes=_text(128, "caption_channels"),
+        inputs=(video_sizes,),
+        layout=Patches((1, 1, 1)),
+        required={"patch_size": 1, "patch_size_t": 1},
+        optional=(TEXT_MASK,),
+        first_stds={"time_embed.linear": 0.02, **ADALN_SINGLE},
+    ),
+    "MochiTransformer3DModel": Called(
+        sizes=_text(256, "text_embed_dim"), inputs=(mask_of(TEXT_MASK),), from_noise=True, to_image=True
+    ),
+    "SanaVideoTransformer3DModel": Called(
+        sizes=_text(300, "caption_channels"), inputs=(scaled_guidance(4.5),), variance=True, optional=(TEXT_MASK,)
+    ),
+    "SkyReelsV2Transformer3DModel": Called(**_WAN | {"required": {"image_dim": None, "inject_sample_info": False}}),
+    "UNet3DConditionModel": Called(sizes=_text(77, "cross_attention_dim"), latents="sample"),
+    "UNetMotionModel": Called(
+        sizes=_text(77, "cross_attention_dim"),
+        inputs=(text_for_each_frame,),
+        latents="sample",
+        required={"addition_embed_type": None, "encoder_hid_dim_type": None},
+    ),
+    "WanTransformer3DModel": Called(
+        **_WAN,
+        first_stds={
+            "condition_embedder.text_embedder.linear_[12]": 0.02,
+            "condition_embedder.time_embedder.linear_[12]": 0.02,
+            "proj_out": 0.0,
+        },
+    ),
+}
+OTHERS: dict[str, Family] = {
+    # Embeddings [B, C] of images from those of texts.
+    "PriorTransformer": Called(
+        sizes={"proj_embedding": ("embedding_proj_dim|embedding_dim",), **_text("num_embeddings", "embedding_dim")},
+        in_channels="embedding_dim",
+        out_channels="clip_embed_dim",
+        required={"encoder_hid_proj_type": "linear"},
+    ),
+    # Sounds [B, C, length].
+    "StableAudioDiTModel": Called(
+        sizes={
+            **_text(130, "cross_attention_input_dim"),
+            "global_hidden_states": (1, "global_states_input_dim"),
+        },
+        inputs=(rotary_of_sounds,),
+        steps=1,
+        sample=("sample_size",),
+    ),
+    "UNet1DModel": Called(
+        latents="sample", steps=1, sample=("sample_size",), required={"time_embedding_type": "fourier"}
+    ),
+}
+FAMILIES: dict[str, Family] = dict(sorted((IMAGES | VIDEOS | OTHERS).items()))

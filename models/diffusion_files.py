@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from models.safetensors_files import StoredTensor, split_into_files, write_tensors
 from models.weights import MAX_SHARD_BYTES, index_of, load_weights, matched_weights
-from models.whole_folder import Fill, bytes_of, write_whole_folder
+from models.whole_folder import Fill, bytes_of
 
 CONFIG_FILE = "config.json"
 STEM = "diffusion_pytorch_model"
@@ -32,7 +32,7 @@ def load_diffusion(model: nn.Module, path: str | Path) -> None:
 
     Args:
         path: a .safetensors file, an index, the folder of a model, or that of a pipeline with one in `transformer` or
-            `unet`. Of several variants in a folder (".fp16.") the one without a name is taken.
+            `unet`. Where a folder has several variants (".fp16."), the one without a name is taken.
 
     Raises:
         FileNotFoundError: `path` does not exist.
@@ -73,17 +73,6 @@ def diffusion_files(
     if len(parts) > 1:
         files[INDEX_FILE] = bytes_of(index_of(parts))
     return files
-
-
-def save_diffusion(model: nn.Module, folder: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Writes configuration and weights to `folder`, a new or empty one, for diffusers' `from_pretrained`.
-
-    The folder is complete or not there.
-
-    Raises:
-        ValueError: the folder has files, or a tensor is on the meta device. Nothing has been written then.
-    """
-    write_whole_folder(Path(folder), diffusion_files(model, max_shard_bytes))
 
 
 def _files_in(folder: Path) -> Path:

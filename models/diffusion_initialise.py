@@ -1,8 +1,8 @@
 """First values of the parameters of a diffusion model: its library's own distributions, as a function of seed and name.
 
-diffusers leaves layers as torch makes them, and draws from one generator in one order. Here the house's hash gives the
-numbers. What the papers of an architecture start otherwise is in `Family.first_stds`: above all the modulation of
-adaLN-Zero and the last projection, which start at zero (Peebles and Xie 2023).
+diffusers leaves layers as torch makes them, and draws from one generator in one order. Here the hash of
+`models.initialise` gives the numbers. `Family.first_stds` has the layers that the paper of an architecture starts
+otherwise: above all the modulation of adaLN-Zero and the last projection, which start at zero (Peebles and Xie 2023).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from models.built_again import Build, as_made
 from models.initialise import Draws, check_initialisable
+from models.quantise import values_of
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 
@@ -38,7 +39,8 @@ def initialise_diffusion(
       the CPU with torch's generator seeded by `seed`.
 
     Random numbers of layers and tables come from the hash of (seed, name, index): so a value depends neither on the
-    order of filling nor on mode, device or dtype, but for rounding to it. Buffers are not changed.
+    order of filling nor on mode, device or dtype, but for rounding to it. Buffers are not changed. A weight in few bits
+    is quantised from its own numbers, one at a time.
 
     Args:
         build: makes the same network again.
@@ -54,20 +56,21 @@ def initialise_diffusion(
         std = next((std for pattern, std in first_stds.items() if fnmatchcase(path, pattern)), None)
         for own, parameter in module.named_parameters(recurse=False):
             name = f"{path}.{own}" if path else own
-            if std == 0 or (std is not None and own == "bias"):
-                parameter.zero_()
-            elif std is not None:
-                draws.normal(parameter.detach(), name, std)
-            elif isinstance(module, (nn.Linear, _ConvNd)):
-                bound = (module.weight.shape[1] * module.weight[0][0].numel()) ** -0.5
-                draws.uniform(parameter.detach(), name, bound)
-            elif isinstance(module, nn.Embedding):
-                draws.normal(parameter.detach(), name, 1.0)
-                if module.padding_idx is not None:
-                    parameter[module.padding_idx].zero_()
-            elif isinstance(module, NORMS):
-                parameter.fill_(1.0 if own == "weight" else 0.0)
-            else:
+            if std is None and not isinstance(module, (nn.Linear, _ConvNd, nn.Embedding, *NORMS)):
                 others.append(name)
+                continue
+            with values_of(parameter) as values:
+                if std == 0 or (std is not None and own == "bias"):
+                    values.zero_()
+                elif std is not None:
+                    draws.normal(values, name, std)
+                elif isinstance(module, (nn.Linear, _ConvNd)):
+                    draws.uniform(values, name, module.weight.shape[1:].numel() ** -0.5)
+                elif isinstance(module, nn.Embedding):
+                    draws.normal(values, name, 1.0)
+                    if module.padding_idx is not None:
+                        values[module.padding_idx].zero_()
+                else:
+                    values.fill_(1.0 if own == "weight" else 0.0)
     for name, value in as_made(network, build, others, seed):
         network.get_parameter(name).copy_(value)

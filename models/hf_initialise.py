@@ -9,7 +9,7 @@ and knows none of this. Here transformers says what each parameter begins with, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -55,11 +55,11 @@ def initialise_hf(model: nn.Module, seed: int, device: torch.device | str | None
     * Anything else (uniform, truncated or computed numbers, such as Mamba's A_log and dt_proj) is what transformers
       computes for the module on the CPU in float32, with torch's generator seeded by (seed, the module's name).
 
-    * What transformers' initialisation leaves as it was made (a few convolutions and biases) has the value that its
+    * A tensor that transformers' initialisation leaves alone (a few convolutions and biases) has the value that its
       module was made with, on the CPU with torch's generator seeded by `seed`.
 
     So a value depends neither on the order of filling nor on the mode, the device or the dtype (but for rounding to
-    it). Which of these it is, is found by running the initialisation on the meta device and watching what it writes.
+    it). The initialisation runs on the meta device once, and what it writes shows which of these a tensor is.
     Tied parameters have the value of the one that the others are tied to. Buffers are not changed:
     `models.buffers.fill_buffers`.
 
@@ -94,17 +94,22 @@ def initialise_hf(model: nn.Module, seed: int, device: torch.device | str | None
             computed.setdefault(writes[name][-1].module, []).append(name)
         else:
             with values_of(parameter) as values:
-                if final[0].std is None:
-                    values.fill_(final[0].fill)
-                else:
-                    draws.normal(values, name, final[0].std)
-                for write in final[1:]:
-                    _part(values, write).fill_(write.fill)
+                _write(values, name, final, draws)
     for module, names in computed.items():
         for name, value in _computed(shell, module, names, seed):
             parameters[name].detach().copy_(value)
     for name, value in as_made(model.hf, partial(same_again, model.hf), left, seed):
         parameters[name].detach().copy_(value)
+
+
+def _write(values: Tensor, name: str, final: Sequence[Write], draws: Draws) -> None:
+    """Writes the value of the parameter `name`: a constant or normal numbers, then constants into parts of it."""
+    if final[0].std is None:
+        values.fill_(final[0].fill)
+    else:
+        draws.normal(values, name, final[0].std)
+    for write in final[1:]:
+        _part(values, write).fill_(write.fill)
 
 
 def _part(values: Tensor, write: Write) -> Tensor:

@@ -9,7 +9,6 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -27,26 +26,9 @@ from models.weights import (
     index_of,
     named_tensors,
 )
-from models.whole_folder import Fill, bytes_of, write_whole_folder
+from models.whole_folder import Fill, bytes_of
 
 Read = Callable[[str], Tensor]
-
-
-@torch.no_grad()
-def save_hf(model: nn.Module, folder: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Writes config.json and the weights to `folder`, for transformers' `from_pretrained` and for `load_hf`.
-
-    Names and shapes are those of the architecture's published checkpoints. The folder is complete or not there.
-
-    Args:
-        folder: a new or an empty one.
-        max_shard_bytes: a file has at most so many bytes, or one layer.
-
-    Raises:
-        ValueError: the folder has files, a tensor is on the meta device or cannot be converted back. Nothing has been
-            written then.
-    """
-    write_whole_folder(Path(folder), hf_files(model, max_shard_bytes))
 
 
 def hf_files(

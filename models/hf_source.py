@@ -41,7 +41,7 @@ DECIDED = {
 # Architectures that transformers has among the causal language models, and that see later tokens all the same unless
 # they are given masks.
 SEES_LATER_TOKENS = ("cpmant", "xlm", "xlnet")
-# How the names of keys that count something begin.
+# The names of keys that count something begin so.
 COUNTS = ("n_", "num_")
 # Names of a message.
 NAMED = 3

@@ -28,10 +28,14 @@ class Head(nn.Linear):
         super().__init__(hidden_size, vocab_size, bias=False)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Returns logits [..., vocab_size] for hidden [..., hidden_size], or the mean loss for int64 labels [...]."""
+        """Returns logits [..., vocab_size] for hidden [..., hidden_size], or the mean loss for int64 labels [...].
+
+        For the loss, hidden states of another dtype are converted to that of the weight.
+        """
         if labels is None:
             return super().forward(hidden)
-        return linear_cross_entropy(hidden, self.weight, labels)
+        # Models that add up float32 residuals beside bf16 weights (Mamba's) have hidden states of float32.
+        return linear_cross_entropy(hidden.to(self.weight.dtype), self.weight, labels)
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None = None) -> Tensor:

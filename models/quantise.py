@@ -251,7 +251,7 @@ def _is_multiplied(module: nn.Module, own: str, parameter: nn.Parameter) -> bool
     """Tells whether it is a matrix that products take, or those of experts, and nothing else reads."""
     if own == "weight":
         return isinstance(module, nn.Linear) or is_conv1d(module)
-    # What transformers' decorator for classes of experts leaves in their objects.
+    # Attributes that transformers' decorator for classes of experts leaves in their objects.
     return parameter.ndim == 3 and hasattr(module, "has_gate") and hasattr(module, "is_transposed")
 
 
@@ -269,7 +269,7 @@ def is_quantised(model: nn.Module) -> bool:
 def values_of(tensor: Tensor) -> Iterator[Tensor]:
     """Gives memory to write the values of a parameter or buffer into: its own, detached.
 
-    Of a quantised weight, it is memory on the CPU for this one weight, which is quantised at the end of the block.
+    For a quantised weight, it is memory on the CPU for this one weight, which is quantised at the end of the block.
     Where the tensor has its values (`settled`), it is a tensor without memory, and nothing is read or computed.
     """
     if is_settled(tensor):

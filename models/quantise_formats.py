@@ -39,7 +39,7 @@ class Format(ABC):
     """
 
     name: ClassVar[str]
-    # What pip installs for it; None where torch is enough.
+    # The package that pip installs for it; None where torch is enough.
     package: ClassVar[str | None] = None
 
     @abstractmethod

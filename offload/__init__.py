@@ -53,10 +53,10 @@ Two orders keep streaming right:
 2. A copy overwrites memory after all streams that read it: a slot after its event `free`, other device memory after
    compute was made to wait for the copy that reads it, a unit's home on the host after the copy in that reads it.
 
-On the CPU, `runtime.stream_checker` checks both for every declared access, in every test.
+On the CPU, `runtime.streams.stream_checker` checks both for every declared access, in every test.
 
-Read `modes.mode` first, the contract of a mode. Then `weights.units`, whose note tells the life of a weight in a step,
-`weights.streamer`, which joins the parts, and `modes.layer_stream`, a whole mode in forty lines.
+Read `modes.mode` first, the contract of a mode. Then `weights.units.unit`, whose note tells the life of a weight in a
+step, `weights.streamer`, which joins the parts, and `modes.layer_stream`, a whole mode in forty lines.
 """
 
 from offload.activations.checkpointing import recompute
@@ -73,17 +73,17 @@ from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.speculation import Speculation
 from offload.runtime.blocks import find_blocks
 from offload.runtime.byte_sizes import GIB, format_bytes, parse_bytes
-from offload.runtime.counters import Counters
-from offload.runtime.device_work import HostOperandError
 from offload.runtime.errors import KnobError
-from offload.runtime.exchange_board import ExchangeBoard
 from offload.runtime.host_cores import usable_cores
 from offload.runtime.knobs import choice, explanations, in_range, knob
-from offload.runtime.mapped_files import ChangedFileError, FileSpan, lies_in_file
-from offload.runtime.registry import Streams, acquire, release
-from offload.runtime.sharers import NO_SHARERS, SharerLostError, Sharers, meet
-from offload.runtime.stream_checker import StreamOrderError
-from offload.runtime.transfer import upload
+from offload.runtime.memory.mapped_files import ChangedFileError, FileSpan, lies_in_file
+from offload.runtime.sharing.exchange_board import ExchangeBoard
+from offload.runtime.sharing.sharers import NO_SHARERS, SharerLostError, Sharers, meet
+from offload.runtime.streams.counters import Counters
+from offload.runtime.streams.device_work import HostOperandError
+from offload.runtime.streams.registry import Streams, acquire, release
+from offload.runtime.streams.stream_checker import StreamOrderError
+from offload.runtime.streams.transfer import upload
 from offload.weights.footprint import Footprint
 
 __all__ = [

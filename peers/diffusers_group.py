@@ -50,7 +50,7 @@ class DiffusersGroup(Peer):
         offloaded = {module for owner in owners for module in owner.modules()}
         for module in model.modules():
             if module not in offloaded:
-                # Of those around the owners, the tensors that they hold themselves.
+                # The modules around the owners move the tensors that they hold themselves.
                 for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                     tensor.data = tensor.data.to(self._device)
         return OwnOptimizer(groups[0]["lr"], lambda lr, measure: 0.0 if measure else None)

@@ -5,9 +5,9 @@
 
 A model of transformers, and our Llama, becomes config.json and model.safetensors with the tokenizer's files, for
 AutoModelForCausalLM and AutoTokenizer; a model of diffusers config.json and diffusion_pytorch_model.safetensors. Large
-models are written in several files with an index. Of a run that trained an adapter OUT has the adapter in peft's form,
-or with --merge the whole model. KEY=VALUE changes the run's configuration, for a tokenizer's file
-that was moved (dataset.tokenizer=FILE). OUT is complete or not there.
+models are written in several files with an index. Where the run trained an adapter, OUT has the adapter in peft's form,
+for a model of diffusers also in the form that its pipelines load, or with --merge the whole model. KEY=VALUE changes
+the run's configuration, for a tokenizer's file that was moved (dataset.tokenizer=FILE). OUT is complete or not there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN|CHECKPOINT", help="the directory of a run, or of one of its checkpoints")
     parser.add_argument("out", metavar="OUT", help="a new folder, or an empty one")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes of the run's configuration")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="changes of the run's configuration"
+    )
     parser.add_argument(
         "--max-shard",
         default="4GiB",
@@ -36,7 +38,7 @@ def main() -> None:
     )
     parser.add_argument("--merge", action="store_true", help="an adapter: the model with the adapter merged into it")
     options = parser.parse_intermixed_args()
-    from training.export import export
+    from training.saved_runs.export import export
 
     try:
         limit = parse_bytes("--max-shard", options.max_shard)

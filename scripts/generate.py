@@ -18,28 +18,39 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from offload import KnobError, in_range
-from training.checkpoints.saved_run import configuration, found, newest_checkpoint, refuse_damage
 from training.errors import UserError
 from training.runs import compose_errors, console
+from training.saved_runs.finding import configuration, found, newest_checkpoint, refuse_damage
 from training.visible_text import visible_lines
 
+RANGES = {
+    "tokens": {"at_least": 1},
+    "temperature": {"at_least": 0},
+    "top_p": {"above": 0, "at_most": 1},
+    "seed": {"at_least": 0, "at_most": 2**64 - 1},
+}
 
-def text_of(options: argparse.Namespace) -> str:
-    """Returns the prompt and its continuation. Raises UserError for everything that the user can fix."""
+
+def check_ranges(options: argparse.Namespace) -> None:
+    """Raises UserError for a number on the command line that is out of its range."""
     for name, bounds in RANGES.items():
         try:
             in_range(f"--{name.replace('_', '-')}", getattr(options, name), **bounds)
         except KnobError as error:
             raise UserError(str(error)) from None
+
+
+def text_of(options: argparse.Namespace) -> str:
+    """Returns the prompt and its continuation. Raises UserError for everything that the user can fix."""
+    check_ranges(options)
     run_dir, checkpoint = found(options.run)
     config, invocation = configuration(run_dir, options.overrides)
     checkpoint = checkpoint or newest_checkpoint(run_dir)
-    from training.checkpoints.model import load_model
     from training.components import Components, acquired, attached
-    from training.evaluation import observed
-    from training.filling import fill_buffers
+    from training.evaluation.held_out import observed
     from training.planning.samples import refuse_text
     from training.profiling.hardware import resolve_device
+    from training.saved_runs.loading import load_model
     from training.tasks.causal_lm import (
         check_vocabulary,
         continued,
@@ -48,6 +59,7 @@ def text_of(options: argparse.Namespace) -> str:
         refuse_positions,
         tokenizer_of,
     )
+    from training.weights.filling import fill_buffers
 
     tokenizer = tokenizer_of(config, options.run)
     components = Components.of(config, invocation, resolve_device(config.device))
@@ -80,19 +92,13 @@ def text_of(options: argparse.Namespace) -> str:
             raise UserError(f"{checkpoint}: {error}") from error
 
 
-RANGES = {
-    "tokens": {"at_least": 1},
-    "temperature": {"at_least": 0},
-    "top_p": {"above": 0, "at_most": 1},
-    "seed": {"at_least": 0, "at_most": 2**64 - 1},
-}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN|CHECKPOINT", help="the directory of a run, or of one of its checkpoints")
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes of the run's configuration")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="changes of the run's configuration"
+    )
     parser.add_argument("--tokens", type=int, default=100, help="tokens to generate, at most [%(default)s]")
     parser.add_argument(
         "--temperature", type=float, default=0.8, help="divides the logits; 0 takes the likeliest [%(default)s]"

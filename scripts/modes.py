@@ -14,10 +14,10 @@ from hydra import compose, initialize_config_dir
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from training import sweep
 from training.config import schema
 from training.config.help import knobs
 from training.config.modes import FOLDER, ModeOption, mode_options, modes_table
+from training.sweeps import launcher
 
 PAGE = FOLDER.parents[1] / "docs" / "modes.md"
 START = "<!-- The table of modes: python scripts/modes.py --write makes it from conf/offload. -->\n"
@@ -34,7 +34,7 @@ def with_table(page: str, options: dict[str, ModeOption]) -> str:
 def described(option: ModeOption) -> str:
     """Returns an option with its knobs, for people."""
     schema.register()
-    sweep.register_launcher()
+    launcher.register_launcher()
     with initialize_config_dir(str(FOLDER.parent), version_base="1.3"):
         config = compose("config", [f"offload={option.name}"])
     return f"{option.name}: {option.description}\n  {knobs('offload', config)}\n"

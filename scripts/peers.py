@@ -23,7 +23,7 @@ from training.comparison.report import compare
 from training.comparison.rows import Row
 from training.comparison.table import to_markdown
 from training.runs.files import MEMORY_FIGURE_FILE
-from training.sweep_job import SweepJob, summary_in
+from training.sweeps.job import SweepJob, summary_in
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "peers.md"
@@ -79,7 +79,7 @@ def jobs(options: argparse.Namespace) -> list[SweepJob]:
                 f"seq_len={options.seq_len}",
                 f"batch_size={tokens // options.seq_len}",
                 "tracking=disabled",
-                # Of a run that ended early, the metrics are made again.
+                # The metrics of a run that ended early are made again.
                 "resume=auto",
                 *options.set,
                 f"hydra.run.dir='{directory}'",

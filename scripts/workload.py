@@ -37,24 +37,24 @@ from offload import (
     upload,
 )
 from offload.planning import log_bytes
-from training import sweep
-from training.adapters import RunAdapter
 from training.batches import Batch, examples_in, uploaded
-from training.build import build_dataset
 from training.components import Components, attached
 from training.config import schema
 from training.config.construct import make_mode
 from training.config.modes import FOLDER, RESIDENT
 from training.config.validation import check
-from training.filling import fill_buffers, fill_parameters
 from training.loop import clip_scale, forward_backward, gradient_norm, short_garbage_collections
 from training.metrics.step_timer import StepTimer
 from training.parallel.ranks import ALONE, Share
+from training.prepare import build_dataset
 from training.profiling.hardware import reset_peaks, vram_peak_gib
 from training.runs.invocation import Invocation
 from training.seeds import seed_of
+from training.sweeps import launcher
 from training.tasks.causal_lm import CausalLM
 from training.tasks.task import Task
+from training.weights.adapter import RunAdapter
+from training.weights.filling import fill_buffers, fill_parameters
 
 
 class Blocks(nn.Module):
@@ -220,7 +220,7 @@ class ModelWorkload(Workload):
         self._undo.enter_context(attached(components, self.streams))
         fill_buffers(self.model)
         fill_parameters(self.model, config, self.device, None)
-        if adapter := RunAdapter.of(config, starts=True):
+        if adapter := RunAdapter.of(config, self.model, starts=True):
             adapter.fill(self.model, self.device)
         self._batch = uploaded(batch, self.device)
         return name
@@ -270,7 +270,7 @@ def make_workload(spec: str, options: argparse.Namespace) -> Workload:
 def composed(overrides: list[str]) -> DictConfig:
     """Composes a configuration. Raises Hydra's errors for an option or a key that does not exist."""
     schema.register()
-    sweep.register_launcher()
+    launcher.register_launcher()
     with initialize_config_dir(str(FOLDER.parent), version_base="1.3"):
         return compose("config", overrides)
 

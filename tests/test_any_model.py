@@ -120,9 +120,9 @@ def test_slips_are_one_line(tmp_path: Path):
             ("model=hf", "model.source=openai-gpt", "model.overrides={n_layer: 1, n_embd: 12}", "sample.every=1"),
             "sample.every=1: openai-gpt cannot generate text here, because transformers keeps no keys and values of it",
         ),
-        (("model=diffusers", "model.source=UNet2DModel"), "dataset.vocab_size=null: DiffusionModel has no vocabulary"),
+        (("model=diffusers", "model.source=UNet2DModel"), "task=causal_lm: DiffusionModel has no vocabulary"),
         (("dataset=glyphs",), "task=causal_lm: Glyphs has no tokens"),
-        (("task=flow_matching",), "task=flow_matching: SyntheticTokens has no images"),
+        (("task=flow_matching",), "task=flow_matching: Llama is a language model"),
         ((*UNET, "eval.every=2", "dataset.eval_share=0"), "eval.every=2: no example is held out"),
     ):
         with pytest.raises(UserError) as refusal:

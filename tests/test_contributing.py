@@ -141,7 +141,9 @@ def test_its_task_computes_the_numbers_of_the_resident_model(repository: Path, s
     assert line.startswith("error: task.largest_time=2")
 
 
-@pytest.mark.parametrize(("value", "problem"), [("9", "the model has 4 blocks"), ("many", "'many'")])
+@pytest.mark.parametrize(
+    ("value", "problem"), [("9", "the model has 4 blocks"), ("many", "=many: must be a whole number")]
+)
 def test_its_knobs_are_typed_and_checked(seen: dict, value: str, problem: str):
     status, output, line = seen[value]
     assert (status, output) == (1, "")

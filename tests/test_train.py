@@ -92,7 +92,7 @@ def test_every_mode_trains_alike(tmp_path: Path, monkeypatch, options: tuple[str
 @pytest.mark.slow
 @pytest.mark.parametrize("clip_norm", ["null", "1.0"])
 def test_updates_behind_the_step_train_alike(tmp_path: Path, clip_norm: str):
-    """Half of the modes with each; tests/training/test_evaluation.py has all modes without clipping."""
+    """Half of the modes with each; tests/training/evaluation/test_held_out.py has all modes without clipping."""
     modes = {name: MODES[name] for name in ("none", *list(MODES)[clip_norm == "null" :: 2])}
     # A rate that changes with each step, so that an update that is made late is still the one of its own step.
     schedule = ("schedule=linear", "schedule.warmup=2", "log_every=1")

@@ -1,50 +1,35 @@
-"""Builds a job: components, plan, model in its place, optimizer, tracking. Everything is given back afterwards."""
+"""Builds a job of a prepared run: model in its place, optimizer, tracking. Everything is given back afterwards."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from offload import GIB, HostAdamW, OwnOptimizer, Speculation, Streams, parse_bytes, usable_cores
-from training.adapters import RunAdapter
-from training.checkpoints.base import BaseReference
-from training.checkpoints.resuming import Checkpoint, is_in, starting_point
+from offload import GIB, HostAdamW, OwnOptimizer, Speculation, Streams, parse_bytes
 from training.checkpoints.saving import Checkpoints
 from training.checkpoints.state import RunState
 from training.components import STATES_OF_SPARE, Components, acquired, attached, trained_parameters
-from training.config.auto import AUTO
 from training.config.construct import keys_under
-from training.config.validation import check_steps
-from training.errors import UserError
-from training.evaluation import Evaluation
-from training.filling import fill_buffers, fill_parameters
-from training.mapped_weights import is_mapped
+from training.evaluation.held_out import Evaluation
+from training.evaluation.quantise_comparison import loss_of_base, loss_of_first, report
+from training.evaluation.samples import Samples
 from training.metrics.progress import phase, print_plan
 from training.metrics.wandb_tracker import Tracker, chosen_options, plain, run_name, run_tags
-from training.missing_abilities import without_abilities
-from training.model_weights import ModelWeights
 from training.optim import build_schedule
 from training.parallel.ranks import ALONE, Ranks
-from training.planning.fit import refuse_misfit
-from training.planning.machine import machine_of
 from training.planning.oom_advice import memory_explained
-from training.planning.plan import plan_filled
 from training.planning.report import RunPlan
 from training.planning.speculation import planned_speculation
-from training.profiling.hardware import record_hardware, resolve_device, vram_bytes, vram_peak_gib
-from training.quantise_comparison import loss_of_base, loss_of_first, report
-from training.runs.directory import refuse_records
-from training.runs.files import DATASETS_FOLDER
+from training.prepare import PreparedRun, prepare
+from training.profiling.hardware import record_hardware, vram_bytes, vram_peak_gib
 from training.runs.invocation import Invocation
-from training.samples import Samples
+from training.weights.filling import fill_buffers, fill_parameters
 
 
 @dataclass(frozen=True)
@@ -92,148 +77,50 @@ def build(
     Raises UserError for everything that the user can fix, if possible before anything large is allocated.
     """
     torch.manual_seed(config.seed)
-    check_threads(config)
-    components = Components.of(config, invocation, resolve_device(config.device))
-    # The run's own config.yaml keeps what was asked for, so that runs are compared by it.
-    config, notes = without_abilities(config, components.mode)
-    components = replace(components, config=config)
-    checkpoint = starting_point(config, invocation.run_dir)
-    if not resumes_here(config, checkpoint, invocation.run_dir):
-        refuse_records(invocation.run_dir)
-    adapter = RunAdapter.of(config, starts=checkpoint is None)
-    weights = weights_of_run(config, checkpoint, adapter)
-    with phase("reading the dataset"):
-        dataset = build_dataset(config, components.model, invocation.run_dir)
-    if config.epochs is not None:
-        # The run's own config.yaml keeps `epochs` alone, so that it can be given again.
-        config = with_steps(config, dataset)
-        components = replace(components, config=config)
-    components.task.check(config, dataset, components.model)
-    evaluation = Evaluation.of(config, components.task, dataset)
-    samples = Samples.of(config, components.task, components.model)
-    if checkpoint is not None:
-        checkpoint.check_steps(config.steps)
-        checkpoint.check_data(dataset, evaluation.sha256)
-    with phase("measuring the machine"):
-        machine = machine_of(components)
-    with phase("planning"):
-        components, plan = plan_filled(components, machine, has_gpu=components.device.type == "cuda")
-    refuse_misfit(components, plan)
-    ranks.check_model(components.model)
-    base = None if adapter is None else base_of_run(config, checkpoint, weights)
+    run = prepare(config, invocation, ranks)
+    components, plan, checkpoint, run_dir = run.components, run.plan, run.checkpoint, invocation.run_dir
     begin()
     start = RunState() if checkpoint is None else checkpoint.state
     with acquired(components.device) as streams:
         with phase("measuring the bus"):
-            hardware = record_hardware(streams, invocation.run_dir)
-        plan.write(invocation.run_dir)
+            hardware = record_hardware(streams, run_dir)
+        plan.write(run_dir)
         print_plan(plan.rows(), title=f"Plan: {invocation.title} on {components.device}")
         # Before anything large is allocated, so that the tracker also records a run that has no memory.
-        tracker = build_tracker(config, invocation, hardware, start.tracking_id)
+        # Two runs that resume elsewhere from one checkpoint would be mixed in wandb.
+        tracking_id = start.tracking_id if run.resumes_here else None
+        tracker = build_tracker(run.config, invocation, hardware, tracking_id)
         explained = memory_explained(components, plan)
         with tracker.failing_with():
-            base_loss = None if checkpoint is not None else loss_of_base(components, streams, dataset, weights)
+            base_loss = None if checkpoint is not None else loss_of_base(components, streams, run.dataset, run.weights)
         ranks.begin(components.config, invocation)
         sharers = ranks.sharers(components.shares_homes)
         with tracker.failing_with(), explained, keys_under("offload"), attached(components, streams, sharers) as model:
-            fill_buffers(model)
-            if checkpoint is None or adapter is not None:
-                fill_parameters(model, config, components.device, weights)
-            if adapter is not None:
-                adapter.fill(model, components.device)
+            fill_model(run, model)
             if base_loss is not None:
-                report(components, loss_of_first(components, model, streams, dataset), base_loss)
+                report(components, loss_of_first(components, model, streams, run.dataset), base_loss)
             with phase("allocating the optimizer's states, choosing its kernel"):
                 optimizer = build_optimizer(components, planned_speculation(components, plan))
-            schedule = build_schedule(config, optimizer)
+            schedule = build_schedule(run.config, optimizer)
             if checkpoint is not None:
                 with phase("restoring the checkpoint"):
                     checkpoint.restore(model, optimizer, schedule, components.device)
-                checkpoint.set_aside_later(invocation.run_dir)
+                checkpoint.set_aside_later(run_dir)
             ranks.equalise(model, optimizer, start.step, components.mode.shared_parameters())
-            checkpoints = Checkpoints(config, invocation.run_dir, model, optimizer, streams, base)
+            checkpoints = Checkpoints(run.config, run_dir, model, optimizer, streams, run.base)
             checkpoints.remove_leftovers(start.step)
             parts = components, streams, optimizer, schedule, ranks
-            yield Job(*parts, plan, dataset, evaluation, samples, start, tracker, checkpoints, notes)
+            yield Job(*parts, plan, run.dataset, run.evaluation, run.samples, start, tracker, checkpoints, run.notes)
 
 
-def check_threads(config: DictConfig) -> None:
-    """Raises UserError if the optimizer is to have more threads than there are cores. A plan needs no threads."""
-    threads, cores = config.optimizer.get("threads"), usable_cores()
-    if threads is not None and threads > cores:
-        raise UserError(
-            f"optimizer.threads={threads}: must be at most {cores}, the cores that this process may use, or null to"
-            " choose"
-        )
-
-
-def resumes_here(config: DictConfig, checkpoint: Checkpoint | None, run_dir: Path) -> bool:
-    """Tells whether the run continues the metrics in `run_dir`.
-
-    It does if its checkpoint is there, and with resume=auto also without one: a job that is queued again before its
-    first checkpoint repeats its first steps.
-    """
-    if checkpoint is None:
-        return config.resume == AUTO
-    return is_in(run_dir, checkpoint.folder)
-
-
-def weights_of_run(
-    config: DictConfig, checkpoint: Checkpoint | None, adapter: RunAdapter | None
-) -> ModelWeights | None:
-    """Finds the weights that fill the model, or the base of its adapter; None: those of the checkpoint, or the seed's.
-
-    Raises UserError if there are no such weights, or they cannot stay in their files.
-    """
-    # A checkpoint of an adapter does not have the base.
-    if config.model.weights is not None and (checkpoint is None or adapter is not None):
-        return ModelWeights.find(config.model.weights)
-    if is_mapped(config):
-        raise UserError(
-            f"resume={checkpoint.folder}: a checkpoint of a whole model is loaded into memory, so its weights cannot"
-            " stay in the files of model.weights: take source=memory"
-        )
-    return None
-
-
-def base_of_run(config: DictConfig, checkpoint: Checkpoint | None, weights: ModelWeights | None) -> BaseReference:
-    """Names the frozen base of an adapter by its seed, or by the files of `weights`, which it hashes.
-
-    Raises UserError if the base of the checkpoint is another.
-    """
-    with phase("hashing the frozen weights"):
-        base = BaseReference.of(config.seed, weights)
-    if checkpoint is not None:
-        base.check(checkpoint.folder, f"resume={checkpoint.folder}")
-    return base
-
-
-def build_dataset(config: DictConfig, model: nn.Module, run_dir: Path):
-    """Makes the dataset of `config`; its cache goes under `run_dir`. Random tokens and conditions fit `model`."""
-    sizes = {key: config[key] for key in ("seed", "seq_len", "batch_size")}
-    if "vocab_size" in config.dataset and config.dataset.vocab_size is None:
-        if not hasattr(model, "vocab_size"):
-            raise UserError(
-                f"dataset.vocab_size=null: {type(model).__name__} has no vocabulary: choose a dataset of images, and"
-                " task=flow_matching or classification"
-            )
-        sizes["vocab_size"] = model.vocab_size
-    return instantiate(config.dataset, **sizes, cache_dir=run_dir / DATASETS_FOLDER)
-
-
-def with_steps(config: DictConfig, dataset) -> DictConfig:
-    """Returns a copy of `config` with the number of steps, the last one maybe partial, that its `epochs` take.
-
-    Raises UserError if the dataset does not know its number of examples, or another key lies beyond the last step.
-    """
-    if dataset.num_blocks is None:
-        raise UserError(
-            f"epochs={config.epochs:g}: this dataset does not know how many examples it has: give steps=N epochs=null"
-        )
-    config = config.copy()
-    config.steps = math.ceil(config.epochs * dataset.num_blocks / config.batch_size)
-    check_steps(config)
-    return config
+def fill_model(run: PreparedRun, model: nn.Module) -> None:
+    """Gives the buffers of `model` values, and the parameters that no checkpoint will give theirs."""
+    components = run.components
+    fill_buffers(model)
+    if run.checkpoint is None or run.adapter is not None:
+        fill_parameters(model, run.config, components.device, run.weights)
+    if run.adapter is not None:
+        run.adapter.fill(model, components.device)
 
 
 def build_optimizer(components: Components, speculation: Speculation | None = None) -> HostAdamW | OwnOptimizer:

@@ -28,7 +28,6 @@ from offload import (
     release,
 )
 from offload.planning import StateFormat, can_be_undone
-from training.adapters import add_adapter
 from training.config.adapter import has_adapter
 from training.config.auto import AUTO
 from training.config.construct import keys_under, make_mode, make_task
@@ -36,13 +35,14 @@ from training.config.parallel import Homes
 from training.config.schema import OnNonfinite, Precision, RecomputeBlocks
 from training.errors import UserError
 from training.gradients import KEPT, GradientChoice
-from training.mapped_weights import map_weights
 from training.metrics.progress import phase
-from training.model_source import local_source, weights_of_source
 from training.parallel.world import ranks_of_host
-from training.quantising import quantise_blocks
 from training.runs.invocation import Invocation
 from training.tasks.task import Task
+from training.weights.adapter import add_adapter
+from training.weights.mapped import map_weights
+from training.weights.quantising import quantise_blocks
+from training.weights.source import local_source, weights_of_source
 
 DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32}
 
@@ -109,6 +109,7 @@ class Components:
             config.model.weights = weights_of_source(config.model)
         dtype = DTYPES[config.precision]
         model = _model(config, dtype) if model is None else model
+        task.check_model(config, model)
         mode = make_mode(config.offload)
         footprint = footprint_of(config, mode, model)
         gradients = GradientChoice.of(config, mode, model, footprint)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from offload import Mode
-from training.adapters import warn_of_unused
 from training.batches import Batch, examples_in, split_into, uploaded
 from training.build import Job, RankJob, place_states_in_spare_vram
 from training.config.adapter import has_adapter
@@ -26,6 +25,7 @@ from training.recorder import Recorder
 from training.runs.signals import StopRequest
 from training.seeds import seed_of
 from training.tasks.task import Task
+from training.weights.adapter import warn_of_unused
 
 
 class StepResult(NamedTuple):
@@ -206,7 +206,7 @@ def saved_if_rank_is_lost(job: Job, recorder: Recorder, stop: StopRequest, step:
     try:
         yield
     except RankLostError:
-        # Of what the ranks share, the one that is lost may have updated a part.
+        # The rank that is lost may have updated a part of what all share.
         whole = not job.ranks.shares_homes
         if whole and stop.saves() and step > job.start.step and not job.checkpoints.has(step):
             recorder.save(step, job.dataset.batch(step - 1), required=False)

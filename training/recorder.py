@@ -75,7 +75,7 @@ class Recorder:
         self._counters = self._mode.counters()
         self._save_ms: list[float] = []
         self._held_warned = False
-        # Of the whole run, on each rank.
+        # Peaks of the whole run, on each rank.
         self._rank_peaks: list[dict[str, float]] = [{} for _ in range(job.ranks.count)]
         reset_peaks(self._device)
 
@@ -141,7 +141,7 @@ class Recorder:
     def record_sample(self, step: int, sample: Sample) -> None:
         """Writes and shows what the model made after `step` steps. Call it before `record`.
 
-        Of a picture that cannot be written there is a warning alone.
+        A picture that cannot be written gives a warning, and no error.
         """
         self.sampled_step = step
         try:

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload.activations.caches import CacheBefore
-from offload.runtime.block_attributes import BlockAttributes
-from offload.runtime.block_buffers import BlockBuffers
-from offload.runtime.module_contexts import ReplacedForward
+from offload.runtime.forward.block_attributes import BlockAttributes
+from offload.runtime.forward.block_buffers import BlockBuffers
+from offload.runtime.forward.module_contexts import ReplacedForward
 from offload.runtime.torch_internals import tree_flatten, tree_unflatten
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from offload.activations.policy import SpanRecord
 from offload.activations.storages import ExcludedStorages, SavedStorages
-from offload.runtime.registry import Event
+from offload.runtime.streams.registry import Event
 
 
 class StepRecord:
     """The spans of one step, and what is known of the step so far.
 
     `spans` are the records in the order of saving, `saved` finds the spans by storage, `excluded` are the storages
-    that are not swapped in this step. Of the swapped spans, those from `first_serial` on are of this step, and
-    `has_new_spans` tells that some were saved since their order of use was last looked up. `kept_bytes` stay on the
+    that are not swapped in this step. The swapped spans from `first_serial` on are of this step, and `has_new_spans`
+    tells that some were saved since their order of use was last looked up. `kept_bytes` stay on the
     device within the budget, `unpacked_bytes` were unpacked since the last save. `started` and `stall_ms` are the time
     when the step began, and how long compute had stood still by then, in all steps.
     """

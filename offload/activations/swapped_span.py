@@ -38,10 +38,10 @@ import torch
 
 from offload.activations.host_pool import PooledBlock
 from offload.activations.policy import SpanRecord
-from offload.runtime.deferred_free import PendingFree
-from offload.runtime.host_memory import ALIGNMENT_BYTES
-from offload.runtime.registry import Stream
-from offload.runtime.saved_tensor_hooks import Kept, check_version
+from offload.runtime.forward.saved_tensor_hooks import Kept, check_version
+from offload.runtime.memory.host_memory import ALIGNMENT_BYTES
+from offload.runtime.streams.deferred_free import PendingFree
+from offload.runtime.streams.registry import Stream
 from offload.runtime.torch_internals import StorageWeakRef, storage_of
 
 

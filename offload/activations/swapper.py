@@ -22,13 +22,13 @@ from offload.activations.step_record import StepRecord
 from offload.activations.storages import SavedSpan
 from offload.activations.swapped_span import ByteRange, PackedTensor, SwappedSpan, UnswappedTensor
 from offload.activations.versions import VersionHandles
-from offload.runtime.deferred_free import DeferredFrees, PendingFree, StashedTensors
-from offload.runtime.device_memory import free_device_bytes
-from offload.runtime.host_memory import HostArena
-from offload.runtime.saved_tensor_hooks import Kept, PackHook, Passed, active_hooks, beneath_claims, claimed
+from offload.runtime.forward.saved_tensor_hooks import Kept, PackHook, Passed, active_hooks, beneath_claims, claimed
+from offload.runtime.memory.device_memory import free_device_bytes
+from offload.runtime.memory.host_memory import HostArena
+from offload.runtime.streams.deferred_free import DeferredFrees, PendingFree, StashedTensors
+from offload.runtime.streams.transfer import Transfer
 from offload.runtime.tensor_parts import parts
 from offload.runtime.torch_internals import is_in_backward, is_zero_tensor, left_out_of_graphs, view_base
-from offload.runtime.transfer import Transfer
 
 
 class ActivationSwapper:
@@ -80,7 +80,7 @@ class ActivationSwapper:
 
     def keeping(self) -> AbstractContextManager:
         """Returns a context in which saved tensors stay on the device, also inside `hooks`."""
-        return self._open(Kept.of, within_own=True)
+        return self._open(Kept, within_own=True)
 
     def excluding(self, tensors: Iterable[torch.Tensor]) -> AbstractContextManager:
         """Returns a context in which tensors that share memory with `tensors` are not swapped: the caller keeps it."""
@@ -154,18 +154,18 @@ class ActivationSwapper:
         step = self._step
         step.unpacked_bytes = 0
         if not self._is_eligible(tensor):
-            return Kept.of(tensor)
+            return Kept(tensor)
         storage, byte_range = tensor.untyped_storage(), ByteRange.of(tensor)
         # A small tensor would keep the whole storage alive: if the storage is swapped, the small tensor is, too.
         found = step.saved.find(storage, byte_range, tensor)
         if found is None and (tensor.nbytes < self._min_bytes or byte_range.nbytes < self._min_bytes):
-            return Kept.of(tensor)
+            return Kept(tensor)
         if self._predicate is not None and not self._predicate(tensor):
-            return Kept.of(tensor)
+            return Kept(tensor)
         handle = self._handles.of(tensor)
         record, span = found or self._admit(storage, byte_range, handle)
         if span is None:
-            return UnswappedTensor(Kept.of(tensor), record)
+            return UnswappedTensor(Kept(tensor), record)
         shape, strides = tensor.shape, tensor.stride()
         return PackedTensor(span, tensor.dtype, tensor.storage_offset(), shape, strides, handle, tensor._version)
 

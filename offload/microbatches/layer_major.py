@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from offload.microbatches.lockstep import Lockstep, Threads
-from offload.runtime.block_buffers import look_again
-from offload.runtime.registry import Streams
+from offload.runtime.forward.block_buffers import look_again
+from offload.runtime.streams.registry import Streams
 from offload.runtime.torch_internals import sequence_number, set_sequence_number
 
 # Autograd gives the nodes that accumulate gradients numbers from here on, so that they run as soon as they can.
@@ -71,14 +71,16 @@ class LayerMajor:
         In backward, too, the microbatches pass each place in their order. So gradients are added in the same order as
         if the microbatches ran one after another, and are equal bit for bit. Where three or more take different ways
         through the places (layers that are skipped at random), that order would depend on their ways: each has a
-        backward of its own then.
+        backward of its own then. So it has where it has reentrant checkpoints: their backwards inside backward deliver
+        the gradients of a weight's uses one by one, so all of a microbatch have to come before the next one's.
         """
         if len(losses) == 1:
             return one_after_another(losses, before_last)
         self._lockstep = Lockstep(losses, self._streams, self._threads, self._around_turn)
         try:
             values = self._lockstep.run()
-            together = len(losses) == 2 or self._lockstep.all_took_one_way
+            one_way = len(losses) == 2 or self._lockstep.all_took_one_way
+            together = one_way and not any(map(_has_reentrant_checkpoints, values))
             if together:
                 for index, value in enumerate(values):
                     _renumber(value, self._order(index, len(losses)))
@@ -113,16 +115,26 @@ class LayerMajor:
 def _renumber(loss: Tensor, order: Callable[[int], int]) -> None:
     """Gives the autograd nodes that lead to `loss` new numbers.
 
-    Of the nodes that are ready, autograd's engine runs the one with the highest number: as a rule the one recorded
-    last. But numbers count in each thread, so the numbers of different threads cannot be compared.
+    Autograd's engine always runs the node with the highest number that is ready: as a rule the one recorded last. But
+    numbers count in each thread, so the numbers of different threads cannot be compared.
     """
-    seen, waiting = set(), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in _nodes(loss):
         number = sequence_number(node)
         if number < _ACCUMULATE_GRAD_NUMBERS:
             set_sequence_number(node, order(number))
-        waiting += [following for following, _ in node.next_functions]
+
+
+def _has_reentrant_checkpoints(loss: Tensor) -> bool:
+    """Tells whether nodes that lead to `loss` are reentrant checkpoints, torch's own or those of DeepSpeed."""
+    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in _nodes(loss))
+
+
+def _nodes(loss: Tensor) -> Iterator[torch.autograd.graph.Node]:
+    """Yields the autograd nodes that lead to `loss`, each once."""
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]

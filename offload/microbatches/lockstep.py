@@ -18,10 +18,10 @@ from functools import partial
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from offload.runtime.random_state import RandomState
-from offload.runtime.registry import Streams
-from offload.runtime.running_microbatch import running
-from offload.runtime.saved_tensor_hooks import active_hooks
+from offload.runtime.forward.random_state import RandomState
+from offload.runtime.forward.running_microbatch import running
+from offload.runtime.forward.saved_tensor_hooks import active_hooks
+from offload.runtime.streams.registry import Streams
 from offload.runtime.torch_internals import next_sequence_number
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from offload.runtime.block_attributes import MISSING, changed
+from offload.runtime.forward.block_attributes import MISSING, changed
 
 
 class ModuleAttributes:

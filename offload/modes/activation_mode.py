@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from offload.modes.mode import Mode
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.speculation import Speculation
-from offload.runtime.counters import Counters
 from offload.runtime.errors import NOT_ATTACHED, OUTSIDE_STEP, KnobError, knobs_under
-from offload.runtime.module_contexts import ModuleContexts, Opener
-from offload.runtime.registry import Streams
-from offload.runtime.sharers import NO_SHARERS, Sharers
+from offload.runtime.forward.module_contexts import ModuleContexts, Opener
+from offload.runtime.sharing.sharers import NO_SHARERS, Sharers
+from offload.runtime.streams.counters import Counters
+from offload.runtime.streams.registry import Streams
 from offload.runtime.torch_internals import is_in_backward, is_transformed, tree_leaves
-from offload.weights.file_homes import Spans
 from offload.weights.footprint import Footprint
-from offload.weights.updates import Updates
+from offload.weights.gradients.updates import Updates
+from offload.weights.prefetching.file_homes import Spans
 
 
 @dataclass(kw_only=True, eq=False)
@@ -59,6 +59,9 @@ class ActivationMode(Mode, ABC):
 
     def prepare(self, model: nn.Module, streams: Streams) -> None:
         """Makes what the contexts need; called by `attach` when `weights` has the model."""
+
+    def put_away(self) -> None:
+        """Gives back what `prepare` has made; called by `detach` when `weights` has given the model back."""
 
     def activation_counters(self) -> Counters:
         """Returns the counters of the activations, without those of the weights."""
@@ -108,7 +111,10 @@ class ActivationMode(Mode, ABC):
             raise RuntimeError("detach inside a step: close the step first")
         self._contexts_of_modules.remove()
         self._contexts_of_modules = None
-        self.weights.detach()
+        try:
+            self.weights.detach()
+        finally:
+            self.put_away()
 
     @contextmanager
     def step(self, norms: bool = False) -> Iterator[None]:

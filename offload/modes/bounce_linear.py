@@ -15,8 +15,8 @@ from torch import nn
 
 from offload.modes.weight_mode import WeightMode
 from offload.runtime.knobs import choice
-from offload.weights.joining import join_small
-from offload.weights.partition import CutPoint
+from offload.weights.units.joining import join_small
+from offload.weights.units.partition import CutPoint
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # Their forward reads the weights of the layers inside them without calling those layers.
@@ -30,7 +30,7 @@ class BounceLinear(WeightMode):
     """Streams Linear and Conv layers one by one, subclasses too. A unit is one layer; small ones join a neighbour's.
 
     Other modules that compute with a matrix are layers as well: recurrent ones, the experts of a mixture in one tensor,
-    those of other packages. Which layers are small, and whose unit they join: see `offload.weights.joining`.
+    those of other packages. Which layers are small, and whose unit they join: see `offload.weights.units.joining`.
 
     Args:
         outside: every other parameter (embeddings, norms) is resident, or streams in the unit of the layer that follows
@@ -52,7 +52,7 @@ class BounceLinear(WeightMode):
     def chosen(self, model: nn.Module) -> Sequence[CutPoint]:
         """Returns the cut points that `include` and `exclude` leave, those of small layers joined to their neighbours'.
 
-        Raises ValueError for a model that cannot be cut; see `offload.weights.partition.cut`.
+        Raises ValueError for a model that cannot be cut; see `offload.weights.units.partition.cut`.
         """
         return join_small(model, super().chosen(model))
 

@@ -14,8 +14,8 @@ from torch import nn
 from offload.modes.weight_mode import WeightMode
 from offload.runtime.blocks import find_blocks, outside_blocks
 from offload.runtime.knobs import choice, knob
-from offload.weights.joining import join_small
-from offload.weights.partition import CutPoint
+from offload.weights.units.joining import join_small
+from offload.weights.units.partition import CutPoint
 
 
 @dataclass(kw_only=True, eq=False)
@@ -25,7 +25,7 @@ class LayerStream(WeightMode):
     Args:
         layers: dotted path of the list of blocks, such as model.layers; null finds all lists of blocks.
         outside: the modules outside the blocks (embedding, head, final norm) are resident, or stream, each as a unit of
-            its own; small ones join a neighbour's (see `offload.weights.joining`).
+            its own; small ones join a neighbour's (see `offload.weights.units.joining`).
     """
 
     layers: str | None = knob(None)
@@ -42,7 +42,7 @@ class LayerStream(WeightMode):
     def chosen(self, model: nn.Module) -> Sequence[CutPoint]:
         """Returns the cut points that `include` and `exclude` leave; small modules outside the blocks join others.
 
-        Raises ValueError for a model that cannot be cut; see `offload.weights.partition.cut`.
+        Raises ValueError for a model that cannot be cut; see `offload.weights.units.partition.cut`.
         """
         points = super().chosen(model)
         return join_small(model, points) if self.outside == "stream" else points

@@ -14,18 +14,18 @@ from torch.optim import Optimizer
 from offload.microbatches.layer_major import one_after_another
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.speculation import Speculation
-from offload.runtime.attachment import Attachment, attaching
-from offload.runtime.counters import Counters
 from offload.runtime.errors import NOT_ATTACHED
+from offload.runtime.forward.attachment import Attachment, attaching
 from offload.runtime.knobs import check_knobs
-from offload.runtime.registry import Streams
-from offload.runtime.sharers import NO_SHARERS, Sharers
-from offload.weights.file_homes import Spans
+from offload.runtime.sharing.sharers import NO_SHARERS, Sharers
+from offload.runtime.streams.counters import Counters
+from offload.runtime.streams.registry import Streams
 from offload.weights.footprint import Footprint
-from offload.weights.partition import cut
-from offload.weights.placement import DevicePlacement
-from offload.weights.unfilled import UnfilledTensors
-from offload.weights.updates import Updates
+from offload.weights.gradients.updates import Updates
+from offload.weights.prefetching.file_homes import Spans
+from offload.weights.units.partition import cut
+from offload.weights.units.placement import DevicePlacement
+from offload.weights.units.unfilled import UnfilledTensors
 
 # A group of parameters of an optimizer, with its hyper-parameters.
 Group = dict[str, Any]
@@ -92,7 +92,7 @@ class Mode:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """How a run differs from the one that was asked for, a line each; a comparison shows them."""
+        """The differences between this run and the one that was asked for, a line each; a comparison shows them."""
         return ()
 
     def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
@@ -137,9 +137,9 @@ class Mode:
     def attach(self, model: nn.Module, streams: Streams, sharers: Sharers = NO_SHARERS) -> None:
         """Takes `model` over and moves it to where it belongs, here to the device of `streams`.
 
-        `sharers`: the processes that attach the same model at the same time, each to a device of its own. What a mode
-        streams has one home then, which they share; each has its own copy of the rest. The values of shared parameters
-        are given to them once, by any one of the sharers, after `attach` has returned.
+        `sharers`: the processes that attach the same model at the same time, each to a device of its own. The weights
+        that stream then have one home, which they share; each has its own copy of the rest. The values of shared
+        parameters are given to them once, by any one of the sharers, after `attach` has returned.
 
         Meta parameters and buffers become memory for the caller to fill: until then, steps and forwards raise
         RuntimeError. Raises KnobError as `footprint` does, RuntimeError when this mode has a model already, or a module
@@ -152,7 +152,10 @@ class Mode:
             self._unfilled.watch(model)
 
     def detach(self) -> None:
-        """Gives the model back as it was found. Raises RuntimeError inside a step, and where there is none."""
+        """Gives the model back as it was found. Raises RuntimeError inside a step, and where there is none.
+
+        An error of an update beside the step that no call has raised yet is raised when the model is given back.
+        """
         if self._placement is None:
             raise RuntimeError(NOT_ATTACHED)
         self._unfilled.close()
@@ -212,7 +215,7 @@ class Mode:
         """
 
     def divide(self, optimizer: HostAdamW) -> None:
-        """Has `optimizer` update, of what sharers have in common, this process's slices alone, with shared states.
+        """Limits `optimizer` to updates of this process's slices of what sharers have in common, with shared states.
 
         Call it before `overlap`, and before the optimizer has states. The caller sums the gradients of the sharers, but
         for those of `summed_parameters`. Without sharers it does nothing.

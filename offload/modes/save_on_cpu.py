@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from offload.modes.activation_mode import ActivationMode
-from offload.runtime.counters import Counters
+from offload.runtime.forward.module_contexts import Opener
 from offload.runtime.knobs import choice
-from offload.runtime.module_contexts import Opener
-from offload.runtime.registry import Streams
+from offload.runtime.streams.counters import Counters
+from offload.runtime.streams.registry import Streams
 from offload.runtime.torch_internals import left_out_of_graphs
 
 
@@ -79,7 +79,9 @@ class _CountedCopies:
         self.most_waiting_bytes = max(self.most_waiting_bytes, self._waiting_bytes)
         # torch allocates on the default device, which may be another (`torch.set_default_device`).
         with torch.device("cpu"):
-            return self._hooks.pack_hook(tensor)
+            # On the CPU torch keeps the tensor itself. With its graph a node's result would keep that node, for ever
+            # where no backward runs.
+            return self._hooks.pack_hook(tensor.detach())
 
     @left_out_of_graphs
     def _unpack(self, packed: object) -> Tensor:

@@ -21,22 +21,22 @@ from offload.activations.swapper import ActivationSwapper
 from offload.microbatches.layer_major import LayerMajor
 from offload.microbatches.module_attributes import ModuleAttributes
 from offload.modes.weight_mode import WeightMode
-from offload.runtime.block_buffers import buffers_here
 from offload.runtime.blocks import find_blocks, outside_blocks
-from offload.runtime.buffer_states import Place, own_copies
-from offload.runtime.counters import Counters
 from offload.runtime.errors import KnobError
+from offload.runtime.forward.block_buffers import buffers_here
+from offload.runtime.forward.buffer_states import Place, own_copies
+from offload.runtime.forward.module_contexts import WrappedForward
+from offload.runtime.forward.running_microbatch import SideBySideError, running_microbatch
 from offload.runtime.knobs import choice, knob, nbytes
-from offload.runtime.module_contexts import WrappedForward
-from offload.runtime.registry import Streams
-from offload.runtime.running_microbatch import SideBySideError, running_microbatch
-from offload.runtime.sharers import NO_SHARERS, Sharers
+from offload.runtime.sharing.sharers import NO_SHARERS, Sharers
+from offload.runtime.streams.counters import Counters
+from offload.runtime.streams.registry import Streams
 from offload.runtime.tensor_parts import true_bytes
-from offload.runtime.torch_internals import gradient_accumulated_hooks, gradient_hooks
+from offload.runtime.torch_internals import has_gradient_hooks
 from offload.weights.footprint import Footprint
-from offload.weights.partition import CutPoint
-from offload.weights.resident_shares import ResidentShares
-from offload.weights.side_by_side import WeightsSideBySide
+from offload.weights.units.partition import CutPoint
+from offload.weights.windows.resident_shares import ResidentShares
+from offload.weights.windows.side_by_side import WeightsSideBySide
 
 
 def cut_evenly(sizes: Sequence[int], count: int, limit: float = math.inf) -> list[range]:
@@ -226,9 +226,9 @@ class ShardOffload(WeightMode):
         if self._boundary_swapper is not None:
             self._boundary_swapper.close()
         self._layer_major.close()
-        super().detach()
         # Some of these refer back to this object: without them memory goes with its last reference.
         self._model = self._boundary_swapper = self._layer_major = self._resident_shares = None
+        super().detach()
 
     @contextmanager
     def _around_turn(self, microbatch: int) -> Iterator[None]:
@@ -277,4 +277,4 @@ class ShardOffload(WeightMode):
 def _takes_each_gradient(parameter: nn.Parameter) -> bool:
     if not parameter.requires_grad:
         return False
-    return parameter.grad is not None or bool(gradient_hooks(parameter) or gradient_accumulated_hooks(parameter))
+    return parameter.grad is not None or has_gradient_hooks(parameter)

@@ -17,14 +17,14 @@ from offload.activations.policy import AutomaticBudget, FixedBudget
 from offload.activations.swapper import ActivationSwapper
 from offload.modes.activation_mode import ActivationMode
 from offload.runtime.blocks import find_blocks
-from offload.runtime.counters import Counters
 from offload.runtime.errors import KnobError
-from offload.runtime.host_memory import HostArena
+from offload.runtime.forward.module_contexts import Opener
+from offload.runtime.forward.one_thread import OneThread
 from offload.runtime.knobs import choice, knob, nbytes
-from offload.runtime.module_contexts import Opener
-from offload.runtime.one_thread import OneThread
-from offload.runtime.registry import Streams
-from offload.runtime.transfer import Telemetry, Transfer
+from offload.runtime.memory.host_memory import HostArena
+from offload.runtime.streams.counters import Counters
+from offload.runtime.streams.registry import Streams
+from offload.runtime.streams.transfer import Telemetry, Transfer
 from offload.weights.footprint import Footprint
 
 # Bytes of copies out that may be under way. Backward starts with the tensors saved last, so more only costs memory.
@@ -106,8 +106,7 @@ class TensorSwap(ActivationMode):
     def around_step(self) -> AbstractContextManager:
         return self._swapper.step(kept=(*self._model.parameters(), *self._model.buffers()))
 
-    def detach(self) -> None:
-        super().detach()
+    def put_away(self) -> None:
         self._swapper.close()
         self._arena.close()
         self._model = self._swapper = None

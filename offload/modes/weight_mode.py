@@ -17,17 +17,20 @@ from offload.modes.mode import Mode
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.overlap import Overlap
 from offload.optimizer.speculation import Speculation
-from offload.runtime.attachment import attaching
-from offload.runtime.counters import Counters
 from offload.runtime.errors import NOT_ATTACHED, KnobError
+from offload.runtime.forward.attachment import attaching
+from offload.runtime.forward.module_contexts import check_recompute_is_outside
 from offload.runtime.fused_optimizers import counting_fused_updates
 from offload.runtime.knobs import choice, knob, nbytes
-from offload.runtime.module_contexts import check_recompute_is_outside
-from offload.runtime.registry import Streams
-from offload.runtime.sharers import NO_SHARERS, Sharers
-from offload.weights.file_homes import FileHomes, Spans, put_in_files, ring_size
+from offload.runtime.sharing.sharers import NO_SHARERS, Sharers
+from offload.runtime.streams.counters import Counters
+from offload.runtime.streams.registry import Streams
 from offload.weights.footprint import Footprint
-from offload.weights.partition import (
+from offload.weights.gradients.released import why_kept
+from offload.weights.gradients.updates import Updates
+from offload.weights.prefetching.file_homes import FileHomes, Spans, put_in_files, ring_size
+from offload.weights.streamer import WeightStreamer
+from offload.weights.units.partition import (
     CutModel,
     CutPoint,
     check_amount,
@@ -36,10 +39,7 @@ from offload.weights.partition import (
     keep_on_device,
     open_at_once,
 )
-from offload.weights.released_gradients import why_kept
-from offload.weights.slices import slices_of
-from offload.weights.streamer import WeightStreamer
-from offload.weights.updates import Updates
+from offload.weights.units.slices import slices_of
 
 
 @dataclass(kw_only=True, eq=False)
@@ -144,9 +144,9 @@ class WeightMode(Mode, ABC):
         model is as it was found.
 
         `sharers` share the homes of the units, and each has its own buffers, which stay on the device. In a step each
-        copies in its slices of a unit and gathers the others' (`offload.weights.gathering`); outside of steps each
-        copies whole units, so the caller sees to it that the updates of all sharers are done. Parameters are updated by
-        an optimizer that was given to `divide`. Before `detach` the updates of all sharers are done, too.
+        copies in its slices of a unit and gathers the others' (`offload.weights.prefetching.gathering`). Outside of
+        steps each copies whole units, so the caller first waits until the updates of all sharers are done, as before
+        `detach`. Parameters are updated by an optimizer that was given to `divide`.
         """
         if self._attached is not None:
             raise RuntimeError("this mode has a model already: detach it, or make a second mode")
@@ -167,10 +167,13 @@ class WeightMode(Mode, ABC):
             self._unfilled.watch(model)
 
     def detach(self) -> None:
-        self._streamer.detach()
-        self._unfilled.close()
-        self._attached = self._overlap = None
-        self._attachment.release()
+        self._streamer.check_between_steps()
+        try:
+            self._streamer.detach()
+        finally:
+            self._unfilled.close()
+            self._attached = self._overlap = None
+            self._attachment.release()
 
     @contextmanager
     def step(self, norms: bool = False) -> Iterator[None]:

@@ -23,9 +23,9 @@ from offload.optimizer.states import State, StatePlacement, state_bytes
 from offload.runtime.byte_sizes import GIB
 from offload.runtime.errors import KnobError
 from offload.runtime.host_cores import all_cores_but
-from offload.runtime.host_memory import free_host_bytes
 from offload.runtime.knobs import bytes_or, in_range, one_of
-from offload.runtime.sharers import Sharers
+from offload.runtime.memory.host_bytes import free_host_bytes
+from offload.runtime.sharing.sharers import Sharers
 
 # The system could not start more: the process would end without a message.
 MAX_THREADS = 1024
@@ -248,7 +248,7 @@ class HostAdamW(torch.optim.AdamW):
     def apply_on_device(self, claim: Claim, gradient: Tensor, scale: float = 1.0) -> list[tuple[Tensor, Tensor]]:
         """Updates the placed states of a claimed parameter with `gradient` on their device, on the current stream.
 
-        Of a parameter that is shared, `gradient` has this process's slices, one behind the other (1-D). Returns pairs
+        Where the parameter is shared, `gradient` has this process's slices, one behind the other (1-D). Returns pairs
         of a place at home and the new weight for it on the device, alike in shape and dtype.
         """
         parameter, kernel = claim.parameter, FusedUpdate(self.threads)

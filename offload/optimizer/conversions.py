@@ -100,7 +100,7 @@ def _beside(weight: Tensor, master: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.bfloat16:
         return (master - weight.float()).to(dtype)
     bits, high = master.contiguous().view(torch.int32), weight.view(torch.int16).int()
-    # Of a tie that was rounded to even, by torch, the remainder is one too large: it loses one bit.
+    # Where torch has rounded a tie to even, the remainder is one too large: it loses one bit.
     tie = bits - high * 65536 == 0x8000
     low = ((bits & 0xFFFF) ^ 0x8000) - 0x8000
     return torch.where(tie, 0x7FFF, low).to(dtype).masked_fill_(master.isnan(), 0)

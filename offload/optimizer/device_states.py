@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from torch import Tensor
+
 from offload.optimizer.adamw import HostAdamW
-from offload.runtime.deferred_free import DeferredFrees, PendingFree
-from offload.runtime.registry import Event
-from offload.runtime.transfer import Transfer
-from offload.weights.unit_tensor import UnitTensor
-from offload.weights.units import OffloadUnit
+from offload.runtime.streams.deferred_free import DeferredFrees, PendingFree
+from offload.runtime.streams.registry import Event
+from offload.runtime.streams.transfer import Transfer
+from offload.weights.units.unit import OffloadUnit
+from offload.weights.units.unit_tensor import UnitTensor
 
 
 class DeviceStates:
@@ -22,7 +24,8 @@ class DeviceStates:
     Their gradients stay on the device until they are updated, besides going to the host unless they are released: 2
     bytes a parameter more where they are bf16. Updates run on the d2h stream, between the copies, and send the new
     weights home. A gradient that a hook or the caller changes on the host is left to the optimizer's `step`; autograd's
-    version counter shows such a change, so one that is made through `.data` is missed.
+    version counter shows such a change, so one that is made through `.data` is missed. The gradient of a
+    parameter that has begun to train since is left to `step` as well: its state is on the host.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class DeviceStates:
         limit_bytes: int,
     ):
         self.units: set[OffloadUnit] = set()
+        self._placed: set[Tensor] = set()
         self._optimizer = optimizer
         self._transfer = transfer
         self._streams = transfer.streams
@@ -47,8 +51,15 @@ class DeviceStates:
             left -= optimizer.bytes_to_place(parameters)
             if left < 0:
                 break
+            if not parameters:
+                continue
             self.units.add(unit)
+            self._placed.update(parameters)
             optimizer.place(parameters, self._streams.device)
+
+    def updates(self, tensor: UnitTensor) -> bool:
+        """Tells whether the state of a tensor is on the device."""
+        return tensor.host in self._placed
 
     def retain(self, tensor: UnitTensor, gradient: PendingFree) -> None:
         """Keeps a gradient of this step, instead of an earlier one; its copy to the host is queued."""

@@ -22,7 +22,7 @@ CODES, SCALE = "{}_codes", "{}_scale"
 
 @dataclass(frozen=True)
 class StateFormat:
-    """How masters and moments are held; see `HostAdamW` for the knobs. Raises KnobError for an unknown name."""
+    """The formats of masters and moments; see `HostAdamW` for the knobs. Raises KnobError for an unknown name."""
 
     master: str = "compact"
     state_dtype: str = "fp32"

@@ -14,14 +14,14 @@ from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.device_states import DeviceStates
 from offload.optimizer.speculation import Decision, Speculation, SpeculativeUpdates
 from offload.optimizer.worker import UpdateWorker
-from offload.runtime.counters import Counters
-from offload.runtime.deferred_free import PendingFree
-from offload.runtime.module_contexts import OwnHook
-from offload.runtime.registry import Event, Signal
-from offload.weights.gradient_ring import RingBlock
+from offload.runtime.forward.module_contexts import OwnHook
+from offload.runtime.streams.counters import Counters
+from offload.runtime.streams.deferred_free import PendingFree
+from offload.runtime.streams.registry import Event, Signal
+from offload.weights.gradients.ring import RingBlock
 from offload.weights.streamer import WeightStreamer
-from offload.weights.unit_tensor import UnitTensor
-from offload.weights.units import OffloadUnit
+from offload.weights.units.unit import OffloadUnit
+from offload.weights.units.unit_tensor import UnitTensor
 
 # Cores that updates leave to others: backward's thread, the one that launches, and the copies', while these are busy.
 BUSY_CORES = 3
@@ -29,7 +29,7 @@ LAUNCHING_CORES = 1
 
 
 class Overlap:
-    """`offload.weights.updates.Updates` by `optimizer`, for the units of `streamer`, until `close`.
+    """`offload.weights.gradients.updates.Updates` by `optimizer`, for the units of `streamer`, until `close`.
 
     `device_share` is the number of bytes of states that live on the device; the units that they belong to are updated
     there, all others on the worker. `early`: a unit's update may begin when its gradients of the last microbatch have
@@ -144,8 +144,8 @@ class Overlap:
         return unit in self._device.units
 
     def retain_gradient(self, unit: OffloadUnit, tensor: UnitTensor, gradient: PendingFree) -> bool:
-        """Keeps on the device the gradients of units that are updated there."""
-        if not self.keeps_gradients(unit):
+        """Keeps on the device the gradients that update states there."""
+        if not self._device.updates(tensor):
             return False
         self._device.retain(tensor, gradient)
         return True
@@ -181,7 +181,7 @@ class Overlap:
         return True
 
     def abandon_step(self) -> None:
-        """Takes back, too. Who waits for the worker next gets its error, if that fails."""
+        """Takes back, too. Where that fails, the next wait for the worker raises the worker's error."""
         with suppress(Exception):
             self.take_back()
 
@@ -194,16 +194,18 @@ class Overlap:
         return self._worker.counters()
 
     def close(self) -> None:
-        """Makes the worker's updates that were offered, and gives the optimizer and the model back.
+        """Makes the updates that were offered, and gives the optimizer and the model back.
 
-        Undoes those on which `step` has not decided.
+        Undoes those on which `step` has not decided. At its end raises an error that nobody has got yet.
         """
         self.abandon_step()
         self._worker.close()
+        self._device.finish()
         self._optimizer.defer_to(None)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._worker.raise_new_error()
 
     def _offer(
         self, unit: OffloadUnit, tensors: Sequence[UnitTensor], scale: float = 1.0, after: Sequence[Event] = ()

@@ -18,9 +18,9 @@ from offload.optimizer.formats import MASTER_NAMES, StateFormat
 from offload.optimizer.kernels import UpdateKernel
 from offload.optimizer.placed_slices import STEP, PlacedSlices, bytes_of_slices, part_of
 from offload.optimizer.states import State
-from offload.runtime.host_memory import HostArena
-from offload.runtime.shared_memory import in_pages, share_memory
-from offload.runtime.sharers import Sharers, meet
+from offload.runtime.memory.host_memory import HostArena
+from offload.runtime.sharing.shared_memory import in_pages, share_memory
+from offload.runtime.sharing.sharers import Sharers, meet
 
 MASTER = MASTER_NAMES[torch.float32]
 
@@ -108,7 +108,7 @@ class SharedStates:
         return bytes_of_slices(parameter, self._slices[parameter], self._format)
 
     def place(self, parameter: Tensor, device: torch.device) -> None:
-        """Has this process's slices of a parameter updated on `device` from now on."""
+        """Places this process's slices of a parameter on `device`, where they are updated from now on."""
         if parameter not in self._placed:
             self._placed[parameter] = PlacedSlices(parameter, self._slices[parameter], self._format, device)
 

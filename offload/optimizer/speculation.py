@@ -23,8 +23,8 @@ from offload.optimizer.claims import Claim, operands_of
 from offload.optimizer.kernels import torch_threads
 from offload.optimizer.native_undo import reversible
 from offload.optimizer.undo_log import ReversibleUpdate, UndoArena, UndoLog, can_be_undone
-from offload.runtime.counters import Counters
 from offload.runtime.errors import KnobError
+from offload.runtime.streams.counters import Counters
 
 # With speculate="auto" a step speculates if so many steps before it were not clipped, nor taken back.
 QUIET_STEPS = 2
@@ -32,7 +32,7 @@ QUIET_STEPS = 2
 
 @dataclass(frozen=True)
 class Speculation:
-    """What a caller of `Mode.overlap` tells of the updates that may have to be undone.
+    """Allows updates that may have to be undone: given to `Mode.overlap`.
 
     `limit`: gradients whose norm is above it will not count in full; math.inf where only those that are not finite will
     not. `undo_bytes`: host memory that the logs of a step may take.

@@ -51,8 +51,8 @@ class StatePlacement:
     def __init__(self, format: StateFormat):
         self._format = format
         self._placed: dict[Tensor, torch.device] = {}
-        # Autograd's version counter of parameters when their copies were last equal to them.
-        self._versions: dict[Tensor, int] = {}
+        # Of parameters when their copies were last equal to them.
+        self._versions: dict[Tensor, tuple[int, int]] = {}
 
     def place(self, parameter: Tensor, state: State, device: torch.device) -> None:
         """Moves the parameter's state to `device`, and keeps it there from now on."""
@@ -78,13 +78,13 @@ class StatePlacement:
             if WEIGHT not in state:
                 state[WEIGHT] = self._memory(parameter, parameter.shape, parameter.dtype)
                 self._versions.pop(parameter, None)
-            if self._versions.get(parameter) != parameter._version:
+            if self._versions.get(parameter) != _version(parameter):
                 state[WEIGHT].copy_(parameter.detach())
-                self._versions[parameter] = parameter._version
+                self.note_update(parameter)
 
     def note_update(self, parameter: Tensor) -> None:
         """Notes that the copy of the parameter is equal to it as from the present version on."""
-        self._versions[parameter] = parameter._version
+        self._versions[parameter] = _version(parameter)
 
     def adopt(self, parameter: Tensor, loaded: State) -> State:
         """Returns a loaded state of this format on the device of the parameter's state."""
@@ -93,3 +93,8 @@ class StatePlacement:
 
     def _memory(self, parameter: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device_of(parameter))
+
+
+def _version(parameter: Tensor) -> tuple[int, int]:
+    """Returns what shows that a parameter was written, or given other data, which raises no version counter."""
+    return parameter._version, parameter.data_ptr()

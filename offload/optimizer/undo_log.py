@@ -19,7 +19,7 @@ from torch import Tensor
 
 from offload.optimizer.formats import StateFormat
 from offload.optimizer.operands import HyperParameters, Operands
-from offload.runtime.host_memory import free_host_bytes
+from offload.runtime.memory.host_bytes import free_host_bytes
 
 # Elements that have a table of entries of their own.
 BLOCK = 1 << 16

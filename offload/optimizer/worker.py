@@ -1,8 +1,8 @@
 """Updates units on a thread of the host, while the device computes the step.
 
-Of the gradients that have landed, the worker takes those of the unit that the next forward needs first. So the updates
-of a step are hidden behind its own backward and the next forward. They are exact: a unit is used after its own updates,
-and waits for no others.
+The worker chooses among the gradients that have landed: those of the unit that the next forward needs first. So the
+updates of a step are hidden behind its own backward and the next forward. They are exact: a unit is used after its own
+updates, and waits for no others.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from time import perf_counter
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.claims import Claim
 from offload.optimizer.speculation import Decision, SpeculativeUpdates, Trial
-from offload.runtime.counters import Counters
-from offload.runtime.registry import Event, Signal, Streams
-from offload.runtime.transfer import profiled
-from offload.weights.gradient_ring import RingBlock
-from offload.weights.unit_tensor import UnitTensor
-from offload.weights.units import OffloadUnit
+from offload.runtime.streams.counters import Counters
+from offload.runtime.streams.registry import Event, Signal, Streams
+from offload.runtime.streams.transfer import profiled
+from offload.weights.gradients.ring import RingBlock
+from offload.weights.units.unit import OffloadUnit
+from offload.weights.units.unit_tensor import UnitTensor
 
 # A thread without updates for so long ends, and the next offer starts another. So nothing refers to a mode that was
 # dropped without detach.
@@ -92,6 +92,7 @@ class UpdateWorker:
         self._changed = threading.Condition()
         self._closed = False
         self._error: BaseException | None = None
+        self._has_raised = False
         self._thread: threading.Thread | None = None
         self._threads = 0
         self._ended: Signal | None = None
@@ -234,8 +235,14 @@ class UpdateWorker:
         # A process that ends without `close` would stop the thread inside an update, and abort.
         atexit.register(self.close)
 
+    def raise_new_error(self) -> None:
+        """Raises the thread's error if no call has raised it yet."""
+        if not self._has_raised:
+            self._raise_error()
+
     def _raise_error(self) -> None:
         if self._error is not None:
+            self._has_raised = True
             raise self._error
 
     def _forget_thread(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from offload.planning.dry_run import Phase
 from offload.planning.simulated_streams import Work
-from offload.runtime.bandwidth import Bandwidth
+from offload.runtime.memory.bandwidth import Bandwidth
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class UpdateTimes:
 
     `begins` says when the host's part may begin: "after" the step, which then waits for it; "at the end" of backward,
     hidden behind the forward that follows; or "inside" backward, as soon as gradients have landed. At most `left_ms` of
-    it may be left when backward ends: backward waits for the rest where gradients have no homes. Of what begins inside
-    backward, `inside_share` may: the rest waits for its end.
+    it may be left when backward ends: backward waits for the rest where gradients have no homes. "inside" holds for
+    `inside_share` of it, 0 to 1: the rest waits for the end of backward.
     """
 
     host_ms: float = 0.0

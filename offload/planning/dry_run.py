@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from inspect import isroutine
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +21,17 @@ from offload.planning.memory_tracker import MemoryTracker
 from offload.planning.meta_kernels import fused_kernels
 from offload.planning.planned_sharers import PlannedSharers
 from offload.planning.simulated_streams import SimulatedStreams
-from offload.runtime.counters import Counters
-from offload.runtime.sharers import NO_SHARERS
-from offload.runtime.stream_checker import CheckedStreams
-from offload.weights.partition import cut
-from offload.weights.updates import ImmediateUpdates
+from offload.runtime.forward.block_attributes import restore
+from offload.runtime.sharing.sharers import NO_SHARERS
+from offload.runtime.streams.counters import Counters
+from offload.runtime.streams.stream_checker import CheckedStreams
+from offload.weights.gradients.updates import ImmediateUpdates
+from offload.weights.units.partition import cut
 
 # The first step records the order of use; the second knows it, as all later ones do.
 STEPS = 2
+# The attributes that torch keeps in a module: its parameters, buffers, hooks.
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 MOVED = ("h2d_bytes", "d2h_bytes", "activation_h2d_bytes", "activation_d2h_bytes", "waited_for_bytes")
 COUNTED = ("flops", "dequantised_bytes", "exchanged_bytes", *MOVED)
@@ -160,12 +164,7 @@ def dry_run(
             mode.use_updates(ImmediateUpdates(streams))
         undo = recompute(recomputed)
         slot_bytes = tracker.live_bytes
-        # Not on the parameters, whose hooks a mode respects in its order of microbatches.
-        nodes = [tensor.expand_as(tensor).grad_fn.next_functions[0][0] for tensor in resident]
-        handles = [
-            node.register_hook(lambda *_, tensor=tensor: tracker.gradient_landed(tensor))
-            for node, tensor in zip(nodes, resident, strict=True)
-        ]
+        forget = _note_gradients(resident, tracker)
         try:
             for _ in range(STEPS):
                 model.zero_grad(set_to_none=True)
@@ -178,8 +177,7 @@ def dry_run(
                 log.mark()
             host_bytes = mode.counters().host_pageable_bytes
         finally:
-            for handle in handles:
-                handle.remove()
+            forget()
             undo()
             mode.detach()
     return DryRun(
@@ -192,21 +190,53 @@ def dry_run(
     )
 
 
+def _note_gradients(parameters: Iterable[Tensor], tracker: MemoryTracker) -> Callable[[], None]:
+    """Tells `tracker` when a gradient of these parameters lands, until the returned function is called."""
+    # Not by hooks on the parameters, which a mode respects in its order of microbatches.
+    nodes = [(tensor, tensor.expand_as(tensor).grad_fn.next_functions[0][0]) for tensor in parameters]
+    handles = [node.register_hook(lambda *_, tensor=tensor: tracker.gradient_landed(tensor)) for tensor, node in nodes]
+
+    def forget() -> None:
+        for handle in handles:
+            handle.remove()
+        # Until now they were kept here: a parameter does not keep its node, nor the hook on it.
+        nodes.clear()
+
+    return forget
+
+
 @contextmanager
 def left_as_found(model: nn.Module) -> Iterator[None]:
     """Puts the parameters and buffers of `model` back afterwards, the same objects, without gradients.
 
     Attaching a mode to a meta model replaces them, and detaching does not bring the old ones back. Tied weights stay
-    tied.
+    tied. Modules have their other attributes again too, and so have plain objects in these: a forward may have kept a
+    tensor without values in one, for later forwards.
     """
     before = cut(model, []).resident
+    attributes = [(vars(holder), _own_attributes(holder)) for holder in _holders(model)]
     try:
         yield
     finally:
+        for now, found in attributes:
+            restore(now, found | {name: value for name, value in now.items() if name in OF_EVERY_MODULE})
         for tensor, places in before:
             tensor.grad = None
             for place in places:
                 place.assign(tensor)
+
+
+def _holders(model: nn.Module) -> Iterator[object]:
+    """Yields the modules, and the objects in their attributes that a forward may change: no functions, no classes."""
+    for module in model.modules():
+        yield module
+        for value in _own_attributes(module).values():
+            if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Tensor, type)) and not isroutine(value):
+                yield value
+
+
+def _own_attributes(holder: object) -> dict[str, object]:
+    return {name: value for name, value in vars(holder).items() if name not in OF_EVERY_MODULE}
 
 
 class _Log:

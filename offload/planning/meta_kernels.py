@@ -24,6 +24,8 @@ def fused_kernels(add_flops: Callable[[float], None], on_gpu: bool = True) -> It
 
     `add_flops` is called with the FLOPs of attention: two products in forward and, as is usual, four in backward; half
     of them under a causal mask. For the products of experts it is called too: one in forward, two in backward.
+
+    Attention raises RuntimeError for shapes that do not fit each other, as torch's does.
     """
     attention, rms_norm, addmm = F.scaled_dot_product_attention, F.rms_norm, torch.addmm
     grouped_mm = F.grouped_mm
@@ -31,6 +33,9 @@ def fused_kernels(add_flops: Callable[[float], None], on_gpu: bool = True) -> It
     def meta_attention(query, key, value, *others, is_causal=False, **named):
         if not query.is_meta:
             return attention(query, key, value, *others, is_causal=is_causal, **named)
+        _check_shapes(
+            query, key, value, others[0] if others else named.get("attn_mask"), named.get("enable_gqa", False)
+        )
         products = 4.0 * query.numel() * key.shape[-2] * (0.5 if is_causal else 1.0)
         return _Attention.apply(query, key, value, products, add_flops)
 
@@ -119,8 +124,21 @@ class _GroupedProduct(torch.autograd.Function):
         return *gradients, None
 
 
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool) -> None:
+    """Raises RuntimeError where torch's attention would, because the shapes of its arguments do not fit each other."""
+    heads = query.shape[:-2]
+    if grouped and query.ndim > 2 and heads[-1] % key.shape[-3] == 0 and key.shape[-3] == value.shape[-3]:
+        heads = (*heads[:-1], key.shape[-3])
+    if query.shape[-1] != key.shape[-1]:
+        shapes = f"{list(query.shape)} and {list(key.shape)}"
+        raise RuntimeError(f"attention: the shapes of query and key do not fit each other: {shapes}")
+    torch.broadcast_shapes(heads, key.shape[:-2], value.shape[:-2])
+    if mask is not None:
+        torch.broadcast_shapes(mask.shape, (*query.shape[:-1], key.shape[-2]))
+
+
 def _compute_wrapped(weights: Tensor) -> None:
-    """Has a tensor that wraps others compute the matrix that it stands for, as a product of it would."""
+    """Makes a tensor that wraps others compute the matrix that it stands for, as a product of it would."""
     if wraps(weights):
         # Any operation does: this one makes nothing besides.
         weights.expand_as(weights)

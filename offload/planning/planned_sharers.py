@@ -10,10 +10,10 @@ from offload.planning.simulated_streams import SimulatedStreams
 
 
 class PlannedSharers:
-    """`offload.runtime.sharers.Sharers` of the first of `count` processes on each of `hosts`, which agree in all.
+    """The `Sharers` of the first of `count` processes on each of `hosts`, all of which do the same.
 
     `exchanged_bytes` are those that one device has received from the others of its host, in all steps. `streams` let
-    the time pass that this takes; None: nobody asks for it. What hosts exchange with each other is not counted.
+    the time pass that this takes; None: nobody asks for it. Exchanges between hosts are not counted.
     """
 
     rank = first = 0

@@ -1,5 +1,6 @@
-"""Streams, copies, memory and hooks: the lowest floor, which all folders of the engine use.
+"""The lowest floor, which all folders of the engine use.
 
-Read `registry` first (streams, events, signals), then `transfer` (copies), and `stream_checker`, which checks their
-order on the CPU. `torch_internals` has every private name of torch.
+`streams` has streams, events and copies; `memory` host blocks, files and the slots of a device; `forward` what
+surrounds a model's forward; `sharing` the processes that share memory. Read `streams.registry` first, then
+`streams.transfer`. `torch_internals` has every private name of torch.
 """

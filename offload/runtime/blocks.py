@@ -23,8 +23,8 @@ def find_blocks(model: nn.Module, path: str | None = None, key: str = "path") ->
     """Returns the blocks of `model` with their names, in order.
 
     `path` is the dotted path of an nn.ModuleList or nn.Sequential. None stands for every ModuleList that is not inside
-    another: the layers of encoder and decoder, of all towers, of both kinds. Of lists of large stages it takes the
-    lists inside the stages. In a model without such lists it stands for the Sequential with the most parameters. Raises
+    another: the layers of encoder and decoder, of all towers, of both kinds. Where stages have lists inside, it takes
+    these lists. In a model without such lists it stands for the Sequential with the most parameters. Raises
     KnobError naming the path, as the value of `key`, and the lists of the model.
     """
     lists = {name: module for name, module in model.named_modules() if _is_list(module, (nn.ModuleList, nn.Sequential))}

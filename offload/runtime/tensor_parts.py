@@ -59,12 +59,13 @@ def version_of(tensor: Tensor) -> int:
     """Returns the sum of autograd's version counters of the tensor and its parts; without those in inference mode."""
     if not is_compound(tensor):
         return 0 if tensor.is_inference() else tensor._version
-    count = 0
+    return versions_of((tensor, *parts(tensor)))
+
+
+def versions_of(tensors: Iterable[Tensor]) -> int:
+    """Returns the sum of autograd's version counters; without those of tensors of inference mode."""
     with without_torch_function():
-        for each in (tensor, *parts(tensor)):
-            if not each.is_inference():
-                count += each._version
-    return count
+        return sum(each._version for each in tensors if not each.is_inference())
 
 
 def wrapped(tensor: Tensor, memory: Iterable[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ import ctypes
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from operator import attrgetter
 from pathlib import Path
@@ -87,6 +87,8 @@ overload_name = attrgetter("_overloadname")
 # tile of a parameter.
 fused_adamw_ = torch._fused_adamw_
 
+_AS_IT_IS = nullcontext()
+
 # The dispatch modes of a selective activation checkpoint: in forward, and in the recompute.
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
@@ -129,6 +131,18 @@ def is_transformed() -> bool:
     return not is_vmap or torch.is_grad_enabled()
 
 
+def sees_every_operation() -> bool:
+    """Tells whether something of torch sees each operation now: a transform, forward-mode AD or a dispatch mode.
+
+    As a rule nothing does, and then neither `is_transformed` nor `is_in_selective_checkpoint`.
+    """
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or bool(torch._C._len_torch_dispatch_stack())
+    )
+
+
 def check_no_transform() -> None:
     """Raises RuntimeError under such a transform."""
     if is_transformed():
@@ -136,6 +150,16 @@ def check_no_transform() -> None:
             "torch.func (grad, vjp, jvp, jacrev) and forward-mode AD do not work on a model whose weights stream: take"
             " torch.autograd, or a copy of the model (copy.deepcopy)"
         )
+
+
+def current_stream_handle(device_index: int) -> int:
+    """Returns the address of the CUDA stream that is current on a device, without an object of Python around it."""
+    return torch._C._cuda_getCurrentRawStream(device_index)
+
+
+def current_device_index() -> int:
+    """Returns the number of the current CUDA device of a process that has begun to use CUDA."""
+    return torch._C._cuda_getDevice()
 
 
 def is_profiling() -> bool:
@@ -154,7 +178,7 @@ def has_hooks_around_forward(module: nn.Module) -> bool:
 
 
 def sequence_number(node: torch.autograd.graph.Node) -> int:
-    """Returns the number of an autograd node. Of the nodes that are ready, backward runs the highest first."""
+    """Returns the number of an autograd node. Backward runs the node with the highest number that is ready."""
     return node._sequence_nr()
 
 
@@ -163,14 +187,9 @@ def set_sequence_number(node: torch.autograd.graph.Node, number: int) -> None:
     node._set_sequence_nr(number)
 
 
-def gradient_hooks(tensor: Tensor) -> Iterable:
-    """Returns the hooks that `tensor.register_hook` added. A tensor that stands in for a parameter takes them over."""
-    return (tensor._backward_hooks or {}).values()
-
-
-def gradient_accumulated_hooks(tensor: Tensor) -> Iterable:
-    """Returns the hooks of `register_post_accumulate_grad_hook`. They are called when the gradient is on the host."""
-    return (tensor._post_accumulate_grad_hooks or {}).values()
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Tells whether hooks of `register_hook` or `register_post_accumulate_grad_hook` wait for the gradient."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def refresh_flat_weights(module: nn.RNNBase) -> None:
@@ -217,7 +236,7 @@ def is_captured(node: torch.autograd.graph.Node) -> bool:
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Has the running backward call `function` when it is over, before it returns to its caller."""
+    """Makes the running backward call `function` when it is over, before it returns to its caller."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
@@ -255,7 +274,7 @@ def unseen_by_selective_checkpoints() -> AbstractContextManager:
     A checkpoint would take them for operations of the model, and in the recompute not run those of which it has a
     result.
     """
-    return _without_selective_checkpoints() if is_in_selective_checkpoint() else nullcontext()
+    return _without_selective_checkpoints() if is_in_selective_checkpoint() else _AS_IT_IS
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 """Weights that live on the host, are on the device only while in use, and send their gradients home.
 
-Read `units` first, with its note on the life of a unit's tensor, then `partition`, `prefetcher`, `gradients`, and
-`streamer`, which joins them. `updates` is the interface to an optimizer that updates weights beside the step.
+The folders in the order in which they import each other: `units` (what moves together), `gradients` (where they go),
+`prefetching` (copies in, ahead of use), `windows` (what modules hold meanwhile). `streamer` joins them: read it first.
 """

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from offload.weights.gradient_ring import gradient_ring_bytes
-from offload.weights.partition import CutModel
+from offload.weights.gradients.ring import gradient_ring_bytes
+from offload.weights.units.partition import CutModel
 
 
 @dataclass(frozen=True)

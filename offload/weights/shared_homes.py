@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from offload.runtime.host_memory import HostArena
-from offload.runtime.shared_memory import in_pages, share_memory
-from offload.runtime.sharers import Sharers
-from offload.weights.partition import CutModel
-from offload.weights.slices import check_divisible, slices_of
+from offload.runtime.memory.host_memory import HostArena
+from offload.runtime.sharing.shared_memory import in_pages, share_memory
+from offload.runtime.sharing.sharers import Sharers
+from offload.weights.units.partition import CutModel
+from offload.weights.units.slices import check_divisible, slices_of
 
 
 def make_shared_homes(cut: CutModel, sharers: Sharers, device: torch.device, pin: bool) -> tuple[HostArena, int]:

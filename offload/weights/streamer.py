@@ -2,7 +2,7 @@
 
 One mechanism serves every granularity. Around the forward of a module that uses a unit, a window is open: the module
 holds device stand-ins of its parameters, and weights that autograd saves are saved by name (`saved_weights`). In
-backward the saved names bring units back, and gradients leave as they are made (`gradients`). Outside a step modules
+backward the saved names bring units back, and gradients leave as they are made (`landing`). Outside a step modules
 hold their host parameters, so optimizers, checkpoints and `state_dict` need nothing new.
 """
 
@@ -12,25 +12,25 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from offload.runtime.block_buffers import arrived, leaving
-from offload.runtime.counters import Counters
-from offload.runtime.device_slots import DeviceSlots
-from offload.runtime.host_memory import HostArena
-from offload.runtime.registry import Streams
-from offload.runtime.sharers import NO_SHARERS, Sharers, meet
-from offload.runtime.transfer import Telemetry, Transfer
-from offload.weights.file_homes import NO_FILES, NoFiles
-from offload.weights.gathering import SliceGatherer
-from offload.weights.gradient_ring import gradient_ring_bytes
-from offload.weights.landing import GradientLanding
-from offload.weights.partition import CutModel
-from offload.weights.placement import DevicePlacement
-from offload.weights.prefetcher import Prefetcher
-from offload.weights.saved_weights import SavedWeights
+from offload.runtime.forward.block_buffers import arrived, leaving
+from offload.runtime.memory.device_slots import DeviceSlots
+from offload.runtime.memory.host_memory import HostArena
+from offload.runtime.sharing.sharers import NO_SHARERS, Sharers, meet
+from offload.runtime.streams.counters import Counters
+from offload.runtime.streams.registry import Streams
+from offload.runtime.streams.transfer import Telemetry, Transfer
+from offload.weights.gradients.landing import GradientLanding
+from offload.weights.gradients.ring import gradient_ring_bytes
+from offload.weights.gradients.updates import NO_UPDATES, Updates
+from offload.weights.prefetching.file_homes import NO_FILES, NoFiles
+from offload.weights.prefetching.gathering import SliceGatherer
+from offload.weights.prefetching.prefetcher import Prefetcher
 from offload.weights.shared_homes import make_shared_homes
-from offload.weights.units import OffloadUnit, check_one_owner
-from offload.weights.updates import NO_UPDATES, Updates
-from offload.weights.windows import Windows
+from offload.weights.units.partition import CutModel
+from offload.weights.units.placement import DevicePlacement
+from offload.weights.units.unit import OffloadUnit, check_one_owner
+from offload.weights.windows.saved_weights import SavedWeights
+from offload.weights.windows.windows import Windows
 
 # Gradients that may wait on the device for the bus, in units of the largest unit.
 GRADIENT_SLOTS = 2
@@ -45,7 +45,7 @@ class WeightStreamer:
 
     `sharers` are the processes that share the homes of the units, and the memory for the sums of their gradients.
     Raises ValueError for a parameter that they cannot share. `releases`: gradients go to updates inside backward, and
-    have no homes (`released_gradients`).
+    have no homes (`gradients.released`).
     """
 
     def __init__(
@@ -217,10 +217,16 @@ class WeightStreamer:
     def detach(self) -> None:
         """Gives the model back: its own forwards, tensors where they were found (host memory for meta tensors).
 
-        Tensors with a home in a file stay views of it, copied on write.
+        Tensors with a home in a file stay views of it, copied on write. Raises, after that, the error of an update that
+        nobody has got yet.
         """
         self.check_between_steps()
-        self._updates.close()
+        try:
+            self._updates.close()
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
         self._windows.remove()
         # They refer back to this object: without them the device memory goes with its last reference.
         self._windows = None

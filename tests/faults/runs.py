@@ -26,9 +26,9 @@ import torch._dynamo
 from omegaconf import DictConfig, OmegaConf
 
 import train
-import training.build
 import training.loop
 import training.metrics.progress
+import training.prepare
 from tests.training.helpers.in_process import TINY_RUN, composed
 from tests.training.helpers.modes import small_modes
 from tests.training.helpers.results import content, curve
@@ -218,7 +218,7 @@ def _run(config: DictConfig, invocation: Invocation, plan: RunPlan, output: Path
         torch.set_num_threads(1)
         logging.basicConfig(level=logging.WARNING, format="warning: %(message)s", force=True)
         Invocation.current = lambda: invocation
-        training.build.plan_filled = lambda components, *_, **__: (components, plan)
+        training.prepare.plan_filled = lambda components, *_, **__: (components, plan)
         before()
         train.main.__wrapped__(config)
         status = 0

@@ -20,13 +20,13 @@ from models.adapter_files import (
     adapter_tensors,
     check_folder,
     load_adapter,
-    save_adapter,
 )
 from models.adapters import Dora, Lora, RsLora, initialise_adapters, inject, root_of, without_adapters
 from models.diffusion import build_diffusion
 from models.initialise import initialise
 from models.llama import Llama
 from tests.models.helpers.hf_models import tiny
+from tests.models.helpers.saving import save_adapter
 from tests.models.helpers.unets import UNET
 
 KINDS = (Lora, Dora, RsLora)
@@ -164,6 +164,8 @@ def test_another_adapter_is_refused_and_nothing_changed(tmp_path: Path, adapter:
         load_adapter(model, tmp_path)
     assert "\n" not in str(refusal.value)
     assert torch.equal(model(IDS), before)
+    with pytest.raises(ValueError, match=message):
+        check_folder(model.to("meta"), tmp_path)
 
 
 def test_settings_of_peft_that_cannot_be_had_are_refused(tmp_path: Path):
@@ -182,12 +184,12 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path: Path, content: str | N
     if content is not None:
         (tmp_path / CONFIG_FILE).write_text(content)
     with pytest.raises(ValueError, match=message):
-        check_folder(tmp_path)
+        check_folder(llama(Lora(4, 8)), tmp_path)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path):
     save_adapter(llama(Lora(4, 8)), tmp_path)
-    check_folder(tmp_path)
+    check_folder(llama(Lora(4, 8)), tmp_path)
     (tmp_path / WEIGHTS_FILE).unlink()
     with pytest.raises(ValueError, match=r"adapter_model\.safetensors is missing"):
-        check_folder(tmp_path)
+        check_folder(llama(Lora(4, 8)), tmp_path)

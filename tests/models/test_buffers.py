@@ -129,7 +129,18 @@ class Random(Own):
 
 class Loose(Own):
     def fill(self) -> None:
-        self.scale = torch.ones(3)
+        self.linear.angles = torch.arange(3.0).cos()
+        self.tables = [torch.arange(2.0), {"wide": torch.arange(4.0)}]
+
+
+class LooseAndRandom(Own):
+    def fill(self) -> None:
+        self.noise = torch.randn(3)
+
+
+class LooseView(Own):
+    def fill(self) -> None:
+        self.view = self.linear.weight.detach()
 
 
 class Later(Own):
@@ -214,10 +225,24 @@ def test_random_buffers_are_refused():
         made(Random).to_empty(device="cpu").fill_buffers()
 
 
-def test_a_tensor_that_is_no_buffer_is_refused():
-    model = made(Loose)
-    with pytest.raises(ValueError, match=r"^scale: it is neither parameter nor buffer"):
-        model.to_empty(device="cpu").fill_buffers()
+def test_a_tensor_that_is_no_buffer_is_that_of_the_cpu():
+    model = made(Loose).to_empty(device="cpu")
+    assert model.hf.linear.angles.is_meta
+    model.fill_buffers()
+    assert torch.equal(model.hf.linear.angles, torch.arange(3.0).cos())
+    assert "angles" not in dict(model.hf.linear.named_buffers())
+    assert model.hf.tables[0].tolist() == [0, 1]
+    assert model.hf.tables[1]["wide"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_random_tensor_that_is_no_buffer_is_refused():
+    with pytest.raises(ValueError, match=r"^noise: its values are random"):
+        made(LooseAndRandom).to_empty(device="cpu").fill_buffers()
+
+
+def test_a_tensor_of_weights_that_is_no_buffer_is_refused():
+    with pytest.raises(ValueError, match=r"^view: the model built again has no value for it"):
+        made(LooseView).to_empty(device="cpu").fill_buffers()
 
 
 def test_a_buffer_that_was_added_later_is_refused_before_anything_is_written():

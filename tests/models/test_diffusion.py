@@ -114,7 +114,7 @@ def test_inputs_that_do_not_fit_are_refused(noisy, condition, message: str) -> N
         (
             "AutoencoderKL",
             {},
-            "^AutoencoderKL: AutoencoderKL is not supported; classes of diffusers that are: DiTTransf",
+            "^AutoencoderKL: AutoencoderKL is not supported; classes of diffusers that are: AllegroT",
         ),
         (
             "no/such/folder",

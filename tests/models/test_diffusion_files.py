@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from models.diffusion import DiffusionModel, build_diffusion
-from models.diffusion_files import diffusion_files, load_diffusion, save_diffusion
+from models.diffusion_files import diffusion_files, load_diffusion
+from tests.models.helpers.saving import save_diffusion
 from tests.offload.helpers.diffusion_architectures import HEADS
 
 SD3 = {

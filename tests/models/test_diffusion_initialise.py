@@ -11,6 +11,8 @@ from torch import Tensor
 from models.diffusion import DiffusionModel, build_diffusion
 from models.diffusion_families import FAMILIES
 from models.diffusion_initialise import initialise_diffusion
+from models.quantise import quantise
+from models.quantise_formats import Int8
 from offload import BounceLinear
 from tests.offload.helpers.models import attached
 
@@ -33,6 +35,14 @@ SMALL: dict[str, dict] = {
         "out_channels": 8,
         "num_layers": 1,
         "cross_attention_dim": 32,
+        "caption_channels": 24,
+    },
+    "PixArtTransformer2DModel": {
+        **HEADS,
+        "in_channels": 4,
+        "num_layers": 1,
+        "cross_attention_dim": 32,
+        "sample_size": 4,
         "caption_channels": 24,
     },
     "SD3Transformer2DModel": {
@@ -91,7 +101,11 @@ def moments(value: Tensor) -> tuple[float, float, float]:
     return value.mean().item(), value.std().item(), value.abs().max().item()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+def test_every_class_that_begins_as_a_paper_says_is_tested() -> None:
+    assert {name for name, family in FAMILIES.items() if family.first_stds} <= SMALL.keys()
+
+
+@pytest.mark.parametrize("name", SMALL)
 def test_layers_begin_as_diffusers_makes_them_or_as_the_papers_say(name: str):
     own, stds = built(name).network, FAMILIES[name].first_stds
     found = dict(initialised(name).network.named_parameters())
@@ -155,3 +169,14 @@ def test_what_cannot_be_initialised_is_refused():
     whole = torch.nn.ParameterDict({"table": torch.nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)})
     with pytest.raises(ValueError, match=r"table has dtype torch\.int64: only floating-point parameters"):
         initialise_diffusion(whole, lambda: whole, {}, 0)
+
+
+def test_a_weight_in_few_bits_is_quantised_from_the_same_numbers() -> None:
+    name, key = "SD3Transformer2DModel", "network.transformer_blocks.0.attn.to_q.weight"
+    expected = initialised(name).get_parameter(key).detach()
+    model = built(name)
+    quantise(model, [key], Int8())
+    model.initialise(0)
+    found = model.get_parameter(key).dequantised()
+    assert torch.allclose(found, expected, atol=expected.abs().max().item() / 100)
+    assert not torch.equal(found, expected)

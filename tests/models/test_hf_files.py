@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from models.hf import TransformersModel
 from models.hf_files import load_hf
-from models.hf_saving import save_hf
 from offload import LayerStream
 from tests.models.helpers.hf_models import MODELS, logits, tiny, trained, without_values
+from tests.models.helpers.saving import save_hf
 from tests.offload.helpers.models import attached
 
 FILE = "model.safetensors"

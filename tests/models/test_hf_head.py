@@ -10,6 +10,7 @@ from transformers.utils import ModelOutput
 
 from models.hf_head import use_plain_head
 from models.loss import Head
+from tests.models.helpers.hf_models import batch, tiny
 
 
 @dataclass
@@ -120,3 +121,14 @@ def test_a_head_with_hooks_stays():
     model = Model("plain")
     model.head.register_forward_hook(lambda module, given, output: output * 2)
     assert use_plain_head(model) is None
+
+
+def test_hidden_states_of_float32_are_rounded_to_the_heads_dtype():
+    """As transformers does for Mamba, whose residuals are float32 in a model of bf16."""
+    model = tiny("mamba").bfloat16()
+    ids, labels = batch("mamba")
+    assert model.chunked_loss
+    assert model.hf.backbone(ids).last_hidden_state.dtype == torch.float32
+    logits = model.hf(ids).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+    assert torch.allclose(model(ids, labels), expected, rtol=1e-5)

@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification, 
 
 from models import hf_saving
 from models.hf import build_hf
-from models.hf_saving import hf_files, save_hf, stored_form
+from models.hf_saving import hf_files, stored_form
 from models.whole_folder import write_whole_folder
 from tests.models.helpers.hf_models import LANGUAGE, MODELS, logits, tiny, trained
+from tests.models.helpers.saving import save_hf
 
 FILE = "model.safetensors"
 # Small enough that each layer has a file of its own.

@@ -10,7 +10,6 @@ from torch import nn
 
 from models.adapters import Lora, inject, without_adapters
 from models.diffusion import build_diffusion
-from models.diffusion_files import save_diffusion
 from models.llama import Llama
 from models.places import Places, find_places
 from models.quantise import quantisable, quantise
@@ -19,7 +18,7 @@ from models.quantise_formats import Int8
 from models.weights import load_weights
 from tests.models.helpers.hf_models import tiny
 from tests.models.helpers.hugging_face import SIZES
-from tests.models.helpers.saving import save_weights
+from tests.models.helpers.saving import save_diffusion, save_weights
 
 
 def bytes_at(place) -> bytes:

@@ -13,7 +13,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from models.hf import build_hf
-from models.hf_saving import save_hf
 from models.hf_source import CAUSAL_LM
 from models.initialise import initialise
 from models.quantise import QuantisedWeight, is_quantised, quantisable, quantise, settled, stored_tensors, values_of
@@ -21,17 +20,11 @@ from models.quantise_formats import Float8, Format, Int4, Int8, Nf4
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
+from tests.models.helpers.hugging_face import SIZES
+from tests.models.helpers.saving import save_hf
 from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs
 
-SHAPE = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
+SHAPE = SIZES | {"head_dim": 8}
 EACH = pytest.mark.parametrize("format", [Int8(), Float8(), Int4(group=16), Nf4()], ids=lambda format: format.name)
 
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from offload.runtime import registry
-from offload.weights import joining
-from offload.weights.prefetcher import Prefetcher
+from offload.runtime.streams import registry
+from offload.weights.prefetching.prefetcher import Prefetcher
+from offload.weights.units import joining
 from tests.offload.helpers.late import make_late
+from tests.offload.helpers.small import make_small
 from tests.offload.helpers.swapping import Swap
 
 
@@ -27,6 +28,12 @@ def streams() -> Iterator[registry.Streams]:
 @pytest.fixture
 def swap(streams: registry.Streams) -> Swap:
     return Swap(streams)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the measurement of kernels short, and small activations leave the device."""
+    make_small(monkeypatch)
 
 
 @pytest.fixture
@@ -70,5 +77,5 @@ def delayed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(autouse=True)
 def small_units_travel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has bounce_linear cut the tiny models of the tests into layers: all of them are too small to travel alone."""
+    """Lets bounce_linear cut the tiny models of the tests into layers, all of which are too small to travel alone."""
     monkeypatch.setattr(joining, "SMALL_BYTES", 0)

@@ -7,12 +7,13 @@ import itertools
 import pytest
 from torch.autograd.function import BackwardCFunction
 
-from offload.runtime import function_contexts, registry
-from offload.runtime.registry import Streams
+from offload.runtime.forward import function_contexts
+from offload.runtime.streams import registry
+from offload.runtime.streams.registry import Streams
 from tests.offload.helpers.dropped import LOCKING, MODES, check_attempts, collect, made_model
 from tests.offload.helpers.models import stack_inputs
 from tests.offload.helpers.page_locks import FakeRuntime
-from tests.offload.helpers.updates import make_small
+from tests.offload.helpers.small import make_small
 
 
 @pytest.mark.parametrize(("name", "where"), list(zip(MODES, itertools.cycle(["forward", "backward"]), strict=False)))

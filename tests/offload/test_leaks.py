@@ -20,7 +20,8 @@ from tests.offload.helpers.census import assert_given_back, assert_leaves_nothin
 from tests.offload.helpers.late import ON_A_GPU
 from tests.offload.helpers.models import Stack, attached, stack_inputs
 from tests.offload.helpers.page_locks import FakeRuntime
-from tests.offload.helpers.updates import host_adamw, make_small, one_step
+from tests.offload.helpers.small import make_small
+from tests.offload.helpers.updates import host_adamw, one_step
 
 STEPS = 40
 CYCLES = 5

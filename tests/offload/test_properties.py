@@ -17,6 +17,7 @@ from offload.modes.none import Resident
 from tests.offload.helpers import updates
 from tests.offload.helpers.models import assert_same, same_as_resident, with_copy
 from tests.offload.helpers.random_models import Assembled, Spec, activation_modes, built, shards, specs, weight_modes
+from tests.offload.helpers.small import make_small
 
 COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
 settings.register_profile("ci", derandomize=True, max_examples=100, **COMMON)
@@ -32,7 +33,7 @@ def little_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 0)
     monkeypatch.setattr(shard_offload, "IN_FLIGHT_BYTES", 300)
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
-    updates.make_small(monkeypatch)
+    make_small(monkeypatch)
 
 
 def fitting(mode: tuple[str, dict], model: Assembled):

@@ -27,9 +27,16 @@ from offload.modes.tensor_swap import TensorSwap
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.speculation import Speculation
 from offload.optimizer.worker import UpdateWorker
-from offload.runtime import registry
-from offload.runtime.stream_checker import CheckedEvent, CheckedSignal, CheckedStream, CheckedStreams, StreamOrderError
-from offload.weights import gradient_ring, slices
+from offload.runtime.streams import registry
+from offload.runtime.streams.stream_checker import (
+    CheckedEvent,
+    CheckedSignal,
+    CheckedStream,
+    CheckedStreams,
+    StreamOrderError,
+)
+from offload.weights.gradients import ring
+from offload.weights.units import slices
 from tests.offload.helpers.mapped import losses_of, with_low_rank, write_frozen
 from tests.offload.helpers.models import Stack, attached, stack_inputs, train
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
@@ -46,7 +53,7 @@ CALLS = (
     (CheckedSignal, "follow"),
 )
 # They act for a caller or for a thread that waits. A call site is their line and the caller's.
-BETWEEN = ("runtime/transfer.py", "optimizer/worker.py", "optimizer/overlap.py")
+BETWEEN = ("runtime/streams/transfer.py", "optimizer/worker.py", "optimizer/overlap.py")
 
 
 def _site() -> str:
@@ -330,8 +337,8 @@ def test_every_wait_and_record_is_needed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
     monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 10000)
     monkeypatch.setattr(slices, "LEAST_CHUNK_BYTES", 512)
-    monkeypatch.setattr(gradient_ring, "LEAST_RING_BYTES", 0)
-    monkeypatch.setattr(gradient_ring, "RING_UNITS", 1)
+    monkeypatch.setattr(ring, "LEAST_RING_BYTES", 0)
+    monkeypatch.setattr(ring, "RING_UNITS", 1)
     sites = _Sites(monkeypatch)
     runs = []
     for part in _parts():

@@ -11,7 +11,7 @@ import pytest
 
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
-from offload.runtime.bandwidth import Bandwidth
+from offload.runtime.memory.bandwidth import Bandwidth
 from scripts.bench import weight_modes, with_ratios
 from scripts.workload import build_mode
 from tests import ROOT

@@ -9,8 +9,8 @@ import pytest
 
 from scripts import export as script
 from tests.training.helpers.in_process import hydra_as_before
-from training import export
 from training.runs import compose_errors
+from training.saved_runs import export
 
 
 def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:

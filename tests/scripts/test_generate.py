@@ -9,10 +9,10 @@ import pytest
 
 from scripts import generate
 from tests.training.helpers.in_process import TINY_RUN, composed, conf_initialised, hydra_as_before, run_here
-from training.checkpoints import saved_run
 from training.config.modes import mode_options
 from training.runs import compose_errors, repeat
 from training.runs.directory import RunDirectory
+from training.saved_runs import finding
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_the_text_is_the_same_in_every_mode(
     asked = (run, "def main(", "--tokens", "8", "--temperature", "3", "--seed", "5")
     assert called(monkeypatch, *asked) == 0
     text = capsys.readouterr().out
-    for module in (saved_run, repeat):
+    for module in (finding, repeat):
         # From here on conf/ is read once, not twice for each mode.
         monkeypatch.setattr(module, "initialize_config_dir", lambda *folder, **version: conf_initialised())
     assert text.startswith("def main(")

@@ -10,7 +10,7 @@ from scripts import peers
 from tests.training.helpers.in_process import composed
 from training.config.modes import all_options
 from training.metrics.files import write_summary
-from training.sweep_job import SweepJob
+from training.sweeps.job import SweepJob
 
 
 def options(folder: Path, *arguments: str):

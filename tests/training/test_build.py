@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from models.llama import Llama
 from offload.modes.layer_stream import LayerStream
-from offload.runtime import registry
+from offload.optimizer.adamw import HostAdamW
+from offload.runtime.streams import registry
 from offload.weights.streamer import WeightStreamer
 from tests.training.helpers.in_process import TINY_RUN, composed, run_here, signals_as_before
 from training import build as build_module
+from training import components
 from training.build import build
+from training.checkpoints.resuming import Checkpoint
 from training.errors import UserError
 from training.loop import train
 from training.planning.fit import MisfitError
-from training.runs.files import CONFIG_FILE, HARDWARE_FILE, METRICS_FILE, PLAN_FILE
+from training.runs.files import CONFIG_FILE, HARDWARE_FILE, PLAN_FILE
 
 JOB = (
     *TINY_RUN,
@@ -30,15 +33,15 @@ JOB = (
     "recompute=block",
     "checkpoint.every=3",
 )
-# The steps of `build` behind the one that acquires streams, by the names under which it calls them.
+# The steps of `build` behind the one that acquires streams, by the names under which they are called.
 STEPS = (
-    "record_hardware",
-    "print_plan",
-    "build_tracker",
-    "fill_parameters",
-    "recompute",
-    "build_optimizer",
-    "build_schedule",
+    (build_module, "record_hardware"),
+    (build_module, "print_plan"),
+    (build_module, "build_tracker"),
+    (build_module, "fill_parameters"),
+    (components, "recompute"),
+    (build_module, "build_optimizer"),
+    (build_module, "build_schedule"),
 )
 
 
@@ -71,10 +74,12 @@ def fails(tmp_path: Path) -> Callable[..., None]:
     return fails
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("module", "step"), STEPS, ids=[step for _, step in STEPS])
 @pytest.mark.slow
-def test_a_step_of_the_build_that_fails_gives_everything_back(fails, monkeypatch: pytest.MonkeyPatch, step: str):
-    fails(monkeypatch, build_module, step)
+def test_a_step_of_the_build_that_fails_gives_everything_back(
+    fails, monkeypatch: pytest.MonkeyPatch, module: ModuleType, step: str
+):
+    fails(monkeypatch, module, step)
 
 
 def test_a_mode_that_fails_to_attach_gives_the_streams_back(fails, monkeypatch: pytest.MonkeyPatch):
@@ -89,11 +94,11 @@ def test_checkpoints_that_fail_give_everything_back(fails, monkeypatch: pytest.M
 @pytest.mark.slow
 def test_a_checkpoint_that_does_not_load_gives_everything_back(fails, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     run_here(tmp_path / "saved", *JOB)
-    fails(monkeypatch, build_module.Checkpoint, "restore", f"resume={tmp_path / 'saved'}", "steps=9")
+    fails(monkeypatch, Checkpoint, "restore", f"resume={tmp_path / 'saved'}", "steps=9")
 
 
 def test_a_loop_that_fails_gives_everything_back(fails, monkeypatch: pytest.MonkeyPatch):
-    fails(monkeypatch, build_module.HostAdamW, "step")
+    fails(monkeypatch, HostAdamW, "step")
 
 
 def test_a_mode_that_fails_to_detach_gives_the_streams_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -111,7 +116,7 @@ def test_a_mode_that_fails_to_detach_gives_the_streams_back(monkeypatch: pytest.
 
 def test_a_host_without_memory_is_one_line_and_gives_the_streams_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     # Less is free than when the run was planned.
-    monkeypatch.setattr("offload.runtime.host_memory.free_host_bytes", lambda: 1000)
+    monkeypatch.setattr("offload.runtime.memory.host_memory.free_host_bytes", lambda: 1000)
     words = r"the host is out of memory \(0\.00 GiB of host memory are needed, .* are free\): planned were .*: take "
     with pytest.raises(UserError, match=words):
         run_here(tmp_path, *JOB)
@@ -162,34 +167,3 @@ def test_the_run_begins_when_nothing_can_be_refused_and_before_anything_is_writt
     with pytest.raises(UserError), build(refused, invocation, begin=lambda: begun.append([CONFIG_FILE])):
         pass
     assert len(begun) == 1
-
-
-@pytest.mark.slow
-def test_epochs_are_as_many_steps_as_they_take(tmp_path: Path):
-    # 31 sequences of 32 tokens, 4 in a step.
-    job = (
-        *TINY_RUN,
-        "dataset=stdlib",
-        "dataset.max_tokens=1000",
-        "steps=null",
-        "log_every=1",
-        "schedule=linear",
-        "checkpoint.every=6",
-    )
-    assert run_here(tmp_path / "run", *job, "epochs=1.5")["steps"] == 12
-    *_, last = map(json.loads, (tmp_path / "run" / METRICS_FILE).read_text().splitlines())
-    assert (last["train/tokens"], last["train/epoch"]) == (12 * 4 * 32, pytest.approx(48 / 31))
-    # The rate falls over all steps.
-    assert last["train/lr"] == pytest.approx(0.002 / 12)
-    with pytest.raises(UserError, match=r"it is at step 12, and steps=8: give more steps"):
-        run_here(tmp_path / "run", *job, "epochs=1", "resume=auto")
-    with pytest.raises(UserError, match=r"epochs=1: this dataset does not know how many examples it has: give steps=N"):
-        run_here(tmp_path / "random", *TINY_RUN, "steps=null", "epochs=1")
-
-
-def test_more_threads_than_cores_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(build_module, "usable_cores", lambda: 2)
-    with pytest.raises(
-        UserError, match=r"optimizer\.threads=3: must be at most 2, the cores that this process may use"
-    ):
-        run_here(tmp_path, *JOB, "optimizer.threads=3")

@@ -12,8 +12,9 @@ from torch import nn
 
 from models.llama import Llama
 from offload.optimizer.adamw import HostAdamW
-from offload.runtime import registry
+from offload.runtime.streams import registry
 from tests import ROOT
+from tests.test_any_model import GPT2
 from tests.training.helpers.in_process import TINY_RUN, components_of, run_here
 from training.components import Components, acquired
 from training.config.modes import mode_options
@@ -49,6 +50,14 @@ def hooks(model: nn.Module) -> list[object]:
         left += [*module._state_dict_pre_hooks.values(), *module._load_state_dict_pre_hooks.values()]
         left += [vars(module)["forward"]] if "forward" in vars(module) else []
     return left
+
+
+def test_a_model_that_the_task_cannot_train_is_refused_before_data_is_read():
+    """A plan reads no data."""
+    with pytest.raises(UserError, match=r"^task=classification: Llama is a language model"):
+        components_of(*TINY_RUN, "task=classification", "dataset=synthetic_images")
+    with pytest.raises(UserError, match=r"^seq_len=1025: the model has embeddings for 1024 positions: take no more$"):
+        components_of(*GPT2, "dataset=synthetic", "hardware=h200", "seq_len=1025")
 
 
 @pytest.mark.parametrize("mode", MODES)

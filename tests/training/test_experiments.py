@@ -15,10 +15,10 @@ from omegaconf import DictConfig, open_dict
 from offload.planning import STATE_DTYPES
 from tests import ROOT
 from tests.training.helpers.in_process import conf_initialised, run_here
-from training import sweep
 from training.config import schema
 from training.config.modes import mode_options
 from training.config.validation import check
+from training.sweeps import launcher
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 SMALL = (
@@ -34,7 +34,7 @@ SMALL = (
 )
 
 schema.register()
-sweep.register_launcher()
+launcher.register_launcher()
 
 
 def composed(*overrides: str) -> DictConfig:

@@ -15,7 +15,7 @@ from training.checkpoints.layout import BASE_FILE
 from training.checkpoints.manifest import THREADS, DamagedError, read_json, sha256_of_file
 from training.checkpoints.side_by_side import side_by_side
 from training.errors import UserError
-from training.model_weights import ModelWeights, weight_files
+from training.weights.files import ModelWeights, weight_files
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ ABSENT_OPTIMIZER_KEYS = {
 }
 # Values of `optimizer.master` with the same numbers.
 EXACT_MASTERS = {"compact", "fp32"}
-# What a state loses from one value of a key to another; from these values to others it loses nothing.
+# The precision that a state loses from one value of a key to another; other changes lose nothing.
 KEEPS_ALL = {
     "optimizer.master": {"stochastic": {"compact", "fp32", "kahan"}, "kahan": {"compact", "fp32"}},
     "optimizer.state_dtype": {"bf16": {"fp32"}, "int8": {"fp32"}},

@@ -11,13 +11,13 @@ MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 RANDOM_FILE = "random.safetensors"
 HUGGING_FACE_FILE = "config.json"
-# Of a run that trains an adapter: what its frozen base is made from.
+# The origin of the frozen base, where a run trains an adapter.
 BASE_FILE = "base.json"
 # The files of weights and of optimizer states are WEIGHTS_STEM.safetensors or WEIGHTS_STEM-00001-of-00002.safetensors.
 WEIGHTS_STEM = "model"
 # The files of an adapter have the names that peft gives them.
 ADAPTER_STEM = "adapter"
-# How the names of the files begin from which a model is filled.
+# The names of the files from which a model is filled begin so.
 MODEL_FILES = (WEIGHTS_STEM, ADAPTER_STEM, BASE_FILE)
 OPTIMIZER_STEM = "optimizer"
 # A run that resumes from an earlier checkpoint renames later ones to this.

@@ -82,7 +82,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def damage_of(path: Path) -> Iterator[None]:
-    """Around code that reads `path`: an error of reading becomes a DamagedError that names the file."""
+    """Surrounds code that reads `path`; turns an error of reading into a DamagedError that names the file."""
     try:
         yield
     except MissingError:

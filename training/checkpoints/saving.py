@@ -40,9 +40,9 @@ from training.checkpoints.layout import (
 from training.checkpoints.state import RunState, random_states
 from training.checkpoints.tensors import optimizer_tensors
 from training.errors import UserError
+from training.evaluation.step_intervals import due
 from training.runs.files import CONFIG_FILE
 from training.runs.signals import WORTH_SAVING_S
-from training.step_intervals import due
 
 logger = logging.getLogger(__name__)
 

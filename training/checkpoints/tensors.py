@@ -39,8 +39,8 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def load_tensors(folder: Path, names: Iterable[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Copies a checkpoint into the model and the optimizer's states, which exist already, on any device.
 
-    Of a model with adapters the checkpoint has these, and its base has been filled before. States in another format of
-    masters and moments are brought into that of the optimizer.
+    Where a model has adapters, the checkpoint has only these, and the base has been filled before. States in another
+    format of masters and moments are brought into that of the optimizer.
 
     `names` are the files of the checkpoint in `folder`; no other file is read. Raises DamagedError naming a file that
     is not among them or a tensor that does not fit, before anything is changed.

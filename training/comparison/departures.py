@@ -1,4 +1,4 @@
-"""Says where and why a curve departs from that of the resident run, from what both runs recorded."""
+"""Finds where and why a curve departs from that of the resident run, from what both runs recorded."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from training.comparison.rows import Row, losses, mean, split_by_seed
 
 # Names of equal runs that the legend lists; it counts further ones.
 NAMED = 3
-# Of the first seven lines, the next seven, and so on.
+# The styles of the first seven lines, of the next seven, and so on.
 DASHES = ("-", "--", ":", "-.")
 
 

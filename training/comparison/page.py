@@ -118,6 +118,7 @@ pre { margin: 0; padding: 0.6rem; max-height: 20rem; overflow-y: auto; backgroun
   td::before { content: attr(data-title); color: var(--soft); font-weight: 400; white-space: nowrap; }
   td:first-child { font-weight: 600; text-align: left; background: var(--band); }
   td:first-child::before { content: none; }
+  td.missing, td.word.missing { display: none; }
   tr:last-child td:last-child, td:last-child { border-bottom: 0; }
   tbody tr:nth-child(even) td:not(:first-child) { background: none; }
   ul { padding-left: 1.2rem; }
@@ -184,8 +185,10 @@ def _cell(tag: str, title: str, text: str, meaning: str = "") -> str:
 
 
 def _verdict(title: str, text: str) -> str:
-    """Returns the class that colours a cell: good, bad, or none."""
-    if title == "curve" and text not in (REFERENCE, MISSING):
+    """Returns the class of a cell: good or bad, which colour it, missing, which a phone leaves out, or none."""
+    if text == MISSING:
+        return "missing"
+    if title == "curve" and text != REFERENCE:
         return "good" if text == EQUAL else "bad"
     return "bad" if title == "status" and text not in FINE else ""
 
@@ -237,7 +240,7 @@ def origins(rows: Sequence[Row]) -> str:
     parts = []
     for key, label in (("machine", ""), ("torch", "torch "), ("commit", "commit "), ("date", "")):
         found = [run.origin[key] for row in rows for run in row.runs if key in run.origin]
-        # Of a date and time, the date.
+        # The date of a date and time.
         values = sorted({value[:10] if key == "date" else value for value in found})
         more = [f"{len(values) - NAMED} more"] if len(values) > NAMED else []
         parts += [label + ", ".join([*values[:NAMED], *more])] if values else []

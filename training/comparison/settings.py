@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from training.checkpoints.changes import SAME_OPTIMIZER
 from training.comparison.runs import Run
 from training.config.auto import AUTO, SETTLED
 from training.visible_text import shortened
@@ -15,17 +16,8 @@ Settings = dict[str, Any]
 REPEATS = ("seed", "tracking", "resume", "force")
 # Keys in which a run may differ from its reference, besides the mode.
 INCIDENTAL = ("log_every", "eval.every", "sample", "trace", "trace_step", "checkpoint", "vram_budget", "host_budget")
-# Keys of where and how the optimizer computes, which leave its update rule the same.
-PLACEMENT = (
-    "optimizer._target_",
-    "optimizer.master",
-    "optimizer.state_dtype",
-    "optimizer.state_rounding",
-    "optimizer.rounding_seed",
-    "optimizer.device_share",
-    "optimizer.threads",
-    "optimizer.compile",
-)
+# Keys of the update rule of AdamW; its other keys are of where and how it computes, and leave the rule the same.
+UPDATE_RULE = tuple(f"optimizer.{key}" for key in ("lr", "betas", "eps", "weight_decay", "decay_norms_and_biases"))
 ABSENT = object()
 # Characters of a run's name; a value may be a text of any length.
 LONGEST_NAME = 300
@@ -56,14 +48,21 @@ def find_reference(values: Settings, candidates: Sequence[Settings]) -> int | No
     with the same update rule on the device is taken.
     """
     recompute = ("recompute",) if _recomputes_itself(values) else ()
-    for beyond in ((), PLACEMENT):
-        left_out = ("offload", *INCIDENTAL, *recompute, *beyond)
-        wanted = _without(values, left_out)
-        same = [i for i, other in enumerate(candidates) if _without(other, left_out) == wanted]
+    left_out = ("offload", *INCIDENTAL, *recompute)
+    wanted, others = _without(values, left_out), [_without(other, left_out) for other in candidates]
+    for comparable in (lambda own: own, _by_update_rule):
+        same = [i for i, other in enumerate(others) if comparable(other) == comparable(wanted)]
         matches = [i for i in same if is_resident(candidates[i])]
         if matches:
             return next((i for i in matches if recompute and _recomputes(candidates[i])), matches[0])
     return None
+
+
+def _by_update_rule(values: Settings) -> Settings:
+    """Returns the settings with no more of AdamW than its update rule; another optimizer keeps its keys."""
+    if values.get("optimizer._target_") not in SAME_OPTIMIZER:
+        return values
+    return {key: value for key, value in values.items() if key in UPDATE_RULE or not key.startswith("optimizer.")}
 
 
 def name_runs(runs: Sequence[Run], values: Sequence[Settings]) -> list[str]:
@@ -97,7 +96,11 @@ def format_value(value: Any) -> str:
 
 
 def _settings(run: Run) -> Settings:
-    values = _without(dict(_flat(run.config)), REPEATS)
+    values = dict(_flat(run.config))
+    if values.get("optimizer.rounding_seed") == values.get("seed"):
+        # It follows the seed, unless it is given.
+        values.pop("optimizer.rounding_seed", None)
+    values = _without(values, REPEATS)
     # For a mode that recomputes blocks by itself, `recompute` changes nothing.
     return _without(values, ["recompute"]) if _recomputes_itself(values) else values
 

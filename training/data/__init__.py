@@ -2,6 +2,6 @@
 
 Read `datasets` first, then `packing`. `corpus` reads local text, `hub` streams it.
 
-Of images, read `examples` first, then `glyphs`. `images` reads a folder, `image_column` streams a dataset; both decode
+For images, read `examples` first, then `glyphs`. `images` reads a folder, `image_column` streams a dataset; both decode
 with `pictures`.
 """

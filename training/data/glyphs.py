@@ -35,7 +35,7 @@ FONTS = (
 )
 # Drawn so many times larger, then reduced, which smooths the edges.
 OVERSAMPLING = 2
-# Of the image: the height of a font's line, and the changes at most.
+# Shares of the image: the height of a font's line, and the largest changes.
 LINE_HEIGHT, SCALING, SHIFT, DEGREES = 0.75, 0.12, 0.06, 8.0
 # In the key of random numbers.
 VARIATIONS = 0x676C797068

@@ -5,7 +5,7 @@ from typing import Any
 
 from training.data.corpus import import_datasets
 from training.errors import UserError, first_line
-from training.hub_client import ask_hub
+from training.weights.hub_client import ask_hub
 
 
 def open_rows(

@@ -139,7 +139,11 @@ class Tracker:
         self._thread: threading.Thread | None = None
         if mode == "disabled" or (mode == "auto" and os.environ.get("WANDB_MODE") == "disabled"):
             self.id = resume_id
-            return
+        else:
+            self._start_thread(resume_id)
+
+    def _start_thread(self, resume_id: str | None) -> None:
+        """Starts the thread that works for wandb; without it there is no run in wandb."""
         thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         try:
             thread.start()
@@ -200,7 +204,7 @@ class Tracker:
 
     @contextmanager
     def failing_with(self) -> Iterator[None]:
-        """Around a part of a run: an error in it ends the wandb run as failed."""
+        """Surrounds a part of a run; an error in it ends the wandb run as failed."""
         try:
             yield
         except BaseException as error:
@@ -223,6 +227,8 @@ class Tracker:
             self._give_up(f"wandb did not finish within {_FINISH_LIMIT_S:.0f} s")
             _kill_service()
             self._thread.join(_KILLED_LIMIT_S)
+            if self._thread.is_alive():
+                _silence_exit_handlers()
         self._thread = None
 
     def _submit(self, task: _Task | None) -> None:
@@ -269,9 +275,11 @@ class Tracker:
         os.environ.pop("WANDB_SERVICE", None)
         import wandb
 
+        if self._closed:  # the import took longer than the run waits
+            return None
         chosen = {} if self._mode == "auto" else {"mode": self._mode}
         mode = wandb.setup(wandb.Settings(**_SETTINGS, **chosen)).settings.mode
-        if mode == "disabled":
+        if mode == "disabled" or self._closed:
             return None
         run, cause, level = None, "offline as asked", logging.INFO
         if mode not in ("offline", "dryrun"):
@@ -341,6 +349,20 @@ def _kill_service() -> None:
         with suppress(psutil.Error):
             if child.name().startswith("wandb-core"):
                 child.kill()
+
+
+def _silence_exit_handlers() -> None:
+    """Keeps the failures of wandb's exit handlers from the console: a thread that still starts wandb registers them.
+
+    They fail because the service was killed, and the run has warned about that.
+    """
+    report = sys.unraisablehook
+
+    def report_others(failure: "sys.UnraisableHookArgs") -> None:
+        if not str(getattr(failure.object, "__module__", "")).startswith("wandb."):
+            report(failure)
+
+    sys.unraisablehook = report_others
 
 
 def _sync_command(sync_dir: Path) -> str:

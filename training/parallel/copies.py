@@ -27,7 +27,7 @@ def refuse_statistics(model: nn.Module) -> None:
 
 
 class Copies:
-    """This rank's copy of the tensors of a run. Of the parameters `shared` all ranks have one, and their states."""
+    """This rank's copy of the tensors of a run. All ranks have one of each parameter in `shared`, and of its states."""
 
     def __init__(self, model: nn.Module, optimizer: HostAdamW, shared: Collection[nn.Parameter] = ()):
         self._model = model

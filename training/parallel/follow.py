@@ -22,8 +22,7 @@ from training.build import RankJob, build_optimizer, build_schedule, place_state
 from training.components import Components, acquired, attached
 from training.config import schema
 from training.config.construct import keys_under
-from training.evaluation import scores_of_parts
-from training.filling import fill_buffers
+from training.evaluation.held_out import scores_of_parts
 from training.loop import run_share
 from training.optim import set_step
 from training.parallel.devices import share_update_cores, take_seat
@@ -36,6 +35,7 @@ from training.runs.invocation import Invocation
 from training.runs.parent import PARENT_VARIABLE, end_with_parent
 from training.runs.signals import SIGNALS
 from training.visible_text import visible_lines
+from training.weights.filling import fill_buffers
 
 logger = logging.getLogger(__name__)
 

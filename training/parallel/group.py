@@ -36,9 +36,9 @@ from training.runs.invocation import Invocation
 # Rank 0 may evaluate, sample or save for as long as it takes while the others wait for orders. If its process ends,
 # they notice at once.
 PATIENCE = timedelta(days=30)
-# How much longer than rank 0 another rank waits inside a step, so that rank 0 names a third rank that hangs first.
+# Another rank waits so much longer than rank 0 inside a step: so rank 0 is the first to name a third rank that hangs.
 LONGER = 2
-# How often rank 0 looks for the process that has broken an exchange, each time for a second.
+# So often rank 0 looks for the process that has broken an exchange, each time for a second.
 ATTEMPTS = 10
 
 
@@ -91,7 +91,7 @@ class Group(Ranks):
         """True once this rank has failed in a collective, in which the others wait for it: they take no report."""
         self._copies: Copies | None = None
         self._sharers: Sharers = NO_SHARERS
-        # Of the ranks that are the first on their hosts, which have copies of the homes.
+        # The group of the ranks that are the first on their hosts, which have copies of the homes.
         self._firsts: dist.ProcessGroup | None = None
         self._sum: Sum = SUMS[setup.reduction]
         self._sums = self._sum, SUMS_OF_HOSTS[setup.reduction]
@@ -277,9 +277,9 @@ class Group(Ranks):
                 )
 
     def fingerprints(self) -> dict[str, int]:
-        """Returns those of this rank's weights, buffers and optimizer states, once its updates are done.
+        """Returns the fingerprints of this rank's weights, buffers and optimizer states, once its updates are done.
 
-        Of what the ranks of a host share, the first of each host has those, where there are several.
+        Where there are several hosts, the first rank of each has those of all that the ranks of its host share.
         """
         found = self._copies.tensors()
         if self.shares_homes and self._sharers.hosts > 1:

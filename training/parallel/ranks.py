@@ -58,7 +58,7 @@ class Ranks:
         """Raises UserError for a model that the ranks cannot train together."""
 
     def begin(self, config: DictConfig, invocation: Invocation) -> None:
-        """Has the other ranks build model, mode and optimizer, as this one does now; nothing in `config` is auto."""
+        """Makes the other ranks build model, mode and optimizer, as this one does now; nothing in `config` is auto."""
 
     def equalise(
         self, model: nn.Module, optimizer: HostAdamW, step: int, shared: Collection[nn.Parameter] = ()
@@ -69,11 +69,11 @@ class Ranks:
         """
 
     def hand_out(self, step: int, batch: Batch, microbatches: int) -> Share:
-        """Has the other ranks compute their shares of `batch`, that of `step`; returns this rank's share."""
+        """Makes the other ranks compute their shares of `batch`, that of `step`; returns this rank's share."""
         return Share(batch, examples_in(batch))
 
     def hand_out_evaluation(self, parts: Sequence[Any]) -> Sequence[Any]:
-        """Has the other ranks evaluate some of `parts`; returns those that this rank evaluates."""
+        """Makes the other ranks evaluate some of `parts`; returns those that this rank evaluates."""
         return parts
 
     def collect_evaluation(self, results: list[Any] | None) -> list[Any] | None:

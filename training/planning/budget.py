@@ -46,8 +46,8 @@ def with_resident(components: Components, key: str, units: int) -> Components:
 def resident_units(components: Components, machine: Machine, step: DryRun, budget_bytes: int) -> int:
     """Returns the number of resident units with which the planned step is shortest within `budget_bytes`.
 
-    `step` is a dry run of `components`, in which no unit stays. Of numbers that are as fast, the largest is taken:
-    memory that the user has granted serves against what no plan knows.
+    `step` is a dry run of `components`, in which no unit stays. Among numbers that are equally fast, the largest is
+    taken: memory that the user has granted helps against costs that no plan knows.
     """
     key = resident_key(components.config)
 

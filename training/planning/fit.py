@@ -1,7 +1,7 @@
 """Refuses a run that does not fit, before anything large is allocated; force=true starts it anyway.
 
 A run is held to the budgets that were given, and to the memory of the machine it runs on, whatever machine `hardware`
-plans for. Budgets are exact. Of the machine's own memory, what counts is:
+plans for. Budgets are exact. The machine's own memory counts as follows:
 
 - on the GPU, all of it. The plan may be 1% too high (docs/measurements.md), so a run is refused only beyond that.
   Activations that offload.budget=auto would keep are left out: the run keeps what there is room for.

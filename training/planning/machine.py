@@ -13,10 +13,10 @@ from offload.planning import Bandwidth
 from training.components import Components, acquired
 from training.config.schema import Precision
 from training.errors import UserError
-from training.mapped_weights import is_mapped, largest_file
 from training.planning.disk import disk_gb_s
 from training.planning.probe import device_name, kept, kept_path
 from training.profiling.hardware import describe_device, measured_bandwidth, peak_flops, vram_bytes
+from training.weights.mapped import is_mapped, largest_file
 
 # The share of the peak of matrix products that blocks reach with all their operations: 566 of 989 TFLOP/s on an H200.
 ACHIEVED_SHARE = 0.57

@@ -21,7 +21,7 @@ class OutOfMemoryError(UserError):
 
 @contextmanager
 def memory_explained(components: Components, plan: RunPlan) -> Iterator[None]:
-    """Around code that allocates: an error because of too little memory becomes an OutOfMemoryError.
+    """Surrounds code that allocates; turns an error because of too little memory into an OutOfMemoryError.
 
     Its message has the plan's numbers and what to change.
     """

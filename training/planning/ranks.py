@@ -37,7 +37,7 @@ def bytes_of_ranks(host: Mapping[str, int], components: Components) -> dict[str,
 
 
 def note_of_ranks(components: Components) -> str | None:
-    """Returns a line on what the numbers of a plan are those of; None for one device."""
+    """Returns a line on the devices and hosts that the numbers of a plan belong to; None for one device."""
     if components.config.devices == 1:
         return None
     config, note = components.config, SHARED if components.shares_homes else OWN

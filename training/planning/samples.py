@@ -15,7 +15,7 @@ from models.generation import largest_forwards
 from offload import GIB, format_bytes
 from offload.planning import Bandwidth, SimulatedStreams, dry_run_forwards
 from training.components import Components
-from training.evaluation import evaluating
+from training.evaluation.held_out import evaluating
 from training.planning.fit import MisfitError, limits_below, shortfalls
 from training.profiling.hardware import rss_gib
 

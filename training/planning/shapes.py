@@ -1,4 +1,4 @@
-"""Refuses a model and batches whose shapes do not fit each other, which libraries find out inside forward only."""
+"""Refuses a model and batches whose shapes do not fit each other, before libraries notice it inside forward."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import re
 
 import torch
 
+from offload.planning import left_as_found
 from training.components import Components
 from training.errors import UserError, first_line
 
-# What libraries and torch say of shapes. Torch says so of a tensor without values too, but then it names meta tensors.
-OF_SHAPES = re.compile(r"\b(shapes?|sizes?|channels?|dimensions?)\b", re.IGNORECASE)
+# What libraries and torch say of sizes, of numbers that count, and of ones that are missing (null in a configuration).
+# Torch says so of a tensor without values too, but then it names meta tensors.
+OF_SHAPES = re.compile(
+    r"\b(shapes?|sizes?|channels?|dimensions?|output_size|out of range|divisible)\b|must be \w+, not NoneType",
+    re.IGNORECASE,
+)
 
 
 def refuse_shapes(components: Components) -> None:
@@ -21,9 +26,9 @@ def refuse_shapes(components: Components) -> None:
     """
     config = components.config
     try:
-        with torch.no_grad():
+        with left_as_found(components.model), torch.no_grad():
             components.task.loss(components.model, components.task.meta_batch(config, 1))
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, TypeError, IndexError) as error:
         problem = first_line(error)
         if OF_SHAPES.search(problem) and "meta" not in problem:
             chosen = components.invocation.choices

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from offload import GIB, Streams, usable_cores
-from offload.planning import Bandwidth, measure_bandwidth
+from offload.planning import Bandwidth, measure_bandwidth, usable_host_bytes
 from training.errors import UserError
 from training.runs.files import HARDWARE_FILE
 from training.runs.provenance import provenance
@@ -98,7 +98,7 @@ def describe_device(device: torch.device) -> dict[str, str | int | float]:
         "platform": platform.platform(),
         "cpu_name": _cpu_name(),
         "cpu_cores": usable_cores(),
-        "host_memory_gib": round(_usable_host_memory_bytes() / GIB, 1),
+        "host_memory_gib": round((usable_host_bytes() or psutil.virtual_memory().total) / GIB, 1),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -185,16 +185,6 @@ def _cpu_name() -> str:
         if named := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
             return named[1]
     return platform.processor() or platform.machine()
-
-
-def _usable_host_memory_bytes() -> int:
-    """Returns the machine's memory, or the container's limit if that is lower."""
-    total = psutil.virtual_memory().total
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total
 
 
 def _nvidia_smi_facts(gpu: str) -> dict[str, str | int]:

@@ -35,7 +35,7 @@ MIN_STALL_US = 50.0
 COPY_LANES = {"Memcpy HtoD": "copy in", "Memcpy DtoH": "copy out"}
 # One pixel as a share of the picture's time axis.
 PIXEL_SHARE = 1 / 1300
-# The prefixes of the engine's ranges (`offload.runtime.transfer.profiled`), and of the range that torch opens around
+# The prefixes of the engine's ranges (`profiled` in its `transfer.py`), and of the range that torch opens around
 # optimizer.step.
 RANGE_LANES = {
     "copy in ": "copy in",

@@ -17,6 +17,11 @@ from training.errors import UserError
 from training.runs.failures import FAILED, print_failure
 from training.visible_text import visible
 
+# OmegaConf's words, and ours for its types.
+OF_ANOTHER_TYPE = re.compile(r"Value '(.*)' (?:of type '.*' could not be converted to|is not a valid) (\w+)")
+OF_ANOTHER_NAME = re.compile(r"Invalid value '(.*)', expected one of \[(.*)\]$")
+KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+
 
 def run(main: Callable[[], None]) -> None:
     """Calls a Hydra `main`. An error ends the process with one line, or a traceback if one line is not enough.
@@ -91,6 +96,12 @@ def explain_refusal(error: Exception) -> str:
         return f"{where}{cause.full_key}=null: must have a value"
     if "is not a ListConfig" in message:
         return f"{where}{cause.full_key}={cause.value}: must be a list, such as [{cause.value}]"
+    if of_another_type := OF_ANOTHER_TYPE.match(message):
+        value, kind = of_another_type.groups()
+        return f"{where}{cause.full_key}={value}: must be {KINDS.get(kind, kind)}"
+    if of_another_name := OF_ANOTHER_NAME.match(message):
+        value, names = of_another_name.groups()
+        return f"{where}{cause.full_key}={value}: choose from {names}"
     return f"{where}{cause.full_key}: {message}"
 
 

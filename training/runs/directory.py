@@ -28,6 +28,9 @@ from training.runs.files import (
 from training.runs.invocation import Invocation
 from training.runs.whole_file import write_whole
 
+# The folder of train.py.
+PROGRAM = Path(__file__).resolve().parents[2]
+
 logger = logging.getLogger(__name__)
 
 
@@ -103,15 +106,29 @@ def _has_records(run_dir: Path) -> bool:
         return False
 
 
+def refuse_folders_of_others(run_dir: Path) -> None:
+    """Raises UserError for a directory in which a run's files would lie among, or replace, those of something else.
+
+    That is the folder of this program, and one with a configuration that no run wrote.
+    """
+    advice = "choose a directory of its own for the run, hydra.run.dir=runs/NAME"
+    if run_dir.resolve() == PROGRAM:
+        raise UserError(f"{run_dir}: the folder of this program: {advice}")
+    written_by_a_run = any(os.path.lexists(run_dir / name) for name in (LOCK_FILE, CHOICES_FILE))
+    if os.path.lexists(run_dir / CONFIG_FILE) and not written_by_a_run:
+        raise UserError(f"{run_dir / CONFIG_FILE}: not written by a run, which would replace it: {advice}")
+
+
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
     """Locks the directory for this process; the system releases the lock however the process ends.
 
     The lock file stays: if it were removed, two waiting processes could each lock a different file of that name.
-    Raises UserError if another process has the lock, or if a file that a run writes there is a link or
-    a pipe.
+    Raises UserError if another process has the lock, if a file that a run writes there is a link or a pipe, and for a
+    directory of something else.
     """
     refuse_strange_files(run_dir)
+    refuse_folders_of_others(run_dir)
     path = run_dir / LOCK_FILE
     # O_NOFOLLOW: a link made since the check would let the run truncate another file.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)

@@ -47,7 +47,7 @@ class Failure(NamedTuple):
 
 @contextmanager
 def failures_recorded(run_dir: Path) -> Iterator[RunDirectory]:
-    """Around a run: ends the process after a failure, with a message, a non-zero status and a summary.json.
+    """Surrounds a run; ends the process after a failure, with a message, a non-zero status and a summary.json.
 
     The log file gets the traceback too. Neither file is written while the directory holds results of an earlier run and
     the run has not taken it. SIGTERM, which schedulers send, ends a run as Ctrl-C does, and so does SIGHUP, which a
@@ -91,7 +91,7 @@ def _record(error: BaseException, run_dir: Path) -> None:
 
 @contextmanager
 def refusals_reported() -> Iterator[None]:
-    """Around the checks before a run may write anything: ends the process with one line if they refuse the run."""
+    """Surrounds the checks before a run may write anything; ends the process with one line if they refuse the run."""
     try:
         yield
     except UserError as error:

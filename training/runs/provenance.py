@@ -1,4 +1,4 @@
-"""The program that a run ran, and when: what its results are quoted with, beside its machine and its command."""
+"""The program that a run ran, and the time: both stand beside its results, with its machine and its command."""
 
 import subprocess
 from datetime import datetime

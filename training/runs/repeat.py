@@ -174,8 +174,8 @@ def _changes(
 ) -> dict[str, Any]:
     """Sets the values of the run in `config`; returns those that had to be set.
 
-    Keys that refer to others come last, and remain references where that gives their value. Of the keys that are
-    replaced those that cannot be set do not matter.
+    Keys that refer to others come last, and remain references where that gives their value. A key in
+    `replaced` that cannot be set does not matter.
     """
     changes = {}
     for follows in (False, True):

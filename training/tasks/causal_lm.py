@@ -45,16 +45,18 @@ class CausalLM(Task):
     def meta_batch(self, config: DictConfig, examples: int) -> Batch:
         return torch.empty((examples, config.seq_len + 1), dtype=torch.int64, device="meta")
 
-    def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
-        if not hasattr(dataset, "vocab_size"):
-            raise UserError(f"task=causal_lm: {type(dataset).__name__} has no tokens: choose a dataset of text")
+    def check_model(self, config: DictConfig, model: nn.Module) -> None:
         if not hasattr(model, "vocab_size"):
             raise UserError(
                 f"task=causal_lm: {type(model).__name__} has no vocabulary: choose a language model, or for images"
                 " task=flow_matching or classification, and a dataset of images"
             )
-        check_vocabulary(model, dataset.vocab_size)
         refuse_positions(model, config.seq_len, f"seq_len={config.seq_len}")
+
+    def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
+        if not hasattr(dataset, "vocab_size"):
+            raise UserError(f"task=causal_lm: {type(dataset).__name__} has no tokens: choose a dataset of text")
+        check_vocabulary(model, dataset.vocab_size)
 
     def sample_forwards(self, config: DictConfig, model: nn.Module) -> Sequence[Callable[[], object]]:
         if not can_generate(model):

@@ -43,6 +43,9 @@ class Classification(Task):
             "accuracy": (logits.argmax(1) == labels).float().mean(),
         }
 
+    def check_model(self, config: DictConfig, model: nn.Module) -> None:
+        refuse_language_model(model, "classification", "model=vit_l, or model=hf with model.task=classification")
+
     def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
         """Raises UserError if the dataset has no labelled images, or more classes than the model."""
         num_classes = getattr(dataset, "num_classes", None)
@@ -50,7 +53,6 @@ class Classification(Task):
             raise UserError(
                 f"task=classification: {type(dataset).__name__} has no labels: choose a dataset of labelled images"
             )
-        refuse_language_model(model, "classification", "model=vit_l, or model=hf with model.task=classification")
         known = self._classes_of(model, config)
         if known is not None and num_classes > known:
             raise UserError(

@@ -131,11 +131,13 @@ class FlowMatching(Task):
             )
         return F.mse_loss(velocity.float(), noise - images)
 
+    def check_model(self, config: DictConfig, model: nn.Module) -> None:
+        refuse_language_model(model, "flow_matching", "model=unet_small, or model=diffusers")
+
     def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
         """Raises UserError if the dataset has no images, or not the conditions that the model takes."""
         if not hasattr(type(dataset), "meta_batch"):
             raise UserError(f"task=flow_matching: {type(dataset).__name__} has no images: choose a dataset of images")
-        refuse_language_model(model, "flow_matching", "model=unet_small, or model=diffusers")
         num_classes, shapes = getattr(dataset, "num_classes", None), getattr(model, "condition_shapes", None)
         if num_classes is not None and shapes is not None and LABELS not in shapes:
             raise UserError(

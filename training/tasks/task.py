@@ -82,8 +82,15 @@ class Task(ABC):
         batch = dataset.meta_batch(examples, **{key: keys[key] for key in keys if not key.startswith("_")})
         return self.prepared(batch, 0)
 
+    def check_model(self, config: DictConfig, model: nn.Module) -> None:
+        """Raises UserError if the model, which is on the meta device, does not fit this task or the configuration.
+
+        A plan asks this too, but not `check`, because it reads no data.
+        """
+        return
+
     def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
-        """Raises UserError if dataset and model do not fit each other, or not this task."""
+        """Raises UserError if the dataset does not fit this task, or not the model, which `check_model` has seen."""
         return
 
     def sample_forwards(self, config: DictConfig, model: nn.Module) -> Sequence[Callable[[], object]]:

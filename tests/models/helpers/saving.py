@@ -1,13 +1,26 @@
-"""Writes a model's weights as a checkpoint does, for the tests that load them."""
+"""Writes a model's weights, as a checkpoint does or in the form of its library, for the tests that load them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import nn
 
+from models.adapter_files import (
+    CONFIG_FILE,
+    DIFFUSERS_FILE,
+    WEIGHTS_FILE,
+    adapter_config,
+    adapter_tensors,
+    diffusers_file,
+    is_of_diffusers,
+)
+from models.diffusion_files import diffusion_files
+from models.hf_saving import hf_files
 from models.safetensors_files import write_tensors
 from models.weights import INDEX_FILE, MAX_SHARD_BYTES, weight_files
+from models.whole_folder import write_whole_folder
 
 
 def save_weights(model: nn.Module, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
@@ -19,3 +32,25 @@ def save_weights(model: nn.Module, folder: Path, max_shard_bytes: int = MAX_SHAR
             write_tensors(file.write, tensors)
     if index is not None:
         (folder / INDEX_FILE).write_bytes(index)
+
+
+@torch.no_grad()
+def save_hf(model: nn.Module, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Writes config.json and the weights to `folder`, a new or empty one, for transformers' `from_pretrained`."""
+    write_whole_folder(folder, hf_files(model, max_shard_bytes))
+
+
+def save_diffusion(model: nn.Module, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Writes configuration and weights to `folder`, a new or empty one, for diffusers' `from_pretrained`."""
+    write_whole_folder(folder, diffusion_files(model, max_shard_bytes))
+
+
+def save_adapter(model: nn.Module, folder: Path, base: str | None = None) -> None:
+    """Writes the files of the adapter of `model` to `folder`, as a checkpoint and its export do."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG_FILE).write_bytes(adapter_config(model, base))
+    with open(folder / WEIGHTS_FILE, "wb") as file:
+        write_tensors(file.write, adapter_tensors(model))
+    if is_of_diffusers(model):
+        with open(folder / DIFFUSERS_FILE, "wb") as file:
+            diffusers_file(model, folder / WEIGHTS_FILE)(file.write)

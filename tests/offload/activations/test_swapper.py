@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload.runtime import registry
-from offload.runtime.stream_checker import CheckedStream
+from offload.runtime.streams import registry
+from offload.runtime.streams.stream_checker import CheckedStream
 from tests.offload.helpers.swapping import Save, Swap, save
 
 
@@ -139,7 +139,7 @@ def test_views_of_other_types_share_the_copy(swap: Swap):
 
 
 def test_a_tensor_that_others_reference_keeps_its_memory_and_is_not_counted_as_released(swap: Swap):
-    """Such as the residual, a rope table, or a tensor that the caller reads later."""
+    """Examples are the residual, a rope table, and a tensor that the caller reads later."""
     for step in range(3):
         swap.begin_step()
         held, expected = torch.full((8, 8), float(step)), torch.full((8, 8), float(step))

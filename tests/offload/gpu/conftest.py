@@ -14,7 +14,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """Has torch refuse operations for which it has no kernel that repeats."""
+    """Makes torch refuse operations for which it has no kernel that repeats."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -18,8 +18,8 @@ from offload.modes.tensor_swap import TensorSwap
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.speculation import Speculation
 from offload.optimizer.worker import UpdateWorker
-from offload.weights import gradient_ring
-from offload.weights.gradient_ring import GradientRing
+from offload.weights.gradients import ring
+from offload.weights.gradients.ring import GradientRing
 from tests.offload.helpers.late import ON_A_GPU, make_late
 from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, with_copy
 from tests.offload.helpers.optimizers import SETTINGS, needs_compiler
@@ -111,15 +111,15 @@ def test_equals_updates_in_turn(mode: str, early: bool):
 @pytest.fixture
 def small_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Released gradients have room for those of one unit."""
-    monkeypatch.setattr(gradient_ring, "LEAST_RING_BYTES", 0)
-    monkeypatch.setattr(gradient_ring, "RING_UNITS", 1)
+    monkeypatch.setattr(ring, "LEAST_RING_BYTES", 0)
+    monkeypatch.setattr(ring, "RING_UNITS", 1)
 
 
 @pytest.mark.usefixtures("delayed", "poisoned", "worker", "small_ring")
 @pytest.mark.parametrize("share", [0, 300_000])
 @pytest.mark.parametrize("mode", MODES)
 def test_released_gradients_equal_updates_in_turn(mode: str, share: int):
-    """Of float32 states, those of some blocks are on the device."""
+    """The float32 states of some blocks are on the device."""
     ours, theirs = with_copy(Stack(width=64, dropout=0.2))
     options = {"microbatches": 3 if mode == "shard_offload" else 1}
     seen = train(ours, MODES[mode](), True, releases=True, device_share=share, **options)

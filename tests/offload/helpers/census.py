@@ -12,8 +12,8 @@ import psutil
 import torch
 from torch import nn
 
-from offload.runtime import registry
-from offload.runtime.saved_tensor_hooks import active_hooks
+from offload.runtime.forward.saved_tensor_hooks import active_hooks
+from offload.runtime.streams import registry
 
 CALLS = 4
 

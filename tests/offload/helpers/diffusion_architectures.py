@@ -69,6 +69,16 @@ def video() -> dict[str, object]:
     return {**described(), "hidden_states": torch.randn(BATCH, 4, 1, 4, 4), "timestep": steps()}
 
 
+def image_with_texts_of_layers() -> dict[str, object]:
+    return {
+        "hidden_states": image(4, 8),
+        "timesteps": steps(),
+        "encoder_hidden_states_t5": torch.randn(BATCH, 3, TEXT_WIDTH),
+        "encoder_hidden_states_llama3": torch.randn(2, BATCH, 3, TEXT_WIDTH),
+        "pooled_embeds": torch.randn(BATCH, POOLED_WIDTH),
+    }
+
+
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 8}
 UNET = {
     "sample_size": 8,
@@ -137,6 +147,22 @@ DIFFUSION = {
         freq_dim=8,
         ffn_dim=32,
         num_layers=2,
+    ),
+    # Mixtures of experts in lists of blocks, which in training compute another way than in eval().
+    "hidream": of_diffusers(
+        "HiDreamImageTransformer2DModel",
+        image_with_texts_of_layers,
+        **HEADS,
+        in_channels=4,
+        out_channels=4,
+        patch_size=2,
+        num_layers=1,
+        num_single_layers=1,
+        caption_channels=[TEXT_WIDTH, TEXT_WIDTH],
+        text_emb_dim=POOLED_WIDTH,
+        axes_dims_rope=(4, 2, 2),
+        max_resolution=(4, 4),
+        llama_layers=[0, 1],
     ),
     "unet_with_text": of_diffusers(
         "UNet2DConditionModel",

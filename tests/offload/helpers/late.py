@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload.runtime.transfer import Transfer
-from offload.weights.prefetcher import Prefetcher
+from offload.runtime.streams.transfer import Transfer
+from offload.weights.prefetching.prefetcher import Prefetcher
 
 ON_A_GPU = [
     pytest.mark.gpu,

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from offload.modes.weight_mode import WeightMode
-from offload.runtime import mapped_files
-from offload.runtime.mapped_files import FileSpan
+from offload.runtime.memory import mapped_files
+from offload.runtime.memory.mapped_files import FileSpan
 from tests.offload.helpers.models import attached, stack_inputs
 
 _names = itertools.count()
@@ -87,7 +87,7 @@ def trained(model: nn.Module, mode: WeightMode, steps: int = 2, device: str = "c
 
 @contextmanager
 def reads_through(read: Callable[..., int]) -> Iterator[None]:
-    """Has every read of a file made by `read`, which gets the system's own and its arguments."""
+    """Passes every read of a file to `read`, with the system's own function and its arguments."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mapped_files.os, "preadv", partial(read, os.preadv))
         yield

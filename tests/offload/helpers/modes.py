@@ -8,11 +8,22 @@ from pathlib import Path
 
 import offload.modes
 from offload.modes.activation_mode import ActivationMode
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
 from offload.modes.mode import Mode
 from offload.modes.none import Resident
+from offload.modes.shard_offload import ShardOffload
 
 # Values of knobs with which a mode moves something of a model of a few kilobytes.
 SMALL_KNOBS = {"min_bytes": 1, "shards": 2}
+# Modes for the weights, below one that moves activations.
+WEIGHTS = {
+    "resident": Resident,
+    "layer_stream": lambda: LayerStream(slots=2),
+    "bounce_linear": lambda: BounceLinear(slots=1),
+    "shard_offload": lambda: ShardOffload(shards=2, checkpoint=False),
+    "shard_offload recomputing": lambda: ShardOffload(shards=2, slots=1),
+}
 
 
 def mode_classes() -> dict[str, type[Mode]]:

@@ -25,7 +25,7 @@ def homes_in_use() -> set[str]:
 
 
 class _Table:
-    """What the threads lay down for each other."""
+    """The values that the threads leave for each other."""
 
     def __init__(self, count: int):
         self.barrier = threading.Barrier(count, timeout=LIMIT_S)
@@ -42,7 +42,7 @@ class _Table:
 
 
 class ThreadSharers:
-    """`offload.runtime.sharers.Sharers` of a thread: number `number` of all."""
+    """`offload.runtime.sharing.sharers.Sharers` of a thread: number `number` of all."""
 
     def __init__(self, number: int, everyone: _Table, hosts: Sequence[_Table]):
         self.hosts, self.count = len(hosts), len(everyone.values) // len(hosts)

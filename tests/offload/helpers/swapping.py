@@ -7,9 +7,9 @@ import torch
 from offload.activations.swapper import ActivationSwapper
 from offload.modes.none import Resident
 from offload.modes.tensor_swap import TensorSwap
-from offload.runtime import registry
-from offload.runtime.host_memory import HostArena
-from offload.runtime.transfer import Telemetry, Transfer
+from offload.runtime.memory.host_memory import HostArena
+from offload.runtime.streams import registry
+from offload.runtime.streams.transfer import Telemetry, Transfer
 
 
 class Swap(ActivationSwapper):

@@ -14,12 +14,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from offload.modes import shard_offload, tensor_swap
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
-from offload.optimizer import kernel_choice
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.speculation import Speculation
 from offload.optimizer.worker import UpdateWorker
@@ -36,13 +34,6 @@ MODES = {
 EARLY = pytest.mark.parametrize("early", [False, True], ids=["at step", "early"])
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WORKER = "host optimizer"
-
-
-def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the measurement of kernels short, and small activations leave the device."""
-    monkeypatch.setattr(kernel_choice, "SAMPLE", 1 << 12)
-    monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
-    monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 0)
 
 
 class Mixed(Stack):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from offload.microbatches.layer_major import LayerMajor, one_after_another
 from offload.runtime.torch_internals import innermost_saved_tensor_hooks
@@ -96,6 +97,28 @@ def test_gradients_are_announced_as_final_before_the_first_that_is(layer_major, 
     # One after another, only the last microbatch's gradient is final; layer-major, the one sum of all.
     assert final_from == [count - 1 if accumulate == "one after another" else 0]
     assert weight.grad.item() == sum(range(1, count + 1))
+
+
+def test_gradients_in_pieces_are_added_in_the_order_of_the_microbatches(layer_major):
+    """A reentrant checkpoint delivers the gradient of its use by a backward of its own."""
+    # As above: 1e8 and -1e8, each swallows the 1 that follows it.
+    factors = torch.tensor([[1.0, 1e8], [1.0, -1e8]])
+    weight = torch.ones(1, requires_grad=True)
+
+    def loss(index):
+        x = torch.ones(1, requires_grad=True)
+        for place in range(2):
+            layer_major.enter(place)
+            factor = factors[index, place]
+            x = x + checkpoint(lambda x, factor=factor: x.detach() + weight * factor, x, use_reentrant=True)
+        return x.sum()
+
+    layer_major.accumulate([lambda: loss(0), lambda: loss(1)])
+    side_by_side, weight.grad = weight.grad, None
+    one_after_another([lambda: loss(0), lambda: loss(1)])
+    assert torch.equal(side_by_side, weight.grad)
+    # Place by place, the sum would be that of the two 1s.
+    assert side_by_side.item() != 2
 
 
 def test_a_layer_that_is_entered_outside_of_a_step_does_not_wait(layer_major):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload.microbatches.lockstep import Lockstep, Threads
-from offload.runtime.running_microbatch import running_microbatch
+from offload.runtime.forward.running_microbatch import running_microbatch
 
 
 @pytest.fixture

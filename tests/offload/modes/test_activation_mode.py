@@ -16,8 +16,8 @@ from offload.modes.none import Resident
 from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
-from offload.runtime.counters import Counters
 from offload.runtime.errors import KnobError
+from offload.runtime.streams.counters import Counters
 from tests.offload.helpers.models import Stack, attached, same_as_resident, stack_inputs
 
 

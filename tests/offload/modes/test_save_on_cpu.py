@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
-from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.modes.save_on_cpu import SaveOnCpu
-from offload.modes.shard_offload import ShardOffload
 from offload.runtime.errors import KnobError
 from tests.offload.helpers.models import Stack, attached, same_as_resident, stack_inputs, with_copy
-
-WEIGHTS = {
-    "resident": Resident,
-    "layer_stream": lambda: LayerStream(slots=2),
-    "bounce_linear": lambda: BounceLinear(slots=1),
-    "shard_offload": lambda: ShardOffload(shards=2, checkpoint=False),
-    "shard_offload recomputing": lambda: ShardOffload(shards=2, slots=1),
-}
+from tests.offload.helpers.modes import WEIGHTS
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -78,3 +71,19 @@ def test_another_default_device_does_not_take_the_saved_tensors():
             loss.backward()
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
+
+
+def test_a_forward_without_backward_leaves_nothing():
+    """exp saves its result, which refers to exp's node."""
+    mode, model = SaveOnCpu(Resident()), nn.Sequential(nn.Linear(8, 4), Exponential())
+    inputs = stack_inputs(0, 0)
+    given = weakref.ref(inputs)
+    with attached(mode, model), mode.step():
+        model(inputs)
+    del inputs
+    assert given() is None
+
+
+class Exponential(nn.Module):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.exp()

@@ -14,7 +14,6 @@ from offload.modes import tensor_swap
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
-from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from tests.offload.helpers.models import (
     Block,
@@ -28,15 +27,8 @@ from tests.offload.helpers.models import (
     train,
     with_copy,
 )
+from tests.offload.helpers.modes import WEIGHTS
 from tests.offload.helpers.swapping import swapping
-
-WEIGHTS = {
-    "resident": Resident,
-    "layer_stream": lambda: LayerStream(slots=2),
-    "bounce_linear": lambda: BounceLinear(slots=1),
-    "shard_offload": lambda: ShardOffload(shards=2, checkpoint=False),
-    "shard_offload recomputing": lambda: ShardOffload(shards=2, slots=1),
-}
 
 
 @pytest.fixture(autouse=True)

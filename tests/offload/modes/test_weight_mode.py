@@ -84,7 +84,7 @@ def test_layers_that_are_used_together_need_a_slot_each():
 
     class Nested(WeightMode):
         def cut_points(self, model):
-            from offload.weights.partition import CutPoint
+            from offload.weights.units.partition import CutPoint
 
             return [CutPoint("outer", model, deep=False), CutPoint("inner", model.inner)]
 

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from offload.modes.bounce_linear import BounceLinear
-from offload.optimizer import kernel_choice, kernels
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.param_groups import decay_groups
 from tests.offload.helpers.models import attached
@@ -24,14 +23,9 @@ from tests.offload.helpers.optimizers import (
 )
 from training.optim import AdamW
 
+pytestmark = pytest.mark.usefixtures("several_tiles")
+
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes tiles so small that a parameter has several, and the measurement of kernels short."""
-    monkeypatch.setattr(kernels, "HOST_TILE", 256)
-    monkeypatch.setattr(kernel_choice, "SAMPLE", 1 << 12)
 
 
 @pytest.mark.parametrize("compile", COMPILES)

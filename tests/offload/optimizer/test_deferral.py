@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from offload.optimizer.deferral import Deferral
 from offload.optimizer.overlap import Overlap
-from tests.offload.weights.test_updates import methods
+from tests.offload.weights.gradients.test_updates import methods
 
 
 def test_overlap_has_every_method_of_the_protocol():

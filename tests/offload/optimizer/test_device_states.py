@@ -14,16 +14,13 @@ from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.formats import StateFormat
 from tests.offload.helpers.kernels import FEW
 from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs
-from tests.offload.helpers.updates import EARLY, MODES, Mixed, host_adamw, made, make_small, one_step, train, updating
+from tests.offload.helpers.updates import EARLY, MODES, Mixed, host_adamw, made, one_step, train, updating
+
+pytestmark = pytest.mark.usefixtures("small")
 
 # One byte less than the float32 states of three blocks of a Stack: two blocks fit.
 BLOCK = sum(4 + 12 * p.numel() for p in Stack().blocks[0].parameters())
 SHARE = 3 * BLOCK - 1
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_small(monkeypatch)
 
 
 @EARLY
@@ -218,3 +215,51 @@ def test_evaluation_sees_the_updated_weights():
     plain.load_state_dict(weights)
     assert torch.equal(after, plain(stack_inputs(0, 0)))
     assert not torch.equal(after, before)
+
+
+@EARLY
+def test_a_weight_that_begins_to_train_later_is_updated_on_the_host(early: bool):
+    """Its state is not among those that were placed, though all of its unit's others are."""
+
+    def trained(mode, share: int = 0) -> list[torch.Tensor]:
+        model = made(Stack)
+        late = model.blocks[1].up.weight.requires_grad_(False)
+
+        def train_it_too(optimizer: HostAdamW) -> list[torch.Tensor]:
+            late.requires_grad_(True)
+            return []
+
+        seen = train(model, mode, early, steps=4, device_share=share, after_step=train_it_too)
+        # Losses and weights: on the device float32 states have copies of the weights besides.
+        return seen[:4] + seen[-len(model.state_dict()) :]
+
+    assert_same(trained(LayerStream(slots=2), share=10**9), trained(Resident()))
+
+
+def test_a_second_overlap_waits_for_the_updates_of_the_first():
+    model, resident = made(Stack), made(Stack)
+    for each, mode in ((model, LayerStream(slots=2)), (resident, Resident())):
+        with updating(mode, each, early=False, device_share=10**9) as optimizer:
+            for step in range(2):
+                one_step(each, mode, step)
+                optimizer.step()
+                optimizer.zero_grad()
+                mode.overlap(optimizer, early=False, device_share=10**9)
+    assert_same(list(model.parameters()), list(resident.parameters()))
+
+
+def test_data_given_to_a_weight_counts_though_its_state_has_a_copy_of_it():
+    """In float32 the state on the device has a copy of the weight, which other data raises no version counter for."""
+
+    def trained(mode) -> list[torch.Tensor]:
+        model = made(Stack)
+
+        def give_data(optimizer: HostAdamW) -> list[torch.Tensor]:
+            optimizer.finish()
+            model.blocks[0].up.weight.data = model.blocks[0].up.weight.data * 1.25
+            return []
+
+        seen = train(model, mode, steps=3, device_share=10**9, after_step=give_data)
+        return seen[:3] + seen[-len(model.state_dict()) :]
+
+    assert_same(trained(LayerStream(slots=2)), trained(Resident()))

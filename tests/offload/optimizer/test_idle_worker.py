@@ -12,14 +12,11 @@ from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.worker import UpdateWorker
-from offload.runtime import registry
+from offload.runtime.streams import registry
 from tests.offload.helpers.models import Stack, assert_same, with_copy
-from tests.offload.helpers.updates import made, make_small, no_worker_lives, one_step, train
+from tests.offload.helpers.updates import made, no_worker_lives, one_step, train
 
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_small(monkeypatch)
+pytestmark = pytest.mark.usefixtures("small")
 
 
 def test_an_idle_thread_ends_and_the_next_offer_starts_another(monkeypatch: pytest.MonkeyPatch):

@@ -57,7 +57,7 @@ def same(first: Operands, second: Operands) -> bool:
 @pytest.mark.parametrize("format", COMPILED, ids=str)
 @pytest.mark.slow
 def test_kernels_agree_bitwise_on_whole_vectors(format: StateFormat):
-    """From a place of the parameter where counters of 32 bits end."""
+    """The range begins where counters of 32 bits end."""
     start = (1 << 32) - (1 << 15)
     first, second = (
         run(kernel, from_place(operands(1 << 16, format), start), steps=3) for kernel in (FusedUpdate(), native(format))

@@ -16,7 +16,7 @@ from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.overlap import Overlap
-from offload.weights import gradients
+from offload.weights.gradients import offloader
 from tests.offload.helpers.models import Shared, Stack, assert_same, attached, stack_inputs, tokens, with_copy
 from tests.offload.helpers.optimizers import OFF, SETTINGS, near, needs_compiler
 from tests.offload.helpers.updates import (
@@ -28,7 +28,6 @@ from tests.offload.helpers.updates import (
     held_up,
     host_adamw,
     made,
-    make_small,
     no_worker_lives,
     one_step,
     sleepy,
@@ -37,10 +36,7 @@ from tests.offload.helpers.updates import (
 )
 from training.loop import clip_scale, gradient_norm
 
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_small(monkeypatch)
+pytestmark = pytest.mark.usefixtures("small")
 
 
 @functools.cache
@@ -287,7 +283,7 @@ def test_a_hook_on_a_gradient_comes_before_its_update(monkeypatch: pytest.Monkey
 def test_a_weight_is_updated_while_backward_is_still_in_its_unit(mode: str, monkeypatch: pytest.MonkeyPatch):
     eager(monkeypatch)
     # Each gradient leaves by itself.
-    monkeypatch.setattr(gradients, "BATCH_BYTES", 0)
+    monkeypatch.setattr(offloader, "BATCH_BYTES", 0)
     model, mode, updates_of_down = made(Stack), MODES[mode](), []
     block = model.blocks[1]
     down = block.down.weight

@@ -25,7 +25,6 @@ from tests.offload.helpers.updates import (
     eager,
     host_adamw,
     made,
-    make_small,
     one_step,
     sleepy,
     states_of,
@@ -34,12 +33,9 @@ from tests.offload.helpers.updates import (
 )
 from training.loop import gradient_norm
 
+pytestmark = pytest.mark.usefixtures("small")
+
 PLENTY = 1 << 24
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_small(monkeypatch)
 
 
 @functools.cache

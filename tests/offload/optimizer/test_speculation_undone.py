@@ -1,4 +1,4 @@
-"""Who fails, skips or looks between backward and the step finds the state before the step."""
+"""Failures, skips and looks between backward and the step find the state before the step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from offload.modes.layer_stream import LayerStream
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.speculation import Speculation
 from tests.offload.helpers.models import Stack, assert_same, stack_inputs
-from tests.offload.helpers.updates import made, make_small, one_step, states_of, updating
+from tests.offload.helpers.updates import made, one_step, states_of, updating
+
+pytestmark = pytest.mark.usefixtures("small")
 
 PLENTY = 1 << 24
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_small(monkeypatch)
 
 
 class StepError(Exception):

@@ -9,16 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from offload.optimizer import kernel_choice, kernels
 from offload.optimizer.adamw import HostAdamW
 from tests.offload.helpers.optimizers import COMPILES, OFF, SETTINGS, near, parameters, same, train
 
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes tiles so small that a parameter has several, and the measurement of kernels short."""
-    monkeypatch.setattr(kernels, "HOST_TILE", 256)
-    monkeypatch.setattr(kernel_choice, "SAMPLE", 1 << 12)
+pytestmark = pytest.mark.usefixtures("several_tiles")
 
 
 def roundtrip(state_dict: dict) -> dict:

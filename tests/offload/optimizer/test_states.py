@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.optimizer import adamw, kernel_choice, kernels
+from offload.optimizer import adamw
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.conversions import in_format
 from offload.optimizer.formats import StateFormat
@@ -14,12 +14,7 @@ from offload.optimizer.states import WEIGHT, StatePlacement, state_bytes
 from tests.offload.helpers.kernels import FORMATS
 from tests.offload.helpers.optimizers import COMPILES, OFF, SETTINGS, parameters, same, train
 
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes tiles so small that a parameter has several, and the measurement of kernels short."""
-    monkeypatch.setattr(kernels, "HOST_TILE", 256)
-    monkeypatch.setattr(kernel_choice, "SAMPLE", 1 << 12)
+pytestmark = pytest.mark.usefixtures("several_tiles")
 
 
 def given(format: StateFormat) -> dict[str, str]:

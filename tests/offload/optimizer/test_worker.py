@@ -19,9 +19,10 @@ from torch import nn
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.optimizer.adamw import HostAdamW
-from offload.runtime.stream_checker import CheckedEvent
+from offload.runtime.streams.stream_checker import CheckedEvent
 from tests import ROOT
-from tests.offload.helpers.models import Stack, assert_same, stack_inputs, with_copy
+from tests.offload.helpers.census import assert_given_back
+from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, with_copy
 from tests.offload.helpers.updates import (
     EARLY,
     MODES,
@@ -29,7 +30,6 @@ from tests.offload.helpers.updates import (
     eager,
     held_up,
     made,
-    make_small,
     no_worker_lives,
     one_step,
     sleepy,
@@ -38,10 +38,7 @@ from tests.offload.helpers.updates import (
     updating,
 )
 
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_small(monkeypatch)
+pytestmark = pytest.mark.usefixtures("small")
 
 
 @EARLY
@@ -203,6 +200,24 @@ def test_an_error_of_the_worker_is_raised_by_the_next_wait(at: int, wait: str, m
     model(stack_inputs(0, 0)).sum().backward()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_an_error_that_nobody_waited_for_is_raised_by_detach(mode: str, monkeypatch: pytest.MonkeyPatch):
+    """The model is given back all the same."""
+    failing(monkeypatch, at=1)
+    model, mode = made(Stack), MODES[mode]()
+
+    def step_and_detach() -> None:
+        with updating(mode, model, early=False) as optimizer:
+            one_step(model, mode)
+            optimizer.step()
+
+    with pytest.raises(WorkerError, match="no more"):
+        step_and_detach()
+    assert_given_back(model, "cpu")
+    with attached(mode, model), mode.step():
+        model(stack_inputs(0, 0)).sum().backward()
+
+
 @pytest.mark.parametrize("call", ["query", "synchronize"])
 def test_an_error_of_the_worker_between_updates_is_raised_too(call: str, monkeypatch: pytest.MonkeyPatch):
     """Events of a failed device raise while the worker chooses a job, or waits for its gradients."""
@@ -285,7 +300,7 @@ def test_a_process_may_end_in_an_update():
 from tests.offload.helpers.models import Stack
 from tests.offload.helpers.updates import host_adamw, made, one_step
 from offload.modes.layer_stream import LayerStream
-from offload.runtime import registry
+from offload.runtime.streams import registry
 
 model, mode = made(Stack), LayerStream()
 mode.attach(model, registry.acquire("cpu"))

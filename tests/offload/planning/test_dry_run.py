@@ -6,6 +6,7 @@ import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.planning.dry_run import MOVED, dry_run, left_as_found
 from offload.runtime.blocks import find_blocks
-from offload.weights import gradient_ring
-from offload.weights.final_gradients import NotFinalError
+from offload.weights.gradients import ring
+from offload.weights.gradients.final import NotFinalError
 from tests.offload.helpers.mapped import with_low_rank, write_frozen
 from tests.offload.helpers.models import Shared, Stack, attached, stack_inputs, tokens
 from tests.offload.helpers.modes import mode_classes, small
@@ -112,7 +113,7 @@ def test_copies_in_are_at_most_those_of_the_footprint():
 
 
 def test_released_gradients_take_the_ring_of_the_footprint(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gradient_ring, "LEAST_RING_BYTES", 0)
+    monkeypatch.setattr(ring, "LEAST_RING_BYTES", 0)
     model, mode = Stack(width=32, depth=6).to("meta"), LayerStream(slots=2)
     kept = dry(mode, model, [stack_inputs(0, 0)])
     mode.release_gradients()
@@ -176,3 +177,31 @@ def test_recurrent_layers_find_their_weights_again():
         model._parameters["weight_ih_l0"] = nn.Parameter(torch.empty(16, 4, device="meta"))
         model._flat_weights = [model.weight_ih_l0, *before[1:]]
     assert all(now is then for now, then in zip(model._flat_weights, before, strict=True))
+
+
+class Keeping(nn.Module):
+    """Makes a table in its first forward, for all later ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.table, self.calls = None, 0
+        self.places = SimpleNamespace(made=None)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = [torch.arange(4.0, device=rows.device)]
+        self.calls += 1
+        self.places.made = self.table[0]
+        self.seen = rows.shape
+        return self.linear(rows) * self.table[0]
+
+
+def test_attributes_that_a_forward_leaves_are_as_before():
+    with torch.device("meta"):
+        model = Keeping()
+        rows = torch.empty(2, 4)
+    dry_run(BounceLinear(), model, [lambda: model(rows).sum()], on_gpu=False)
+    assert (model.table, model.calls) == (None, 0)
+    assert model.places.made is None
+    assert not hasattr(model, "seen")

@@ -18,7 +18,7 @@ from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.planning.forward_run import ForwardRun, dry_run_forwards
 from offload.planning.simulated_streams import SimulatedStreams
-from offload.runtime.bandwidth import Bandwidth
+from offload.runtime.memory.bandwidth import Bandwidth
 from tests.offload.helpers.models import Stack
 
 WIDTH, DEPTH, COUNT = 256, 10, 8

@@ -96,3 +96,32 @@ def test_functions_are_restored_after_an_error():
     with pytest.raises(ArithmeticError), fused_kernels(lambda count: None):
         raise ArithmeticError
     assert (F.scaled_dot_product_attention, F.rms_norm, torch.addmm, F.grouped_mm) == functions
+
+
+SHAPES = {
+    "equal": ((2, 4, 5, 8), (2, 4, 6, 8), (2, 4, 6, 3), None, False),
+    "grouped heads": ((2, 4, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8), None, True),
+    "heads that are repeated": ((2, 4, 5, 8), (2, 1, 6, 8), (1, 1, 6, 8), (5, 6), False),
+    "no heads": ((5, 8), (6, 8), (6, 8), None, False),
+    "other heads": ((2, 4, 5, 8), (2, 3, 6, 8), (2, 3, 6, 8), None, False),
+    "groups that do not divide the heads": ((2, 4, 5, 8), (2, 3, 6, 8), (2, 3, 6, 8), None, True),
+    "another width": ((2, 4, 5, 8), (2, 4, 6, 7), (2, 4, 6, 8), None, False),
+    "a mask of another length": ((2, 4, 5, 8), (2, 4, 6, 8), (2, 4, 6, 8), (5, 7), False),
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_attention_takes_the_shapes_that_torchs_takes(case: str):
+    *shapes, mask, grouped = SHAPES[case]
+
+    def refused(device: str) -> bool:
+        given = [torch.zeros(shape, device=device) for shape in shapes]
+        others = {"attn_mask": None if mask is None else torch.zeros(mask, device=device), "enable_gqa": grouped}
+        try:
+            F.scaled_dot_product_attention(*given, **others)
+        except RuntimeError:
+            return True
+        return False
+
+    with fused_kernels(lambda flops: None):
+        assert refused("meta") == refused("cpu")

@@ -9,7 +9,7 @@ from torch import nn
 from offload.modes.layer_stream import LayerStream
 from offload.planning.dry_run import dry_run
 from offload.planning.simulated_streams import SimulatedStreams, Work
-from offload.runtime.bandwidth import Bandwidth
+from offload.runtime.memory.bandwidth import Bandwidth
 
 MB = 10**6
 

@@ -45,7 +45,7 @@ def test_all_lists_together_are_the_blocks():
 
 
 def test_lists_inside_blocks_are_not_blocks():
-    """Such as the experts of a layer."""
+    """The experts of a layer are such a list."""
     model = Model(layers=nn.ModuleList(Model(experts=nn.ModuleList(layers(4))) for _ in range(9)))
     assert names(model) == [f"layers.{index}" for index in range(9)]
 

@@ -1,4 +1,4 @@
-"""The cores that this process may use: its affinity, and the quota of its control group."""
+"""The cores that this process may use: its affinity, and the quotas of its control groups."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from offload.runtime import control_groups
 from offload.runtime.host_cores import all_cores_but, usable_cores
 
 
@@ -39,3 +40,14 @@ def test_without_affinity_it_is_the_number_of_the_machines_cores(monkeypatch: py
     assert usable_cores() == 6
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert usable_cores() == 1
+
+
+def test_the_least_quota_of_all_control_groups_binds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(control_groups, "ROOT", tmp_path)
+    monkeypatch.setattr(control_groups, "OWN_GROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text("0::/job/step\n")
+    (tmp_path / "job" / "step").mkdir(parents=True)
+    for name, quota in (("", "600000 100000"), ("job", "200000 100000"), ("job/step", "max 100000")):
+        (tmp_path / name / "cpu.max").write_text(f"{quota}\n")
+    assert usable_cores() == 2

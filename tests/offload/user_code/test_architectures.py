@@ -47,7 +47,7 @@ def test_trains_as_it_does_resident(name: str, mode: str):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_blocks_that_are_found_are_most_of_the_model(name: str):
-    """Of a tiny model: the embeddings are a small part of a real one."""
+    """The bound is for tiny models: embeddings are a small part of a real one."""
     model = built(name)
     sizes = {p: p.nbytes for p in model.parameters()}
     within = {p for _, block in find_blocks(model) for p in block.parameters()}

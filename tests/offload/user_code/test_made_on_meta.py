@@ -16,7 +16,7 @@ from offload.modes.none import Resident
 from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
-from offload.weights import unfilled
+from offload.weights.units import unfilled
 from tests.offload.helpers import user_code
 from tests.offload.helpers.models import attached
 from tests.offload.helpers.user_code import NoMode, alike, descend, evaluate, train_step
@@ -35,7 +35,7 @@ EVERY_MODE = pytest.mark.parametrize("make", MODES.values(), ids=MODES.keys())
 
 
 class Rotating(nn.Module):
-    """Has a table that no state dict has, as rotary embeddings do."""
+    """A module with a table that no state dict has, as rotary embeddings do."""
 
     def __init__(self, width: int):
         super().__init__()

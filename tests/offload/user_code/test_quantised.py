@@ -21,7 +21,7 @@ from offload.runtime.tensor_parts import parts, state_of, true_bytes, wraps
 from tests.offload.helpers.models import assert_same, attached
 from tests.offload.helpers.modes import mode_classes, small
 from tests.offload.helpers.quantised import KINDS, Model, Nested, bytes_of, inputs, same_as_resident
-from tests.offload.helpers.updates import make_small
+from tests.offload.helpers.small import make_small
 
 EACH = pytest.mark.parametrize("kind", KINDS)
 # One of each way in which weights reach backward: as their parts, on a function's context, as themselves.

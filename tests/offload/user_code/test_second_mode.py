@@ -11,7 +11,7 @@ from torch import nn
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
-from offload.runtime.host_memory import HostArena
+from offload.runtime.memory.host_memory import HostArena
 from tests.offload.helpers.models import Stack
 from tests.offload.helpers.user_code import (
     EVERY_MODE_OR_NONE,

@@ -20,7 +20,7 @@ from offload.modes.mode import Mode
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
-from offload.runtime.buffer_states import SMALL_BYTES
+from offload.runtime.forward.buffer_states import SMALL_BYTES
 from tests.offload.helpers import models, user_code
 
 WIDTH = 6
@@ -300,7 +300,7 @@ def test_under_autocast(make: Callable[[], Mode]):
 
 
 class Masked(nn.Module):
-    """Has a mask too large to be copied without need."""
+    """A block with a mask that is too large to be copied without need."""
 
     def __init__(self, changes: bool = False):
         super().__init__()

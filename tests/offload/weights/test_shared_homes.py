@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from offload.runtime.sharers import NO_SHARERS
-from offload.weights.partition import CutModel, CutPoint, cut
+from offload.runtime.sharing.sharers import NO_SHARERS
 from offload.weights.shared_homes import make_shared_homes
-from offload.weights.slices import slices_of
+from offload.weights.units.partition import CutModel, CutPoint, cut
+from offload.weights.units.slices import slices_of
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from training.checkpoints.base import BaseReference
 from training.errors import UserError
-from training.model_weights import ModelWeights
+from training.weights.files import ModelWeights
 
 
 def weights_in(folder: Path, *values: float) -> ModelWeights:

@@ -121,10 +121,15 @@ def test_as_a_user_does_it(tmp_path: Path, run_here, at, content):
 
 
 @pytest.mark.slow
-def test_wandb_continues_the_same_run(tmp_path: Path, run_here, at):
+def test_a_run_that_resumes_in_its_directory_is_the_same_one_in_wandb(tmp_path: Path, run_here, at):
     run_here(tmp_path / "run", "tracking=offline")
     tracked = json.loads((at(tmp_path / "run", 3) / "state.json").read_text())["tracking_id"]
     run_here(tmp_path / "rest", "tracking=offline", f"resume={at(tmp_path / 'run', 3)}")
-    for run_dir in (tmp_path / "run", tmp_path / "rest"):
-        (folder,) = (run_dir / "wandb").glob("offline-run-*")
-        assert folder.name.endswith(f"-{tracked}")
+    run_here(tmp_path / "run", "tracking=offline", "resume=auto", "steps=7")
+
+    def ids(run_dir: Path) -> set[str]:
+        return {folder.name.rpartition("-")[2] for folder in (run_dir / "wandb").glob("offline-run-*")}
+
+    assert ids(tmp_path / "run") == {tracked}
+    (other,) = ids(tmp_path / "rest")
+    assert other != tracked

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from pathlib import Path
+
 import pytest
 
-from training.comparison.rows import Row
+from tests.training.helpers.in_process import composed
+from training.comparison.rows import Row, build_rows
+from training.comparison.runs import find_runs
+from training.comparison.settings import UPDATE_RULE
+from training.config.modes import mode_options
+from training.config.schema import SCHEMAS
+from training.metrics.files import write_summary
+from training.runs.directory import RunDirectory
 
 H200 = {"gpu_name": "NVIDIA H200", "h2d_gb_s": 50.0, "d2h_gb_s": 25.0}
 
@@ -28,6 +38,39 @@ def test_names_tell_runs_apart(write_run):
         "tensor_swap batch_size=8",
         "layer_stream slots=3 include=[a,b] batch_size=4",
     ]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "host_adamw"])
+def test_runs_that_differ_in_their_seed_alone_repeat_each_other(tmp_path: Path, optimizer: str):
+    """With the configurations of real runs, in which keys may follow the seed."""
+    for seed in (0, 1):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        config, invocation = composed("offload=layer_stream", f"optimizer={optimizer}", f"seed={seed}", run_dir=folder)
+        RunDirectory(folder).write_config(config, invocation)
+    (row,) = build_rows(find_runs([tmp_path]))
+    assert (row.name, row.seeds) == ("layer_stream", "0, 1")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "host_adamw"])
+def test_every_mode_is_compared_with_the_resident_run_under_the_optimizer_that_it_brings(
+    tmp_path: Path, optimizer: str
+):
+    """With the configurations of real runs: a key that only one of the optimizers has must not part them."""
+    for number, mode in enumerate(["none", *sorted({*mode_options()} - {"none"})]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        given = [f"optimizer={optimizer}"] if mode == "none" else []
+        config, invocation = composed(f"offload={mode}", *given, run_dir=folder)
+        RunDirectory(folder).write_config(config, invocation)
+        write_summary(folder, {"status": "ok", "perf/step_ms": 1.0})
+    rows = build_rows(find_runs([tmp_path]))
+    assert {row.name: row.ratio for row in rows} == dict.fromkeys(mode_options(), 1.0)
+
+
+def test_the_update_rule_of_adamw_has_the_keys_that_the_resident_one_has():
+    keys = {entry.name for entry in fields(SCHEMAS["optimizer"]["adamw"]) if not entry.name.startswith("_")}
+    assert {f"optimizer.{key}" for key in keys} == {*UPDATE_RULE}
 
 
 def test_names_leave_out_keys_that_other_runs_do_not_have(write_run):

@@ -11,13 +11,13 @@ from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from tests.offload.helpers.models import Stack
 from tests.training.helpers.in_process import conf_initialised
-from training import sweep
 from training.config import schema
 from training.config.construct import check_optimizer, keys_under, make_mode
 from training.errors import UserError
+from training.sweeps import launcher
 
 schema.register()
-sweep.register_launcher()
+launcher.register_launcher()
 
 
 def composed(*overrides: str) -> DictConfig:

@@ -7,13 +7,13 @@ from hydra import compose
 
 from offload.runtime.knobs import explanations
 from tests.training.helpers.in_process import conf_initialised
-from training import sweep
 from training.config import help, schema
 from training.config.modes import ModeOption, mode_options
+from training.sweeps import launcher
 
 schema.register()
 help.register()
-sweep.register_launcher()
+launcher.register_launcher()
 
 
 def knobs(group: str, *overrides: str) -> str:

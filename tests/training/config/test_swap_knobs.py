@@ -11,16 +11,16 @@ from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.tensor_swap import TensorSwap
 from tests import ROOT
 from tests.training.helpers.in_process import conf_initialised
-from training import sweep
 from training.config import schema
 from training.config.construct import make_mode
 from training.config.validation import check
 from training.errors import UserError
+from training.sweeps import launcher
 
 CONF = ROOT / "conf"
 
 schema.register()
-sweep.register_launcher()
+launcher.register_launcher()
 
 
 def composed(*overrides: str) -> DictConfig:

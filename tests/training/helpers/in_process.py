@@ -23,7 +23,6 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
 from tests import ROOT
-from training import sweep
 from training.build import build
 from training.components import Components
 from training.config import schema
@@ -31,6 +30,7 @@ from training.config.validation import check
 from training.loop import train
 from training.runs.invocation import Invocation
 from training.runs.signals import SIGNALS
+from training.sweeps import launcher
 
 # A model and a batch that take a fraction of a second a step.
 SMALL_MODEL = (
@@ -64,7 +64,7 @@ SMALL_RUN = (*SMALL_MODEL, "seq_len=64", "steps=6", "log_every=2", "warmup_steps
 CONF = ROOT / "conf"
 
 schema.register()
-sweep.register_launcher()
+launcher.register_launcher()
 
 
 @cache

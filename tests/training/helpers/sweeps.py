@@ -24,7 +24,8 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from training import cluster_sweep, sweep
+from training.sweeps import cluster
+from training.sweeps import launcher
 from training.errors import UserError
 from training.runs import compose_errors
 from training.runs.failures import failures_recorded
@@ -32,8 +33,8 @@ from training.metrics.files import write_summary
 from training.runs.parent import end_with_parent
 from training.runs.signals import StopRequest
 
-sweep.register_launcher()
-cluster_sweep.register_launchers()
+launcher.register_launcher()
+cluster.register_launchers()
 
 
 @hydra.main(version_base="1.3", config_path="settings", config_name="wrong")
@@ -144,7 +145,7 @@ class Sweep:
         return json.loads((self.directory / str(number) / "summary.json").read_text())
 
     def row(self, number):
-        """Of the comparison that the sweep closes with: the row of this job."""
+        """Returns the row of this job in the comparison at the end of the sweep."""
         with open(self.directory / "compare.csv", newline="") as file:
             (row,) = [row for row in csv.DictReader(file) if str(number) in map(name, row["directories"].split(";"))]
         return row

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from offload.runtime import registry
+from offload.runtime.streams import registry
 from training.metrics.step_timer import StepTimer
 
 

@@ -9,21 +9,17 @@ import sys
 import tempfile
 import threading
 import time
-from enum import Enum
 from pathlib import Path
 
 import psutil
 import pytest
-from omegaconf import OmegaConf
 
-from tests.training.helpers.in_process import composed
 from tests.training.helpers.wandb_files import records_of, summary_of, wandb_runs, without_internals
-from training.build import build_tracker
 from training.errors import UserError
 from training.metrics import wandb_tracker
 from training.metrics.files import MetricsWriter, read_metrics
 from training.metrics.names import COUNTS, METRIC_KEYS
-from training.metrics.wandb_tracker import Tracker, chosen_options, plain, run_name, run_tags
+from training.metrics.wandb_tracker import Tracker
 
 FAKE_KEY = "0123456789" * 4
 
@@ -350,51 +346,22 @@ def test_a_process_whose_service_died_keeps_its_exit_code_and_ends_quietly(run_d
     assert "tracking stopped" in ended.stderr
 
 
+def test_a_start_that_never_ends_prints_nothing_when_the_process_does(run_dir):
+    code = (
+        "import atexit, sys, time, wandb; from pathlib import Path; from training.metrics import wandb_tracker\n"
+        "def handler(): raise BrokenPipeError\n"
+        "handler.__module__ = 'wandb.sdk.service'\n"
+        "def setup(settings): atexit.register(handler); time.sleep(60)\n"
+        "wandb.setup, wandb_tracker._START_LIMIT_S, wandb_tracker._KILLED_LIMIT_S = setup, 0.5, 0.1\n"
+        f"tracker = wandb_tracker.Tracker('offline', run_dir=Path({str(run_dir)!r}), config={{}})\n"
+        "tracker.finish({}); sys.exit(3)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 3
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr  # the warning
+    assert "did not start within" in ended.stderr
+
+
 def test_an_unknown_mode_names_the_choices(run_dir):
     with pytest.raises(UserError, match=r"tracking\.mode=maybe: .*auto, online, offline, disabled"):
         Tracker("maybe", run_dir=run_dir, config={})
-
-
-def test_config_becomes_plain_and_resolved(tmp_path):
-    class Precision(Enum):
-        BF16 = "bf16"
-
-    node = OmegaConf.create({"seed": 3, "nested": {"twice": "${seed}", "list": [1, "${seed}"]}})
-    config = plain({"job": node, "path": tmp_path, "pair": (1, 2.5), "on": True, "none": None, 4: Precision.BF16})
-    assert config == {
-        "job": {"seed": 3, "nested": {"twice": 3, "list": [1, 3]}},
-        "path": str(tmp_path),
-        "pair": [1, 2.5],
-        "on": True,
-        "none": None,
-        "4": "Precision.BF16",
-    }
-    assert type(config["job"]["nested"]) is dict
-
-
-def test_choices_are_those_of_the_run_and_have_plain_names():
-    choices = {
-        "offload": "tensor_swap", "offload@offload.weights": "bounce_linear", "model": "tiny", "experiment": None,
-        "hydra/launcher": "process", "hydra": "default",
-    }  # fmt: skip
-    expected = {"offload": "tensor_swap", "offload_weights": "bounce_linear", "model": "tiny"}
-    assert chosen_options(choices, ["offload", "model", "seed"]) == expected
-    assert chosen_options(choices | {"experiment": "mine"}, ["offload"])["experiment"] == "mine"
-
-
-def test_name_and_tags_come_from_the_chosen_options():
-    choices = {"offload": "bounce_linear", "model": "llama7b", "optimizer": "adamw"}
-    assert run_name(choices, seed=2) == "llama7b-bounce_linear-2"
-    assert run_tags(choices) == ["model=llama7b", "offload=bounce_linear", "optimizer=adamw"]
-    assert len(run_tags({"experiment": "x" * 100})[0]) == 64
-
-
-def test_the_config_has_every_group_and_beside_them_the_machine(tmp_path, monkeypatch):
-    given = {}
-    monkeypatch.setattr("training.build.Tracker", lambda **arguments: given.update(arguments))
-    config, invocation = composed("hardware=h200", "offload=layer_stream", run_dir=tmp_path)
-    build_tracker(config, invocation, {"gpu": None})
-    assert set(config) < set(given["config"])
-    assert given["config"]["hardware"]["name"] == "H200"
-    assert given["config"]["machine"] == {"gpu": None}
-    assert given["config"]["choices"]["hardware"] == "h200"

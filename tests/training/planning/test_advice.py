@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
-from offload.weights import gradient_ring
+from offload.weights.gradients import ring
 from tests.training.helpers.in_process import components_of, composed
 from training.components import Components
 from training.config.modes import mode_options
 from training.config.validation import check
-from training.planning import plan as plan_module
+from training.planning import memory, plan
 from training.planning.advice import NOTHING_TO_CHANGE, memory_advice, nonfinite_advice
 from training.planning.machine import machine_of
 from training.planning.plan import plan_filled
@@ -39,8 +39,8 @@ CASES = list(zip(list(mode_options())[::2], itertools.cycle(SETTINGS), itertools
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Components, RunPlan]]:
     """Plans overrides; as if this process took no memory, and without a timeline, which takes most of the time."""
-    monkeypatch.setattr(plan_module, "rss_gib", lambda: 0.0)
-    monkeypatch.setattr(plan_module, "SimulatedStreams", lambda *arguments: None)
+    monkeypatch.setattr(memory, "rss_gib", lambda: 0.0)
+    monkeypatch.setattr(plan, "SimulatedStreams", lambda *arguments: None)
 
     def plans(overrides: dict[str, str], has_gpu: bool = True) -> tuple[Components, RunPlan]:
         components = components_of(*(f"{key}={value}" for key, value in overrides.items()))
@@ -112,8 +112,8 @@ def test_another_mode_is_not_advised_where_the_command_line_has_keys_that_it_lac
 
 @pytest.mark.slow
 def test_gradients_that_only_updates_need_may_be_released(plans, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gradient_ring, "LEAST_RING_BYTES", 0)
-    monkeypatch.setattr(gradient_ring, "RING_UNITS", 1)
+    monkeypatch.setattr(ring, "LEAST_RING_BYTES", 0)
+    monkeypatch.setattr(ring, "RING_UNITS", 1)
     job = ("offload=layer_stream", "model.intermediate_size=1024", "seq_len=16", "batch_size=1", "vram_budget=1MiB")
     job += ("optimizer.gradients=keep",)
     assert "optimizer.gradients=release" in advised(plans, *job, "clip_norm=null", budget="host_budget")

@@ -12,8 +12,7 @@ import pytest
 from offload.runtime.byte_sizes import GIB
 from tests.training.helpers.in_process import TINY_RUN, command_here, components_of
 from training.components import Components
-from training.planning import fit
-from training.planning import plan as plan_module
+from training.planning import fit, memory
 from training.planning.fit import MisfitError, exceeded, misfit, refuse_misfit
 from training.planning.machine import machine_of
 from training.planning.plan import plan_filled
@@ -31,7 +30,7 @@ def planned(*overrides: str, has_gpu: bool = False) -> tuple[Components, RunPlan
 @pytest.fixture
 def process_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process of the tests may have grown beyond the machines that they plan for."""
-    monkeypatch.setattr(plan_module, "rss_gib", lambda: 0.0)
+    monkeypatch.setattr(memory, "rss_gib", lambda: 0.0)
 
 
 @pytest.fixture

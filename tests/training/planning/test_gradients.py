@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload.weights import gradient_ring
+from offload.weights.gradients import ring
 from tests.training.helpers.in_process import components_of
 from training.components import Components
 from training.errors import UserError
@@ -26,8 +26,8 @@ def plan_of(components: Components):
 @pytest.fixture(autouse=True)
 def no_least_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else small models have room for all gradients in the ring."""
-    monkeypatch.setattr(gradient_ring, "LEAST_RING_BYTES", 0)
-    monkeypatch.setattr(gradient_ring, "RING_UNITS", 1)
+    monkeypatch.setattr(ring, "LEAST_RING_BYTES", 0)
+    monkeypatch.setattr(ring, "RING_UNITS", 1)
 
 
 def in_pieces(components: Components) -> Components:
@@ -71,7 +71,7 @@ def test_auto_keeps_gradients_that_a_dry_run_does_not_show_to_be_final(change, w
 
 
 def test_auto_keeps_gradients_where_that_fits_and_is_faster():
-    """Of so few tokens the update takes longer than backward."""
+    """With so few tokens the update takes longer than backward."""
     job = (*JOB, "model.hidden_size=1024", "model.num_hidden_layers=16", "offload.resident=0")
     plans = {}
     for name, more in {

@@ -134,13 +134,6 @@ def test_microbatches_beyond_those_of_the_dry_run(planned, mode: str):
         assert six - four == pytest.approx(2 * (four - one) / 3, rel=0.2)
 
 
-def test_the_exchange_of_gradients_counts_where_it_is_larger_than_activations(planned):
-    job = ("batch_size=2", "seq_len=2", "microbatches=1")
-    assert "exchange" not in planned(*job).device_bytes
-    plan = planned(*job, "devices=2")
-    assert plan.device_bytes["exchange"] > plan.device_bytes["activations"]
-
-
 def test_a_model_without_a_dry_run_is_planned_by_bounds(planned, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Llama, "forward", lambda self, ids, labels: ids.sum().item())
     plan = planned("offload=layer_stream")

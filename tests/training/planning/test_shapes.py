@@ -28,6 +28,27 @@ WRONG = {
     "channels of a UNet": (*UNET, "dataset=synthetic_images", "dataset.shape=[3,8,8]", "dataset.num_classes=3"),
 }
 
+SMALL = "vocab_size: 64, num_hidden_layers: 2, hidden_size: 32, intermediate_size: 48, num_attention_heads: 4"
+EXPERTS = f"{SMALL}, num_key_value_heads: 4, n_routed_experts: 4, moe_intermediate_size: 16, first_k_dense_replace: 1"
+# Keys of an architecture that contradict each other, of which its configuration class says nothing.
+CONTRADICTORY = {
+    "fewer experts than groups": ("deepseek_v3", EXPERTS),
+    "no number of experts to choose": ("deepseek_v2", EXPERTS),
+    "heads that the keys do not divide": ("qwen3", f"{SMALL}, num_key_value_heads: 3"),
+    "groups that do not divide the heads": (
+        "mamba2",
+        "vocab_size: 64, num_hidden_layers: 2, hidden_size: 32, num_heads: 8, head_dim: 8, n_groups: 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTORY)
+def test_sizes_that_contradict_each_other_are_refused(name: str):
+    source, overrides = CONTRADICTORY[name]
+    components = components_of(*RUN, "model=hf", f"model.source={source}", f"model.overrides={{{overrides}}}")
+    with pytest.raises(UserError, match=r"^model=hf with dataset=synthetic: sizes do not fit each other \(.+\): "):
+        plan_run(components, machine_of(components), True)
+
 
 @pytest.mark.parametrize("name", WRONG)
 def test_other_sizes_are_refused(name: str):

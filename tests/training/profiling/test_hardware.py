@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from offload.runtime.bandwidth import Bandwidth
+from offload.runtime.memory.bandwidth import Bandwidth
 from training.errors import UserError
 from training.profiling import hardware
 
@@ -76,6 +76,15 @@ def test_the_cpu_is_described():
     assert facts["cpu_name"]
     assert 0.1 < facts["host_memory_gib"] < 100_000
     assert json.loads(json.dumps(facts)) == facts
+
+
+def test_the_hosts_memory_is_what_this_process_may_use(monkeypatch):
+    monkeypatch.setattr(hardware, "usable_host_bytes", lambda: 3 * 2**30)
+    assert hardware.describe_device(CPU)["host_memory_gib"] == 3.0
+    # Neither /proc nor control groups, as on macOS.
+    monkeypatch.setattr(hardware, "usable_host_bytes", lambda: None)
+    monkeypatch.setattr(hardware.psutil, "virtual_memory", lambda: SimpleNamespace(total=5 * 2**30))
+    assert hardware.describe_device(CPU)["host_memory_gib"] == 5.0
 
 
 def test_the_bus_is_measured_once_for_each_device(monkeypatch):

@@ -16,7 +16,10 @@ from training.runs.compose_errors import explain_refusal, is_refusal
     ("override", "line"),
     [
         ("offload=fast", "offload=fast: there is no such option; choose from "),
-        ("steps=many", "steps: "),
+        ("steps=many", "steps=many: must be a whole number"),
+        ("optimizer.lr=fast", "optimizer.lr=fast: must be a number"),
+        ("plan=perhaps", "plan=perhaps: must be true or false"),
+        ("precision=fp16", "precision=fp16: choose from auto, bf16, fp32"),
         ("batch_size=null", "batch_size=null: must have a value"),
         ("tracking.tags=a", "tracking.tags=a: must be a list, such as [a]"),
         ("steps", "steps: is not KEY=VALUE; put a VALUE with blanks or brackets"),

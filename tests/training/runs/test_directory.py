@@ -69,6 +69,21 @@ def test_a_refused_command_leaves_a_killed_run_as_it_was(finished: Path):
     assert read_run(finished).status == "killed"
 
 
+def test_a_directory_with_a_configuration_of_something_else_is_left_alone(tmp_path: Path):
+    (tmp_path / "config.yaml").write_text("mine: 1\n")
+    line = train_tiny(tmp_path, status=1)
+    assert f"{tmp_path / 'config.yaml'}: not written by a run, which would replace it: choose" in line
+    assert content(tmp_path) == {"config.yaml": b"mine: 1\n"}
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_the_folder_of_the_program_takes_no_run():
+    before = set(os.listdir(ROOT))
+    with pytest.raises(UserError, match="the folder of this program: choose a directory of its own"), locked(ROOT):
+        pass
+    assert set(os.listdir(ROOT)) == before
+
+
 @pytest.mark.slow
 def test_a_refused_plan_leaves_an_earlier_plan_as_it_was(tmp_path: Path):
     train_tiny(tmp_path, "plan=true")

@@ -39,4 +39,4 @@ def test_nothing_else_reads_hydras_global():
         names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
         if "HydraConfig" in names:
             readers.add(str(path.relative_to(ROOT)))
-    assert readers == {"training/runs/invocation.py", "training/sweep.py"}
+    assert readers == {"training/runs/invocation.py", "training/sweeps/launcher.py"}

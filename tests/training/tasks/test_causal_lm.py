@@ -33,14 +33,13 @@ def test_a_dataset_without_tokens_and_a_small_vocabulary_are_named():
     with pytest.raises(UserError, match=r"^model\.vocab_size=\d+ is smaller than the tokenizer's 99999"):
         CausalLM().check(config, SimpleNamespace(vocab_size=99999), SimpleNamespace(vocab_size=256))
     with pytest.raises(UserError, match=r"^task=causal_lm: Identity has no vocabulary"):
-        CausalLM().check(config, SimpleNamespace(vocab_size=256), nn.Identity())
+        CausalLM().check_model(config, nn.Identity())
 
 
 def test_a_sequence_beyond_the_models_positions_is_refused():
     """On a GPU such a position would end the process."""
     config, _ = composed("seq_len=17")
-    dataset = SimpleNamespace(vocab_size=256)
-    CausalLM().check(config, dataset, SimpleNamespace(vocab_size=256, most_positions=17))
-    CausalLM().check(config, dataset, SimpleNamespace(vocab_size=256, most_positions=None))
+    CausalLM().check_model(config, SimpleNamespace(vocab_size=256, most_positions=17))
+    CausalLM().check_model(config, SimpleNamespace(vocab_size=256, most_positions=None))
     with pytest.raises(UserError, match=r"^seq_len=17: the model has embeddings for 16 positions: take no more$"):
-        CausalLM().check(config, dataset, SimpleNamespace(vocab_size=256, most_positions=16))
+        CausalLM().check_model(config, SimpleNamespace(vocab_size=256, most_positions=16))

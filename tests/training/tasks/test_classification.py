@@ -112,4 +112,4 @@ def test_a_language_model_is_refused() -> None:
     model = nn.Identity()
     model.vocab_size = 3
     with pytest.raises(UserError, match=r"^task=classification: Identity is a language model: take one of images"):
-        Classification().check(None, SimpleNamespace(num_classes=2), model)
+        Classification().check_model(None, model)

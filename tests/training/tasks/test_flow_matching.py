@@ -197,7 +197,7 @@ class TestLoss:
         model = Linear()
         model.vocab_size = 3
         with pytest.raises(UserError, match=r"^task=flow_matching: Linear is a language model: take one"):
-            FlowMatching(null_class=CLASSES).check(None, WithClasses(CLASSES), model)
+            FlowMatching(null_class=CLASSES).check_model(None, model)
 
     def test_a_dataset_without_images_is_refused(self) -> None:
         with pytest.raises(UserError, match="object has no images"):

@@ -1,0 +1,184 @@
+"""The families of diffusion models: what a class of diffusers is called with, in one uniform call.
+
+The uniform call is `velocity(network, noisy, timestep, condition)`: noisy and velocity [B, C, H, W] (videos
+[B, C, frames, H, W], sounds [B, C, length], embeddings [B, C]), timestep float32 [B] from 0 (image) to 1 (noise),
+condition by name. `Called` is the general rule: a class is called as its row in `models.diffusion_families` says.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from models.diffusion_inputs import AS_THEY_ARE, Given, Layout
+
+Shape = tuple[int, ...]
+Config = Mapping[str, Any]
+# A number, the key of the configuration that has it ("caption_channels", or of a list "caption_channels.0"), several
+# keys of which the first that is not null counts ("caption_channels|cross_attention_dim"), or what computes it.
+Size = int | str | Callable[[Config], int]
+# Most models were trained on the numbers of 1000 steps.
+STEPS = 1000
+
+
+class Family(ABC):
+    """The inputs of the models of one class of diffusers. `config` is the configuration of a model."""
+
+    optional: tuple[str, ...] = ()
+    """conditions that may be left out"""
+    first_stds: ClassVar[Mapping[str, float]] = {}
+    """how layers begin that do not begin as torch makes them: the standard deviation of their weights, 0 for zeros, by
+    patterns over their names"""
+
+    def check(self, config: Config) -> None:
+        """Raises ValueError naming a key and its value, where a model of that configuration needs inputs not known."""
+        require(config, in_channels=config["out_channels"] or config["in_channels"])
+
+    def condition_shapes(self, config: Config) -> dict[str, Shape]:
+        """Returns the shape of one example of each condition that the model needs; that of a label is ()."""
+        return {}
+
+    def num_labels(self, config: Config) -> int | None:
+        """Returns the number of labels that have an embedding, that for no label included. None: no labels."""
+        return None
+
+    def sample_shape(self, config: Config) -> Shape | None:
+        """Returns the shape of one image, [C, H, W]; None where the model takes any size."""
+        return square(config["in_channels"], config.get("sample_size"))
+
+    def channels(self, config: Config) -> int:
+        """Returns the channels of `noisy`."""
+        return config["in_channels"]
+
+    def adapt(self, network: nn.Module) -> None:
+        """Changes the new model: where it draws random numbers that the loop draws, say."""
+        return
+
+    @abstractmethod
+    def velocity(self, network: nn.Module, noisy: Tensor, timestep: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        """Calls the model. `noisy` has its dtype, and so have the floating-point tensors of `condition`."""
+
+
+@dataclass(frozen=True)
+class Called(Family):
+    """A class whose call is described by values: the conditions with their sizes, and the inputs that follow from them.
+
+    Attributes:
+        sizes: for each condition, which has the name of an argument of the model's forward, the sizes of one example. A
+            condition of which a size is null in the configuration is not taken.
+        inputs: functions that return further arguments of the call: masks, places of patches, sizes of the image.
+        layout: how latents lie in the model's input and output.
+        latents, time: the arguments that take them.
+        steps: the model's number for time 1, or the function that has it; 1 where times are from 0 to 1.
+        rounded: times have the model's dtype, from which some take that of their embeddings; else float32.
+        from_noise: times count from noise (0) to image.
+        to_image: the model predicts the velocity from noise to image.
+        in_channels, out_channels: of one input of the model, as sizes. A null out_channels is in_channels.
+        variance: the model may have twice the channels out, of which the second half, a variance, is left out, as SiT
+            does (Ma et al. 2024).
+        sample: the sizes of one image after its channels; () where the model takes any.
+        one_size: the model takes latents of these sizes only.
+        adapted: changes the new model.
+        required: the values of keys without which a model needs inputs that are not known here.
+    """
+
+    sizes: Mapping[str, tuple[Size, ...]] = field(default_factory=dict)
+    inputs: tuple[Callable[[Given], dict[str, Any]], ...] = ()
+    layout: Layout = AS_THEY_ARE
+    latents: str = "hidden_states"
+    time: str = "timestep"
+    steps: Size = STEPS
+    rounded: bool = False
+    from_noise: bool = False
+    to_image: bool = False
+    in_channels: Size = "in_channels"
+    out_channels: Size = "out_channels"
+    variance: bool = False
+    sample: tuple[Size, ...] = ()
+    one_size: bool = False
+    adapted: Callable[[nn.Module], None] | None = None
+    required: Mapping[str, Any] = field(default_factory=dict)
+    optional: tuple[str, ...] = ()
+    first_stds: Mapping[str, float] = field(default_factory=dict)
+
+    def check(self, config: Config) -> None:
+        require(config, **self.required)
+        taken = size_of(config, self.in_channels)
+        made = size_of(config, self.out_channels)
+        if made not in (None, taken) and not (self.variance and made == 2 * taken):
+            raise ValueError(
+                f"{_name_of(self.out_channels)}={made}: the model must return as many channels as it takes, {taken}"
+            )
+        self.layout.check(taken)
+
+    def condition_shapes(self, config: Config) -> dict[str, Shape]:
+        shapes = {name: tuple(size_of(config, size) for size in sizes) for name, sizes in self.sizes.items()}
+        return {name: shape for name, shape in shapes.items() if None not in shape}
+
+    def sample_shape(self, config: Config) -> Shape | None:
+        shape = tuple(size_of(config, size) for size in self.sample)
+        return None if not shape or None in shape else (self.channels(config), *shape)
+
+    def channels(self, config: Config) -> int:
+        return self.layout.channels(size_of(config, self.in_channels))
+
+    def adapt(self, network: nn.Module) -> None:
+        if self.adapted is not None:
+            self.adapted(network)
+
+    def velocity(self, network: nn.Module, noisy: Tensor, timestep: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        config, shape = network.config, tuple(noisy.shape[1:])
+        if self.one_size and shape != self.sample_shape(config):
+            raise ValueError(f"the model takes images of shape {list(self.sample_shape(config))}, not {list(shape)}")
+        given = Given(network, noisy, timestep, condition)
+        time = (1 - timestep if self.from_noise else timestep) * size_of(config, self.steps)
+        arguments = {
+            self.latents: self.layout.packed(noisy),
+            self.time: time.to(noisy.dtype) if self.rounded else time,
+            # Some have no default.
+            **dict.fromkeys(self.optional),
+            **condition,
+        }
+        for made in self.inputs:
+            arguments |= made(given)
+        output = network(**arguments, return_dict=False)
+        output = self.layout.unpacked(output[0] if isinstance(output, tuple) else output, noisy)
+        if self.variance:
+            output = output[:, : noisy.shape[1]]
+        return -output if self.to_image else output
+
+
+def size_of(config: Config, size: Size) -> Any:
+    """Returns the number that a `Size` stands for in a configuration; None where its keys are null or not there."""
+    if callable(size):
+        return size(config)
+    if not isinstance(size, str):
+        return size
+    for name in size.split("|"):
+        key, _, index = name.partition(".")
+        value = config.get(key)
+        if value is not None:
+            return value[int(index)] if index else value
+    return None
+
+
+def require(config: Config, **values: Any) -> None:
+    """Raises ValueError naming the first key whose value in `config` is another than in `values`."""
+    for key, value in values.items():
+        if config[key] != value:
+            raise ValueError(f"{key}={config[key]}: only {key}={value} is supported in this model")
+
+
+def square(channels: int, size: int | list[int] | None) -> Shape | None:
+    """Returns the shape [C, H, W] of images of one size, or of a pair of sizes; None without a size."""
+    if size is None:
+        return None
+    return (channels, size, size) if isinstance(size, int) else (channels, *size)
+
+
+def _name_of(size: Size) -> str:
+    return size if isinstance(size, str) else "out_channels"

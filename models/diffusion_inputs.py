@@ -1,0 +1,375 @@
+"""The inputs of diffusion models that follow from others: latents as they take them, masks, places of patches, sizes.
+
+Each is what the pipeline of the model in diffusers makes. They are made on the device of the latents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isqrt, prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TEXT = "encoder_hidden_states"
+# Pixels of a side for each latent of the usual autoencoders.
+PIXELS = 8
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a model is called with: latents [B, C, ...], times float32 [B] from 0 to 1, and conditions by name."""
+
+    network: nn.Module
+    noisy: Tensor
+    timestep: Tensor
+    condition: Mapping[str, Tensor]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.network.config
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of the text."""
+        return self.condition[TEXT].shape[1]
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Height and width of the latents."""
+        return tuple(self.noisy.shape[-2:])
+
+    def grid(self, patch: int) -> tuple[int, int]:
+        """Rows and columns of patches of `patch` latents a side."""
+        return tuple(side // patch for side in self.sides)
+
+
+Made = Callable[[Given], dict[str, Any]]
+
+
+class Layout:
+    """Latents as they are."""
+
+    def check(self, in_channels: int) -> None:
+        """Raises ValueError where inputs of that many channels cannot be made of latents."""
+        return
+
+    def channels(self, in_channels: int) -> int:
+        """Returns the channels of latents, of which the model's input has `in_channels`."""
+        return in_channels
+
+    def packed(self, noisy: Tensor) -> Tensor:
+        """Returns latents [B, C, ...] as the model takes them."""
+        return noisy
+
+    def unpacked(self, output: Tensor, noisy: Tensor) -> Tensor:
+        """Returns the model's output in the layout of `noisy`."""
+        return output
+
+
+class Moved(Layout):
+    """Latents whose channels come after `before` other dimensions, such as frames."""
+
+    def __init__(self, before: int):
+        self._to = before + 1
+
+    def packed(self, noisy: Tensor) -> Tensor:
+        return noisy.movedim(1, self._to)
+
+    def unpacked(self, output: Tensor, noisy: Tensor) -> Tensor:
+        return output.movedim(self._to, 1)
+
+
+@dataclass(frozen=True)
+class Patches(Layout):
+    """Latents as a sequence [B, patches, channels of a patch], in the order of rows; a patch has `sides` latents."""
+
+    sides: tuple[int, ...]
+
+    def check(self, in_channels: int) -> None:
+        if in_channels % prod(self.sides):
+            raise ValueError(f"in_channels={in_channels}: must be a multiple of {prod(self.sides)}, one patch")
+
+    def channels(self, in_channels: int) -> int:
+        return in_channels // prod(self.sides)
+
+    def packed(self, noisy: Tensor) -> Tensor:
+        counts, dims = self._counts(noisy), len(self.sides)
+        split = [size for pair in zip(counts, self.sides, strict=True) for size in pair]
+        patches = noisy.reshape(*noisy.shape[:2], *split)
+        order = [*range(2, 2 + 2 * dims, 2), 1, *range(3, 3 + 2 * dims, 2)]
+        return patches.permute(0, *order).reshape(len(noisy), prod(counts), -1)
+
+    def unpacked(self, output: Tensor, noisy: Tensor) -> Tensor:
+        counts, dims = self._counts(noisy), len(self.sides)
+        patches = output.view(len(noisy), *counts, noisy.shape[1], *self.sides)
+        pairs = [dim for number in range(dims) for dim in (1 + number, 2 + dims + number)]
+        return patches.permute(0, 1 + dims, *pairs).reshape(noisy.shape)
+
+    def _counts(self, noisy: Tensor) -> list[int]:
+        if any(size % side for size, side in zip(noisy.shape[2:], self.sides, strict=True)):
+            sizes, sides = list(noisy.shape[2:]), list(self.sides)
+            raise ValueError(f"sizes of latents must be multiples of a patch {sides}, not {sizes}")
+        return [size // side for size, side in zip(noisy.shape[2:], self.sides, strict=True)]
+
+
+class Separate(Layout):
+    """Images as a list of videos of one frame, one for each example."""
+
+    def packed(self, noisy: Tensor) -> list[Tensor]:
+        return list(noisy.unsqueeze(2).unbind())
+
+    def unpacked(self, output: list[Tensor], noisy: Tensor) -> Tensor:
+        return torch.stack(list(output)).squeeze(2)
+
+
+class PatchesInTraining(Layout):
+    """Images that come back as [B, C, patches, latents of a patch] of a model in training."""
+
+    def unpacked(self, output: Tensor, noisy: Tensor) -> Tensor:
+        if output.shape == noisy.shape:
+            return output
+        batch, channels, height, width = noisy.shape
+        side = isqrt(output.shape[-1])
+        patches = output.view(batch, channels, height // side, width // side, side, side)
+        return patches.transpose(3, 4).reshape(noisy.shape)
+
+
+AS_THEY_ARE = Layout()
+FRAMES_FIRST, CHANNELS_LAST = Moved(1), Moved(3)
+
+
+def constant(**arguments: Any) -> Made:
+    """The arguments themselves."""
+    return lambda given: arguments
+
+
+def mask_of(argument: str, text: str = TEXT, dtype: torch.dtype = torch.bool) -> Made:
+    """A mask [B, tokens] of a text: all its tokens count, unless the caller has given the mask."""
+
+    def made(given: Given) -> dict[str, Any]:
+        if argument in given.condition or text not in given.condition:
+            return {}
+        return {argument: torch.ones(given.condition[text].shape[:2], dtype=dtype, device=given.noisy.device)}
+
+    return made
+
+
+def guidance(scale: float, rounded: bool = False) -> Made:
+    """The scale of guidance [B] for models that have an embedding for it, as diffusers' own training gives it.
+
+    `rounded`: in the dtype of the model, else float32.
+    """
+
+    def made(given: Given) -> dict[str, Any]:
+        if not given.config["guidance_embeds"]:
+            return {}
+        dtype = given.noisy.dtype if rounded else given.timestep.dtype
+        return {"guidance": torch.full_like(given.timestep, scale, dtype=dtype)}
+
+    return made
+
+
+def scaled_guidance(scale: float) -> Made:
+    """As `guidance`, times the scale of its embedding in the configuration."""
+
+    def made(given: Given) -> dict[str, Any]:
+        return guidance(scale * given.config["guidance_embeds_scale"])(given)
+
+    return made
+
+
+def places(axes: int = 3, row_axis: int = 1, text_axes: tuple[int, ...] = ()) -> Made:
+    """Places of patches of 2 x 2 latents, [patches, axes]: row and column in the axes from `row_axis` on, else 0.
+
+    Those of the text count its tokens in `text_axes`.
+    """
+
+    def made(given: Given) -> dict[str, Any]:
+        rows, columns = given.grid(2)
+        device = given.noisy.device
+        of_image = torch.zeros(rows, columns, axes, device=device)
+        of_image[..., row_axis] += torch.arange(rows, device=device)[:, None]
+        of_image[..., row_axis + 1] += torch.arange(columns, device=device)
+        of_text = torch.zeros(given.tokens, axes, device=device)
+        for axis in text_axes:
+            of_text[:, axis] += torch.arange(given.tokens, device=device)
+        return {"img_ids": of_image.view(-1, axes), "txt_ids": of_text}
+
+    return made
+
+
+def places_after_text(given: Given) -> dict[str, Any]:
+    """Places of LongCat-Image: the image is modality 1, and its rows and columns begin where 512 tokens would end."""
+    made = places(text_axes=(1, 2))(given)
+    offset = torch.zeros_like(made["img_ids"])
+    offset[:, 0] += 1
+    offset[:, 1:] += 512
+    return made | {"img_ids": made["img_ids"] + offset}
+
+
+def mask_of_text_and_patches(given: Given) -> dict[str, Any]:
+    """The mask of Chroma, [B, tokens + patches]: all count."""
+    rows, columns = given.grid(2)
+    shape = len(given.noisy), given.tokens + rows * columns
+    return {"attention_mask": torch.ones(shape, dtype=torch.bool, device=given.noisy.device)}
+
+
+def patch_counts(given: Given) -> dict[str, Any]:
+    """Frames, rows and columns of patches of 2 x 2 latents, for each example a list of one image."""
+    return {"img_shapes": [[(1, *given.grid(2))]] * len(given.noisy)}
+
+
+def video_sizes(given: Given) -> dict[str, Any]:
+    """Frames, height and width of latents, and what one of them stands for in seconds and pixels of LTX-Video."""
+    frames, height, width = given.noisy.shape[2:]
+    # 25 frames a second; a latent stands for 8 frames of 32 x 32 pixels.
+    scale = (8 / 25, 32, 32)
+    return {"num_frames": frames, "height": height, "width": width, "rope_interpolation_scale": scale}
+
+
+def _pixels(given: Given) -> Tensor:
+    """Height and width of the image in pixels, [B, 2]."""
+    sides = [given.noisy.new_full((len(given.noisy),), PIXELS * side) for side in given.sides]
+    return torch.stack(sides, dim=1)
+
+
+def resolution(given: Given) -> dict[str, Any]:
+    """Height and width in pixels [B, 2], and their ratio [B, 1], of PixArt-alpha."""
+    pixels = _pixels(given)
+    return {"added_cond_kwargs": {"resolution": pixels, "aspect_ratio": pixels[:, :1] / pixels[:, 1:]}}
+
+
+def sizes_of_image(given: Given) -> dict[str, Any]:
+    """Height and width in pixels of an image that was neither scaled nor cropped, of CogView."""
+    pixels = _pixels(given)
+    return {"original_size": pixels, "target_size": pixels, "crop_coords": torch.zeros_like(pixels)}
+
+
+def style_and_sizes(given: Given) -> dict[str, Any]:
+    """The style of photographs, and the sizes of an image that was not cropped, of Hunyuan-DiT."""
+    if not given.config["use_style_cond_and_image_meta_size"]:
+        return {}
+    pixels = _pixels(given)
+    return {
+        "style": torch.zeros(len(given.noisy), dtype=torch.int64, device=given.noisy.device),
+        "image_meta_size": torch.cat([pixels, pixels, torch.zeros_like(pixels)], dim=1),
+    }
+
+
+def rotary_2d(given: Given) -> dict[str, Any]:
+    """Rotary places of patches of Hunyuan-DiT, for which images of 512 pixels have the base size."""
+    from diffusers.models.embeddings import get_2d_rotary_pos_embed
+
+    network, patch = given.network, given.config["patch_size"]
+    grid = given.grid(patch)
+    crop = _crop(grid, 512 // PIXELS // patch, 512 // PIXELS // patch)
+    width = network.inner_dim // network.num_heads
+    return {"image_rotary_emb": get_2d_rotary_pos_embed(width, crop, grid, device=given.noisy.device, output_type="pt")}
+
+
+def rotary_of_videos(given: Given) -> dict[str, Any]:
+    """Rotary places of patches of CogVideoX: of its first version without, of 1.5 with patches of several frames."""
+    from diffusers.models.embeddings import get_3d_rotary_pos_embed
+
+    config, frames = given.config, given.noisy.shape[2]
+    if not config["use_rotary_positional_embeddings"]:
+        return {}
+    patch, patch_t = config["patch_size"], config.get("patch_size_t")
+    grid = given.grid(patch)
+    base = config["sample_height"] // patch, config["sample_width"] // patch
+    options = {
+        "crops_coords": None if patch_t else _crop(grid, *base),
+        "temporal_size": -(-frames // patch_t) if patch_t else frames,
+        **({"grid_type": "slice", "max_size": base} if patch_t else {}),
+    }
+    width = config["attention_head_dim"]
+    return {"image_rotary_emb": get_3d_rotary_pos_embed(width, grid_size=grid, device=given.noisy.device, **options)}
+
+
+def rotary_of_allegro(given: Given) -> dict[str, Any]:
+    """Rotary places of patches of Allegro, by frame, row and column."""
+    from diffusers.models.embeddings import get_3d_rotary_pos_embed_allegro
+
+    config, grid = given.config, given.grid(given.config["patch_size"])
+    made = get_3d_rotary_pos_embed_allegro(
+        embed_dim=config["attention_head_dim"],
+        crops_coords=((0, 0), grid),
+        grid_size=grid,
+        temporal_size=given.noisy.shape[2] // config["patch_size_t"],
+        interpolation_scale=tuple(config[f"interpolation_scale_{axis}"] for axis in "thw"),
+        device=given.noisy.device,
+    )
+    each = torch.cartesian_prod(*(axis.to(torch.long) for axis in made[3:]))
+    by_axis = each.T.reshape(3, 1, -1).contiguous()
+    return {"image_rotary_emb": (made[:3], tuple(by_axis))}
+
+
+def rotary_of_lumina(given: Given) -> dict[str, Any]:
+    """Rotary places of Lumina-Next, for images of up to 384 patches a side."""
+    from diffusers.models.embeddings import get_2d_rotary_pos_embed_lumina
+
+    made = get_2d_rotary_pos_embed_lumina(given.network.head_dim, 384, 384, linear_factor=1.0, ntk_factor=1.0)
+    return {"image_rotary_emb": made.to(given.noisy.device)}
+
+
+def rotary_of_sounds(given: Given) -> dict[str, Any]:
+    """Rotary places along a sound, after the global states, of Stable Audio."""
+    from diffusers.models.embeddings import get_1d_rotary_pos_embed
+
+    length = given.noisy.shape[2] + given.condition["global_hidden_states"].shape[1]
+    at = torch.arange(length, device=given.noisy.device)
+    width = given.config["attention_head_dim"] // 2
+    return {"rotary_embedding": get_1d_rotary_pos_embed(width, at, use_real=True, repeat_interleave_real=False)}
+
+
+def places_of_kandinsky(given: Given) -> dict[str, Any]:
+    """Places of Kandinsky 5: frames, rows and columns of patches, and tokens of the text."""
+    device = given.noisy.device
+    counts = (size // side for size, side in zip(given.noisy.shape[2:], given.config["patch_size"], strict=True))
+    return {
+        "visual_rope_pos": [torch.arange(count, device=device) for count in counts],
+        "text_rope_pos": torch.arange(given.tokens, device=device),
+    }
+
+
+def padding(given: Given) -> dict[str, Any]:
+    """The mask of padding of Cosmos, [1, 1, H, W]: none."""
+    return {"padding_mask": given.noisy.new_zeros(1, 1, *given.sides)}
+
+
+def layers_first(argument: str) -> Made:
+    """A condition [B, layers, tokens, width] with its layers first."""
+    return lambda given: {argument: given.condition[argument].transpose(0, 1)}
+
+
+def text_for_each_frame(given: Given) -> dict[str, Any]:
+    """The text of a video once for each frame, [B * frames, tokens, width]."""
+    return {TEXT: given.condition[TEXT].repeat_interleave(given.noisy.shape[2], dim=0)}
+
+
+def rounded_times(network: nn.Module) -> None:
+    """Rounds the angles of times of Kandinsky 5, which are float32, to the dtype of the layer that takes them."""
+    network.time_embeddings.in_layer.register_forward_pre_hook(_rounded)
+
+
+def _rounded(layer: nn.Linear, inputs: tuple[Tensor]) -> Tensor:
+    return inputs[0].to(layer.weight.dtype)
+
+
+def one_by_one(argument: str) -> Made:
+    """A condition as a list with one tensor for each example."""
+    return lambda given: {argument: list(given.condition[argument].unbind())}
+
+
+def _crop(grid: tuple[int, int], base_height: int, base_width: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns the first and the last place of a grid that is scaled into the base size, centred."""
+    rows, columns = grid
+    if rows / columns > base_height / base_width:
+        height, width = base_height, round(base_height / rows * columns)
+    else:
+        height, width = round(base_width / columns * rows), base_width
+    top, left = round((base_height - height) / 2), round((base_width - width) / 2)
+    return (top, left), (top + height, left + width)

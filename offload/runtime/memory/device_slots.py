@@ -1,0 +1,71 @@
+"""A fixed pool of device buffers, each of which holds one unit at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from offload.runtime.streams.registry import Event, Stream, Streams
+from offload.runtime.tensor_parts import parts, wraps
+from offload.runtime.torch_internals import storage_address
+
+_PLAIN = {torch.Tensor, nn.Parameter}
+
+
+class DeviceSlot:
+    """One reusable device buffer: `bytes` is a uint8 tensor.
+
+    `ready` marks the end of the copy that filled the slot, `free` the end of the last work that read it. `readers` are
+    the streams that have read it since it was filled; `read_by` is the one whose reads are over, by `free`, if any.
+    `content` is set by the owner of the slots: the unit in it.
+    """
+
+    def __init__(self, index: int, nbytes: int, streams: Streams):
+        self.index = index
+        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=streams.device)
+        self.ready: Event = streams.event()
+        self.free: Event = streams.event()
+        self.readers: list = []
+        self.read_by: Stream | None = None
+        self.content: object | None = None
+        self.source: object | None = None
+        self._viewed: dict[torch.dtype, torch.Tensor] = {}
+
+    def viewed_as(self, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the bytes as a flat tensor of `dtype`: the same object every time."""
+        if dtype not in self._viewed:
+            self._viewed[dtype] = self.bytes.view(dtype)
+        return self._viewed[dtype]
+
+    def __str__(self) -> str:
+        return f"device slot {self.index}"
+
+
+class DeviceSlots:
+    """A fixed pool of slots of equal size. A slot is found by the address of a tensor that lies in it."""
+
+    def __init__(self, count: int, nbytes: int, streams: Streams):
+        self.all = [DeviceSlot(index, nbytes, streams) for index in range(count)]
+        self._by_address = {_address(slot.bytes): slot for slot in self.all if nbytes}
+
+    def __iter__(self):
+        return iter(self.all)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slot.bytes.numel() for slot in self.all)
+
+    def slot_of(self, tensor: torch.Tensor) -> DeviceSlot | None:
+        """Returns the slot in which the storage of `tensor` lies, or that of a tensor which it wraps; or None."""
+        if type(tensor) not in _PLAIN and wraps(tensor):
+            return next(filter(None, map(self.slot_of, parts(tensor))), None)
+        if tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        return self._by_address.get(storage.data_ptr() or storage_address(storage))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Returns the address of the bytes of `tensor`'s storage; on the meta device, where it has none, its own."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or storage_address(storage)

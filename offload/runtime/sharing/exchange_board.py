@@ -1,0 +1,109 @@
+"""Exchanges a few numbers between processes of one host, through memory that they share.
+
+Each process writes its numbers to a row of its own and reads those of the others. That takes microseconds, where
+messages over sockets take a tenth of a millisecond or more. A row has the number of its exchange and a checksum. So a
+row that is being written, or whose words arrive in another order, reads as one that is not there yet, on any processor.
+
+A row is written again two exchanges later (each process has two). By then all have read it, because each
+process reads all rows of an exchange before it begins the next.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from array import array
+from collections.abc import Sequence
+
+from offload.runtime.sharing.shared_memory import share_memory
+from offload.runtime.sharing.sharers import SharerLostError, Sharers
+
+WORD_BYTES = 8
+# The number of the exchange, how many numbers there are, the numbers, the checksum. Two cache lines of most processors.
+ROW_WORDS = 16
+MOST_NUMBERS = ROW_WORDS - 3
+# A process that waits first lets others run, then it sleeps, longer and longer.
+YIELDS = 50
+SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 20e-6, 1e-3
+# The time between two looks whether the process that it waits for is still there.
+LOOK_EVERY_S = 0.05
+
+
+class ExchangeBoard:
+    """The rows of all `sharers` of a host; every sharer makes one at the same time, and waits for the others."""
+
+    def __init__(self, sharers: Sharers):
+        self._rank, self._count = sharers.rank, sharers.count
+        nbytes = 2 * self._count * ROW_WORDS * WORD_BYTES
+        self._words = share_memory(sharers, nbytes).take(nbytes).cast("q")
+        own = os.getpid(), _started(os.getpid()) or 0
+        self._processes = sharers.exchange(own, "an exchange board", patient=True)
+        self._exchange = 0
+
+    def exchange(self, numbers: Sequence[int], limit_s: float) -> list[list[int]]:
+        """Blocks the host until every sharer has written its numbers; returns those of each, in the order of ranks.
+
+        At most MOST_NUMBERS, of 64 bits. Raises SharerLostError for a sharer whose process has ended, or that does not
+        come within `limit_s` seconds.
+        """
+        if len(numbers) > MOST_NUMBERS:
+            raise ValueError(f"{len(numbers)} numbers are more than a row of the exchange board has: {MOST_NUMBERS}")
+        self._exchange += 1
+        row = array("q", (self._exchange, len(numbers), *numbers))
+        row.append(zlib.crc32(row))
+        start = self._row(self._rank)
+        self._words[start : start + len(row)] = row
+        deadline = time.monotonic() + limit_s
+        return [
+            list(numbers) if rank == self._rank else self._awaited(rank, deadline, limit_s)
+            for rank in range(self._count)
+        ]
+
+    def _row(self, rank: int) -> int:
+        return (2 * rank + self._exchange % 2) * ROW_WORDS
+
+    def _read(self, rank: int) -> list[int] | None:
+        """Returns the numbers of a rank in this exchange; None if they are not there."""
+        start = self._row(rank)
+        if self._words[start] != self._exchange:
+            return None
+        row = array("q", self._words[start : start + ROW_WORDS])
+        end = 2 + row[1]
+        if not 2 <= end < ROW_WORDS or row[0] != self._exchange or zlib.crc32(row[:end]) != row[end]:
+            return None
+        return row[2:end].tolist()
+
+    def _awaited(self, rank: int, deadline: float, limit_s: float) -> list[int]:
+        for _ in range(YIELDS):
+            if (found := self._read(rank)) is not None:
+                return found
+            os.sched_yield()
+        pause_s, look = SHORTEST_SLEEP_S, time.monotonic() + LOOK_EVERY_S
+        while (found := self._read(rank)) is None:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_SLEEP_S)
+            if time.monotonic() < look:
+                continue
+            process, started = self._processes[rank]
+            has_ended, is_late = _started(process) != started, time.monotonic() > deadline
+            # It may have come before its end, or while this process was stopped.
+            if (found := self._read(rank)) is not None:
+                break
+            if has_ended:
+                raise SharerLostError(rank, f"the process {process} of rank {rank} has ended", hangs=False)
+            if is_late:
+                raise SharerLostError(rank, f"rank {rank} did not come within {limit_s:g} seconds", hangs=True)
+            look = time.monotonic() + LOOK_EVERY_S
+        return found
+
+
+def _started(process: int) -> int | None:
+    """Returns when a process was started, in ticks since the system was; None if it has ended."""
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            # The name before it is in brackets, and may have any character.
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])

@@ -1,0 +1,274 @@
+"""Sends each gradient where it belongs: home, to a sum over sharers, to its update alone, or to autograd on the host.
+
+A gradient lands when autograd has summed all uses of a stand-in (`GradientSink` of `stand_ins`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from offload.runtime.forward.running_microbatch import SideBySideError
+from offload.runtime.memory.host_memory import HostArena
+from offload.runtime.sharing.sharers import Sharers
+from offload.runtime.streams.registry import Event
+from offload.runtime.streams.transfer import Transfer
+from offload.runtime.torch_internals import (
+    call_after_backward,
+    is_captured,
+    left_out_of_graphs,
+)
+from offload.weights.gradients.final import KEEP, FinalGradients
+from offload.weights.gradients.offloader import GradientOffloader, Landing
+from offload.weights.gradients.released import ReleasedGradients, used_on_host
+from offload.weights.gradients.summing import GradientSum
+from offload.weights.gradients.updates import NO_UPDATES, Updates
+from offload.weights.units.unit import OffloadUnit
+from offload.weights.units.unit_tensor import UnitTensor
+
+
+class GradientLanding:
+    """The gradients of one attached model's units, in steps and between them.
+
+    `limit_bytes` of them may wait on the device for the bus. `releases`: they go to updates inside backward, and have
+    no homes.
+    """
+
+    copy_in: Callable[[OffloadUnit], list[Event]]
+    """given by the streamer: returns the end of the last copy of a unit in, if no stream has waited for it"""
+
+    def __init__(
+        self,
+        units: Sequence[OffloadUnit],
+        arena: HostArena,
+        transfer: Transfer,
+        sharers: Sharers,
+        *,
+        limit_bytes: int,
+        releases: bool,
+    ):
+        streams = transfer.streams
+        self.limit_bytes = limit_bytes
+        self.final = FinalGradients(all_final=releases)
+        self.offloader = GradientOffloader(transfer, limit_bytes)
+        self.sum: GradientSum | None = None
+        if sharers.count > 1:
+            self.sum = GradientSum(
+                sharers,
+                units,
+                transfer,
+                limit_bytes,
+                land_alone=self._land_alone,
+                is_final=self.final.trusts,
+                copy_in=lambda unit: self.copy_in(unit),
+            )
+        self._released = ReleasedGradients(units, arena, streams, self.offloader) if releases else None
+        self._units = units
+        self._arena = arena
+        self._streams = streams
+        self._updates: Updates = NO_UPDATES
+        self._in_step = False
+        # Inside `accumulating` the step alone ends with readable gradients, else each backward does.
+        self._accumulates = self._is_side_by_side = self._will_settle = False
+        # Gradients that land are final, so sharers may sum them.
+        self._are_final = False
+
+    @property
+    def wait_ms(self) -> float:
+        """The time that the host has waited for room in the ring of released gradients."""
+        return 0.0 if self._released is None else self._released.wait_ms
+
+    def use_updates(self, updates: Updates) -> None:
+        """Begins updates by `updates` from now on, where gradients are final."""
+        self._updates = updates
+        self.final.take_back = updates.take_back
+        if self.sum is not None:
+            self.sum.updates = updates
+
+    # A step.
+
+    def begin_step(self, norms: bool) -> None:
+        """Begins a step. Raises RuntimeError where more than the update needs a gradient that is released.
+
+        `norms`: take the norms of the gradients, for `norms`.
+        """
+        if self._released is not None:
+            self._released.begin_step(self._updates)
+        self._in_step, self._will_settle = True, False
+        self.final.begin_step(self._units)
+        self.offloader.begin_step(self._units, norms)
+        if self.sum is not None:
+            self.sum.begin_step(norms)
+
+    @contextmanager
+    def accumulating(self, side_by_side: bool = False) -> Iterator[None]:
+        """Surrounds backward passes whose gradients nobody reads before the step has ended.
+
+        `side_by_side`: they are those of several microbatches in one.
+        """
+        self._accumulates, self._is_side_by_side = True, side_by_side
+        try:
+            yield
+        finally:
+            self._accumulates = self._is_side_by_side = False
+
+    def last_microbatch(self) -> None:
+        """Declares that the gradients which land from now on in this step are final."""
+        self.final.counting = self._updates.early
+        self._are_final = self.sum is not None
+
+    def end_backward(self) -> None:
+        """Sends all home, also what the step, if it has failed, has left."""
+        self._in_step = self._are_final = False
+        self._send()
+        if self.sum is not None:
+            self.sum.abandon()
+        self.final.end_step()
+
+    def settle(self) -> None:
+        """Blocks the host until all gradients are readable, and nothing reads or writes the homes any more."""
+        self._send()
+        self.offloader.release()
+        if self.sum is not None:
+            self.sum.release()
+        self._streams.synchronize()
+        for unit in self._units:
+            for tensor in unit.trained:
+                self._streams.reads(None, tensor, "the optimizer's update")
+
+    def norms(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Returns the L2 norms of the last step's gradients, if they were taken: float32 scalars on the device.
+
+        Gradients that a hook or the caller has changed since they landed are left out, and so are those that sharers
+        have not summed yet.
+        """
+        norms = self.offloader.norms(self._units)
+        if self.sum is None:
+            return norms
+        summed = self.summed_parameters()
+        return {parameter: norm for parameter, norm in norms.items() if parameter in summed}
+
+    def summed_parameters(self) -> frozenset[nn.Parameter]:
+        """Returns the parameters whose gradients of the last step are sums over the sharers already."""
+        summed = () if self.sum is None else self.sum.summed
+        return frozenset(tensor.host for tensor in summed)
+
+    # Called inside backward.
+
+    def land(
+        self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor, node: torch.autograd.graph.Node
+    ) -> torch.Tensor | None:
+        """Sends a gradient where it is wanted; see `GradientSink`."""
+        if not tensor.trains:
+            # Frozen since forward: autograd gives a resident parameter no gradient then.
+            return None
+        if is_captured(node):
+            return self._on_host(gradient)
+        # First, because it raises where an update may be reading the host memory that the gradient goes to.
+        is_final = self.final.land(unit, tensor)
+        if self._released is not None:
+            self._released.land(unit, tensor, gradient, is_final, self._updates, after=self.copy_in(unit))
+            return None
+        if self.offloader.waits(tensor):
+            self._send()
+        if tensor.leaves_to_autograd(gradient):
+            tensor.landed_in = None
+            return self._on_host(gradient)
+        if self.sum is not None and self.sum.takes(unit, tensor, self._are_final):
+            self.sum.land(unit, tensor, gradient)
+        elif self.sum is not None:
+            self._land_alone(unit, tensor, gradient)
+        else:
+            self._land_at_home(unit, tensor, gradient, is_final)
+        self._settle_in_time()
+        return None
+
+    @left_out_of_graphs
+    def before_host_gradient(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
+        """Blocks the host until the gradient that landed can be added to.
+
+        Raises RuntimeError where it cannot be, and SideBySideError where losses of microbatches side by side use it.
+        """
+        if self._released is not None:
+            raise used_on_host(tensor)
+        if self.sum is not None:
+            self.sum.refuse_host_use(unit, tensor)
+        self._send()
+        if tensor.landed_in is None:
+            # It did not land in memory of its own, but went to autograd, which has added the two.
+            return
+        if self._is_side_by_side:
+            raise SideBySideError(f"{tensor.name} is used outside of the forward of its module")
+        self.final.land(unit, tensor)
+        tensor.meets_host_gradient = True
+        if tensor.landed is not None:
+            tensor.landed.synchronize()
+        self._streams.writes(None, tensor, "autograd's sum on the host")
+
+    def before_gradient_is_read(self) -> None:
+        """Blocks the host until the gradients can be read. Raises RuntimeError where they cannot be, or only later."""
+        if self._released is not None:
+            raise RuntimeError(
+                f"a forward reads the gradient of a weight, which is released to its update alone: {KEEP}"
+            )
+        if self.sum is not None:
+            raise RuntimeError("a forward reads the gradient of a weight that several processes share: read it later")
+        self.settle()
+
+    def _land_alone(self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor) -> None:
+        """Sends a gradient that sharers do not sum home, to memory of this process."""
+        self._land_at_home(unit, tensor, gradient, is_final=False)
+
+    def _land_at_home(self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor, is_final: bool) -> None:
+        if tensor.host.grad is None and tensor.gradient is not None:
+            tensor.landed_in = None
+            if tensor.gradient_is_held:
+                # Somebody still uses the last one in this memory.
+                tensor.gradient = None
+        if tensor.gradient is None:
+            unit.ensure_gradient(tensor, self._arena)
+        self._have_left(self.offloader.land(unit, tensor, gradient, is_final))
+
+    def _send(self) -> None:
+        """Sends home the gradients that wait for others."""
+        self._have_left(self.offloader.send())
+
+    def _have_left(self, batch: Sequence[Landing]) -> None:
+        """Hands on gradients whose copies home are queued."""
+        if not batch:
+            return
+        keeps = self._updates.retain_gradient
+        self.offloader.free([each.leaving for each in batch if not keeps(each.unit, each.tensor, each.leaving)])
+        final: dict[OffloadUnit, list[UnitTensor]] = {}
+        for each in batch:
+            if each.is_final:
+                final.setdefault(each.unit, []).append(each.tensor)
+        for unit, tensors in final.items():
+            self._updates.gradients_landed(unit, tensors, after=self.copy_in(unit))
+
+    def _on_host(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns a gradient in host memory of its own, and blocks the host until it and all others are there."""
+        self.settle()
+        # One with a graph, by `create_graph`, keeps it.
+        with torch.set_grad_enabled(gradient.requires_grad):
+            return gradient.to("cpu", copy=True) if gradient.device.type == "cuda" else gradient
+
+    def _settle_in_time(self) -> None:
+        """Makes the gradient that has landed readable when its backward, or the step, returns."""
+        if not self._in_step:
+            self.settle()
+        elif not self._will_settle:
+            self._will_settle = True
+            call_after_backward(self._after_backward)
+
+    @left_out_of_graphs
+    def _after_backward(self) -> None:
+        self._will_settle = False
+        if self._accumulates:
+            self._send()
+        else:
+            # The caller made this backward itself, and may read the gradients when it returns.
+            self.settle()

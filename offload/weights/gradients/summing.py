@@ -1,0 +1,259 @@
+"""Sums gradients over the sharers of a model's homes, on the devices, while backward goes on.
+
+The gradients of a unit are gathered in a flat buffer as they land. Once all are there, on every sharer, the buffers are
+summed, and each sharer sends its slices of the sum home: it updates these and no others. So every gradient crosses the
+link to the host once, divided among the sharers, where ZeRO-2 (Rajbhandari et al. 2020) divides them as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from offload.runtime.sharing.sharers import Sharers
+from offload.runtime.streams.deferred_free import DeferredFrees, PendingFree
+from offload.runtime.streams.registry import Event
+from offload.runtime.streams.transfer import Transfer, profiled
+from offload.weights.gradients.updates import NO_UPDATES, Updates
+from offload.weights.units.slices import slices_of
+from offload.weights.units.unit import OffloadUnit
+from offload.weights.units.unit_tensor import UnitTensor
+
+# Gradients begin at multiples of this in a buffer, as tensors do in memory: kernels may add in another order elsewhere.
+ALIGNMENT_BYTES = 512
+# Units whose gradients may wait for those of the sharers. Beyond that the oldest goes home, to be summed after it.
+WAITING_UNITS = 4
+
+# Units whose gradients may be summed at one exchange, and what stands for none of them.
+SUMS_AT_ONCE = 4
+NOTHING = -1
+
+LandAlone = Callable[[OffloadUnit, UnitTensor, torch.Tensor], None]
+"""sends one sharer's gradient home, to memory of its own"""
+IsFinal = Callable[[OffloadUnit], bool]
+"""tells whether no weight of the unit is needed any more in this step, as far as this sharer knows"""
+CopyIn = Callable[[OffloadUnit], Sequence[Event]]
+"""returns the end of a copy in that may still be reading the unit's home"""
+
+
+class _UnitGradients:
+    """The gradients of a unit: a flat buffer for each dtype, with a view for each tensor that trains."""
+
+    def __init__(self, unit: OffloadUnit, transfer: Transfer, count: int):
+        streams = transfer.streams
+        self.views: dict[UnitTensor, torch.Tensor] = {}
+        self.landed: set[UnitTensor] = set()
+        self.buffers: list[PendingFree] = []
+        for dtype in dict.fromkeys(tensor.dtype for tensor in unit.trained):
+            tensors = [tensor for tensor in unit.trained if tensor.dtype == dtype]
+            step = ALIGNMENT_BYTES // dtype.itemsize
+            sizes = [-(-tensor.host.numel() // step) * step for tensor in tensors]
+            length = -(-sum(sizes) // (step * count)) * step * count
+            # The bytes between the gradients are summed with them, and used by nobody.
+            flat = torch.zeros(length, dtype=dtype, device=streams.device)
+            name = f"device gradients of {unit}"
+            self.buffers.append(PendingFree(flat, streams.event(), name, streams.compute))
+            for tensor, part in zip(tensors, flat[: sum(sizes)].split(sizes), strict=True):
+                self.views[tensor] = part[: tensor.host.numel()].view(tensor.shape)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.landed) == len(self.views)
+
+
+class GradientSum:
+    """The gradients of this process that are to be summed over `sharers`.
+
+    A unit is summed inside backward when all sharers have all of its gradients: they tell each other with the fetches
+    (`SliceGatherer`). A gradient that a sharer lacks, as of an expert that none of its tokens was sent to, keeps its
+    unit from that. Such a unit goes home by `land_alone`, and so do those beyond WAITING_UNITS: the caller sums them.
+    Where the gradients of a unit are final on all sharers, `updates` may begin behind its sum.
+    """
+
+    def __init__(
+        self,
+        sharers: Sharers,
+        units: Sequence[OffloadUnit],
+        transfer: Transfer,
+        limit_bytes: int,
+        *,
+        land_alone: LandAlone,
+        is_final: IsFinal,
+        copy_in: CopyIn,
+    ):
+        self.updates: Updates = NO_UPDATES
+        self.summed: set[UnitTensor] = set()
+        """what was summed in this step or the last"""
+        self._sharers = sharers
+        self._units = units
+        self._is_final = is_final
+        self._copy_in = copy_in
+        self._transfer = transfer
+        self._streams = transfer.streams
+        self._land_alone = land_alone
+        self._deferred_frees = DeferredFrees(transfer, limit_bytes)
+        self._takes_norms = False
+        self._held: dict[OffloadUnit, _UnitGradients] = {}
+
+    def begin_step(self, norms: bool) -> None:
+        """Begins a step. `norms`: take the norms of the sums."""
+        self._takes_norms = norms
+        self.summed.clear()
+
+    def land(self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor) -> None:
+        """Takes a gradient of the last microbatch, or a further piece of it.
+
+        Raises RuntimeError if a sum without it has been made.
+        """
+        if tensor in self.summed:
+            raise RuntimeError(
+                f"a gradient of {tensor.name} came after the last that was expected: the sharers have summed it."
+                " Reentrant checkpoints around layers that are used twice need use_reentrant=False"
+            )
+        streams = self._streams
+        if unit not in self._held:
+            if len(self._held) >= WAITING_UNITS:
+                self._give_up(next(iter(self._held)))
+            self._held[unit] = _UnitGradients(unit, self._transfer, self._sharers.count)
+        held = self._held[unit]
+        for buffer in held.buffers:
+            streams.writes(streams.compute, buffer, "backward")
+        with torch.no_grad():
+            if tensor in held.landed:
+                held.views[tensor].add_(gradient)
+            else:
+                held.views[tensor].copy_(gradient)
+        held.landed.add(tensor)
+
+    def takes(self, unit: OffloadUnit, tensor: UnitTensor, is_final: bool) -> bool:
+        """Tells whether the sharers sum a gradient that lands inside backward, or it goes home alone.
+
+        `is_final`: it is of the last microbatch. Raises RuntimeError where it would be added to a sum.
+        """
+        if tensor.host.grad is tensor.shared_gradient and tensor not in self.summed:
+            raise RuntimeError(
+                f"the gradient of {tensor.name} is a sum over several processes, which nothing more is added to: set it"
+                " to None before the next step (optimizer.zero_grad)"
+            )
+        if tensor in self.summed or self.holds(unit, tensor):
+            return True
+        return is_final and tensor.host.grad is None and tensor.shared_gradient is not None
+
+    def refuse_host_use(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
+        """Raises RuntimeError if the sharers sum a gradient that a loss adds to on the host."""
+        if tensor in self.summed or self.holds(unit, tensor):
+            raise RuntimeError(
+                f"a loss uses {tensor.name} in host memory, besides the forward that has it on the device: processes"
+                " that share it sum its gradient without that; give each process a home of its own"
+            )
+
+    def holds(self, unit: OffloadUnit, tensor: UnitTensor) -> bool:
+        """Tells whether a gradient, or a piece of it, is waiting for those of the sharers."""
+        return unit in self._held and tensor in self._held[unit].landed
+
+    def offers(self) -> tuple[int, ...]:
+        """Returns SUMS_AT_ONCE numbers: the units whose gradients are all there, the oldest first, and whether final.
+
+        The sharers exchange them, and give those of all to `sum_common`.
+        """
+        complete = [unit for unit, held in self._held.items() if held.is_complete][:SUMS_AT_ONCE]
+        numbers = [2 * unit.index + self._is_final(unit) for unit in complete]
+        return (*numbers, *[NOTHING] * (SUMS_AT_ONCE - len(numbers)))
+
+    def sum_common(self, offers: Sequence[Sequence[int]]) -> bool:
+        """Queues the sums of the units that all sharers have offered, and the copies of its own slices home.
+
+        `offers` has those of each sharer. The order is that of the first, and so the same on all. Returns True if there
+        are any.
+        """
+        finals = [{number // 2: number % 2 for number in theirs if number != NOTHING} for theirs in offers]
+        common = [index for index in finals[0] if all(index in theirs for theirs in finals)]
+        for index in common:
+            unit = self._units[index]
+            self._sum(unit, self._held.pop(unit))
+            # All sharers begin updates early or none: one that still needed the weights would gather new slices.
+            if all(theirs[index] for theirs in finals):
+                self.updates.gradients_landed(unit, unit.trained, after=self._copy_in(unit))
+        return bool(common)
+
+    def end_step(self) -> None:
+        """Sends home what the sharers have not summed."""
+        for unit in list(self._held):
+            self._give_up(unit)
+
+    def release(self) -> None:
+        """Hands the device memory of sums back, for use behind their copies."""
+        self._deferred_frees.release()
+
+    def abandon(self) -> None:
+        """After an error: drops what waits for the sharers."""
+        self._held.clear()
+
+    def _give_up(self, unit: OffloadUnit) -> None:
+        held = self._held.pop(unit)
+        for tensor, view in held.views.items():
+            if tensor in held.landed:
+                self._land_alone(unit, tensor, view.clone())
+
+    def _sum(self, unit: OffloadUnit, held: _UnitGradients) -> None:
+        streams = self._streams
+        gather, d2h = streams.gather, streams.d2h
+        kept = self._room_for_updates(unit)
+        self._transfer.after_compute(gather)
+        with profiled(f"sum gradients of {unit}"), streams.on(gather), torch.no_grad():
+            for buffer in held.buffers:
+                streams.writes(gather, buffer, "sum")
+                self._sharers.sum(buffer.tensor, f"the gradients of {unit}")
+            for tensor, view in held.views.items():
+                tensor.norm = torch.linalg.vector_norm(view, dtype=torch.float32) if self._takes_norms else None
+                if tensor in kept:
+                    streams.writes(gather, kept[tensor], "sum")
+                    own = [view.view(-1)[part.start : part.stop] for part in self._own_elements(unit, tensor)]
+                    torch.cat(own or [view.new_empty(0)], out=kept[tensor].tensor)
+        for tensor, gradient in kept.items():
+            self.updates.retain_gradient(unit, tensor, gradient)
+        summed = streams.event()
+        summed.record(gather)
+        copies = [copy for tensor, view in held.views.items() for copy in self._own_parts(unit, tensor, view)]
+        # Ends the copies of this process, whose slices are all that it updates.
+        done = streams.event() if copies else summed
+        d2h.wait_event(summed)
+        for buffer in held.buffers if copies else ():
+            streams.reads(d2h, buffer, "copy out")
+        for home, part, name in copies:
+            self._transfer.copy_out(home, part, done=done, what=f"gradient of {name}")
+        for buffer in held.buffers:
+            buffer.done = done
+            self._deferred_frees.add(buffer)
+        for tensor in held.views:
+            home = tensor.shared_gradient
+            tensor.landed, tensor.landed_in, tensor.landed_version = done, home, home._version
+            tensor.host.grad = home
+            self.summed.add(tensor)
+
+    def _room_for_updates(self, unit: OffloadUnit) -> dict[UnitTensor, PendingFree]:
+        """Returns memory for this process's slices of each sum, one behind the other, where the device updates."""
+        if not self.updates.keeps_gradients(unit):
+            return {}
+        streams, found = self._streams, {}
+        for tensor in unit.trained:
+            count = sum(map(len, self._own_elements(unit, tensor)))
+            room = torch.empty(count, dtype=tensor.dtype, device=streams.device)
+            name = f"device gradient of {tensor.name}"
+            found[tensor] = PendingFree(room, streams.event(), name, streams.compute)
+            streams.writes(streams.compute, found[tensor], "what this memory was used for before")
+        return found
+
+    def _own_elements(self, unit: OffloadUnit, tensor: UnitTensor) -> list[range]:
+        return slices_of(unit, self._sharers.count).elements(tensor, self._sharers.rank)
+
+    def _own_parts(
+        self, unit: OffloadUnit, tensor: UnitTensor, total: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
+        """Yields the home, the sum and the name of each part of a gradient that this process sends home."""
+        streams = self._streams
+        for part in self._own_elements(unit, tensor):
+            streams.writes(streams.d2h, tensor, "copy out")
+            own = slice(part.start, part.stop)
+            yield tensor.shared_gradient.view(-1)[own], total.view(-1)[own], tensor.name

@@ -1,0 +1,151 @@
+"""The interface between weight streaming and an optimizer that updates weights while the step still runs.
+
+Streaming calls it at fixed points of a step; `offload.optimizer.overlap` implements it. Without such an optimizer
+`NO_UPDATES` takes its place: weights then change between steps only, on the thread that makes the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from offload.runtime.streams.counters import Counters
+from offload.runtime.streams.deferred_free import PendingFree
+from offload.runtime.streams.registry import Event, Signal, Streams
+from offload.weights.gradients.ring import RingBlock
+from offload.weights.units.unit import OffloadUnit
+from offload.weights.units.unit_tensor import UnitTensor
+
+
+class Updates(Protocol):
+    """Updates of units that may be under way beside the step. `early`: they may begin inside backward."""
+
+    early: bool
+
+    def begin_step(self) -> None:
+        """A step begins. Raises RuntimeError where updates of the last one have begun and nothing has ended it."""
+        ...
+
+    def before_onload(self, unit: OffloadUnit) -> None:
+        """Makes the copy of the unit that is queued next on h2d come after the unit's updates.
+
+        Blocks the host while the host itself still updates the unit.
+        """
+        ...
+
+    def is_pending(self, unit: OffloadUnit) -> bool:
+        """Tells whether `before_onload` would block the host."""
+        ...
+
+    def keeps_gradients(self, unit: OffloadUnit) -> bool:
+        """Tells whether `retain_gradient` would take charge of the unit's gradients."""
+        ...
+
+    def retain_gradient(self, unit: OffloadUnit, tensor: UnitTensor, gradient: PendingFree) -> bool:
+        """Takes charge of a gradient's device memory, whose copy home is queued; False leaves it to the caller."""
+        ...
+
+    def gradients_landed(
+        self,
+        unit: OffloadUnit,
+        tensors: Sequence[UnitTensor],
+        after: Sequence[Event],
+        released: RingBlock | PendingFree | None = None,
+    ) -> Signal | None:
+        """Gradients are final and their copies home queued: updates may begin, once the events `after` are past.
+
+        `released`: where a single one is, if not in `.grad`: on its way to a block of the ring, or kept on the device.
+        Returns what is set when the host has read it; None where the host does not.
+        """
+        ...
+
+    def take_back(self) -> bool:
+        """Undoes what has begun of this step's updates, which then begin after it; False where that cannot be done.
+
+        Blocks the host. Where it returns False nothing has changed.
+        """
+        ...
+
+    def abandon_step(self) -> None:
+        """A step ends by an error: takes back what can be. Raises nothing."""
+        ...
+
+    def end_step(self) -> None:
+        """A step is over, and the device is idle."""
+        ...
+
+    def counters(self) -> Counters:
+        """Returns totals since construction."""
+        ...
+
+    def close(self) -> None:
+        """Makes the updates that have begun, and no others. At its end raises an error that nobody has got yet."""
+        ...
+
+
+class NoUpdates:
+    """`Updates` of an optimizer that works between steps."""
+
+    early = False
+
+    def begin_step(self) -> None:
+        pass
+
+    def before_onload(self, unit: OffloadUnit) -> None:
+        pass
+
+    def is_pending(self, unit: OffloadUnit) -> bool:
+        return False
+
+    def keeps_gradients(self, unit: OffloadUnit) -> bool:
+        return False
+
+    def retain_gradient(self, unit: OffloadUnit, tensor: UnitTensor, gradient: PendingFree) -> bool:
+        return False
+
+    def gradients_landed(
+        self,
+        unit: OffloadUnit,
+        tensors: Sequence[UnitTensor],
+        after: Sequence[Event],
+        released: RingBlock | PendingFree | None = None,
+    ) -> Signal | None:
+        return None
+
+    def take_back(self) -> bool:
+        return False
+
+    def abandon_step(self) -> None:
+        pass
+
+    def end_step(self) -> None:
+        pass
+
+    def counters(self) -> Counters:
+        return Counters()
+
+    def close(self) -> None:
+        pass
+
+
+class ImmediateUpdates(NoUpdates):
+    """`Updates` of a dry run, which take no time and change nothing."""
+
+    early = True
+
+    def __init__(self, streams: Streams):
+        self._streams = streams
+
+    def gradients_landed(
+        self,
+        unit: OffloadUnit,
+        tensors: Sequence[UnitTensor],
+        after: Sequence[Event],
+        released: RingBlock | PendingFree | None = None,
+    ) -> Signal | None:
+        consumed = self._streams.signal()
+        consumed.set()
+        return consumed
+
+
+NO_UPDATES = NoUpdates()

@@ -1,0 +1,88 @@
+"""The order in which a step uses units: arithmetic over unit numbers, with no tensor and no stream in it."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+
+from offload.weights.prefetching.repeated_order import RepeatedOrder
+
+_NEVER = (math.inf,)
+
+
+class AccessOrder:
+    """The uses of units in the order of a step, recorded in one step and taken as the forecast of the next.
+
+    `order` is the record, and `position` the index in it of the current use, -1 before the first. A step that departs
+    from the record is looked up where the record has the unit later on (uses were skipped), and recorded anew. Where
+    the record does not have it, as in the first step, the step's own forwards so far are the forecast of the next.
+    """
+
+    def __init__(self) -> None:
+        self.order: list[int] = []
+        self.position = -1
+        self._trace: list[int] = []
+        # The positions of each unit in the record, and infinity behind them.
+        self._uses: dict[int, list[float]] = {}
+        self._forwards = RepeatedOrder()
+        self._is_in_record = True
+
+    def begin(self) -> None:
+        """Begins a step at the start of the record."""
+        self.position, self._trace = -1, []
+        self._forwards, self._is_in_record = RepeatedOrder(), True
+
+    def record(self, unit: int, in_backward: bool = False) -> None:
+        """Records that the step now uses `unit`, in a forward or a backward; repeated uses in a row count once."""
+        if in_backward:
+            # A block that is computed again is not followed by the next one.
+            self._forwards.depart()
+        else:
+            self._forwards.record(unit)
+        if self._trace and self._trace[-1] == unit:
+            return
+        self._trace.append(unit)
+        position = self._next_in_record(unit)
+        self._is_in_record = position < math.inf
+        if self._is_in_record:
+            self.position = position
+
+    def end(self) -> None:
+        """Ends the step. Its uses are the record for the next one, unless the step merely stopped early."""
+        if self._trace != self.order[: len(self._trace)]:
+            self.order = self._trace
+            self._uses = {}
+            for position, unit in enumerate(self.order):
+                self._uses.setdefault(unit, []).append(position)
+            for uses in self._uses.values():
+                uses.append(math.inf)
+        self.begin()
+
+    def next_use(self, unit: int) -> float:
+        """Returns the place of the next use of `unit` among those to come, infinity when none is known."""
+        return self._forwards.next_use(unit) if self._goes_by_forwards else self._next_in_record(unit)
+
+    def _next_in_record(self, unit: int) -> float:
+        uses = self._uses.get(unit, _NEVER)
+        return uses[bisect_right(uses, self.position)]
+
+    def first_use(self, unit: int) -> float:
+        """Returns the position of the first use of `unit` in a step; units without a record come last, by number."""
+        uses = self._uses.get(unit)
+        return uses[0] if uses else len(self.order) + unit
+
+    def upcoming(self, count: int) -> Sequence[int]:
+        """Returns the units of the next `count` uses after the current one."""
+        if self._goes_by_forwards:
+            return self._forwards.upcoming(count)
+        return self.order[self.position + 1 : self.position + 1 + count]
+
+    def farthest(self, units: Iterable[int]) -> int | None:
+        """Returns the one of `units` whose next use is latest (Belady 1966), None if there are none."""
+        next_use = self._forwards.next_use if self._goes_by_forwards else self._next_in_record
+        return max(units, key=next_use, default=None)
+
+    @property
+    def _goes_by_forwards(self) -> bool:
+        return not self._is_in_record and self._forwards.is_known

@@ -1,0 +1,353 @@
+"""Fetches units into device slots ahead of use, and chooses the unit that makes way.
+
+[Note: when a unit stays in its slot]
+
+The host may change the weights at home, and not every change shows. So a slot keeps its unit only while they are
+promised to stay as they are: inside a step, inside `inference`, and during a forward. At the end of each, the slots are
+emptied and the host waits for the copies in. In a step and in `inference` units are fetched ahead of use.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from offload.runtime.memory.device_slots import DeviceSlot, DeviceSlots
+from offload.runtime.streams.registry import Event
+from offload.runtime.streams.transfer import Transfer
+from offload.runtime.torch_internals import is_in_backward
+from offload.weights.gradients.updates import NO_UPDATES, Updates
+from offload.weights.prefetching.access_order import AccessOrder
+from offload.weights.prefetching.file_homes import NO_FILES, NoFiles
+from offload.weights.prefetching.gathering import SliceGatherer
+from offload.weights.prefetching.read_ahead import coming_in
+from offload.weights.prefetching.repeated_order import RepeatedOrder
+from offload.weights.prefetching.slot_contents import SlotContents
+from offload.weights.units.unit import OffloadUnit
+from offload.weights.units.unit_tensor import UnitTensor
+
+
+class Prefetcher:
+    """Keeps the units that compute needs next in a fixed pool of slots, by way of `SlotContents`.
+
+    `updates` is asked before a unit is copied in.
+    """
+
+    def __init__(
+        self,
+        units: list[OffloadUnit],
+        slots: DeviceSlots,
+        transfer: Transfer,
+        prefetch: int,
+        poison: bool,
+        files: NoFiles = NO_FILES,
+        gatherer: SliceGatherer | None = None,
+    ):
+        """`prefetch` is the number of uses ahead for which units are fetched.
+
+        `files` reads what units have in files. `poison` fills freed slots with NaN, so that a stale read shows in the
+        result; it costs the device's memory bandwidth. `gatherer` fills slots inside steps, where all sharers do;
+        outside of steps each copies whole units.
+        """
+        self.updates: Updates = NO_UPDATES
+        self._units = units
+        self._slots = slots
+        self._transfer = transfer
+        self._streams = transfer.streams
+        self._prefetch = prefetch
+        self._files = files
+        self._contents = SlotContents(slots, transfer, poison, files, gatherer)
+        self._slot_of = self._contents.slot_of
+        self._gatherer = gatherer
+        self._access_order = AccessOrder()
+        self._inference_order = RepeatedOrder()
+        # The one of the two that is followed now, if any.
+        self._followed: AccessOrder | RepeatedOrder | None = None
+        # Inside inference: the parameters of each unit as they were when it was copied in first.
+        self._promised: dict[OffloadUnit, list[tuple[int, int]]] = {}
+        # Units fetched last outside of windows: an operation of backward that is not queued yet may read them.
+        self._recent: deque[OffloadUnit] = deque(maxlen=1)
+        self._retained: set[OffloadUnit] = set()
+        # The unit of the last fetch, if that was outside of windows.
+        self._latest: OffloadUnit | None = None
+        # The last fetch ahead ended at a unit that was not ready.
+        self._put_off = False
+
+    def begin_step(self) -> None:
+        """Starts fetching the units that the step will use first."""
+        self._access_order.begin()
+        self._begin(self._access_order)
+
+    def end_step(self) -> None:
+        """Empties every slot, because the weights at home may change before the next step.
+
+        The caller waits for the device afterwards.
+        """
+        self._access_order.end()
+        self._followed = self._latest = None
+        self._contents.end_step()
+        self._recent.clear()
+
+    def begin_inference(self) -> None:
+        """Starts fetching the units that a forward will use first, if forwards were seen before."""
+        self._promised.clear()
+        self._begin(self._inference_order)
+
+    def check_promise(self) -> None:
+        """Raises RuntimeError if a parameter has changed since its unit was copied in, inside `inference`.
+
+        A copy may have been reading the weights at that moment, so the results of earlier forwards are in doubt too.
+        """
+        for unit in self._promised:
+            self._check_promise(unit)
+
+    def begin_forward(self) -> None:
+        """Begins a forward outside of steps and inference, in which units stay in their slots."""
+        for unit in self._units:
+            unit.notice_writes()
+        self._begin(None)
+
+    def let_host_write(self) -> None:
+        """Ends inference or a forward: empties every slot, but for units with open windows, which a later call lets go.
+
+        Afterwards the host may change the weights at home.
+        """
+        self._followed = self._latest = None
+        self._contents.let_host_write()
+        self._recent.clear()
+        # No step will end and do so: the events of many forwards would wait.
+        self._transfer.telemetry.collect()
+
+    def evict_all(self) -> None:
+        """Empties every slot on which no window is open."""
+        self._contents.evict_all()
+        self._recent.clear()
+
+    def slot_of(self, unit: OffloadUnit) -> DeviceSlot:
+        """Returns the slot of a unit that has one, as a unit with an open window does."""
+        return self._slot_of[unit]
+
+    def first_use(self, unit: OffloadUnit) -> float:
+        """Returns the position of the unit's first use in a step; the lower, the sooner."""
+        return self._access_order.first_use(unit.index)
+
+    def unawaited_copy(self, unit: OffloadUnit) -> list[Event]:
+        """Returns the end of the last copy of `unit` to the device, if no stream has waited for it yet.
+
+        The unit was then fetched ahead and has not been used, so the copy may still be reading the home.
+        """
+        return self._contents.unawaited_copy(unit)
+
+    def fetch(self, unit: OffloadUnit, in_window: bool = False) -> DeviceSlot:
+        """Returns the slot that has `unit`, for the current compute stream to read from now on.
+
+        The unit keeps the slot while a window is open on it (`in_window` opens one, `close_window` closes it), else
+        until as many other units have been fetched as one operation may read. Raises RuntimeError when every slot has a
+        unit in use.
+        """
+        if unit is self._latest and not in_window and (slot := self._slot_in_use(unit)) is not None:
+            # One operation of backward after the other asks for the weights of the same unit.
+            self.try_again()
+            return slot
+        self._latest = None if in_window else unit
+        if self._followed is self._access_order:
+            in_backward = is_in_backward()
+            if self._gatherer is not None:
+                self._gatherer.note_use(unit, in_backward)
+            self._access_order.record(unit.index, in_backward=in_backward)
+        elif self._followed is not None:
+            self._followed.record(unit.index)
+            if in_window:
+                self._check_promise(unit)
+        if in_window:
+            # Operations of backward whose weights were unpacked before have been queued by now.
+            self._recent.clear()
+        else:
+            self._remember(unit)
+        slot = self._slot_of.get(unit)
+        by_user = in_window and not unit.open_windows and not (unit.has_begun_updates and is_in_backward())
+        if slot is not None and by_user and slot.source != unit.weights_now():
+            # Its user has changed the weights since: LBFGS or SAM, with the step around all of their passes.
+            self._contents.evict(unit)
+            slot = None
+        slot = slot or self._fill_now(unit, self._make_room())
+        slot.read_by = None
+        if in_window:
+            unit.open_windows += 1
+            self._allow_for_open_windows()
+        stream = self._streams.compute
+        if stream not in slot.readers:
+            self._transfer.await_on(stream, slot.ready)
+            slot.readers.append(stream)
+        if self._streams.d2h in slot.readers:
+            # Buffers that are being copied home may be updated by this use.
+            self._transfer.await_on(stream, unit.written)
+        self._streams.reads(stream, slot, f"use of {unit.name}")
+        self._contents.unawaited.pop(unit, None)
+        self._fetch_ahead(self._prefetch)
+        self._read_ahead()
+        return slot
+
+    def _slot_in_use(self, unit: OffloadUnit) -> DeviceSlot | None:
+        """Returns the slot of a unit that was fetched last, if compute may read it on, and no other stream reads it."""
+        slot = self._slot_of.get(unit)
+        in_use = slot is not None and slot.read_by is None and slot.readers == [self._streams.compute]
+        return slot if in_use else None
+
+    def are_read_here(self, units: Iterable[OffloadUnit]) -> bool:
+        """Tells whether the current compute stream has waited for the copies of units that have open windows."""
+        compute = self._streams.compute
+        return all(compute in self._slot_of[unit].readers for unit in units)
+
+    def try_again(self) -> None:
+        """Fetches ahead where a fetch was put off, because an update or a read of its unit had not ended."""
+        if self._put_off:
+            self._fetch_ahead(self._prefetch)
+
+    def close_window(self, unit: OffloadUnit) -> bool:
+        """Closes a window on `unit` that `fetch` opened. Returns True if no other is open."""
+        unit.open_windows -= 1
+        return not unit.open_windows
+
+    def no_window_left(self, unit: OffloadUnit) -> None:
+        """Notes that nothing which compute is given from now on reads the slot of `unit`, until the next `fetch`."""
+        slot, stream = self._slot_of[unit], self._streams.compute
+        if stream in slot.readers:
+            self._streams.reads(stream, slot, f"use of {unit.name}")
+            slot.free.record(stream)
+            slot.read_by = stream
+
+    @contextmanager
+    def retain_recent(self) -> Iterator[None]:
+        """The units fetched last are in the same slots after the block, whatever the block fetches.
+
+        They stay there if the slots suffice, and are copied in again if not.
+        """
+        recent, retained_before = list(self._recent), self._retained
+        retained = {unit: self._slot_of[unit] for unit in recent if unit in self._slot_of}
+        self._retained = retained_before.union(retained)
+        try:
+            yield
+        finally:
+            self._latest = None
+            self._retained = retained_before
+            self._recent = deque(recent, maxlen=self._recent.maxlen)
+        for unit, slot in retained.items():
+            if slot.content is not unit:
+                self._put_back(unit, slot)
+
+    def write_home(self, unit: OffloadUnit, tensors: list[UnitTensor]) -> None:
+        """Copies tensors of `unit` that compute changed in its slot back to the host block; see `SlotContents`."""
+        self._contents.write_home(unit, tensors)
+
+    def _begin(self, order: AccessOrder | RepeatedOrder | None) -> None:
+        # A backward outside of steps may have left units there, whose weights may have changed.
+        self.evict_all()
+        self._files.check()
+        self._followed, self._latest = order, None
+        self._read_ahead()
+        self._fetch_ahead(len(self._slots.all))
+
+    def _check_promise(self, unit: OffloadUnit) -> None:
+        if unit in self._promised and self._promised[unit] != unit.parameters_now():
+            raise RuntimeError(
+                f"a parameter of {unit} was changed inside mode.inference(), where weights stay as they are: change it"
+                " between two of them, and take no result of this one"
+            )
+
+    def _put_back(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
+        for other in (unit, slot.content):
+            if other in self._slot_of:
+                self._contents.evict(other)
+        self._fill_now(unit, slot)
+        self.fetch(unit)
+
+    def _allow_for_open_windows(self) -> None:
+        """One operation reads at most the units whose windows were open around it: `_recent` has room for as many."""
+        open_units = sum(1 for unit in self._slot_of if unit.open_windows)
+        if open_units > self._recent.maxlen:
+            self._recent = deque(self._recent, maxlen=open_units)
+
+    def _remember(self, unit: OffloadUnit) -> None:
+        if unit in self._recent:
+            self._recent.remove(unit)
+        self._recent.append(unit)
+
+    def _fetch_ahead(self, count: int) -> None:
+        self._put_off = False
+        if self._followed is None:
+            return
+        for index in self._followed.upcoming(count):
+            unit = self._units[index]
+            if unit in self._slot_of:
+                continue
+            slot = self._contents.free_slot() or self._evict_later_than(unit)
+            if slot is None:
+                return
+            pending = self.updates.is_pending(unit) or not self._files.is_ready(unit)
+            if self._gathers:
+                # All sharers fetch the unit, or none.
+                pending = self._gatherer.agree(unit, True, pending)
+            if pending:
+                # The host goes on and queues other work for compute. The slot was given up before: given up later, it
+                # would be free only behind that work.
+                self._put_off = True
+                return
+            self._fill(unit, slot)
+
+    def _read_ahead(self) -> None:
+        """Reads ahead the files that the next copies in need, those of the next step too."""
+        count, slots = self._files.ahead, len(self._slots.all)
+        if not count or self._followed is None:
+            return
+        # Beyond what is in the slots, whose units are used without a copy.
+        far = count + 3 * slots
+        coming = coming_in(self._followed.upcoming(far), (unit.index for unit in self._slot_of), slots, count)
+        if self._followed is self._access_order:
+            coming += coming_in(self._access_order.order[:far], (), slots, count - len(coming))
+        self._files.expect(self._units[index] for index in coming)
+
+    @property
+    def _gathers(self) -> bool:
+        return self._gatherer is not None and self._followed is self._access_order
+
+    def _make_room(self) -> DeviceSlot:
+        slot = self._contents.free_slot()
+        if slot is not None:
+            return slot
+        # Retained units make way only if nothing else can.
+        not_open = [other for other in self._slot_of if not other.open_windows and other not in self._recent]
+        # Where no order is followed, the one that came in first.
+        candidates = [other.index for other in self._evictable() or not_open]
+        farthest = self._followed.farthest(candidates) if self._followed else next(iter(candidates), None)
+        if farthest is None:
+            in_use = ", ".join(str(other) for other in self._slot_of)
+            raise RuntimeError(
+                f"a device slot is needed while all {len(self._slots.all)} are in use by {in_use}:"
+                " give the mode more slots"
+            )
+        return self._contents.evict(self._units[farthest])
+
+    def _evictable(self) -> list[OffloadUnit]:
+        kept = self._retained.union(self._recent)
+        return [unit for unit in self._slot_of if not unit.open_windows and unit not in kept]
+
+    def _evict_later_than(self, wanted: OffloadUnit) -> DeviceSlot | None:
+        order = self._followed
+        farthest = order.farthest(unit.index for unit in self._evictable())
+        if farthest is None or order.next_use(farthest) <= order.next_use(wanted.index):
+            return None
+        return self._contents.evict(self._units[farthest])
+
+    def _fill_now(self, unit: OffloadUnit, slot: DeviceSlot) -> DeviceSlot:
+        if self._gathers:
+            self._gatherer.agree(unit, False)
+        return self._fill(unit, slot)
+
+    def _fill(self, unit: OffloadUnit, slot: DeviceSlot) -> DeviceSlot:
+        self.updates.before_onload(unit)
+        self._contents.fill(unit, slot, by_slices=self._gathers)
+        if self._followed is self._inference_order:
+            self._promised.setdefault(unit, unit.parameters_now())
+        return slot

@@ -1,0 +1,167 @@
+"""Knows which unit is in which device slot: copies units in, writes changed buffers home, empties slots.
+
+[Note: the life of a slot]
+
+- Free. `content` is None, and the h2d stream already waits for every stream that has read the slot.
+- Filling. `fill` queues the copy of a unit on the h2d stream and records `ready` behind it; `content` is the unit.
+  Where processes share the unit's home, it queues copies of slices, and on the gather stream their collectives.
+- Read. The first `Prefetcher.fetch` after that makes compute wait for `ready` and adds it to `readers`. `write_home`
+  adds the d2h stream, which copies changed buffers out of the slot. The slot keeps its unit while a window is open on
+  the unit, while the unit is among those fetched last in backward, and inside `Prefetcher.retain_recent`.
+- Read so far. `Prefetcher.no_window_left` records `free` on compute: what is queued later does not read the slot, until
+  the next `fetch` of the unit.
+- Released. `evict` records `free` on the other readers, on compute if the unit was fetched since, and makes the h2d
+  stream wait for it, so that the next copy into the slot comes after all that reads it: the slot is free. Recorded only
+  now, `free` would come after the work of other units that compute was given meanwhile, and the copy would wait for it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from offload.runtime.memory.device_slots import DeviceSlot, DeviceSlots
+from offload.runtime.streams.registry import Event
+from offload.runtime.streams.transfer import Transfer
+from offload.weights.prefetching.file_homes import NoFiles
+from offload.weights.prefetching.gathering import SliceGatherer
+from offload.weights.units.unit import OffloadUnit
+from offload.weights.units.unit_tensor import UnitTensor
+
+
+class SlotContents:
+    """The units in a fixed pool of slots.
+
+    Two orders hold throughout: compute reads a slot after the copy that fills it, and a copy fills a slot after all
+    streams that read it before.
+    """
+
+    def __init__(
+        self,
+        slots: DeviceSlots,
+        transfer: Transfer,
+        poison: bool,
+        files: NoFiles,
+        gatherer: SliceGatherer | None,
+    ):
+        """`poison`, `files` and `gatherer` are those of `Prefetcher`."""
+        self.slot_of: dict[OffloadUnit, DeviceSlot] = {}
+        """the slot of each unit that has one"""
+        self.unawaited: dict[OffloadUnit, Event] = {}
+        """the end of the last copy in of each unit for which no stream has waited yet"""
+        self._slots = slots
+        self._transfer = transfer
+        self._streams = transfer.streams
+        self._poison = poison
+        self._files = files
+        self._gatherer = gatherer
+        # Units that were copied in since the host last might change the weights.
+        self._copied: set[OffloadUnit] = set()
+        for slot in slots:
+            # The allocator may hand out memory that kernels already queued still use.
+            slot.readers = [self._streams.compute]
+            self._release(slot)
+
+    def free_slot(self) -> DeviceSlot | None:
+        """Returns a slot that has no unit, if there is one."""
+        return next((slot for slot in self._slots if slot.content is None), None)
+
+    def fill(self, unit: OffloadUnit, slot: DeviceSlot, by_slices: bool = False) -> None:
+        """Copies a unit into a free slot. `by_slices`: together with the sharers, which all do so now."""
+        # A write back of this unit is over by now as h2d sees it: its slot was released behind it.
+        self._streams.reads(self._streams.h2d, unit.weights, f"onload of {unit.name}")
+        self._streams.writes(self._streams.h2d, slot, f"onload of {unit.name}")
+        if by_slices:
+            self._gatherer.fill(unit, slot)
+        else:
+            block = unit.weights.bytes
+            self._transfer.copy_in(slot.bytes[: block.numel()], block, done=slot.ready, what=unit.name)
+            self._files.copy_in(unit, slot)
+        for tensor in unit.outside_block():
+            for view, given in zip(tensor.views_of(slot.bytes), tensor.parts_of(tensor.host), strict=True):
+                self._transfer.copy_in(view, given.data, done=slot.ready, what=tensor.name)
+        slot.source = unit.weights_now()
+        self.unawaited[unit] = slot.ready
+        self._copied.add(unit)
+        slot.content = unit
+        self.slot_of[unit] = slot
+
+    def evict(self, unit: OffloadUnit) -> DeviceSlot:
+        """Takes a unit out of its slot, and returns the slot: it is free."""
+        slot = self.slot_of.pop(unit)
+        slot.content = None
+        self._release(slot)
+        return slot
+
+    def evict_all(self) -> None:
+        """Empties every slot on which no window is open."""
+        for unit in list(self.slot_of):
+            if not unit.open_windows:
+                self.evict(unit)
+
+    def write_home(self, unit: OffloadUnit, tensors: list[UnitTensor]) -> None:
+        """Copies tensors of `unit` that compute changed in its slot back to the host block; `unit.written` ends it.
+
+        Raises RuntimeError if processes share that block.
+        """
+        streams, slot = self._streams, self.slot_of[unit]
+        if self._gatherer is not None:
+            raise RuntimeError(
+                f"{tensors[0].name} was changed in a forward, and several processes share it: their changes would"
+                " differ; give each process a home of its own"
+            )
+        streams.writes(streams.compute, slot, f"update of {unit.name}")
+        self._transfer.after_compute(streams.d2h)
+        streams.reads(streams.d2h, slot, f"write back of {unit.name}")
+        streams.writes(streams.d2h, unit.weights, f"write back of {unit.name}")
+        unit.written = streams.event()
+        for tensor in tensors:
+            # What was changed is not read from a file again.
+            tensor.file_version = None
+            for home, changed in zip(unit.home_of(tensor), tensor.parts_of(tensor.device), strict=True):
+                self._transfer.copy_out(home, changed, done=unit.written, what=tensor.name)
+        if streams.d2h not in slot.readers:
+            slot.readers.append(streams.d2h)
+
+    def let_host_write(self) -> None:
+        """Empties every slot, but for units with open windows, and blocks the host until it may change the weights."""
+        copied = self._streams.event()
+        # Before slots are released, for which h2d waits for compute.
+        copied.record(self._streams.h2d)
+        self.evict_all()
+        copied.synchronize()
+        for unit in [unit for unit in self._copied if not unit.open_windows]:
+            if unit.written is not None:
+                unit.written.synchronize()
+            self._streams.writes(None, unit.weights, "the host's next change")
+            self._copied.remove(unit)
+        self.unawaited.clear()
+
+    def end_step(self) -> None:
+        """Empties every slot; the caller waits for the device afterwards."""
+        self.evict_all()
+        self._copied.clear()
+        self.unawaited.clear()
+
+    def unawaited_copy(self, unit: OffloadUnit) -> list[Event]:
+        """Returns the end of the last copy in of `unit`, if no stream has waited for it yet."""
+        return [self.unawaited[unit]] if unit in self.unawaited else []
+
+    def _release(self, slot: DeviceSlot) -> None:
+        h2d = self._streams.h2d
+        if self._gatherer is not None:
+            # Compute, which waits for it, may not have read the slot.
+            h2d.wait_event(slot.ready)
+        if slot.read_by is not None:
+            h2d.wait_event(slot.free)
+        for reader in slot.readers:
+            if reader is slot.read_by:
+                continue
+            # Recorded now, it covers every kernel launched so far, the last reader's among them.
+            self._streams.reads(reader, slot, "last use")
+            slot.free.record(reader)
+            h2d.wait_event(slot.free)
+        slot.readers, slot.read_by = [], None
+        if self._poison:
+            self._streams.writes(h2d, slot, "poison")
+            with self._streams.on(h2d), torch.no_grad():
+                slot.bytes.fill_(0xFF)

@@ -1,0 +1,298 @@
+"""Cuts a model into units, and finds the windows in which its modules use them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from offload.runtime.byte_sizes import parse_bytes
+from offload.runtime.errors import KnobError
+from offload.runtime.tensor_parts import true_bytes, wraps
+from offload.weights.units.layouts import check_buffer, check_frozen
+from offload.weights.units.placement import ModuleAttribute
+from offload.weights.units.unit import SHARED_ALIGNMENT_BYTES, OffloadUnit
+from offload.weights.units.unit_tensor import UnitTensor
+
+
+@dataclass(frozen=True)
+class Window:
+    """A module and the tensors that its forward may read, each with its unit, which must be on the device meanwhile."""
+
+    module: nn.Module
+    read: tuple[tuple[OffloadUnit, UnitTensor], ...]
+
+    @cached_property
+    def units(self) -> tuple[OffloadUnit, ...]:
+        return tuple(dict.fromkeys(unit for unit, _ in self.read))
+
+
+@dataclass(frozen=True)
+class CutModel:
+    """`model`, cut into units.
+
+    `windows` are the modules that use them. `resident` are the tensors that stay on the device, each with the
+    attributes that hold it.
+    """
+
+    model: nn.Module
+    units: list[OffloadUnit]
+    windows: list[Window]
+    resident: list[tuple[torch.Tensor, list[ModuleAttribute]]]
+
+    @property
+    def around(self) -> list[nn.Module]:
+        """The modules that have windows inside and no window of their own."""
+        windowed = {window.module for window in self.windows}
+        return [
+            module
+            for module in self.model.modules()
+            if module not in windowed and any(inner in windowed for inner in module.modules())
+        ]
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(true_bytes(tensor) for tensor, _ in self.resident)
+
+    @property
+    def unit_bytes(self) -> int:
+        return sum(unit.nbytes for unit in self.units)
+
+    @property
+    def file_bytes(self) -> int:
+        """The bytes of the units that have their homes in files."""
+        return self.unit_bytes - sum(unit.block_bytes for unit in self.units)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(unit.gradient_bytes for unit in self.units)
+
+    @property
+    def largest_unit_bytes(self) -> int:
+        return max((unit.nbytes for unit in self.units), default=0)
+
+
+def open_at_once(model: nn.Module, windows: Iterable[Window]) -> list[OffloadUnit]:
+    """Returns the largest set of units in `model` whose windows are open at the same time, one inside the other."""
+    return list(_open_at_once(model, {window.module: window.units for window in windows}, {}))
+
+
+def _open_at_once(
+    module: nn.Module, units_of: dict[nn.Module, tuple[OffloadUnit, ...]], outside: dict[OffloadUnit, None]
+) -> dict[OffloadUnit, None]:
+    opened = outside | dict.fromkeys(units_of.get(module, ()))
+    return max((_open_at_once(child, units_of, opened) for child in module.children()), key=len, default=opened)
+
+
+@dataclass(frozen=True)
+class CutPoint:
+    """A module at which a model is cut; cut points of one name make one unit.
+
+    `deep`: the unit has all tensors below the module; else those that the module holds itself.
+    """
+
+    name: str
+    module: nn.Module
+    deep: bool = True
+
+    def modules(self) -> Iterable[nn.Module]:
+        return self.module.modules() if self.deep else (self.module,)
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        yield from self.module.parameters(recurse=self.deep)
+        yield from self.module.buffers(recurse=self.deep)
+
+
+def cut(model: nn.Module, cut_points: Sequence[CutPoint], trained_stays: bool = False) -> CutModel:
+    """Cuts `model` at the cut points: one unit for the parameters and buffers of each name.
+
+    Changes nothing, so it works on a model of the meta device too. A module without tensors makes no unit; a module
+    that is named twice makes one, under its first name. Tensors that a module outside every cut uses as well stay
+    resident. A tensor that two units use belongs to the first. `trained_stays`: parameters that train stay resident.
+
+    Raises ValueError when one cut point lies inside another, and for a scripted module that is cut inside: TorchScript
+    calls and reads what is in it. It raises it for a parameter to be streamed that trains and wraps other tensors.
+    """
+    cut_points = list({point.module: point for point in reversed(cut_points)}.values())[::-1]
+    point_of = _cut_points_by_module(cut_points)
+    attributes: dict[torch.Tensor, list[ModuleAttribute]] = {}
+    names: dict[torch.Tensor, str] = {}
+    for prefix, module in model.named_modules():
+        for is_buffer, tensors in ((False, module._parameters), (True, module._buffers)):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    attributes.setdefault(tensor, []).append(ModuleAttribute(module, name, is_buffer))
+                    names.setdefault(tensor, f"{prefix}.{name}".lstrip("."))
+
+    _check_memory(names)
+    units: dict[str, OffloadUnit] = {}
+    unit_of: dict[torch.Tensor, tuple[OffloadUnit, UnitTensor]] = {}
+    resident = []
+    for tensor, holders in attributes.items():
+        owners = [point_of.get(holder.module) for holder in holders]
+        if None in owners or (trained_stays and tensor.requires_grad):
+            resident.append((tensor, holders))
+            continue
+        check_frozen(names[tensor], tensor)
+        if holders[0].is_buffer:
+            check_buffer(names[tensor], tensor)
+        name = owners[0].name
+        unit = units.setdefault(name, OffloadUnit(name, len(units)))
+        unit.tensors.append(UnitTensor(names[tensor], tensor, holders, unit.nbytes))
+        unit_of[tensor] = unit, unit.tensors[-1]
+    return CutModel(model, list(units.values()), _windows(cut_points, unit_of), resident)
+
+
+def keep_on_device(parts: CutModel, amount: str | int) -> CutModel:
+    """Returns `parts` with `amount` of the units made resident; see `keep_resident`."""
+    kept = keep_resident([unit.nbytes for unit in parts.units], amount)
+    streamed = [unit for index, unit in enumerate(parts.units) if index not in kept]
+    resident = list(parts.resident)
+    for index in sorted(kept):
+        resident += [(tensor.host, tensor.attributes) for tensor in parts.units[index].tensors]
+    windows = []
+    for window in parts.windows:
+        read = tuple((unit, tensor) for unit, tensor in window.read if unit.index not in kept)
+        if read:
+            windows.append(Window(window.module, read))
+    for index, unit in enumerate(streamed):
+        unit.index = index
+    return CutModel(parts.model, streamed, windows, resident)
+
+
+def cut_for_sharers(parts: CutModel) -> CutModel:
+    """Returns `parts` for processes that share the homes of the units: with slices in mind, and without buffers.
+
+    A forward may change a buffer, and each process has its own, which stays on the device. Tensors begin where slices
+    may (SHARED_ALIGNMENT_BYTES).
+    """
+    resident = list(parts.resident)
+    for unit in parts.units:
+        resident += [(tensor.host, tensor.attributes) for tensor in unit.tensors if tensor.is_buffer]
+        kept, unit.tensors = [tensor for tensor in unit.tensors if not tensor.is_buffer], []
+        unit.alignment = SHARED_ALIGNMENT_BYTES
+        for tensor in kept:
+            tensor.offset = unit.nbytes
+            unit.tensors.append(tensor)
+    units = [unit for unit in parts.units if unit.tensors]
+    for index, unit in enumerate(units):
+        unit.index = index
+    windows = []
+    for window in parts.windows:
+        read = tuple((unit, tensor) for unit, tensor in window.read if not tensor.is_buffer)
+        if read:
+            windows.append(Window(window.module, read))
+    return CutModel(parts.model, units, windows, resident)
+
+
+def _cut_points_by_module(cut_points: Sequence[CutPoint]) -> dict[nn.Module, CutPoint]:
+    point_of: dict[nn.Module, CutPoint] = {}
+    for point in cut_points:
+        if not point.deep and isinstance(point.module, torch.jit.ScriptModule):
+            raise ValueError(f"{point.name} is a scripted module, which streams as a whole or not: `exclude` it")
+        for module in point.modules():
+            if point_of.setdefault(module, point) is not point:
+                raise ValueError(f"{point.name} lies inside {point_of[module].name}: units must not overlap")
+    return point_of
+
+
+def _windows(
+    cut_points: Sequence[CutPoint], unit_of: dict[torch.Tensor, tuple[OffloadUnit, UnitTensor]]
+) -> list[Window]:
+    windows = []
+    for point in cut_points:
+        for module in point.modules():
+            # The module at which the model is cut may read any tensor below it. Modules inside get windows of their own
+            # as well: activation checkpointing that was applied before attaching recomputes the outer module's forward
+            # without its window. A scripted module may read any tensor below it, too.
+            deep = (module is point.module and point.deep) or isinstance(module, torch.jit.ScriptModule)
+            used = CutPoint(point.name, module, deep).tensors()
+            read = tuple(dict.fromkeys(unit_of[tensor] for tensor in used if tensor in unit_of))
+            if read:
+                windows.append(Window(module, read))
+    return windows
+
+
+def keep_resident(sizes: Sequence[int], amount: str | int) -> set[int]:
+    """Chooses which of the units of `sizes` bytes stay on the device, spread evenly over the order of use.
+
+    `amount` is a number of units (`4`), a share of the bytes (`25%`) or bytes (`2GiB`, `512MiB`). The choice is a
+    function of its arguments alone and never exceeds the amount. The first unit is in it, if any is: a step starts
+    with its weights and ends with its gradients, and nothing computes while these are copied.
+
+    Raises KnobError for any other amount, and for more units than there are.
+    """
+    text = str(amount).strip()
+    if text.isdigit():
+        count = int(text)
+        if count > len(sizes):
+            raise KnobError("resident", amount, f"the model has {len(sizes)} units")
+        return {k * len(sizes) // count for k in range(count)}
+    budget = amount_bytes(text, sum(sizes))
+    share = budget / max(sum(sizes), 1)
+    # The start value makes the first unit the first to be kept.
+    kept, owed = set(), (1 - share) * sizes[0] if sizes else 0.0
+    for index, size in enumerate(sizes):
+        owed += share * size
+        if owed + 1e-6 * size >= size <= budget:
+            kept.add(index)
+            owed -= size
+            budget -= size
+    return kept
+
+
+def check_amount(amount: str | int) -> None:
+    """Raises KnobError where `keep_resident` would refuse `amount` for every model."""
+    text = str(amount).strip()
+    if not text.isdigit():
+        amount_bytes(text, 0)
+
+
+def amount_bytes(text: str, total: int) -> int:
+    """Returns the bytes of an amount that is a share of `total` ("25%") or bytes ("2GiB")."""
+    share = text.removesuffix("%")
+    try:
+        if share == text:
+            return parse_bytes("resident", text)
+        if 0 <= float(share) <= 100:
+            return int(float(share) * total / 100)
+    except ValueError:
+        pass
+    problem = "must be a number of units (4), a share (25%, up to 100%) or bytes (2GiB, 512MiB)"
+    raise KnobError("resident", text, problem)
+
+
+def _check_memory(names: dict[torch.Tensor, str]) -> None:
+    """Raises ValueError for parameters that cannot be given memory.
+
+    Those of lazy modules have no shape before the first forward, those of bitsandbytes get their bytes when they move
+    to a device, and two that share bytes without being one would each
+    get memory of its own.
+    """
+    spans = []
+    for tensor, name in names.items():
+        if is_lazy(tensor):
+            raise ValueError(f"{name} has no shape yet: run the model once before the mode attaches to it")
+        if getattr(tensor, "bnb_quantized", True) is False and not tensor.is_meta:
+            raise ValueError(f"{name} is not quantised yet: call .to(device) of its layer before the mode attaches")
+        if (
+            not tensor.is_meta
+            and tensor.layout is torch.strided
+            and isinstance(tensor, nn.Parameter)
+            and not wraps(tensor)
+            and tensor.numel()
+        ):
+            start = tensor.data_ptr()
+            extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            spans.append((start, start + extent * tensor.itemsize, name))
+    for (_, end, name), (start, _, other) in pairwise(sorted(spans)):
+        if start < end:
+            raise ValueError(
+                f"{name} and {other} share memory and are two parameters: make them one, as in b.weight = a.weight, or"
+                " give each its own memory"
+            )

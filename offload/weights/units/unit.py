@@ -1,0 +1,271 @@
+"""OffloadUnit: the parameters and buffers that move between host and device together.
+
+A parameter that two units use has one home, in the first of them; the windows of the second open the first as well, so
+that it is copied in once and its gradients are summed once.
+
+[Note: the life of a unit's tensor]
+
+1. At home. `bring_home` puts the data of `tensor.host` into the unit's block of host memory. Between steps it is all
+   there is. A frozen tensor may have its home in a file instead (`offload.weights.prefetching.file_homes`).
+2. Onloaded. `Prefetcher` copies the whole unit into a slot, on the h2d stream. The copy comes after the unit's updates
+   (`Updates.before_onload`); compute waits for it by the event `slot.ready`.
+3. Installed. When the first window on the unit opens, `stand_ins` puts `tensor.device`, a view of the slot, into the
+   modules that hold `tensor.host`. A parameter that trains has one stand-in a step, whichever slot the unit is in, and
+   autograd's graph joins it to the host parameter.
+4. Saved by name. Weights that autograd saves inside a window are saved as (unit, offset, shape, strides) by
+   `SavedWeights`. When backward unpacks one, the unit is onloaded again if it has lost its slot.
+5. Out of the window. When the last window closes, the modules hold `tensor.host` again. Buffers that forward changed
+   are copied home on the d2h stream; `unit.written` ends that copy. The slot may be filled anew once `slot.free` is
+   past.
+6. Gradient landed. Autograd has summed all uses of the stand-in. `GradientLanding` decides where the gradient goes; as
+   a rule `GradientOffloader` copies it home, small ones together, on the d2h stream, behind compute, to
+   `tensor.gradient` or into the gradient that was there. `tensor.landed` ends the copy.
+7. Updated. Between steps by any optimizer; or by `offload.optimizer.overlap`, beside the step: on a thread that waits
+   for `tensor.landed` and ends with a signal, or on the d2h stream, which ends with an event. The next onload of the
+   unit waits for either, which is 2 again.
+
+At the end of a step the host waits for all streams, modules hold no stand-ins, and no slot holds anything. When the
+next begins, `gather` takes over what the user has changed meanwhile: replaced parameters, other data, what trains.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from offload.runtime.memory.host_memory import ALIGNMENT_BYTES, HostArena, HostBlock, aligned
+from offload.runtime.memory.mapped_files import MappedFile, written_pages
+from offload.runtime.streams.registry import Event
+from offload.runtime.tensor_parts import wraps
+from offload.weights.units.layouts import check_frozen
+from offload.weights.units.placement import held_by, move_to
+from offload.weights.units.unit_tensor import UnitTensor
+
+# The alignment of tensors that processes share, and of their slices: 256 numbers, a block of states in 8 bits.
+SHARED_ALIGNMENT_BYTES = 1024
+
+
+@dataclass(eq=False)
+class OffloadUnit:
+    """Tensors that move together; at home they lie in `weights`, one flat host block, each with a storage of its own.
+
+    The block has the first tensors; those with `spans` follow, whose homes are in files.
+
+    Each begins at a multiple of `alignment`.
+
+    `Prefetcher` writes `written`, which ends the last copy of buffers from the device into `weights`, and
+    `open_windows`, the number of windows open on the unit.
+    """
+
+    name: str
+    index: int
+    tensors: list[UnitTensor] = field(default_factory=list)
+    weights: HostBlock | None = None
+    written: Event | None = None
+    open_windows: int = 0
+    # Updates of it have begun inside this backward: what a slot has of it is out of date, and not read again.
+    has_begun_updates: bool = False
+    # Its gradients have no home: each goes to its update alone.
+    releases: bool = False
+    alignment: int = ALIGNMENT_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the flat buffer, alignment included."""
+        return sum(aligned(tensor.nbytes, self.alignment) for tensor in self.tensors)
+
+    @property
+    def in_block(self) -> list[UnitTensor]:
+        """The tensors whose home is the unit's block."""
+        return [tensor for tensor in self.tensors if tensor.spans is None]
+
+    @cached_property
+    def in_files(self) -> list[UnitTensor]:
+        """The other tensors, whose homes were in files when the mode was attached."""
+        return [tensor for tensor in self.tensors if tensor.spans is not None]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the unit's block, alignment included."""
+        return sum(aligned(tensor.nbytes, self.alignment) for tensor in self.in_block)
+
+    @property
+    def trained(self) -> list[UnitTensor]:
+        """The tensors that train, in their order."""
+        return [tensor for tensor in self.tensors if tensor.trains]
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(aligned(tensor.nbytes) for tensor in self.trained)
+
+    @cached_property
+    def buffer_places(self) -> list[tuple[nn.Module, str]]:
+        """The modules that hold buffers of the unit, with the names there."""
+        attributes = (attribute for tensor in self.tensors for attribute in tensor.attributes if tensor.is_buffer)
+        return [(attribute.module, attribute.name) for attribute in attributes]
+
+    def tensor_at(self, offset: int) -> UnitTensor:
+        """Returns the tensor to which byte `offset` of the flat buffer belongs."""
+        return self.tensors[bisect_right(self._starts, offset) - 1]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [tensor.offset for tensor in self.tensors]
+
+    def home_of(self, tensor: UnitTensor) -> list[torch.Tensor]:
+        """Returns the memory of each part of `tensor` at home."""
+        if tensor.spans is None:
+            return tensor.views_of(self.weights.bytes)
+        return [part.data for part in tensor.parts_of(tensor.host)]
+
+    def strays(self) -> list[UnitTensor]:
+        """Returns the tensors with data that is not at home, given by the user. Raises RuntimeError for other kinds."""
+        strays = [tensor for tensor in self.tensors if not tensor.is_home]
+        for tensor in strays:
+            tensor.check_data(tensor.host, self.weights.bytes.device)
+        return strays
+
+    def outside_block(self) -> list[UnitTensor]:
+        """Returns the tensors whose data is in memory, and not in the unit's block. Raises RuntimeError as `strays`."""
+        left_files = [tensor for tensor in self.in_files if tensor.is_home and not tensor.reads_file]
+        return self.strays() + left_files
+
+    def weights_now(self) -> list[tuple[int, int]]:
+        """Returns what changes where the user changes a tensor at home: addresses and autograd's versions."""
+        return self._versions(self.tensors)
+
+    def parameters_now(self) -> list[tuple[int, int]]:
+        """Returns the part of `weights_now` that forwards leave alone: they may change buffers."""
+        return self._versions([tensor for tensor in self.tensors if not tensor.is_buffer])
+
+    def _versions(self, tensors: list[UnitTensor]) -> list[tuple[int, int]]:
+        if any(tensor.layout.is_compound for tensor in tensors):
+            hosts = [part for tensor in tensors for part in tensor.parts_of(tensor.host)]
+        else:
+            hosts = [tensor.host for tensor in tensors]
+        try:
+            return [(host.data_ptr(), host._version) for host in hosts]
+        except RuntimeError:
+            # Tensors of inference mode have no version.
+            return [(host.data_ptr(), 0 if host.is_inference() else host._version) for host in hosts]
+
+    def gather(self, arena: HostArena) -> None:
+        """Takes over, between steps, what the user has changed since the last: replaced tensors, data, what trains.
+
+        Where data was given (`parameter.data = ...`) the unit moves into a new block, because the user may hold views
+        of the old one as a backup. A tensor that was changed or trains now leaves its file, for a block of its own.
+        Raises RuntimeError in one line for what cannot be streamed.
+        """
+        for tensor in self.tensors:
+            tensor.take_replacement(self.weights.bytes.device)
+        self.notice_writes()
+        strays = self.strays()
+        for tensor in self.in_files:
+            has_other_home = tensor.own_block is not None and tensor.is_home
+            if (tensor.trains or not tensor.reads_file) and not has_other_home:
+                tensor.leave_files(arena)
+        for tensor in strays:
+            if tensor.trains:
+                # Who has a copy of it sees by this that the copy is outdated: memory may come back at an old address.
+                torch.autograd.graph.increment_version(tensor.host)
+        if any(tensor.spans is None for tensor in strays):
+            old = self.weights
+            self._move_into(arena.allocate(self.block_bytes, old.name))
+            arena.release(old)
+        for tensor in self.trained:
+            check_frozen(tensor.name, tensor.host)
+            tensor.check_gradient_dtype()
+            if tensor.shared_gradient is None and not self.releases:
+                self.ensure_gradient(tensor, arena)
+
+    def ensure_gradient(self, tensor: UnitTensor, arena: HostArena) -> None:
+        """Makes host memory for a gradient that has none, as that of a parameter that was frozen when attached."""
+        if tensor.gradient is None:
+            tensor.make_gradient(arena.allocate(tensor.nbytes, f"gradient of {tensor.name}").bytes)
+
+    def notice_writes(self) -> None:
+        """Takes tensors out of their files if they were written there, also in ways that no version counter shows."""
+        for tensor in self.tensors:
+            tensor.forget_parts()
+        in_files = [tensor for tensor in self.in_files if tensor.reads_file]
+        if not in_files or self.weights.bytes.is_meta:
+            return
+        places = [(address, span.nbytes) for t in in_files for address, span in zip(t.home, t.spans, strict=True)]
+        written = iter(written_pages(places))
+        for tensor in in_files:
+            changed = [next(written) for _ in tensor.spans]
+            if any(changed):
+                tensor.file_version = None
+
+    def bring_home(
+        self, arena: HostArena, files: Mapping[Path, MappedFile] | None = None, is_shared: bool = False
+    ) -> None:
+        """Moves the tensors into host blocks of the arena: real values are copied, meta tensors become memory to fill.
+
+        Tensors that have memory keep their identity; those on the meta device are replaced in their modules. Those with
+        `spans` become views of `files`; without files, in a dry run, they have no memory. In an arena that processes
+        share (`is_shared`) memory is made for the sums of their gradients; that for a gradient of this process alone is
+        made when one needs it.
+        """
+        self._move_into(arena.allocate(self.block_bytes, f"weights of {self.name}"))
+        for tensor in self.tensors:
+            if tensor.spans is not None:
+                spans = [(span, None if files is None else files[span.path]) for span in tensor.spans]
+                nothing = [HostBlock(span.nbytes, tensor.name, is_meta=True).bytes for span, file in spans if not file]
+                tensor.move_into_files(nothing or [file.view(span) for span, file in spans])
+        if self.releases:
+            return
+        gradients = arena.allocate(self.gradient_bytes, f"gradients of {self.name}")
+        used = 0
+        for tensor in self.trained:
+            memory = gradients.piece(used, tensor.nbytes)
+            if is_shared:
+                tensor.shared_gradient = tensor.layout.pieces[0].over(memory).data
+            else:
+                tensor.make_gradient(memory)
+            used += aligned(tensor.nbytes)
+
+    def put_back(self) -> None:
+        """Takes `bring_home` back, also one that failed: meta tensors are in their modules again."""
+        for tensor in self.tensors:
+            if tensor.found is not None:
+                held_by(tensor.attributes, tensor.found)
+        self.restore()
+
+    def restore(self) -> None:
+        """Moves every tensor back to the device where it was found; one that had no memory stays in the host's."""
+        for tensor in self.tensors:
+            current = tensor.attributes[0].tensor if tensor.is_buffer else tensor.host
+            if current is not None and tensor.origin.type not in ("cpu", "meta"):
+                move_to(current, tensor.origin, tensor.attributes)
+
+    def _move_into(self, block: HostBlock) -> None:
+        self.weights = block
+        for tensor in self.in_block:
+            # A storage for each: a file of one tensor would have all bytes of a storage that they share.
+            start = tensor.offset
+            tensor.move_into(tensor.layout.views(lambda offset, n, start=start: block.piece(start + offset, n)))
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def check_one_owner(units: Iterable[OffloadUnit]) -> None:
+    """Raises RuntimeError if two parameters were made one since the mode was attached, or were given the same data."""
+    owners: dict[int, UnitTensor] = {}
+    for tensor in (tensor for unit in units for tensor in unit.tensors if not tensor.is_buffer and tensor.nbytes):
+        held = tensor.attributes[0].tensor
+        if held is None or held.is_meta or wraps(held):
+            continue
+        owner = owners.setdefault(held.data_ptr(), tensor)
+        if owner is not tensor:
+            raise RuntimeError(
+                f"{owner.name} and {tensor.name} share memory, which they did not when the mode was attached: detach"
+                " it before they are tied, or copy (parameter.data = other.data.clone())"
+            )

@@ -1,0 +1,273 @@
+"""UnitTensor: a parameter or buffer of a unit. `unit.py` has the note on its life."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from offload.runtime.memory.device_slots import DeviceSlot
+from offload.runtime.memory.host_memory import HostArena, HostBlock
+from offload.runtime.memory.mapped_files import FileSpan
+from offload.runtime.streams.registry import Event
+from offload.runtime.tensor_parts import parts, versions_of, wraps
+from offload.runtime.torch_internals import count_references, has_gradient_hooks
+from offload.weights.units.layouts import Layout
+from offload.weights.units.placement import ModuleAttribute, move_into, put_over
+
+
+@dataclass(eq=False)
+class UnitTensor:
+    """A parameter or buffer of a unit: the modules that hold it, and its bytes in the unit's flat buffer.
+
+    `layout` says how it lies there. `host` is the tensor that modules hold outside of windows; once the unit is at
+    home, its data lies in the host block, or in files, at `spans`, or since it left these in a block of its own.
+    `origin` is the device on which it was found, and `found` is the tensor itself if that was the meta device.
+    `device` is its stand-in for the current step, and `writes` counts the changes that forwards of this step have made
+    to it; `stand_ins` writes both. `gradient` is host memory for its gradient. `GradientOffloader` writes the rest:
+    `landed` ends the last copy into `gradient`, `landed_version` is autograd's version counter after that copy, and
+    `norm` is the L2 norm of this step's gradient (a float32 scalar on the device) where norms are wanted.
+    """
+
+    name: str
+    host: torch.Tensor
+    attributes: list[ModuleAttribute]
+    offset: int
+    # The place of each part of a tensor whose home is, or was, in files. It is not in the unit's block.
+    spans: tuple[FileSpan, ...] | None = None
+    own_block: HostBlock | None = None
+    # The addresses of its parts at home, and where that is a file, autograd's version counter; None: it has left it.
+    home: list[int] = field(default_factory=list)
+    file_version: int | None = None
+    gradient: torch.Tensor | None = None
+    # Where processes share the home: the memory, which they share too, for the sum of their gradients.
+    shared_gradient: torch.Tensor | None = None
+    # A loss has used the host tensor besides its stand-in.
+    meets_host_gradient: bool = False
+    # This step's gradient went to its update, and is in no `.grad`.
+    is_released: bool = False
+    landed_in: torch.Tensor | None = None
+    landed: Event | None = None
+    landed_version: int = 0
+    norm: torch.Tensor | None = None
+    device: torch.Tensor | None = None
+    # While a window is open: the copy of `device` that modules hold in its place, for a buffer that may change.
+    own_copy: torch.Tensor | None = None
+    # The stand-in of a parameter that trains, joined to it in autograd's graph: that of this step, or of the last.
+    joined: torch.Tensor | None = None
+    joined_before: torch.Tensor | None = None
+    # By microbatch, where they run side by side.
+    shares: dict[int, torch.Tensor] = field(default_factory=dict)
+    writes: int = 0
+    # Autograd's version counter of `device` when it was installed, or when its changes were last counted.
+    device_version: int = 0
+    # While a window is open: the attributes that hold a tensor of the window, that tensor, and what they held before if
+    # it was not `host`.
+    installed: list[tuple[ModuleAttribute, torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.found, self.origin = (self.host if self.host.is_meta else None), self.host.device
+        self.shape, self.dtype = self.host.shape, self.host.dtype
+        self.layout = Layout(self.host)
+        self.is_buffer = self.attributes[0].is_buffer
+        # A tensor and its parts, for one that consists of several: that at home, and that on the device.
+        self._host_parts: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        self._device_parts: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        self._views: dict[int, list[torch.Tensor]] = {}
+
+    @property
+    def trains(self) -> bool:
+        return self.host.requires_grad
+
+    @property
+    def has_landed_gradient(self) -> bool:
+        """True if the parameter's gradient is the one that landed: not replaced, dropped or changed in place since."""
+        landed_in = self.landed_in
+        return landed_in is not None and self.host.grad is landed_in and landed_in._version == self.landed_version
+
+    @property
+    def version(self) -> int:
+        """Counts the changes at home and by forwards of this step."""
+        return self._version_of(self.host) + self.writes + self.new_writes
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """What changes where the weight is changed at home, or gets other data, in a step or between two."""
+        if self.layout.is_compound:
+            return self.version, 0 if wraps(self.host) else self.host.data_ptr()
+        # `version`, without the calls: backward asks for every weight.
+        host, device = self.host, self.device
+        new_writes = 0 if device is None else device._version - self.device_version
+        return host._version + self.writes + new_writes, host.data_ptr()
+
+    @property
+    def new_writes(self) -> int:
+        """Counts the changes to `device` that are not in `writes` yet."""
+        return 0 if self.device is None else self._version_of(self.device) - self.device_version
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Returns a view of each plain tensor in `flat` (uint8, laid out as the unit), in the order of `parts`."""
+        start = self.offset
+        return self.layout.views(lambda offset, nbytes: flat[start + offset : start + offset + nbytes])
+
+    def views_in(self, slot: DeviceSlot) -> list[torch.Tensor]:
+        """Returns `views_of` the bytes of a slot: the same objects every time."""
+        if slot.index not in self._views:
+            self._views[slot.index] = self.views_of(slot.bytes)
+        return self._views[slot.index]
+
+    def parts_of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the plain tensors of `host`, of its stand-in or of another tensor like it.
+
+        To take a tensor apart runs much code of its class. So those of `host` are kept until `forget_parts`.
+        """
+        if not self.layout.is_compound:
+            return [tensor]
+        if tensor is self.host:
+            if self._host_parts is None or self._host_parts[0] is not tensor:
+                self._host_parts = tensor, parts(tensor)
+            return self._host_parts[1]
+        if tensor is self.device:
+            if self._device_parts is None or self._device_parts[0] is not tensor:
+                self._device_parts = tensor, parts(tensor)
+            return self._device_parts[1]
+        return parts(tensor)
+
+    def forget_parts(self) -> None:
+        """Takes `host` apart anew from now on: its user may have given it other parts."""
+        self._host_parts = None
+
+    def note_installed(self) -> None:
+        """Notes the version counter of `device`, which counts from now on."""
+        self.device_version = self._version_of(self.device)
+
+    def count_writes(self) -> bool:
+        """Adds to `writes` the changes to `device` that are not in it yet. Returns True if there are any."""
+        new_writes = self.new_writes
+        self.writes += new_writes
+        self.device_version += new_writes
+        return new_writes > 0
+
+    def _version_of(self, tensor: torch.Tensor) -> int:
+        return versions_of((tensor, *self.parts_of(tensor))) if self.layout.is_compound else tensor._version
+
+    @property
+    def is_home(self) -> bool:
+        """True if the data of the host tensor is at home: its user has not given it other data."""
+        if not self.layout.is_compound:
+            return not self.home or self.host.data_ptr() == self.home[0] or not self.nbytes
+        parts = zip(self.layout.pieces, self.parts_of(self.host), self.home, strict=False)
+        return all(not piece.nbytes or part.data_ptr() == address for piece, part, address in parts)
+
+    @property
+    def reads_file(self) -> bool:
+        """True if its values are those in its files, as far as addresses and version counters tell."""
+        if self.spans is None:
+            return False
+        return not self.home or (self.file_version == self._version_of(self.host) and self.is_home)
+
+    def move_into(self, memory: list[torch.Tensor]) -> None:
+        """Makes `memory`, a tensor for each part, the home of the tensor, with its values."""
+        self.host = move_into(memory, self.host, self.attributes)
+        self.home = [piece.data_ptr() for piece in memory]
+
+    def move_into_files(self, views: list[torch.Tensor]) -> None:
+        """Makes `views` of its files, uint8, one for each part, the data of the tensor."""
+        memory = [piece.over(view) for piece, view in zip(self.layout.pieces, views, strict=True)]
+        self.host = put_over(memory, self.host, self.attributes)
+        self.home, self.file_version = [piece.data_ptr() for piece in memory], self._version_of(self.host)
+
+    def leave_files(self, arena: HostArena) -> None:
+        """Moves the tensor into a host block of its own."""
+        old = self.own_block
+        self.own_block = arena.allocate(self.nbytes, f"weights of {self.name}")
+        self.move_into(self.layout.views(self.own_block.piece))
+        self.file_version = None
+        if old is not None:
+            arena.release(old)
+
+    def check_data(self, host: torch.Tensor, home: torch.device) -> None:
+        """Raises RuntimeError in one line if `host` is a tensor that cannot be streamed in this one's place.
+
+        `home` is the device of the unit's block: the host, and in a dry run the meta device.
+        """
+        if (host.shape, host.dtype, host.device) != (self.shape, self.dtype, home) or not self.layout.fits(host):
+            raise RuntimeError(
+                f"{self.name} is {host.dtype} of shape {tuple(host.shape)} on {host.device} now and was {self.dtype} of"
+                f" shape {tuple(self.shape)} in host memory when the mode was attached: it was moved or replaced;"
+                " detach the mode before model.to(), .cuda() or .half(), and attach it again"
+            )
+
+    def take_replacement(self, home: torch.device) -> None:
+        """Takes the tensor that all modules hold now in place of `host`, if it can be streamed as that was.
+
+        `load_state_dict(assign=True)` and the assignment of a new parameter replace it so. A buffer of another shape or
+        dtype is left to its modules. Raises RuntimeError for a parameter that cannot be streamed.
+        """
+        if len(self.attributes) == 1 and self.attributes[0].tensor is self.host:
+            return
+        now = {id(attribute.tensor): attribute.tensor for attribute in self.attributes}
+        if id(self.host) in now and len(now) == 1:
+            return
+        new = next(iter(now.values()))
+        if self.is_buffer:
+            alike = len(now) == 1 and new is not None and (new.shape, new.dtype) == (self.shape, self.dtype)
+            if alike and new.device.type == "cpu":
+                self.host = new
+            return
+        if len(now) > 1 or not isinstance(new, nn.Parameter):
+            how = "is no longer a parameter of its module: it was pruned, parametrized or deleted"
+            if any(isinstance(tensor, nn.Parameter) for tensor in now.values()):
+                how = "was replaced in one place and not in all that share it"
+            raise RuntimeError(f"{self.name} {how}; detach the mode before that, and attach it again")
+        self.check_data(new, home)
+        self.host = new
+
+    def check_gradient_dtype(self) -> None:
+        """Raises RuntimeError for a parameter that wants gradients of another dtype than its own."""
+        wanted = getattr(self.host, "grad_dtype", self.dtype)
+        if wanted not in (None, self.dtype):
+            raise RuntimeError(
+                f"{self.name} has grad_dtype {wanted} and streams as {self.dtype}, in which its gradients are summed on"
+                " the device: set its grad_dtype to None, or leave its module out of the mode with `exclude`"
+            )
+
+    def make_gradient(self, memory: torch.Tensor) -> None:
+        """Gives the gradient host memory: uint8 with a storage of its own, so that its users can be counted."""
+        self.gradient = self.gradient_over(memory)
+
+    def gradient_over(self, memory: torch.Tensor) -> torch.Tensor:
+        """Returns a gradient over `memory`, uint8, of this tensor's shape, strides and dtype."""
+        # `.data` has a version counter of its own, which shows whether this gradient was changed.
+        return self.layout.pieces[0].over(memory).data
+
+    def leaves_to_autograd(self, gradient: torch.Tensor) -> bool:
+        """Tells whether autograd gets this gradient in host memory, and accumulates it there itself.
+
+        Hooks run on the host, where they were registered, and autograd accumulates what they return. So it does where a
+        loss uses the weight on the host: it adds that gradient first, and then the sum to the earlier. Sparse gradients
+        it joins, their bytes are not known before; those of other dtypes it converts, and those of `create_graph` keep
+        their graph.
+        """
+        earlier = self.host.grad
+        return bool(
+            has_gradient_hooks(self.host)
+            or (self.meets_host_gradient and earlier is not None)
+            or gradient.requires_grad
+            or gradient.layout is not torch.strided
+            or (earlier is not None and (earlier.layout is not torch.strided or earlier.dtype is not gradient.dtype))
+        )
+
+    @property
+    def gradient_is_held(self) -> bool:
+        """True if somebody besides this object holds the memory of the gradient."""
+        # In a dry run nobody keeps gradients, and all of a unit share one storage.
+        return not self.gradient.is_meta and count_references(self.gradient) > 1
+
+    def __str__(self) -> str:
+        return f"host gradient of {self.name}"

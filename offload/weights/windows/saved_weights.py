@@ -1,0 +1,162 @@
+"""Saves weights for backward by name, not by bytes.
+
+By the time backward runs, a slot has other weights. So a view of a slot that autograd would save is replaced by its
+origin (unit, offset, shape, strides). When backward asks for it, the unit is brought back into any slot, and the view
+is made there. All other tensors are passed to the hooks that were active before. Activation checkpointing is built on
+the same hooks, and so sees in its recompute exactly the tensors that it saw in forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from offload.runtime.forward.saved_tensor_hooks import Kept, PackHook, Passed, active_hooks
+from offload.runtime.memory.device_slots import DeviceSlot, DeviceSlots
+from offload.runtime.tensor_parts import parts, wraps
+from offload.runtime.torch_internals import (
+    is_in_backward,
+    is_in_selective_checkpoint,
+    left_out_of_graphs,
+    selectively_saved,
+)
+from offload.weights.prefetching.prefetcher import Prefetcher
+from offload.weights.units.unit import OffloadUnit
+from offload.weights.units.unit_tensor import UnitTensor
+
+_AS_IT_IS = nullcontext()
+
+
+class _SavedWeight(NamedTuple):
+    """A view of a unit's flat buffer: `offset` counts elements of `dtype` from its start.
+
+    `tensor` is the weight in which the view starts, `version` its version counter when it was saved, and `address`
+    where its data was at home.
+    """
+
+    unit: OffloadUnit
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    tensor: UnitTensor
+    version: int
+    address: int
+
+
+@dataclass(frozen=True)
+class _SavedParts:
+    """A tensor of class `kind` that wraps others, at least one of them in a slot: those by name, as they were saved."""
+
+    kind: type
+    context: object
+    shape: torch.Size
+    strides: tuple[int, ...]
+    inner: dict[str, object]
+
+
+class SavedWeights:
+    """The pack and unpack hooks of one attached model. `note_use` is called for every weight that backward asks for."""
+
+    def __init__(self, slots: DeviceSlots, prefetcher: Prefetcher, note_use: Callable[[OffloadUnit, UnitTensor], None]):
+        self._slots = slots
+        self._prefetcher = prefetcher
+        self._note_use = note_use
+
+    @property
+    def are_innermost(self) -> bool:
+        """True if the hooks are open in this thread, and no others inside them."""
+        active = active_hooks()
+        return active is not None and getattr(active[0], "owner", None) is self
+
+    def hooks(self) -> AbstractContextManager:
+        """Returns a context in which weights are saved by name; nested in itself it does nothing."""
+        if self.are_innermost:
+            return _AS_IT_IS
+        outer = active_hooks()
+        slot_of = self._slots.slot_of
+
+        def pack(tensor: torch.Tensor) -> object:
+            slot = slot_of(tensor)
+            if slot is not None:
+                return self._saved(tensor, slot)
+            if outer is not None:
+                return Passed.to(outer, tensor)
+            return Kept(tensor)
+
+        def claims(tensor: torch.Tensor) -> bool:
+            return slot_of(tensor) is not None
+
+        return saved_tensors_hooks(PackHook(pack, self, outer, claims), self._unpack)
+
+    def check_selective_checkpoints(self) -> None:
+        """Raises RuntimeError if a selective activation checkpoint around this call keeps a weight's view of a slot.
+
+        It would use it in the recompute, when the slot has other weights.
+        """
+        if not is_in_selective_checkpoint():
+            return
+        for operation, kept in selectively_saved():
+            slot = self._slots.slot_of(kept)
+            if slot is not None:
+                name = "a weight"
+                if slot.content is not None and not is_in_backward():
+                    first = next(part for part in parts(kept) if self._slots.slot_of(part) is not None)
+                    name = slot.content.tensor_at(first.storage_offset() * first.itemsize).name
+                raise RuntimeError(
+                    f"a selective checkpoint saves the result of {operation}, which is a view of {name} and not on the"
+                    " device for backward: its policy must return PREFER_RECOMPUTE for this operation"
+                )
+
+    def named(self, tensor: torch.Tensor, units: Collection[OffloadUnit]) -> object | None:
+        """Returns the name of a tensor that lies in the slot of one of `units`, for `brought_back`; else None."""
+        slot = self._slots.slot_of(tensor)
+        return None if slot is None or slot.content not in units else self._saved(tensor, slot)
+
+    def brought_back(self, name: object) -> torch.Tensor:
+        """Returns the tensor of that name, in the slot where its unit is now."""
+        return self._unpack(name)
+
+    def _saved(self, tensor: torch.Tensor, slot: DeviceSlot) -> _SavedWeight | _SavedParts:
+        if wraps(tensor):
+            names, context = tensor.__tensor_flatten__()
+            inner = {name: self._saved_part(getattr(tensor, name)) for name in names}
+            return _SavedParts(type(tensor), context, tensor.shape, tensor.stride(), inner)
+        unit = slot.content
+        offset = tensor.storage_offset()
+        whole = unit.tensor_at(offset * tensor.itemsize)
+        return _SavedWeight(unit, tensor.dtype, offset, tensor.shape, tensor.stride(), whole, *whole.state)
+
+    def _saved_part(self, part: torch.Tensor) -> _SavedWeight | _SavedParts | Kept:
+        slot = self._slots.slot_of(part)
+        return Kept(part) if slot is None else self._saved(part, slot)
+
+    @left_out_of_graphs
+    def _unpack(self, saved: object) -> torch.Tensor:
+        if isinstance(saved, Kept):
+            return saved.checked()
+        if isinstance(saved, _SavedWeight):
+            return self._bring_back(saved)
+        if isinstance(saved, _SavedParts):
+            inner = {name: self._unpack(part) for name, part in saved.inner.items()}
+            return saved.kind.__tensor_unflatten__(inner, saved.context, saved.shape, saved.strides)
+        # Unpacking may recompute a block, and a weight unpacked just before belongs to the same operation.
+        with self._prefetcher.retain_recent():
+            return saved.unpack(saved.packed)
+
+    def _bring_back(self, saved: _SavedWeight) -> torch.Tensor:
+        self._note_use(saved.unit, saved.tensor)
+        if (saved.version, saved.address) != saved.tensor.state:
+            raise RuntimeError(
+                f"{saved.tensor.name}, needed for gradient computation, has been modified since forward:"
+                " run backward before the optimizer's step"
+            )
+        slot = self._prefetcher.fetch(saved.unit)
+        view = slot.viewed_as(saved.dtype).as_strided(saved.shape, saved.strides, saved.offset)
+        # With create_graph, the unpacked tensor is saved again, outside any window: that copy must not live in a slot.
+        return view.clone() if torch.is_grad_enabled() else view

@@ -1,0 +1,68 @@
+"""The forwards that are running, with what each has opened."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import nn
+
+from offload.weights.units.unit import OffloadUnit
+from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.windows.stand_in_class import data_was_taken
+
+
+class Scope:
+    """The forward of `module`, which is running: the units whose windows it opened, and the copies that it got.
+
+    `before` has the values that copies of buffers had.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.units: list[OffloadUnit] = []
+        self.copies: dict[UnitTensor, torch.Tensor] = {}
+        self.before: dict[UnitTensor, torch.Tensor] = {}
+
+    def check_copies(self) -> None:
+        """Raises RuntimeError where the forward has changed a copy."""
+        for tensor, copy in self.copies.items():
+            # Kernels that update running statistics raise no version counter, and neither do writes through `.data`.
+            if tensor in self.before:
+                changed = not torch.equal(copy, self.before[tensor])
+            else:
+                changed = copy._version > 0 or (data_was_taken(copy) and not tensor.layout.is_compound)
+            if changed:
+                raise RuntimeError(
+                    f"{tensor.name} was changed in a forward while all device slots are in use, and the change would be"
+                    " lost: give the mode more slots"
+                )
+
+
+class RunningForwards:
+    """The scopes of one thread, from the outermost to the innermost, and the units whose windows they opened."""
+
+    def __init__(self) -> None:
+        self.scopes: list[Scope] = []
+        self.units: set[OffloadUnit] = set()
+
+    def opened(self, unit: OffloadUnit, scope: Scope) -> None:
+        """Notes a window on `unit` that `scope` has opened."""
+        scope.units.append(unit)
+        self.units.add(unit)
+
+    def end(self, scope: Scope) -> None:
+        """Ends the forward of `scope`."""
+        self.scopes.remove(scope)
+        if scope.units:
+            self.units = {unit for other in self.scopes for unit in other.units}
+
+
+class ThreadForwards(threading.local):
+    """`running`: the forwards of the thread that asks. Microbatches side by side have each their own.
+
+    What a thread leaves open the garbage collector closes in any thread: keep the object, and do not ask again.
+    """
+
+    def __init__(self) -> None:
+        self.running = RunningForwards()

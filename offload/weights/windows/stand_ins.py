@@ -1,0 +1,380 @@
+"""Device stand-ins of a unit's parameters and buffers: the tensors that modules hold inside a window."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from offload.runtime.forward.buffer_states import changes_unseen, may_change, version
+from offload.runtime.forward.running_microbatch import SideBySideError, running_microbatch
+from offload.runtime.memory.device_slots import DeviceSlot, DeviceSlots
+from offload.runtime.tensor_parts import STATE, parts, replaced_in, state_of, wraps
+from offload.runtime.torch_internals import (
+    has_gradient_hooks,
+    left_out_of_graphs,
+    set_sequence_number,
+    storage_address,
+    tree_leaves,
+    tree_map,
+)
+from offload.weights.units.layouts import over
+from offload.weights.units.placement import ModuleAttribute, give_memory
+from offload.weights.units.unit import OffloadUnit
+from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.windows.stand_in_class import class_like, data_was_taken, forget_data_taken, give_data, like_host
+
+
+class GradientSink(Protocol):
+    """Takes the gradients of stand-ins."""
+
+    def land(
+        self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor, node: torch.autograd.graph.Node
+    ) -> torch.Tensor | None:
+        """Takes the sum of the gradients of a stand-in, on the device. `node` accumulates them into the host parameter.
+
+        Returns what the node gets: a gradient in host memory, or None.
+        """
+        ...
+
+    def before_host_gradient(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
+        """Called before autograd adds a gradient to that of the host parameter, where a loss has used it directly."""
+        ...
+
+    def before_gradient_is_read(self) -> None:
+        """Called where a forward reads the gradient of a parameter: blocks the host until it can be read."""
+        ...
+
+
+# Nodes of this number or a higher one are not put in another order by microbatches side by side.
+AT_ONCE = 2**63
+
+_AS_IT_IS = nullcontext()
+
+
+def install_stand_ins(unit: OffloadUnit, slot: DeviceSlot, sink: GradientSink) -> None:
+    """Makes modules hold the unit's tensors as views of `slot`.
+
+    Where a module holds another tensor than the host's, that is its user's own (`torch.func.functional_call`, a buffer
+    of another shape) and takes part in the forward: it is left, or goes to the device, through autograd, for as long.
+    Raises SideBySideError for a parameter where microbatches run side by side, which would use each other's.
+    `sink` gets the gradient of a parameter when autograd has summed it.
+    """
+    device = slot.bytes.device
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS:
+        for tensor in unit.tensors:
+            stand_in = None
+            for attribute in tensor.attributes:
+                current = attribute.tensor
+                if current is tensor.host:
+                    stand_in = stand_in if stand_in is not None else _stand_in(unit, tensor, slot, sink)
+                    attribute.assign(stand_in)
+                    tensor.installed.append((attribute, stand_in, None))
+                elif running_microbatch() is not None and not tensor.is_buffer:
+                    raise SideBySideError(f"{tensor.name} is replaced (torch.func.functional_call)")
+                elif current is not None and current.device != device and current.device.type == "cpu":
+                    own = current.to(device)
+                    attribute.assign(own)
+                    tensor.installed.append((attribute, own, current))
+
+
+def remove_stand_ins(unit: OffloadUnit, slot: DeviceSlot) -> list[UnitTensor]:
+    """Makes modules hold the unit's host tensors. Returns those that forward may have changed in the slot."""
+    changed = []
+    for tensor in unit.tensors:
+        for attribute, stand_in, own in tensor.installed:
+            if own is not None:
+                _put_back(tensor, attribute, stand_in, own)
+            elif stand_in.shape != tensor.shape and attribute.tensor is stand_in:
+                # A buffer that forward has resized. Its module keeps it.
+                attribute.assign(stand_in.to(tensor.host.device))
+                tensor.own_copy = None
+            elif (
+                (held := attribute.tensor) is stand_in
+                or _is_in_slot(held, slot)
+                or (tensor.is_buffer and _take_replacement(tensor, attribute))
+            ):
+                attribute.assign(tensor.host)
+        if tensor.device is not None and tensor.installed:
+            may_have_changed = _may_have_changed(tensor) if tensor.is_buffer else _was_changed(tensor, slot)
+            if may_have_changed:
+                changed.append(tensor)
+                if tensor.own_copy is not None:
+                    for target, source in zip(parts(tensor.device), parts(tensor.own_copy), strict=True):
+                        target.data.copy_(source)
+        tensor.own_copy = None
+        tensor.installed.clear()
+    return changed
+
+
+def forget_stand_ins(unit: OffloadUnit) -> None:
+    """Forgets those of earlier steps, too: gradients of the unit's parameters are nobody's business from now on."""
+    for tensor in unit.tensors:
+        tensor.device = tensor.joined = tensor.joined_before = None
+        tensor.shares.clear()
+
+
+def differs_from_home(tensor: UnitTensor) -> bool:
+    """Tells whether a parameter has other values on the device than at home. Blocks the host until it knows."""
+    # In a dry run there are no values.
+    if tensor.is_buffer or tensor.layout.is_compound or tensor.host.is_meta:
+        return False
+    here = tensor.device.detach()
+    return not torch.equal(here, torch.empty_like(here).copy_(tensor.host.detach()))
+
+
+def drop_stand_ins(unit: OffloadUnit) -> None:
+    """Ends the use of the unit's stand-ins, for this step; those of parameters that train may serve the next."""
+    for tensor in unit.tensors:
+        tensor.device = None
+        if tensor.joined is not None:
+            tensor.joined_before, tensor.joined = tensor.joined, None
+            tensor.shares.clear()
+        # What forward changed on the device has changed at home.
+        for _ in range(tensor.writes):
+            torch.autograd.graph.increment_version(tensor.host)
+        tensor.writes = 0
+
+
+def copy_of_stand_in(unit: OffloadUnit, tensor: UnitTensor, slot: DeviceSlot, sink: GradientSink) -> torch.Tensor:
+    """Returns a copy of the stand-in, which needs no slot. For autograd it is a use of the stand-in."""
+    views = [view.data for view in tensor.views_of(slot.bytes)]
+    if not tensor.trains:
+        copies = [view.clone() for view in views]
+        return over(tensor.host, copies) if tensor.is_buffer else _frozen(tensor.host, copies)
+    copy = _joined(unit, tensor, views[0], sink).clone()
+    if copy.grad_fn is not None:
+        # Its gradient is added to those of other uses when it is made, as without the copy.
+        set_sequence_number(copy.grad_fn, AT_ONCE)
+    return like_host(copy, tensor.host)
+
+
+def copy_what_leaves(result: object, slots: DeviceSlots, closing: Callable[[OffloadUnit], bool]) -> object:
+    """Returns what a forward returned, tensors in a slot of a unit that is `closing` replaced by copies.
+
+    A module may return its own parameter or buffer, or a view of one (a table of positions, say). Gradients flow
+    through the copies.
+    """
+
+    def leaves(leaf: object) -> bool:
+        slot = slots.slot_of(leaf) if isinstance(leaf, torch.Tensor) else None
+        return slot is not None and slot.content is not None and closing(slot.content)
+
+    if isinstance(result, torch.Tensor):
+        return result.clone() if leaves(result) else result
+    if isinstance(result, (tuple, list, dict)) and any(map(leaves, tree_leaves(result))):
+        return tree_map(lambda leaf: leaf.clone() if leaves(leaf) else leaf, result)
+    return result
+
+
+class _OnDevice(torch.autograd.Function):
+    """Joins a stand-in to its host parameter in autograd's graph, so that the parameter's gradients can be asked for.
+
+    Its backward gets the sum of the gradients of all uses on the device, as the leaf of a resident parameter would.
+    """
+
+    @staticmethod
+    def forward(ctx, host: nn.Parameter, view: torch.Tensor, land: Callable) -> torch.Tensor:
+        ctx.land = land
+        # Not the input itself, which autograd would take for a view of it. `.data` has a version counter of its own.
+        return view.data
+
+    @staticmethod
+    @left_out_of_graphs
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        # With `create_graph` operations of backward make a graph. To end it takes longer than to ask.
+        with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
+            return ctx.land(gradient, ctx.next_functions[0][0]), None, None
+
+
+class _Share(torch.autograd.Function):
+    """The identity, whose backward runs when the gradients of all uses of its result are summed."""
+
+    @staticmethod
+    def forward(ctx, parameter: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        return memory.detach()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        return gradient, None
+
+
+def _stand_in(unit: OffloadUnit, tensor: UnitTensor, slot: DeviceSlot, sink: GradientSink) -> torch.Tensor:
+    if tensor.is_buffer:
+        # `.data` has a version counter of its own, which shows whether forward changed a buffer.
+        tensor.device = view = over(tensor.host, [view.data for view in tensor.views_in(slot)])
+        if any(may_change((attribute.module, attribute.name)) for attribute in tensor.attributes):
+            # Autograd would save a view of the slot by name, and find there what later forwards make of it.
+            tensor.own_copy = view.clone()
+    elif tensor.trains:
+        tensor.device = _joined(unit, tensor, tensor.views_in(slot)[0], sink)
+    else:
+        tensor.device = _frozen(tensor.host, [view.data for view in tensor.views_in(slot)])
+    tensor.note_installed()
+    forget_data_taken(tensor.device)
+    return tensor.device if tensor.own_copy is None else tensor.own_copy
+
+
+def _frozen(host: nn.Parameter, memory: list[torch.Tensor]) -> torch.Tensor:
+    """Returns a frozen parameter like `host` over `memory`, a tensor for each of its parts."""
+    if wraps(host):
+        return over(host, memory)
+    stand_in = like_host(nn.Parameter(memory[0], requires_grad=False), host)
+    state = state_of(host)
+    if state is not None:
+        stand_in.__dict__[STATE] = replaced_in(state, memory[1:])
+    return stand_in
+
+
+def _joined(unit: OffloadUnit, tensor: UnitTensor, view: torch.Tensor, sink: GradientSink) -> torch.Tensor:
+    """Returns the stand-in of a parameter that trains, with `view` as its data: one a step, and the same in the next.
+
+    Autograd then sums the gradients of all its uses before they leave, as it would for a resident parameter. Where
+    microbatches run side by side, each has its share of the stand-in, which sums the gradients of its uses first.
+    """
+    # Without its node a forward has frozen it since.
+    if tensor.joined is None or tensor.joined.grad_fn is None:
+        before, tensor.joined_before = tensor.joined_before, None
+        is_alike = before is not None and _serves_again(before, tensor.host)
+        joined = before if is_alike else _join(unit, tensor, view, sink)
+        tensor.joined = like_host(joined, tensor.host, functools.partial(_before_read, weakref.ref(sink)))
+    give_data(tensor.joined, view)
+    microbatch = running_microbatch()
+    if microbatch is None:
+        return tensor.joined
+    if microbatch not in tensor.shares:
+        tensor.shares[microbatch] = like_host(share_of(tensor.joined, view.data), tensor.host)
+    give_data(tensor.shares[microbatch], view)
+    return tensor.shares[microbatch]
+
+
+def share_of(parameter: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor over `memory`, a detached `parameter`, that sums the gradients of its uses for `parameter`."""
+    with torch.enable_grad():
+        share = _Share.apply(parameter, memory)
+    set_sequence_number(share.grad_fn, AT_ONCE)
+    return share
+
+
+def _join(unit: OffloadUnit, tensor: UnitTensor, view: torch.Tensor, sink: GradientSink) -> torch.Tensor:
+    # It may outlive the step, and must not keep the device's memory alive where a mode is dropped.
+    called = weakref.ref(sink), weakref.ref(unit), weakref.ref(tensor)
+    with torch.inference_mode(False), torch.enable_grad():
+        joined = _OnDevice.apply(tensor.host, view, functools.partial(_land, *called))
+    ((accumulate, _), *_) = joined.grad_fn.next_functions
+    accumulate.register_prehook(functools.partial(_before_host_gradient, *called))
+    # Run as soon as it is ready, as autograd runs what accumulates gradients.
+    set_sequence_number(joined.grad_fn, AT_ONCE)
+    return joined
+
+
+def _land(
+    sink: Callable[[], GradientSink | None],
+    unit: Callable[[], OffloadUnit | None],
+    tensor: Callable[[], UnitTensor | None],
+    gradient: torch.Tensor,
+    node: torch.autograd.graph.Node,
+) -> torch.Tensor | None:
+    if (to := sink()) is None:
+        raise RuntimeError("backward of a forward whose offload mode is gone: keep the mode until backward has ended")
+    return to.land(unit(), tensor(), gradient, node)
+
+
+def _before_host_gradient(
+    sink: Callable[[], GradientSink | None],
+    unit: Callable[[], OffloadUnit | None],
+    tensor: Callable[[], UnitTensor | None],
+    gradients: tuple[torch.Tensor | None, ...],
+) -> None:
+    if gradients[0] is not None and (to := sink()) is not None:
+        to.before_host_gradient(unit(), tensor())
+
+
+def _before_read(sink: Callable[[], GradientSink | None]) -> None:
+    if (to := sink()) is not None:
+        to.before_gradient_is_read()
+
+
+def _serves_again(joined: torch.Tensor, host: nn.Parameter) -> bool:
+    """Tells whether the stand-in of an earlier step is as one made now, but for attributes, which it gets.
+
+    Its user may have put hooks on it or changed it, or have replaced the parameter.
+    """
+    node = joined.grad_fn
+    if type(node) is not _OnDevice._backward_cls or node.next_functions[0][0].variable is not host:
+        return False
+    if has_gradient_hooks(joined) or joined.retains_grad or type(joined) is not class_like(type(host)):
+        return False
+    joined.__dict__.clear()
+    return True
+
+
+def _take_replacement(tensor: UnitTensor, attribute: ModuleAttribute) -> bool:
+    """Takes over a tensor that forward assigned in place of a stand-in. Returns False where its module keeps it."""
+    new = attribute.tensor
+    if new is not None and tensor.layout.fits(new):
+        with torch.no_grad():
+            tensor.device.copy_(new)
+        tensor.own_copy = None
+        return True
+    if new is not None:
+        attribute.assign(new.to(tensor.host.device))
+    return False
+
+
+def _put_back(tensor: UnitTensor, attribute: ModuleAttribute, there: torch.Tensor, own: torch.Tensor) -> None:
+    current = attribute.tensor
+    if current is there and tensor.is_buffer:
+        with torch.no_grad():
+            own.copy_(there)
+    attribute.assign(own if current is there or current is None else current.to(own.device))
+
+
+def _is_in_slot(held: torch.Tensor | None, slot: DeviceSlot) -> bool:
+    """Tells whether a module holds another parameter that forward has made of the memory of its stand-in."""
+    if not isinstance(held, nn.Parameter):
+        return False
+    here = storage_address(slot.bytes.untyped_storage())
+    return all(storage_address(part.untyped_storage()) == here for part in parts(held))
+
+
+def _may_have_changed(tensor: UnitTensor) -> bool:
+    held = tensor.device if tensor.own_copy is None else tensor.own_copy
+    writes = version(tensor.own_copy)
+    tensor.writes += writes
+    return (
+        tensor.count_writes()
+        or writes > 0
+        or any(changes_unseen(held, attribute.module.training) for attribute in tensor.attributes)
+    )
+
+
+def _was_changed(tensor: UnitTensor, slot: DeviceSlot) -> bool:
+    """Tells whether a forward changed a parameter: in place, or by giving it other data, which goes into the slot."""
+    device, there = tensor.device, slot.bytes.untyped_storage().data_ptr()
+    # Taken apart anew: the forward may have given it other parts.
+    now = parts(device) if tensor.layout.is_compound else [device]
+    if any(part.untyped_storage().data_ptr() != there for part in now):
+        if not tensor.layout.fits(device):
+            raise RuntimeError(
+                f"{tensor.name} was {tensor.dtype} of shape {tuple(tensor.shape)}, and its forward made it"
+                f" {device.dtype} of shape {tuple(device.shape)}: a parameter that streams keeps dtype and shape"
+            )
+        views = [view.data for view in tensor.views_of(slot.bytes)]
+        with torch.no_grad():
+            for view, part in zip(views, tensor.parts_of(device), strict=True):
+                view.copy_(part.data)
+        tensor.device = give_memory(device, views, ())
+        tensor.writes += 1
+        return True
+    # A write through `.data` does not count for autograd. Quantised weights are read so, and not written.
+    data_taken = data_was_taken(device) and not tensor.layout.is_compound
+    if data_taken and running_microbatch() is not None:
+        # Whether it was a write matters to the other microbatches.
+        tensor.writes += differs_from_home(tensor)
+    return tensor.count_writes() or data_taken

@@ -1,0 +1,40 @@
+"""Small models of all classes of diffusers that can be called, and inputs for them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from models.diffusion import DiffusionModel, build_diffusion
+from tests.models.helpers.small_images import IMAGES
+from tests.models.helpers.small_videos import VIDEOS
+
+TIMES = torch.tensor([0.25, 0.75])
+# By name: the class, its configuration, and the shape of its latents.
+SMALL = IMAGES | VIDEOS
+
+
+def small(name: str, **changes: object) -> DiffusionModel:
+    """The model of a small configuration, in eval(), with the same weights each time, none of them all zeros."""
+    torch.manual_seed(0)
+    kind, options, _ = SMALL[name]
+    model = build_diffusion(kind, {**options, **changes}).eval()
+    for parameter in model.parameters():
+        # A modulation of zeros would hide what reaches it.
+        if parameter.ndim > 1 and not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def inputs_of(name: str, tokens: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
+    """Random inputs for `small(name)`, with few tokens in each text."""
+    generator = torch.Generator().manual_seed(1)
+    condition = {}
+    for key, shape in small(name).condition_shapes.items():
+        if key == "labels":
+            condition[key] = torch.tensor([0, 2])
+            continue
+        # A text is [tokens, width], of all layers [layers, tokens, width]; one state has no tokens.
+        few = tuple(min(size, tokens) for size in shape[:-1])
+        condition[key] = torch.randn(2, *few, shape[-1], generator=generator)
+    return torch.randn(2, *SMALL[name][2], generator=generator), condition

@@ -1,0 +1,15 @@
+"""Settings under which models of a few kilobytes do all that large ones do."""
+
+from __future__ import annotations
+
+import pytest
+
+from offload.modes import shard_offload, tensor_swap
+from offload.optimizer import kernel_choice
+
+
+def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the measurement of kernels short, and small activations leave the device."""
+    monkeypatch.setattr(kernel_choice, "SAMPLE", 1 << 12)
+    monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
+    monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 0)

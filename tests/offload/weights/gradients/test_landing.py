@@ -1,0 +1,94 @@
+"""Gradients go to different places as they land."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from offload.modes.layer_stream import LayerStream
+from offload.weights.gradients.landing import GradientLanding
+from offload.weights.gradients.updates import NoUpdates
+from tests.offload.helpers.models import Stack, attached, stack_inputs
+
+
+@pytest.fixture
+def mode() -> LayerStream:
+    return LayerStream(slots=2)
+
+
+@pytest.fixture
+def model(mode: LayerStream) -> Iterator[Stack]:
+    model = Stack(depth=2)
+    with attached(mode, model):
+        yield model
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return model(stack_inputs(0, 0)).square().sum()
+
+
+def landing_of(mode: LayerStream) -> GradientLanding:
+    return mode._streamer.gradients
+
+
+def test_small_gradients_leave_at_the_latest_where_backward_ends(model: Stack, mode: LayerStream):
+    landing, weight = landing_of(mode), model.blocks[0].norm.weight
+    trained = [tensor for unit in mode._streamer.cut.units for tensor in unit.trained]
+    waiting: list[bool] = []
+
+    send = landing.offloader.send
+    landing.offloader.send = lambda: (waiting.append(any(map(landing.offloader.waits, trained))), send())[1]
+    with mode.step():
+        mode.accumulate([lambda: loss_of(model)])
+        assert not any(map(landing.offloader.waits, trained))
+        assert weight.grad is not None
+    assert any(waiting)
+
+
+def test_a_backward_of_the_caller_waits_for_gradients_where_it_ends(model: Stack, mode: LayerStream):
+    with mode.step():
+        loss_of(model).backward()
+        found = [p.grad.clone() for p in model.blocks[0].parameters()]
+    assert all(torch.equal(p.grad, early) for p, early in zip(model.blocks[0].parameters(), found, strict=True))
+
+
+def test_gradients_that_are_asked_for_go_to_nobody_else(model: Stack, mode: LayerStream):
+    weight = model.blocks[0].up.weight
+    with mode.step():
+        (gradient,) = torch.autograd.grad(loss_of(model), [weight])
+    assert gradient.shape == weight.shape
+    assert weight.grad is None
+
+
+def test_hooks_get_their_gradient_on_the_host(model: Stack, mode: LayerStream):
+    weight, hooked = model.blocks[0].up.weight, []
+    weight.register_hook(lambda gradient: hooked.append(gradient.clone()))
+    with mode.step():
+        loss_of(model).backward()
+    assert torch.equal(hooked[0], weight.grad)
+
+
+def test_updates_get_final_gradients_of_a_unit_together(model: Stack, mode: LayerStream):
+    class Recorded(NoUpdates):
+        early = True
+
+        def __init__(self) -> None:
+            self.landed: list[tuple[str, int]] = []
+
+        def gradients_landed(self, unit, tensors, after, released=None) -> None:
+            self.landed.append((unit.name, len(tensors)))
+
+    updates = Recorded()
+    mode._streamer.use_updates(updates)
+    for _ in range(2):
+        updates.landed.clear()
+        with mode.step():
+            mode.accumulate([lambda: loss_of(model)])
+        model.zero_grad()
+    count = len(list(model.blocks[0].parameters()))
+    totals = {name: sum(n for unit, n in updates.landed if unit == name) for name in ("blocks.1", "blocks.0")}
+    assert totals == {"blocks.1": count, "blocks.0": count}
+    assert len(updates.landed) < 2 * count

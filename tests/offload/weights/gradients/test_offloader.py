@@ -1,0 +1,198 @@
+"""Gradients that land: copied, added to earlier ones and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from offload.runtime.memory.host_memory import HostArena
+from offload.runtime.streams import registry
+from offload.runtime.streams.stream_checker import CheckedStreams
+from offload.runtime.streams.transfer import Telemetry, Transfer
+from offload.weights.gradients.offloader import GradientOffloader, Landing
+from offload.weights.units.placement import ModuleAttribute
+from offload.weights.units.unit import OffloadUnit
+from offload.weights.units.unit_tensor import UnitTensor
+from tests.offload.helpers.models import Stack, attached
+from tests.offload.helpers.updates import DTYPES, MODES, Mixed, made, one_step
+from training.loop import gradient_norm
+
+pytestmark = pytest.mark.usefixtures("small")
+
+
+@pytest.fixture
+def unit() -> OffloadUnit:
+    def tensor(name: str) -> UnitTensor:
+        return UnitTensor(name, nn.Parameter(torch.zeros(1)), [ModuleAttribute(nn.Module(), name, False)], 0)
+
+    return OffloadUnit("block", 0, [tensor("first"), tensor("second")])
+
+
+@pytest.fixture
+def streams() -> Iterator[CheckedStreams]:
+    streams = registry.acquire("cpu")
+    yield streams
+    registry.release(streams)
+
+
+@pytest.fixture
+def at_home(unit: OffloadUnit) -> OffloadUnit:
+    unit.bring_home(HostArena(torch.device("cpu")))
+    return unit
+
+
+def of(value: float) -> torch.Tensor:
+    """A gradient on the device."""
+    return torch.full((1,), value)
+
+
+def land(gradients: GradientOffloader, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor) -> list[Landing]:
+    """Lands a gradient that does not wait for others, and frees the device's copy."""
+    batch = gradients.land(unit, tensor, gradient, is_final=False) + gradients.send()
+    gradients.free([landing.leaving for landing in batch])
+    return batch
+
+
+def test_a_gradient_lands_in_host_memory(at_home: OffloadUnit, streams: CheckedStreams):
+    tensor, on_device = at_home.tensors[0], of(2.0)
+    gradients = GradientOffloader(Transfer(streams, Telemetry(streams)), limit_bytes=64)
+    gradients.begin_step([at_home], norms=False)
+    (landing,) = land(gradients, at_home, tensor, on_device)
+    assert landing.leaving.tensor is on_device
+    assert tensor.host.grad is tensor.gradient
+    assert tensor.gradient.item() == 2.0
+    assert tensor.has_landed_gradient
+    assert gradients.norms([at_home]) == {}
+    tensor.gradient.mul_(2)
+    assert not tensor.has_landed_gradient
+
+
+def test_a_second_gradient_is_added_and_norms_are_of_the_sum(at_home: OffloadUnit, streams: CheckedStreams):
+    first, second = at_home.tensors
+    gradients = GradientOffloader(Transfer(streams, Telemetry(streams)), limit_bytes=64)
+    gradients.begin_step([at_home], norms=True)
+    for tensor, value in ((first, 2.0), (second, 1.0), (first, -5.0)):
+        land(gradients, at_home, tensor, of(value))
+    gradients.release()
+    assert (first.gradient.item(), second.gradient.item()) == (-3.0, 1.0)
+    assert {parameter: norm.item() for parameter, norm in gradients.norms([at_home]).items()} == {
+        first.host: 3.0,
+        second.host: 1.0,
+    }
+    second.host.grad = torch.ones(1)
+    assert set(gradients.norms([at_home])) == {first.host}
+    gradients.begin_step([at_home], norms=True)
+    assert gradients.norms([at_home]) == {}
+
+
+def test_compute_waits_for_the_oldest_gradients_beyond_the_limit(at_home: OffloadUnit, streams: CheckedStreams):
+    telemetry = Telemetry(streams)
+    transfer = Transfer(streams, telemetry)
+    gradients, waited = GradientOffloader(transfer, limit_bytes=4), []
+    transfer.await_on = lambda stream, event: (waited.append(event), stream.wait_event(event))
+    leaving = [land(gradients, at_home, tensor, of(1.0))[0].leaving for tensor in at_home.tensors]
+    assert waited == [leaving[0].done]
+    gradients.release()
+    assert waited == [one.done for one in leaving]
+
+
+def test_small_gradients_leave_together(at_home: OffloadUnit, streams: CheckedStreams):
+    first, second = at_home.tensors
+    gradients = GradientOffloader(Transfer(streams, Telemetry(streams)), limit_bytes=1024)
+    gradients.begin_step([at_home], norms=True)
+    assert gradients.land(at_home, first, of(3.0), is_final=False) == []
+    assert gradients.waits(first)
+    assert first.host.grad is None
+    assert gradients.land(at_home, second, of(4.0), is_final=True) == []
+    batch = gradients.send()
+    assert [(landing.tensor, landing.is_final) for landing in batch] == [(first, False), (second, True)]
+    assert batch[0].leaving.done is batch[1].leaving.done is first.landed is second.landed
+    assert (first.host.grad.item(), second.host.grad.item()) == (3.0, 4.0)
+    assert not gradients.waits(first)
+    assert gradients.send() == []
+    # Those that have earlier gradients are added to them together.
+    gradients.free([landing.leaving for landing in batch])
+    for tensor in (second, first):
+        assert gradients.land(at_home, tensor, of(1.0), is_final=True) == []
+    gradients.free([landing.leaving for landing in gradients.send()])
+    gradients.release()
+    assert (first.host.grad.item(), second.host.grad.item()) == (4.0, 5.0)
+    assert [norm.item() for norm in gradients.norms([at_home]).values()] == [4.0, 5.0]
+
+
+def test_gradients_of_another_stream_leave_by_themselves(at_home: OffloadUnit, streams: CheckedStreams):
+    """The copies come after the work of the stream that made the gradients, whatever the stream when they leave."""
+    first, second = at_home.tensors
+    gradients = GradientOffloader(Transfer(streams, Telemetry(streams)), limit_bytes=1024)
+    with streams.on(streams.gather):
+        assert gradients.land(at_home, first, of(3.0), is_final=False) == []
+    assert [landing.tensor for landing in gradients.land(at_home, second, of(4.0), is_final=False)] == [first]
+    assert [landing.tensor for landing in gradients.send()] == [second]
+    assert (first.host.grad.item(), second.host.grad.item()) == (3.0, 4.0)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_taken_on_the_way_are_those_of_the_gradients(dtype: str, mode: str, microbatches: int):
+    model, mode = made(Mixed, DTYPES[dtype]), MODES[mode]()
+    with attached(mode, model):
+        for step in range(4):
+            one_step(model, mode, step, microbatches, norms=step != 1)
+            norms = mode.gradient_norms()
+            trained = [p for p in model.blocks[0].parameters() if p.grad is not None]
+            assert set(norms) >= set(trained) if step != 1 else not norms
+            assert set(norms) <= {p for p in model.parameters() if p.grad is not None}
+            for parameter, norm in norms.items():
+                assert norm.dtype == torch.float32
+                assert norm.item() == pytest.approx(parameter.grad.double().norm().item(), rel=1e-6)
+            whole = torch.stack([p.grad.double().norm() for p in model.parameters() if p.grad is not None]).norm()
+            assert gradient_norm(model, norms) == pytest.approx(whole.item(), rel=1e-6)
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("who", ["a hook", "the caller"])
+def test_norms_are_of_gradients_as_they_are_when_asked_for(who: str):
+    def grow(parameter: nn.Parameter) -> None:
+        parameter.grad.mul_(10)
+
+    model, mode = made(Stack), LayerStream(slots=2)
+    changed = list(model.blocks[1].parameters())
+    if who == "a hook":
+        for parameter in changed:
+            parameter.register_post_accumulate_grad_hook(grow)
+    with attached(mode, model):
+        one_step(model, mode, norms=True)
+        if who == "the caller":
+            for parameter in changed:
+                grow(parameter)
+        norms = mode.gradient_norms()
+        assert norms
+        assert gradient_norm(model, norms) == pytest.approx(gradient_norm(model, {}), rel=1e-6)
+
+
+def test_norms_of_gradients_that_are_added_to_earlier_ones():
+    """Gradients accumulate over two steps; the norm is that of the sum."""
+    model, mode = made(Stack), BounceLinear(slots=2)
+    with attached(mode, model):
+        for step in range(2):
+            one_step(model, mode, step, norms=True)
+        for parameter, norm in mode.gradient_norms().items():
+            assert norm.item() == pytest.approx(parameter.grad.double().norm().item(), rel=1e-6)
+
+
+def test_an_assigned_gradient_is_added_to_in_place(at_home: OffloadUnit, streams: CheckedStreams):
+    tensor, assigned = at_home.tensors[0], torch.ones(1)
+    gradients = GradientOffloader(Transfer(streams, Telemetry(streams)), limit_bytes=64)
+    tensor.host.grad = assigned
+    land(gradients, at_home, tensor, of(2.0))
+    assert tensor.host.grad is assigned
+    assert assigned.item() == 3.0
+    assert tensor.has_landed_gradient
+    assert tensor.gradient.item() == 0.0
+    gradients.release()

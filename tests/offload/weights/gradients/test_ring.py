@@ -1,0 +1,117 @@
+"""The ring in which gradients wait: blocks that are lent never overlap, and come back in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from offload.modes.layer_stream import LayerStream
+from offload.runtime.memory.host_memory import HostArena
+from offload.runtime.streams import registry
+from offload.runtime.streams.stream_checker import CheckedStreams, StreamOrderError
+from offload.weights.gradients import ring
+from offload.weights.gradients.ring import GradientRing, gradient_ring_bytes
+from offload.weights.units.partition import cut
+from offload.weights.units.placement import ModuleAttribute
+from offload.weights.units.unit_tensor import UnitTensor
+from tests.offload.helpers.models import Stack
+
+
+@pytest.fixture
+def streams() -> Iterator[CheckedStreams]:
+    streams = registry.acquire("cpu")
+    yield streams
+    registry.release(streams)
+
+
+def ring_of(nbytes: int, streams: CheckedStreams) -> GradientRing:
+    return GradientRing(HostArena(streams.device).allocate(nbytes, "ring"), streams)
+
+
+def tensor_of(nbytes: int) -> UnitTensor:
+    module = nn.ParameterDict({"weight": nn.Parameter(torch.empty(nbytes // 4))})
+    return UnitTensor(f"{nbytes} bytes", module.weight, [ModuleAttribute(module, "weight", False)], 0)
+
+
+def consumed(streams: CheckedStreams):
+    signal = streams.signal()
+    signal.set()
+    return signal
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 12).map(lambda size: 100 * size), max_size=40), st.data())
+def test_blocks_that_are_lent_never_overlap(sizes: list[int], data: st.DataObject):
+    streams = CheckedStreams(torch.device("cpu"))
+    ring, lent = ring_of(5 * 256, streams), []
+    for number, nbytes in enumerate(sizes):
+        block = ring.block(tensor_of(nbytes))
+        lent = [other for other in lent if other in ring._lent]
+        assert block.end - block.start >= nbytes
+        assert 0 <= block.start <= block.end <= 5 * 256
+        assert not any(block.start < other.end and other.start < block.end for other in lent)
+        block.tensor.fill_(number)
+        if data.draw(st.booleans()):
+            ring.lend(block, consumed(streams))
+            lent.append(block)
+    for block in lent:
+        assert len(set(block.tensor.tolist())) <= 1
+
+
+def test_a_block_has_shape_strides_and_dtype_of_its_parameter(streams: CheckedStreams):
+    weight = nn.Parameter(torch.randn(2, 3, 4, 5, dtype=torch.bfloat16).to(memory_format=torch.channels_last))
+    module = nn.ParameterDict({"weight": weight})
+    tensor = UnitTensor("weight", module.weight, [ModuleAttribute(module, "weight", False)], 0)
+    block = ring_of(4096, streams).block(tensor)
+    found, expected = block.tensor, module.weight
+    assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), expected.dtype)
+
+
+def test_the_host_waits_for_the_oldest_block_and_counts_the_time(streams: CheckedStreams, monkeypatch):
+    ring, waited = ring_of(512, streams), []
+    signals = [consumed(streams) for _ in range(3)]
+    for signal in signals:
+        monkeypatch.setattr(signal, "wait", lambda signal=signal: waited.append(signals.index(signal)))
+        ring.lend(ring.block(tensor_of(256)), signal)
+    assert waited == [0]
+    ring.block(tensor_of(512))
+    assert waited == [0, 1, 2]
+    assert ring.wait_ms > 0
+
+
+def test_memory_that_an_update_may_still_read_is_not_written(streams: CheckedStreams, monkeypatch):
+    """The stream checker notices a wait that is missing."""
+    ring, signal = ring_of(256, streams), streams.signal()
+    block = ring.block(tensor_of(256))
+    streams.writes(streams.d2h, block, "copy out")
+    copied = streams.event()
+    copied.record(streams.d2h)
+    with streams.beside("worker"):
+        copied.synchronize()
+        streams.reads(None, block, "update")
+        signal.set()
+    ring.lend(block, signal)
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "follow", lambda: None)
+        with pytest.raises(StreamOrderError, match="'the next gradient' on d2h may run before 'update' on worker"):
+            ring.block(tensor_of(256))
+    ring.lend(block, signal)
+    ring.block(tensor_of(256))
+
+
+def test_the_ring_is_smaller_than_all_gradients_and_holds_every_one(monkeypatch: pytest.MonkeyPatch):
+    model = Stack(depth=8)
+    units = cut(model, list(LayerStream().cut_points(model))).units
+    block = units[0].gradient_bytes
+    assert gradient_ring_bytes(units) == 8 * block
+    monkeypatch.setattr(ring, "LEAST_RING_BYTES", 5 * block)
+    assert gradient_ring_bytes(units) == 5 * block
+    monkeypatch.setattr(ring, "LEAST_RING_BYTES", 0)
+    assert gradient_ring_bytes(units) == 3 * block
+    assert gradient_ring_bytes(units[:2]) == 2 * block
+    assert gradient_ring_bytes([]) == 0

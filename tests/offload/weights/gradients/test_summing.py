@@ -1,0 +1,155 @@
+"""Gradients of sharers are summed inside backward where all have them, and go home one by one where they have not."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from offload.modes.layer_stream import LayerStream
+from offload.runtime.streams.stream_checker import CheckedStreams
+from offload.weights.gradients.summing import WAITING_UNITS
+from tests.offload.helpers.models import Stack, stack_inputs
+from tests.offload.helpers.sharers import ThreadSharers, as_sharers
+
+
+class Experts(nn.Module):
+    """A block of which each sharer uses one branch, and both the last layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor, number: int) -> torch.Tensor:
+        return self.last(self.branches[number](hidden))
+
+
+class Router(nn.Module):
+    def __init__(self, depth: int):
+        super().__init__()
+        self.layers = nn.ModuleList(Experts() for _ in range(depth))
+
+    def forward(self, hidden: torch.Tensor, number: int) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, number)
+        return hidden
+
+
+def streams() -> CheckedStreams:
+    return CheckedStreams(torch.device("cpu"))
+
+
+def test_a_gradient_that_a_sharer_lacks_keeps_its_unit_from_the_sum():
+    """More units than may wait are incomplete: these are given up in the step, the others at its end."""
+    torch.manual_seed(0)
+    state = Router(WAITING_UNITS + 2).state_dict()
+
+    def work(sharers: ThreadSharers) -> dict[str, tuple[bool, torch.Tensor | None]]:
+        model, mode = Router(WAITING_UNITS + 2), LayerStream(layers="layers", slots=2)
+        model.load_state_dict(state)
+        mode.attach(model, streams(), sharers)
+        with mode.step():
+            mode.accumulate([lambda: model(torch.ones(2, 4), sharers.rank).sum()])
+        assert not mode.summed_parameters()
+        assert sharers.sums == 0
+        mode.detach()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    for rank, found in enumerate(as_sharers(2, work)):
+        model = Router(WAITING_UNITS + 2)
+        model.load_state_dict(state)
+        model(torch.ones(2, 4), rank).sum().backward()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is None:
+                assert found[name] is None
+            else:
+                assert torch.equal(found[name], parameter.grad)
+
+
+def test_gradients_of_several_microbatches_are_the_sharer_s_own():
+    # Made once: threads share the random numbers.
+    first = Stack(depth=2)
+
+    def work(sharers: ThreadSharers) -> bool:
+        model, alone, mode = copy.deepcopy(first), copy.deepcopy(first), LayerStream(slots=2)
+        mode.attach(model, streams(), sharers)
+
+        def loss_of(model: nn.Module, microbatch: int) -> torch.Tensor:
+            return model(stack_inputs(sharers.rank, microbatch)).square().mean()
+
+        with mode.step(norms=True):
+            mode.accumulate([partial(loss_of, model, microbatch) for microbatch in range(2)])
+        for microbatch in range(2):
+            loss_of(alone, microbatch).backward()
+        assert not mode.summed_parameters()
+        # They are not norms of sums.
+        assert not mode.gradient_norms()
+        mode.detach()
+        return all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
+
+    assert as_sharers(2, work) == [True, True]
+
+
+def test_every_sharer_sees_the_whole_sums_after_the_step():
+    alone = Stack(depth=2)
+
+    def work(sharers: ThreadSharers) -> list[torch.Tensor]:
+        model, mode = copy.deepcopy(alone), LayerStream(slots=2)
+        mode.attach(model, streams(), sharers)
+        with mode.step():
+            mode.accumulate([lambda: model(stack_inputs(0, sharers.rank)).square().mean()])
+        sharers.laid_down(None)
+        assert sharers.sums
+        found = [parameter.grad.clone() for parameter in model.blocks.parameters()]
+        # Others still read what is unmapped with the last of its users.
+        sharers.laid_down(None)
+        mode.detach()
+        return found
+
+    everyone = as_sharers(2, work)
+    for microbatch in range(2):
+        alone(stack_inputs(0, microbatch)).square().mean().backward()
+    for found in everyone:
+        assert all(torch.equal(a, b.grad) for a, b in zip(found, alone.blocks.parameters(), strict=True))
+
+
+def test_a_loss_on_the_host_besides_is_an_error():
+    def work(sharers: ThreadSharers) -> None:
+        model, mode = Stack(depth=2), LayerStream(slots=2)
+        mode.attach(model, streams(), sharers)
+        weight = model.blocks[1].norm.weight
+        with mode.step():
+            mode.accumulate([lambda: model(stack_inputs(0, 0)).sum() + weight.square().sum()])
+
+    with pytest.raises(RuntimeError, match=r"^a loss uses blocks.1.norm.weight in host memory"):
+        as_sharers(2, work)
+
+
+def test_nothing_is_added_to_the_sums_of_the_last_step():
+    def work(sharers: ThreadSharers) -> None:
+        model, mode = Stack(depth=2), LayerStream(slots=2)
+        mode.attach(model, streams(), sharers)
+        for _ in range(2):
+            with mode.step():
+                mode.accumulate([lambda: model(stack_inputs(0, sharers.rank)).square().mean()])
+
+    with pytest.raises(RuntimeError, match=r"^the gradient of blocks\S+ is a sum over several processes"):
+        as_sharers(2, work)
+
+
+def test_a_gradient_after_the_sum_is_an_error():
+    """Backward of a second loss: its gradients would not be in the sums."""
+
+    def work(sharers: ThreadSharers) -> None:
+        model, mode = Stack(depth=3), LayerStream(slots=2)
+        mode.attach(model, streams(), sharers)
+        with mode.step():
+            mode.accumulate([lambda: model(stack_inputs(0, sharers.rank)).square().mean()])
+            model(stack_inputs(0, sharers.rank)).square().mean().backward()
+
+    with pytest.raises(RuntimeError, match=r"^a gradient of blocks\S+ came after the last that was expected: the"):
+        as_sharers(2, work)

@@ -1,0 +1,105 @@
+"""Streaming calls an optimizer that updates beside the step, in a fixed order."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from offload.modes.layer_stream import LayerStream
+from offload.optimizer.overlap import Overlap
+from offload.runtime.streams.counters import Counters
+from offload.runtime.streams.transfer import Transfer
+from offload.weights.gradients.updates import NO_UPDATES, NoUpdates, Updates
+from tests.offload.helpers.models import Stack, attached, stack_inputs
+
+
+def methods(of: type) -> dict[str, list[str]]:
+    """Returns the parameters of public methods, by name."""
+    public = {name: value for name, value in vars(of).items() if callable(value) and not name.startswith("_")}
+    return {name: list(inspect.signature(value).parameters) for name, value in public.items()}
+
+
+@pytest.mark.parametrize("implementation", [NoUpdates, Overlap])
+def test_implementations_have_every_method_of_the_protocol(implementation: type):
+    assert methods(Updates).items() <= methods(implementation).items()
+
+
+class Recorded(NoUpdates):
+    """Notes every call."""
+
+    early = True
+
+    def __init__(self, calls: list[str]):
+        self.calls = calls
+
+    def begin_step(self) -> None:
+        self.calls.append("begin")
+
+    def before_onload(self, unit) -> None:
+        self.calls.append(f"before {unit}")
+
+    def gradients_landed(self, unit, tensors, after) -> None:
+        self.calls += [f"landed {tensor.name}" for tensor in tensors]
+
+    def end_step(self) -> None:
+        self.calls.append("end")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_a_step_calls_updates_in_order(monkeypatch: pytest.MonkeyPatch):
+    calls, copy_in = [], Transfer.copy_in
+
+    def noting(transfer: Transfer, *operands, what: str, **options) -> None:
+        calls.append(f"copy {what}")
+        copy_in(transfer, *operands, what=what, **options)
+
+    model, mode = Stack(depth=2), LayerStream(slots=2)
+    with attached(mode, model):
+        mode._streamer.use_updates(Recorded(calls))
+        monkeypatch.setattr(Transfer, "copy_in", noting)
+        for _ in range(2):
+            calls.clear()
+            with mode.step():
+                mode.accumulate([lambda: model(stack_inputs(0, 0)).sum()])
+            model.zero_grad()
+        onloads = calls[1:5]
+        assert calls[0] == "begin"
+        assert onloads == ["before blocks.0", "copy blocks.0", "before blocks.1", "copy blocks.1"]
+        # Gradients that landed once in the step before are final in this one.
+        names = [f"landed blocks.{index}.{name}" for index in (1, 0) for name, _ in model.blocks[0].named_parameters()]
+        assert sorted(calls[5:-1]) == sorted(names)
+        assert [call[:15] for call in calls[5:-1]] == sorted((call[:15] for call in calls[5:-1]), reverse=True)
+        assert calls[-1] == "end"
+        calls.clear()
+    assert calls == ["close"]
+
+
+def test_gradients_that_updates_retain_are_not_freed():
+    class Retaining(NoUpdates):
+        def __init__(self):
+            self.kept = {}
+
+        def retain_gradient(self, unit, tensor, gradient) -> bool:
+            self.kept[tensor.name] = gradient
+            return unit.name == "blocks.0"
+
+    model, mode, updates, freed = Stack(depth=2), LayerStream(slots=2), Retaining(), []
+    with attached(mode, model):
+        mode._streamer.use_updates(updates)
+        mode._streamer.gradients.offloader.free = freed.extend
+        with mode.step():
+            model(stack_inputs(0, 0)).sum().backward()
+        expected = {name: gradient for name, gradient in updates.kept.items() if name.startswith("blocks.1")}
+        assert freed == list(expected.values())
+        for name, gradient in updates.kept.items():
+            assert torch.equal(gradient.tensor, model.get_parameter(name).grad)
+
+
+def test_without_such_an_optimizer_nothing_is_pending():
+    assert not NO_UPDATES.early
+    assert not NO_UPDATES.is_pending(None)
+    assert NO_UPDATES.counters() == Counters()

@@ -1,0 +1,395 @@
+"""Sharers that share the homes of a model compute what one process does that adds their microbatches."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from offload.modes.mode import Mode
+from offload.modes.none import Resident
+from offload.modes.shard_offload import ShardOffload
+from offload.modes.tensor_swap import TensorSwap
+from offload.optimizer.adamw import HostAdamW
+from offload.runtime.sharing.sharers import NO_SHARERS, Sharers, meet
+from offload.runtime.streams.stream_checker import CheckedStreams
+from offload.weights.units import slices
+from tests.offload.helpers.mapped import with_low_rank
+from tests.offload.helpers.models import Stack, stack_inputs
+from tests.offload.helpers.sharers import ThreadSharers, as_sharers
+
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def several_chunks(monkeypatch: pytest.MonkeyPatch):
+    """Units of these models are small."""
+    monkeypatch.setattr(slices, "LEAST_CHUNK_BYTES", 512)
+
+
+def loss_of(model: nn.Module, step: int, microbatch: int) -> torch.Tensor:
+    return model(stack_inputs(step, microbatch)).float().square().mean()
+
+
+def sum_rest(model: nn.Module, mode: Mode, sharers: ThreadSharers) -> None:
+    """Makes gradients that are not yet the sums over the sharers, in the order of ranks."""
+    done = mode.summed_parameters()
+    rest = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in done]
+    everyone = sharers.laid_down([parameter.grad.clone() for parameter in rest])
+    with torch.no_grad():
+        for parameter, *given in zip(rest, *everyone, strict=True):
+            total = given[0].clone()
+            for other in given[1:]:
+                total += other
+            parameter.grad.copy_(total)
+    meet(sharers, "test")
+
+
+def trained(
+    model: nn.Module,
+    mode: Mode,
+    sharers: Sharers,
+    count: int,
+    *,
+    early: bool = False,
+    device_share: int = 0,
+    scale: float = 0.5,
+    **format: str,
+) -> dict:
+    """Trains for some steps with one microbatch a sharer, of `count`. Returns losses, weights and states.
+
+    `early`: updates may begin inside backward; then `scale` is 1.
+    """
+    streams = CheckedStreams(torch.device("cpu"))
+    mode.attach(model, streams, sharers)
+    try:
+        optimizer = HostAdamW(model.parameters(), lr=0.05, threads=1, compile="off", **format)
+        mode.divide(optimizer)
+        mode.overlap(optimizer, early, device_share)
+        optimizer.allocate()
+        losses, begun = [], []
+        for step in range(STEPS):
+            own = [sharers.first + sharers.rank] if sharers.count > 1 else range(count)
+            with mode.step(norms=True):
+                losses += mode.accumulate([partial(loss_of, model, step, number) for number in own])
+            norms = {name: mode.gradient_norms().get(p) for name, p in model.named_parameters()}
+            if sharers.count > 1:
+                sum_rest(model, mode, sharers)
+            begun.append(optimizer.has_begun)
+            optimizer.step(scale=scale)
+            optimizer.zero_grad()
+        optimizer.bring_states_home()
+        meet(sharers, "test")
+        with mode.inference():
+            losses.append(loss_of(model, STEPS, 0))
+        states = {
+            f"{name}.{key}": value.clone()
+            for name, parameter in model.named_parameters()
+            for key, value in optimizer.state[parameter].items()
+        }
+        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        # Nobody goes on to unmap what another still compares.
+        meet(sharers, "test")
+        return {
+            "losses": losses,
+            "weights": weights,
+            "states": states,
+            "norms": norms,
+            "begun": begun,
+            "sums": mode.summed_parameters(),
+        }
+    finally:
+        mode.detach()
+
+
+MODES = {
+    "layer_stream": lambda: LayerStream(slots=2),
+    "one slot": lambda: LayerStream(slots=1),
+    "everything": lambda: LayerStream(slots=3, outside="stream"),
+    "bounce_linear": BounceLinear,
+    "shard_offload": lambda: ShardOffload(shards=2),
+    "tensor_swap": lambda: TensorSwap(LayerStream(slots=2), min_bytes=1),
+    "none": Resident,
+}
+
+
+CASES = [
+    *((name, 2, torch.float32) for name in MODES),
+    *((name, 3, torch.bfloat16) for name in ("everything", "one slot", "shard_offload")),
+]
+
+
+@pytest.fixture(autouse=True)
+def any_dtype(monkeypatch: pytest.MonkeyPatch):
+    """The stack takes inputs in float32 whatever its weights are."""
+    forward = Stack.forward
+    monkeypatch.setattr(Stack, "forward", lambda self, inputs: forward(self, inputs.to(next(self.parameters()).dtype)))
+
+
+@pytest.mark.parametrize(("name", "count", "dtype"), CASES, ids=str)
+def test_sharers_compute_what_one_process_does(name: str, count: int, dtype: torch.dtype):
+    torch.manual_seed(0)
+    model = Stack(depth=3).to(dtype)
+    one = trained(copy.deepcopy(model), MODES[name](), NO_SHARERS, count)
+    several = as_sharers(count, lambda sharers: trained(copy.deepcopy(model), MODES[name](), sharers, count))
+    # The losses of one process come by step, those of the sharers by sharer.
+    for rank, sharer in enumerate(several):
+        expected = one["losses"][rank:-1:count] + one["losses"][-1:]
+        assert len(sharer["losses"]) == len(expected)
+        assert all(map(torch.equal, sharer["losses"], expected)), rank
+        for key in ("weights", "states"):
+            assert sharer[key].keys() == one[key].keys()
+            assert all(torch.equal(value, one[key][which]) for which, value in sharer[key].items()), (rank, key)
+        # All that streams was summed in the step, and the norms are those of the sums.
+        assert len(sharer["sums"]) == sum(norm is not None for norm in one["norms"].values())
+        assert all(norm is None or torch.equal(norm, one["norms"][which]) for which, norm in sharer["norms"].items())
+        assert sum(norm is not None for norm in sharer["norms"].values()) == len(sharer["sums"])
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_sharers_of_two_hosts_compute_what_one_process_does(early: bool):
+    """Each host has homes of its own; gradients are summed over all."""
+    torch.manual_seed(0)
+    model = Stack(depth=3).to(torch.bfloat16)
+    one = trained(copy.deepcopy(model), LayerStream(slots=2), NO_SHARERS, 4, scale=1.0)
+
+    def work(sharers: Sharers) -> dict:
+        return trained(copy.deepcopy(model), LayerStream(slots=2), sharers, 4, early=early, scale=1.0)
+
+    for number, sharer in enumerate(as_sharers(2, work, hosts=2)):
+        expected = one["losses"][number:-1:4] + one["losses"][-1:]
+        assert all(map(torch.equal, sharer["losses"], expected)), number
+        assert sharer["begun"] == [False, early, early]
+        assert sharer["sums"]
+        assert same(sharer, one)
+
+
+def test_hosts_whose_forwards_differ_raise_an_error_that_names_ranks():
+    def work(sharers: ThreadSharers) -> None:
+        model, mode = Stack(depth=2), LayerStream(slots=1)
+        mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+        with mode.step():
+            mode.accumulate([lambda: model(stack_inputs(0, 0)).sum()] * (1 if sharers.first else 2))
+
+    expected = r"^rank [0-3] has come to the (use of blocks.1 in backward|end of a step), rank [0-3] to the "
+    with pytest.raises(RuntimeError, match=expected):
+        as_sharers(2, work, hosts=2)
+
+
+EARLY = [
+    ("layer_stream", 2, torch.float32, 0),
+    ("everything", 3, torch.bfloat16, 0),
+    ("shard_offload", 2, torch.bfloat16, 0),
+    ("one slot", 2, torch.bfloat16, 10**9),
+]
+
+
+@pytest.mark.parametrize(("name", "count", "dtype", "device_share"), EARLY, ids=str)
+def test_updates_inside_backward_are_those_after_it(name: str, count: int, dtype: torch.dtype, device_share: int):
+    torch.manual_seed(0)
+    model = Stack(depth=3).to(dtype)
+    one = trained(copy.deepcopy(model), MODES[name](), NO_SHARERS, count, scale=1.0)
+
+    def work(sharers: Sharers) -> dict:
+        mode = MODES[name]()
+        return trained(copy.deepcopy(model), mode, sharers, count, early=True, device_share=device_share, scale=1.0)
+
+    for sharer in as_sharers(count, work):
+        # In the first step it is not known yet whether gradients are final.
+        assert sharer["begun"] == [False, True, True]
+        assert same(sharer, one)
+
+
+MODELS = {
+    "recompute": lambda: Stack(depth=3, recompute="non-reentrant"),
+    "reentrant": lambda: Stack(depth=3, recompute="reentrant"),
+    "adapters of a frozen base": lambda: with_low_rank(Stack(depth=3)),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_recompute_and_adapters_of_sharers_are_those_of_one_process(kind: str):
+    torch.manual_seed(0)
+    model = MODELS[kind]().to(torch.bfloat16)
+    one = trained(copy.deepcopy(model), LayerStream(slots=2), NO_SHARERS, 2, scale=1.0)
+
+    def work(sharers: Sharers) -> dict:
+        mode = LayerStream(slots=2)
+        return trained(copy.deepcopy(model), mode, sharers, 2, early=True, device_share=4000, scale=1.0)
+
+    for rank, sharer in enumerate(as_sharers(2, work)):
+        assert all(map(torch.equal, sharer["losses"], one["losses"][rank:-1:2] + one["losses"][-1:]))
+        assert sharer["sums"]
+        assert same(sharer, one)
+
+
+FORMATS = [{}, {"master": "fp32", "state_dtype": "bf16"}, {"state_dtype": "int8", "state_rounding": "stochastic"}]
+
+
+@pytest.mark.parametrize("device_share", [0, 3000, 10**9])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_states_on_the_device_or_in_8_bits_are_those_of_one_process(format: dict[str, str], device_share: int):
+    """The states of some units, of all, or of none are on the devices."""
+    torch.manual_seed(0)
+    model = Stack(depth=3).to(torch.bfloat16)
+    one = trained(copy.deepcopy(model), LayerStream(slots=2), NO_SHARERS, 2, **format)
+
+    def work(sharers: Sharers) -> dict:
+        mode = LayerStream(slots=2)
+        return trained(copy.deepcopy(model), mode, sharers, 2, device_share=device_share, **format)
+
+    for sharer in as_sharers(2, work):
+        assert same(sharer, one)
+
+
+def same(sharer: dict, one: dict) -> bool:
+    return all(
+        sharer[key].keys() == one[key].keys()
+        and all(torch.equal(value, one[key][which]) for which, value in sharer[key].items())
+        for key in ("weights", "states")
+    )
+
+
+def test_each_sharer_copies_its_part_in_a_step_and_whole_units_outside():
+    def work(sharers: Sharers) -> tuple[int, int, int, int]:
+        model, mode = Stack(width=64, depth=4), LayerStream(slots=2)
+        mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+        with mode.step():
+            model(stack_inputs(0, 0)).sum().backward()
+        in_step = mode.counters().h2d_bytes
+        gathers = getattr(sharers, "gathers", 0)
+        with mode.inference():
+            model(stack_inputs(0, 0))
+        outside = mode.counters().h2d_bytes - in_step
+        mode.detach()
+        return in_step, outside, gathers, getattr(sharers, "gathers", 0)
+
+    whole, outside, _, _ = work(NO_SHARERS)
+    sharers = as_sharers(2, work)
+    # Slices are aligned, so they are not quite equal, and units a little larger.
+    assert whole <= sum(in_step for in_step, *_ in sharers) < 1.2 * whole
+    assert all(abs(in_step - whole / 2) < whole / 5 for in_step, *_ in sharers)
+    assert all(outside <= found[1] < 1.2 * outside and found[2] == found[3] > 0 for found in sharers)
+
+
+def test_sharers_that_need_other_weights_raise_an_error_that_names_them():
+    def work(sharers: ThreadSharers) -> None:
+        model, mode = Stack(depth=3), LayerStream(slots=2)
+        mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+        with mode.step(), torch.no_grad():
+            for block in list(model.blocks)[sharers.rank :]:
+                block(torch.ones(5, 16))
+
+    expected = r"^rank (0|1) has come to the fetch of blocks\.\d for its use, rank (0|1) to the fetch of blocks\.\d: "
+    with pytest.raises(RuntimeError, match=expected):
+        as_sharers(2, work)
+
+
+def test_a_sharer_that_has_fewer_forwards_raises_an_error():
+    def work(sharers: ThreadSharers) -> None:
+        model, mode = Stack(depth=2), LayerStream(slots=1)
+        mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+        with mode.step(), torch.no_grad():
+            for _ in range(1 + sharers.rank):
+                model(stack_inputs(0, 0))
+
+    with pytest.raises(RuntimeError, match=r"to the end of a step"):
+        as_sharers(2, work)
+
+
+class Counting(nn.Module):
+    """A block with a buffer that its forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += hidden.mean().detach()
+        return self.linear(hidden) + self.calls
+
+
+def model_of(*layers: nn.Module) -> nn.Module:
+    model = nn.Sequential()
+    model.layers = nn.ModuleList(layers)
+    return model
+
+
+def test_each_sharer_has_its_own_buffers():
+    def work(sharers: ThreadSharers) -> list[float]:
+        model, mode = model_of(Counting(), Counting()), LayerStream(layers="layers", slots=1)
+        mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+        for _ in range(2):
+            with mode.step():
+                sum(block(torch.full((2, 4), sharers.rank + 1.0)).sum() for block in model.layers).backward()
+        mode.detach()
+        return [block.calls.item() for block in model.layers]
+
+    assert as_sharers(2, work) == [[2, 2], [4, 4]]
+
+
+class Changing(nn.Module):
+    """A block that changes its own weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return hidden * self.weight
+
+
+def test_a_forward_that_changes_a_weight_which_sharers_share_is_refused():
+    def work(sharers: ThreadSharers) -> None:
+        model, mode = model_of(Changing()), LayerStream(layers="layers")
+        mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+        with mode.step(), torch.no_grad():
+            model.layers[0](torch.ones(2, 4))
+
+    with pytest.raises(RuntimeError, match=r"^layers.0.weight was changed in a forward, and several processes"):
+        as_sharers(2, work)
+
+
+def test_data_that_takes_the_place_of_what_sharers_share_is_refused():
+    def work(sharers: ThreadSharers) -> None:
+        model, mode = model_of(nn.Linear(4, 4)), LayerStream(layers="layers")
+        mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+        model.layers[0].weight.data = torch.ones(4, 4)
+        with mode.step():
+            pass
+
+    with pytest.raises(RuntimeError, match=r"^layers.0.weight was given other data, and several processes share"):
+        as_sharers(2, work)
+
+
+def test_a_parameter_that_is_not_contiguous_is_refused():
+    def work(sharers: ThreadSharers) -> None:
+        layer = nn.Linear(4, 4)
+        layer.weight = nn.Parameter(torch.ones(4, 4).t())
+        LayerStream(layers="layers").attach(model_of(layer), CheckedStreams(torch.device("cpu")), sharers)
+
+    with pytest.raises(ValueError, match=r"^layers.0.weight has strides \(1, 4\)"):
+        as_sharers(2, work)
+
+
+def test_states_on_the_device_before_slices_are_known_are_refused():
+    def work(sharers: ThreadSharers) -> None:
+        model, mode = model_of(nn.Linear(4, 4)), LayerStream(layers="layers")
+        mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+        optimizer = HostAdamW(model.parameters(), threads=1, compile="off")
+        mode.overlap(optimizer, early=False, device_share=10**6)
+        try:
+            mode.divide(optimizer)
+        finally:
+            mode.detach()
+
+    with pytest.raises(RuntimeError, match=r"^states that exist cannot be shared"):
+        as_sharers(2, work)

@@ -1,0 +1,127 @@
+"""Models cut into units and windows, and the units that stay on the device."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from offload.weights.units.partition import CutPoint, check_amount, cut, keep_on_device, keep_resident, open_at_once
+from tests.offload.helpers.models import Stack
+
+
+def test_a_unit_has_the_parameters_below_its_cut_point():
+    model = Stack()
+    parts = cut(model, [CutPoint("blocks.0", model.blocks[0]), CutPoint("head", model.head)])
+    assert [unit.name for unit in parts.units] == ["blocks.0", "head"]
+    assert [tensor.name for tensor in parts.units[0].tensors][:2] == [
+        "blocks.0.norm.weight",
+        "blocks.0.norm.bias",
+    ]
+    assert parts.unit_bytes + parts.resident_bytes >= sum(p.nbytes for p in model.parameters())
+    windows = [window.module for window in parts.windows]
+    assert windows[0] is model.blocks[0]
+    assert model.blocks[0].up in windows
+
+
+def test_weights_shared_between_cut_points_have_one_home_and_two_windows():
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    model = nn.Sequential(first, second)
+    parts = cut(model, [CutPoint("0", first), CutPoint("1", second)])
+    assert [[tensor.name for tensor in unit.tensors] for unit in parts.units] == [
+        ["0.weight", "0.bias"],
+        ["1.bias"],
+    ]
+    assert [len(window.units) for window in parts.windows] == [1, 2]
+
+
+def test_weights_shared_with_the_rest_of_the_model_stay_resident():
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
+    model["head"].weight = model["embed"].weight
+    parts = cut(model, [CutPoint("head", model["head"])])
+    assert not parts.units
+    assert len(parts.resident) == 1
+
+
+def test_what_trains_may_stay():
+    model = Stack()
+    model.requires_grad_(False)
+    model.blocks[1].up.weight.requires_grad_(True)
+    points = [CutPoint("blocks.0", model.blocks[0]), CutPoint("blocks.1", model.blocks[1])]
+    all_stream, some_stay = cut(model, points), cut(model, points, trained_stays=True)
+    assert all_stream.gradient_bytes > some_stay.gradient_bytes == 0
+    assert some_stay.unit_bytes == all_stream.unit_bytes - model.blocks[1].up.weight.nbytes
+    assert any(tensor is model.blocks[1].up.weight for tensor, _ in some_stay.resident)
+    # Its bias streams, so its module has a window all the same.
+    assert model.blocks[1].up in [window.module for window in some_stay.windows]
+
+
+def test_overlapping_cut_points_are_refused():
+    model = Stack()
+    with pytest.raises(ValueError, match=r"blocks\.0\.up lies inside blocks\.0"):
+        cut(model, [CutPoint("blocks.0", model.blocks[0]), CutPoint("blocks.0.up", model.blocks[0].up)])
+
+
+def test_a_module_that_is_named_twice_makes_one_unit_and_one_without_tensors_none():
+    model = nn.Sequential(nn.Linear(2, 2), nn.GELU())
+    parts = cut(model, [CutPoint("first", model[0]), CutPoint("again", model[0]), CutPoint("gelu", model[1])])
+    assert [unit.name for unit in parts.units] == ["first"]
+
+
+def test_a_shallow_cut_point_takes_the_tensors_of_its_module_alone():
+    model = Stack(depth=1)
+    parts = cut(model, [CutPoint("model", model, deep=False), CutPoint("norm", model.blocks[0].norm, deep=False)])
+    assert [unit.name for unit in parts.units] == ["norm"]
+    assert len(parts.resident) == len(list(model.parameters())) - 2
+
+
+def test_units_that_are_kept_leave_the_windows_and_the_others_are_numbered_anew():
+    model = Stack()
+    parts = cut(model, [CutPoint(f"blocks.{index}", block) for index, block in enumerate(model.blocks)])
+    kept = keep_on_device(parts, 2)
+    assert [(unit.index, unit.name) for unit in kept.units] == [(0, "blocks.1"), (1, "blocks.3")]
+    assert not any(window.module in (model.blocks[0], model.blocks[2]) for window in kept.windows)
+    of_blocks = sum(p.nbytes for index in (0, 2) for p in model.blocks[index].parameters())
+    assert kept.resident_bytes - parts.resident_bytes == of_blocks
+
+
+def test_windows_open_at_once_are_those_of_modules_inside_each_other():
+    block = nn.Module()
+    block.scale, block.up, block.down = nn.Parameter(nn.Linear(1, 1).weight), nn.Linear(4, 8), nn.Linear(8, 4)
+    points = [CutPoint("scale", block, deep=False), CutPoint("up", block.up), CutPoint("down", block.down)]
+    parts = cut(block, points)
+    assert sorted(unit.name for unit in open_at_once(block, parts.windows)) == ["scale", "up"]
+
+
+@pytest.mark.parametrize(
+    ("amount", "kept"),
+    [("0", set()), (0, set()), (2, {0, 5}), (10, set(range(10))), ("0%", set()), ("100%", set(range(10)))],
+)
+def test_resident_by_count_and_share(amount: str | int, kept: set[int]):
+    assert keep_resident([100] * 10, amount) == kept
+
+
+@pytest.mark.parametrize("amount", ["700B", "1KiB", "33%", "90%"])
+def test_resident_bytes_are_spread_and_never_exceeded(amount: str):
+    sizes = [100, 50, 150] * 8
+    budget = {"700B": 700, "1KiB": 1024, "33%": 0.33 * sum(sizes), "90%": 0.9 * sum(sizes)}[amount]
+    kept = keep_resident(sizes, amount)
+    total = sum(sizes[index] for index in kept)
+    assert budget - max(sizes) < total <= budget
+    assert 0 in kept
+    halves = [sum(sizes[index] for index in kept if (index < 12) == first) for first in (True, False)]
+    assert abs(halves[0] - halves[1]) <= max(sizes)
+
+
+@pytest.mark.parametrize("amount", ["lots", "101%", "-1GiB", "GiB", 11, "1.5"])
+def test_resident_out_of_range_is_refused(amount: str | int):
+    with pytest.raises(ValueError, match=r"resident="):
+        keep_resident([1] * 10, amount)
+
+
+def test_an_amount_is_checked_without_a_model():
+    for amount in (0, "1000", "25%", "2GiB"):
+        check_amount(amount)
+    for amount in ("lots", "101%", "1.5", -1):
+        with pytest.raises(ValueError, match=r"resident="):
+            check_amount(amount)

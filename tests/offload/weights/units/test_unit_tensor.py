@@ -1,0 +1,42 @@
+"""The tensors of a unit: what their user may not do to them, and who holds their gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from offload.runtime.memory.host_memory import HostArena
+from tests.offload.weights.units.test_unit import at_home
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.double(),
+        lambda model: model.to("meta"),
+        lambda model: setattr(model, "bias", nn.Parameter(torch.ones(4))),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused_in_one_line(change):
+    model = nn.Linear(3, 5)
+    unit = at_home(model)
+    change(model)
+    with pytest.raises(RuntimeError, match=r"^(weight|bias) is .* when the mode was attached: it was moved") as refused:
+        unit.gather(HostArena(torch.device("cpu")))
+    assert "\n" not in str(refused.value)
+
+
+def test_the_users_of_a_gradient_are_seen():
+    tensor = at_home(nn.Linear(3, 5)).tensors[0]
+    assert not tensor.gradient_is_held
+    row = tensor.gradient[0]
+    assert tensor.gradient_is_held
+    del row
+    assert not tensor.gradient_is_held
+    array = tensor.gradient.numpy()
+    assert tensor.gradient_is_held
+    del array
+    same = tensor.gradient
+    assert tensor.gradient_is_held
+    assert same is tensor.gradient

@@ -1,0 +1,71 @@
+"""Reads of tensors by attribute are noticed; iteration, copies and files see plain dictionaries."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from offload.weights.units.partition import CutPoint, cut
+from offload.weights.units.unit import OffloadUnit
+from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.windows.held_tensors import HeldTensors, end_watch, watch_reads
+
+
+@pytest.fixture
+def layer() -> nn.BatchNorm1d:
+    return nn.BatchNorm1d(3)
+
+
+def watched(layer: nn.Module, on_read) -> list[nn.Module]:
+    return watch_reads(cut(layer, [CutPoint("layer", layer)]).units, on_read)
+
+
+def test_a_read_by_attribute_is_noticed_and_may_be_answered(layer: nn.BatchNorm1d):
+    seen: list[str] = []
+    other = torch.ones(3)
+
+    def on_read(unit: OffloadUnit, tensor: UnitTensor) -> torch.Tensor | None:
+        seen.append(tensor.name)
+        return other if tensor.name == "bias" else None
+
+    weight = layer.weight
+    watched(layer, on_read)
+    assert layer.weight is weight
+    assert layer.bias is other
+    assert layer.running_mean is layer._buffers.get("running_mean")
+    assert seen == ["weight", "bias", "running_mean"]
+
+
+def test_iteration_and_new_names_are_not_reads(layer: nn.BatchNorm1d):
+    watched(layer, lambda unit, tensor: pytest.fail(f"{tensor.name} was read"))
+    assert len(list(layer.parameters())) == 2
+    layer.load_state_dict(layer.state_dict())
+    layer.more = nn.Parameter(torch.zeros(3))
+    assert layer.more.sum() == 0
+
+
+def test_copies_and_files_have_plain_dictionaries(layer: nn.BatchNorm1d):
+    watched(layer, lambda unit, tensor: None)
+    twin = copy.deepcopy(layer)
+    loaded = pickle.loads(pickle.dumps(layer))
+    for other in (twin, loaded):
+        assert type(other._parameters) is dict
+        assert type(other._buffers) is dict
+        assert torch.equal(other.weight, layer.weight)
+        assert other.weight is not layer.weight
+
+
+def test_the_end_of_the_watch_keeps_what_modules_hold(layer: nn.BatchNorm1d):
+    names, tensors = list(layer.state_dict()), list(layer.parameters())
+    modules = watched(layer, lambda unit, tensor: pytest.fail("read after the end"))
+    assert modules == [layer]
+    assert isinstance(layer._parameters, HeldTensors)
+    end_watch(modules)
+    assert type(layer._parameters) is dict
+    assert list(layer.state_dict()) == names
+    assert all(one is other for one, other in zip(layer.parameters(), tensors, strict=True))
+    assert layer.weight is tensors[0]

@@ -1,0 +1,237 @@
+"""Stand-ins: what modules hold inside a window, and the gradients and buffers that come out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from offload.runtime.forward.running_microbatch import running
+from offload.runtime.memory.device_slots import DeviceSlot
+from offload.runtime.memory.host_memory import HostArena
+from offload.runtime.streams import registry
+from offload.weights.units.partition import CutPoint, cut
+from offload.weights.units.unit import OffloadUnit
+from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.windows.stand_ins import drop_stand_ins, install_stand_ins, remove_stand_ins
+from tests.offload.helpers.units import data_in
+
+
+class Net(nn.Module):
+    """A layer, statistics that forward updates, and a buffer that forward replaces or leaves alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mask", torch.ones(300, 300, dtype=torch.bool))
+        self.replaces = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.replaces:
+            self.count = self.count + 1
+        return self.norm(self.layer(inputs))
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.fixture
+def unit(net: Net) -> OffloadUnit:
+    (unit,) = cut(net, [CutPoint("net", net)]).units
+    unit.bring_home(HostArena(torch.device("cpu")))
+    return unit
+
+
+@pytest.fixture
+def slot(unit: OffloadUnit) -> Iterator[DeviceSlot]:
+    """A slot that has the unit's bytes."""
+    streams = registry.acquire("cpu")
+    slot = DeviceSlot(0, unit.nbytes, streams)
+    slot.bytes.copy_(unit.weights.bytes)
+    yield slot
+    registry.release(streams)
+
+
+class Sink:
+    """Notes what lands, and gives it to autograd; `before_host` has what was announced before that."""
+
+    def __init__(self):
+        self.landed: list[str] = []
+        self.before_host: list[str] = []
+
+    def land(self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor, node: object) -> torch.Tensor:
+        self.landed.append(tensor.name)
+        return gradient
+
+    def before_host_gradient(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
+        self.before_host.append(tensor.name)
+
+    def before_gradient_is_read(self) -> None:
+        self.before_host.append("a read")
+
+
+@pytest.fixture
+def sink() -> Sink:
+    return Sink()
+
+
+def test_modules_hold_views_of_the_slot_until_stand_ins_are_removed(
+    net: Net, unit: OffloadUnit, slot: DeviceSlot, sink: Sink
+):
+    host = dict(net.named_parameters()) | dict(net.named_buffers())
+    install_stand_ins(unit, slot, sink)
+    inside = dict(net.named_parameters()) | dict(net.named_buffers())
+    for name, tensor in inside.items():
+        is_view = tensor.untyped_storage().data_ptr() == slot.bytes.untyped_storage().data_ptr()
+        # Of buffers that may change, each window has a copy.
+        assert is_view == (isinstance(tensor, nn.Parameter) or name == "mask"), name
+        assert torch.equal(tensor, host[name]), name
+    assert isinstance(net.layer.weight, nn.Parameter)
+    remove_stand_ins(unit, slot)
+    outside = dict(net.named_parameters()) | dict(net.named_buffers())
+    assert all(outside[name] is tensor for name, tensor in host.items())
+
+
+def test_a_parameter_has_one_stand_in_which_serves_the_next_step_too(
+    net: Net, unit: OffloadUnit, slot: DeviceSlot, sink: Sink
+):
+    hooked = []
+    net.layer.weight.register_hook(hooked.append)
+    install_stand_ins(unit, slot, sink)
+    first = net.layer.weight
+    loss = net(torch.randn(4, 3)).square().sum()
+    remove_stand_ins(unit, slot)
+    install_stand_ins(unit, slot, sink)
+    assert net.layer.weight is first
+    loss.backward()
+    assert sorted(sink.landed) == ["layer.bias", "layer.weight", "norm.bias", "norm.weight"]
+    assert sorted(sink.before_host) == sorted(sink.landed)
+    assert len(hooked) == 1
+    remove_stand_ins(unit, slot)
+    drop_stand_ins(unit)
+    net.layer.weight.tag = "of the host"
+    install_stand_ins(unit, slot, sink)
+    assert net.layer.weight is first
+    assert net.layer.weight.tag == "of the host"
+    sink.landed.clear()
+    net(torch.randn(4, 3)).square().sum().backward()
+    assert sorted(sink.landed) == ["layer.bias", "layer.weight", "norm.bias", "norm.weight"]
+
+
+@pytest.mark.parametrize("done", ["retained", "changed", "class", "replaced"])
+def test_a_stand_in_that_is_no_longer_as_it_was_made_serves_no_other_step(
+    done: str, net: Net, unit: OffloadUnit, slot: DeviceSlot, sink: Sink
+):
+    install_stand_ins(unit, slot, sink)
+    first = net.layer.weight
+    if done == "retained":
+        first.retain_grad()
+    elif done == "changed":
+        first.mul_(2)
+    remove_stand_ins(unit, slot)
+    drop_stand_ins(unit)
+    if done == "class":
+        net.layer.weight.__class__ = type("Marked", (nn.Parameter,), {})
+    elif done == "replaced":
+        tensor = next(tensor for tensor in unit.tensors if tensor.host is net.layer.weight)
+        tensor.host = net.layer.weight = nn.Parameter(torch.ones(3, 3))
+    install_stand_ins(unit, slot, sink)
+    assert net.layer.weight is not first
+    assert net.norm.weight.grad_fn is not None
+
+
+def test_backward_without_its_mode_is_refused(net: Net, unit: OffloadUnit, slot: DeviceSlot):
+    sink = Sink()
+    install_stand_ins(unit, slot, sink)
+    loss = net(torch.randn(4, 3)).sum()
+    # Nothing but its owner keeps the sink alive: a stand-in may outlive the step.
+    del sink
+    with pytest.raises(RuntimeError, match="backward of a forward whose offload mode is gone"):
+        loss.backward()
+
+
+def test_frozen_parameters_have_stand_ins_without_gradients(net: Net, unit: OffloadUnit, slot: DeviceSlot, sink: Sink):
+    net.layer.requires_grad_(False)
+    install_stand_ins(unit, slot, sink)
+    assert not net.layer.weight.requires_grad
+    assert net.norm.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("training", "replaces", "changed"),
+    [
+        (True, False, {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "count"}),
+        (False, False, set()),
+        (False, True, {"count"}),
+    ],
+)
+def test_changed_buffers_are_named_as_the_window_closes(
+    training: bool, replaces: bool, changed: set[str], net: Net, unit: OffloadUnit, slot: DeviceSlot, sink: Sink
+):
+    net.train(training)
+    net.replaces = replaces
+    install_stand_ins(unit, slot, sink)
+    with torch.no_grad():
+        net(torch.randn(4, 3))
+    found = remove_stand_ins(unit, slot)
+    assert {tensor.name for tensor in found} == changed
+    if replaces:
+        assert found[0].device.item() == 1
+        assert data_in(found[0], slot.bytes).item() == 1
+
+
+def test_what_autograd_saves_of_a_buffer_stays_as_the_window_leaves_it(
+    net: Net, unit: OffloadUnit, slot: DeviceSlot, sink: Sink
+):
+    for count in (1, 2, 3):
+        install_stand_ins(unit, slot, sink)
+        net.count += 1
+        held = net.count
+        assert [tensor.name for tensor in remove_stand_ins(unit, slot) if tensor.name == "count"]
+        (counted,) = (tensor for tensor in unit.tensors if tensor.name == "count")
+        assert data_in(counted, slot.bytes).item() == held.item() == count
+    assert counted.version == 3
+
+
+def test_a_large_buffer_counts_the_changes_that_forwards_make(
+    net: Net, unit: OffloadUnit, slot: DeviceSlot, sink: Sink
+):
+    (mask,) = (tensor for tensor in unit.tensors if tensor.name == "mask")
+    install_stand_ins(unit, slot, sink)
+    net.mask.logical_not_().logical_not_()
+    inside = mask.version
+    remove_stand_ins(unit, slot)
+    assert mask.version == inside == 2
+    install_stand_ins(unit, slot, sink)
+    remove_stand_ins(unit, slot)
+    drop_stand_ins(unit)
+    assert mask.version == 2
+
+
+def test_microbatches_side_by_side_have_each_a_share_of_a_stand_in(
+    net: Net, unit: OffloadUnit, slot: DeviceSlot, sink: Sink
+):
+    shares = []
+    for microbatch in (0, 1, 0):
+        with running(microbatch):
+            install_stand_ins(unit, slot, sink)
+        shares.append(net.layer.weight)
+        remove_stand_ins(unit, slot)
+    assert shares[0] is shares[2]
+    assert shares[0] is not shares[1]
+    assert isinstance(shares[1], nn.Parameter)
+    # 1e8 swallows a 1 that is added to it alone: the sum of each microbatch comes first.
+    (1e8 * shares[0] - 1e8 * shares[0] + shares[1] + shares[1]).sum().backward()
+    assert sink.landed == ["layer.weight"]
+    assert torch.equal(net.layer.weight.grad, torch.full((3, 3), 2.0))
+    drop_stand_ins(unit)
+    with running(0):
+        install_stand_ins(unit, slot, sink)
+    assert net.layer.weight is not shares[0]

@@ -1,0 +1,58 @@
+"""The bytes of a plan by part, and the budgets that they are held to."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.training.helpers.in_process import SMALL_MODEL, components_of
+from training.planning.machine import machine_of
+from training.planning.memory import budgets_of, logits_bytes
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("given", "has_gpu", "vram", "host"),
+    [
+        ((), True, 24, 64),
+        ((), False, None, 64),
+        (("vram_budget=8GiB", "host_budget=32GiB"), True, 8, 32),
+        (("vram_budget=80GiB", "host_budget=320GiB"), True, 24, 64),
+        (("vram_budget=8GiB",), False, None, 64),
+    ],
+)
+def test_a_budget_is_what_is_asked_for_and_there(given: tuple[str, ...], has_gpu: bool, vram: int | None, host: int):
+    components = components_of(*SMALL_MODEL, "hardware.vram_gib=24", "hardware.host_gib=64", *given)
+    budgets = budgets_of(components.config, machine_of(components), has_gpu)
+    assert budgets == {"vram_budget": vram and vram * GIB, "host_budget": host * GIB}
+
+
+def test_logits_are_those_of_the_tokens_that_the_head_takes_at_a_time():
+    small = components_of(*SMALL_MODEL, "seq_len=8", "model.vocab_size=512")
+    assert logits_bytes(small) == 4 * 4 * 8 * 512
+    assert logits_bytes(components_of(*SMALL_MODEL, "seq_len=8", "model.vocab_size=512", "microbatches=2")) == (
+        4 * 2 * 8 * 512
+    )
+
+
+def test_states_that_the_device_has_room_for_leave_the_host(planned):
+    job = ("offload=layer_stream", "optimizer=host_adamw", "clip_norm=null", "precision=bf16")
+    home, placed = planned(*job), planned(*job, "vram_budget=1GiB")
+    assert placed.device_bytes["optimizer"] > home.device_bytes["optimizer"]
+    assert placed.host_bytes["optimizer"] < home.host_bytes["optimizer"]
+
+
+def test_without_a_gpu_everything_is_on_the_host_and_nothing_is_locked(planned):
+    job = ("offload=layer_stream", "batch_size=2", "seq_len=16")
+    cpu, gpu = planned(*job, has_gpu=False), planned(*job)
+    assert cpu.host_bytes["device"] == sum(cpu.device_bytes.values()) > 0
+    assert "device" not in gpu.host_bytes
+    assert (cpu.pinned_bytes, planned(*job, "offload.pin='off'").pinned_bytes) == (0, 0)
+    assert gpu.pinned_bytes > 0
+
+
+def test_the_exchange_of_gradients_counts_where_it_is_larger_than_activations(planned):
+    job = ("batch_size=2", "seq_len=2", "microbatches=1")
+    assert "exchange" not in planned(*job).device_bytes
+    plan = planned(*job, "devices=2")
+    assert plan.device_bytes["exchange"] > plan.device_bytes["activations"]

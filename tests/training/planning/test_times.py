@@ -1,0 +1,50 @@
+"""The planned time of a step: what is added to that of the dry run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from offload.planning import Bandwidth, Phase, UpdateTimes, forecast
+from tests.training.helpers.in_process import SMALL_MODEL, components_of
+from training.planning.machine import machine_of
+from training.planning.times import PlannedTimes
+
+PHASES = (
+    Phase(forward=True, flops=6e12, h2d_bytes=1e9, d2h_bytes=0, activation_h2d_bytes=0, activation_d2h_bytes=0),
+    Phase(forward=False, flops=12e12, h2d_bytes=2e9, d2h_bytes=1e9, activation_h2d_bytes=0, activation_d2h_bytes=0),
+)
+# GB/s each way, alone and together.
+BUS = Bandwidth(10, 10, 10)
+
+
+def times_of(phases: tuple[Phase, ...]) -> PlannedTimes:
+    expected = forecast(phases, BUS, 1e12, UpdateTimes())
+    return PlannedTimes(phases, UpdateTimes(), expected, ())
+
+
+@pytest.mark.parametrize(("trained_share", "times"), [(1.0, 3), (0.0, 2), (0.5, 2.5)])
+def test_backward_has_the_flops_of_forward_once_more_and_those_of_the_weights_that_train(
+    trained_share: float, times: float
+):
+    # A recompute adds to the second phase, and not to these.
+    assert times_of(PHASES).model_flops(trained_share) == times * 6e12
+
+
+def test_the_floor_is_the_larger_way_of_the_bus_or_the_peak_of_a_gpu_that_is_known():
+    h200 = replace(machine_of(components_of(*SMALL_MODEL)), h2d_gb_s=10, d2h_gb_s=10, both_gb_s=10)
+    assert times_of(PHASES).floor_ms(h200, torch.bfloat16) == pytest.approx(300)
+    # A second at the peak of the datasheet.
+    long = times_of((replace(PHASES[0], flops=989.4e12 - 12e12), PHASES[1]))
+    assert long.floor_ms(h200, torch.bfloat16) == pytest.approx(1000)
+    assert long.floor_ms(replace(h200, name="unknown"), torch.bfloat16) == pytest.approx(300)
+
+
+def test_a_step_of_more_microbatches_than_the_dry_run_has_is_longer_by_as_much(planned):
+    job = ("offload=layer_stream", "optimizer=adamw", "batch_size=12", "seq_len=16", "model.num_hidden_layers=2")
+    # The dry run has the first two; of four, the others are as long as the second.
+    two, four = (planned(*job, f"microbatches={count}").forecast for count in (2, 4))
+    without_update = [each.step_ms - each.alone_ms["host optimizer"] for each in (two, four)]
+    assert 1.5 < without_update[1] / without_update[0] < 2.5

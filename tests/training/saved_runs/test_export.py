@@ -1,0 +1,123 @@
+"""An exported run is a model of its library, with the same outputs, and no memory was made for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from models.weights import load_weights
+from tests.test_any_model import COMMON, GPT2, UNET
+from tests.training.helpers.in_process import TINY_RUN, composed, run_here
+from training.components import Components, acquired, attached
+from training.errors import UserError
+from training.runs.directory import RunDirectory
+from training.saved_runs.export import export, files_of
+from training.weights.filling import fill_buffers
+
+TEXT = ("dataset=stdlib", "dataset.max_tokens=20000")
+RUNS = {
+    "llama": (*TINY_RUN, *TEXT, "model.tie_word_embeddings=true"),
+    "transformers": (*COMMON, *GPT2, *TEXT, "precision=fp32"),
+    "diffusers": (*COMMON, *UNET, "precision=fp32"),
+}
+IDS = torch.tensor([[100, 101, 102, 32, 10]])
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A run that was saved, and the name of its library."""
+    folder = tmp_path_factory.mktemp(request.param)
+    overrides = (*RUNS[request.param], "steps=2", "checkpoint.every=1", "offload=bounce_linear")
+    run_here(folder, *overrides)
+    RunDirectory(folder).write_config(*composed(*overrides, run_dir=folder))
+    return request.param, folder
+
+
+def own_output(library: str, folder: Path) -> torch.Tensor:
+    """The logits, or the predicted velocity, of the model as the loop has it."""
+    config, invocation = composed(*RUNS[library], "offload=none", run_dir=folder)
+    components = Components.of(config, invocation, torch.device("cpu"))
+    with acquired(components.device) as streams, attached(components, streams) as model, torch.no_grad():
+        fill_buffers(model)
+        load_weights(model, folder / "checkpoints" / "step-00000002")
+        return output(library, model.eval() if library == "llama" else next(model.children()).eval())
+
+
+def output(library: str, model: nn.Module) -> torch.Tensor:
+    if library != "diffusers":
+        found = model(IDS)
+        return getattr(found, "logits", found)
+    images = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    return model(images, torch.tensor([3.0, 500.0]), class_labels=torch.tensor([0, 3]), return_dict=False)[0]
+
+
+@pytest.mark.parametrize("max_shard_bytes", [2**30, 4000])
+@pytest.mark.slow
+def test_the_library_reads_what_was_trained(run: tuple[str, Path], tmp_path: Path, max_shard_bytes: int):
+    library, folder = run
+    names = export(str(folder), str(tmp_path / "out"), [], max_shard_bytes)
+    assert names == sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert (sum(name.endswith(".safetensors") for name in names) > 1) == (max_shard_bytes == 4000)
+    if library == "diffusers":
+        model = diffusers.UNet2DModel.from_pretrained(tmp_path / "out")
+    else:
+        model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+        assert not any(report.values()), report
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+        assert tokenizer("def").input_ids == [100, 101, 102]
+        assert model.config.eos_token_id == tokenizer.eos_token_id == 256
+    with torch.no_grad():
+        found, expected = output(library, model.eval()), own_output(library, folder)
+    if library == "llama":
+        assert isinstance(model, LlamaForCausalLM)
+        # Its attention adds in another order.
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    else:
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.slow
+def test_no_memory_is_made_for_the_model(run: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    library, folder = run
+    made, empty = [], torch.empty_like
+
+    def watched(tensor: torch.Tensor, **options: object) -> torch.Tensor:
+        made.append(empty(tensor, **options))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "empty_like", watched)
+    export(str(folder / "checkpoints" / "step-00000001"), str(tmp_path / "out"), [])
+    assert all(tensor.is_meta for tensor in made)
+    assert library != "transformers" or made
+
+
+@pytest.mark.slow
+def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(run: tuple[str, Path], tmp_path: Path):
+    library, folder = run
+    sizes = {
+        "llama": ["model.hidden_size=32"],
+        "transformers": ["model.overrides={n_embd: 64}"],
+        "diffusers": ["model.overrides={block_out_channels: [16, 16]}"],
+    }
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    for out, overrides, problem in (
+        ("out", sizes[library], "choose the model that it was saved from"),
+        ("full", [], "full is not empty: give a new folder"),
+        ("full/mine/out", [], r"mine/out cannot be written \(Not a directory\): give another place"),
+    ):
+        with pytest.raises(UserError, match=problem) as refusal:
+            export(str(folder), str(tmp_path / out), overrides)
+        assert "\n" not in str(refusal.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_a_model_of_no_library_is_refused():
+    config, _ = composed(*TINY_RUN)
+    with pytest.raises(UserError, match="Linear is the model of no library"):
+        files_of(nn.Linear(2, 2), config, lambda name: torch.empty(0), 2**30)

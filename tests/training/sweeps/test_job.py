@@ -1,0 +1,162 @@
+"""One job of a sweep: time limits, jobs that cannot start, and a sweep that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.training.helpers.in_process import TINY_RUN
+from tests.training.helpers.sweeps import Sweep, runs, start, wait_for, write_script
+from training.metrics.files import read_metrics, read_summary
+from training.sweeps.job import SweepJob
+
+SAVES = """
+trap 'echo "{\\"status\\": \\"stopped\\", \\"reason\\": \\"SIGTERM\\"}" > summary.json; exit 0' TERM
+kill -$0 $$
+sleep 60 & wait
+"""
+HANGS = "trap '' TERM; sleep 60 & wait"
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+def job(directory: Path, timeout_min: float | None = 0.02) -> SweepJob:
+    return SweepJob(0, [], directory, timeout_min)
+
+
+# Alone, and stopped by the terminal or by a debugger.
+@pytest.mark.parametrize("first", ["SIGCONT", "SIGSTOP"])
+def test_a_job_that_takes_too_long_saves_itself_and_its_row_says_why(tmp_path: Path, monkeypatch, first: str):
+    late = job(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    late.run(["bash", "-c", SAVES, first], ENVIRONMENT)
+    assert (late.exit_status, late.succeeded) == (0, False)
+    assert late.outcome == ("stopped", "hydra.launcher.timeout_min=0.02 was over: SIGTERM")
+    assert read_summary(tmp_path) == {"status": "stopped", "reason": late.outcome[1]}
+
+
+def test_a_job_that_does_not_react_is_killed_with_all_that_it_started(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr("training.sweeps.job.GRACE_S", 0.5)
+    late = job(tmp_path)
+    begin = time.monotonic()
+    late.run(["bash", "-c", f"echo $$ > {tmp_path}/pid; {HANGS}"], ENVIRONMENT)
+    assert time.monotonic() - begin < 20
+    assert late.exit_status == -signal.SIGKILL
+    reason = "hydra.launcher.timeout_min=0.02 was over: ended before its step was done and saved"
+    assert read_summary(tmp_path) == {"status": "interrupted", "reason": reason}
+    assert not runs(int((tmp_path / "pid").read_text()))
+    assert "it is to save and end, within 0 s" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_job_is_asked_earlier_so_that_it_has_saved_when_its_time_is_over(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    late = job(tmp_path, timeout_min=0.1)
+    begin = time.monotonic()
+    late.run(["bash", "-c", SAVES, "SIGCONT"], ENVIRONMENT, early_s=1000)
+    # Half of the time is the job's.
+    assert 3 <= time.monotonic() - begin < 6
+    assert late.outcome == ("stopped", "hydra.launcher.timeout_min=0.1 was over: SIGTERM")
+
+
+def test_a_job_that_nobody_saw_end_is_a_row_unless_there_are_results(tmp_path: Path):
+    lost = job(tmp_path / "empty")
+    lost.lose("12 ended as NODE_FAIL")
+    assert (lost.outcome, lost.refused) == (("killed", "12 ended as NODE_FAIL"), False)
+    assert read_summary(tmp_path / "empty") == {"status": "killed", "reason": "12 ended as NODE_FAIL"}
+    earlier = {"status": "ok", "perf/step_ms": 1.0}
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "summary.json").write_text(json.dumps(earlier))
+    lost = job(tmp_path / "full")
+    lost.lose("12 ended as CANCELLED")
+    assert (lost.outcome, lost.refused) == (("killed", "12 ended as CANCELLED"), True)
+    assert read_summary(tmp_path / "full") == earlier
+
+
+def test_a_job_within_its_time_is_left_alone(tmp_path: Path):
+    quick = job(tmp_path, timeout_min=1)
+    quick.run(["true"], ENVIRONMENT)
+    assert (quick.outcome, quick.succeeded, quick.timed_out) == (("ok", ""), True, False)
+
+
+def test_a_job_whose_process_cannot_start_is_a_row(tmp_path: Path):
+    lost = job(tmp_path)
+    lost.run([str(tmp_path / "no python")], ENVIRONMENT)
+    assert not lost.succeeded
+    reason = "its process could not be started (No such file or directory)"
+    assert read_summary(tmp_path) == {"status": "failed", "reason": reason}
+
+
+@pytest.mark.slow
+def test_a_sweep_goes_on_after_a_job_that_took_too_long(tmp_path: Path):
+    write_script(tmp_path)
+    limit = "hydra.launcher.timeout_min=0.1"
+    done = Sweep(start(tmp_path, "-m", "act=sleep,ok", limit, "hydra.sweep.dir=sweep"), tmp_path / "sweep")
+    assert done.exit_status == 1
+    assert (done.row(0)["status"], done.row(0)["why"]) == ("interrupted", f"{limit} was over: interrupted")
+    assert done.row(1)["status"] == "ok"
+    assert done.stderr.splitlines()[-1] == f"error: job 0 interrupted: {limit} was over: interrupted"
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "inf", "nan"])
+@pytest.mark.slow
+def test_a_limit_that_is_none_starts_no_job(tmp_path: Path, limit: str):
+    write_script(tmp_path)
+    process = start(tmp_path, "-m", "act=ok", f"hydra.launcher.timeout_min={limit}", "hydra.sweep.dir=sweep")
+    done = Sweep(process, tmp_path / "sweep")
+    assert done.exit_status == 1
+    assert done.stderr.startswith("error: hydra.launcher.timeout_min=")
+    assert done.stderr.endswith(": must be minutes above 0, or null for no limit\n")
+    assert not (tmp_path / "sweep" / "0").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_sweep_that_is_killed_takes_its_job_with_it(tmp_path: Path):
+    write_script(tmp_path)
+    process = start(tmp_path, "-m", "act=save,ok", "note=0", "hydra.sweep.dir=sweep")
+    seen = wait_for(tmp_path / "sweep" / "0" / "seen.json")
+    process.kill()
+    done = Sweep(process, tmp_path / "sweep")
+    # Its output ends a moment before the job does.
+    deadline = time.monotonic() + 30
+    while runs(seen["pid"]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not runs(seen["pid"])
+    assert done.summary(0) == {"status": "stopped", "reason": "SIGTERM"}
+    assert not (tmp_path / "sweep" / "1").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_sweep_of_train_py_that_is_killed_is_saved_and_continued(tmp_path: Path):
+    """The job that runs is saved; the same command with resume=auto resumes it and runs what is missing."""
+    sweep = tmp_path / "sweep"
+    overrides = (*TINY_RUN, "dataset=synthetic", "log_every=1", "checkpoint.every=100000", "steps=1000000")
+    command = [sys.executable, "train.py", "-m", *overrides, "seed=1,2", f"hydra.sweep.dir={sweep}"]
+    with open(tmp_path / "output", "w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+    try:
+        metrics = sweep / "0" / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.wait()
+    while not (sweep / "0" / "summary.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    stopped = read_summary(sweep / "0")
+    assert stopped["status"] == "stopped", (tmp_path / "output").read_text()
+    steps = stopped["steps"] + 2
+    subprocess.run([*command, f"steps={steps}", "resume=auto"], cwd=ROOT, check=True, timeout=300)
+    for number in ("0", "1"):
+        assert read_summary(sweep / number)["status"] == "ok"
+        assert [record["train/step"] for record in read_metrics(sweep / number)] == list(range(1, steps + 1))
+    assert json.loads((sweep / "0" / "summary.json").read_text())["steps"] == steps

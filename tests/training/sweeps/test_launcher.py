@@ -1,0 +1,279 @@
+"""Sweeps: a process a job, and what a job does to itself stays with it."""
+
+import functools
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from hydra.core.utils import JobStatus
+from omegaconf import OmegaConf
+
+from tests.training.helpers.sweeps import Sweep, runs, start, wait_for, write_script
+from training.errors import UserError
+from training.runs.files import MEMORY_FIGURE_FILE
+from training.runs.signals import SAME_REQUEST_S
+from training.sweeps.job import SweepJob
+from training.sweeps.launcher import _job_return
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    # A directory whose name Hydra's grammar would take apart, were it not quoted.
+    folder = tmp_path_factory.mktemp("a=b, {c}")
+    write_script(folder)
+    directory = folder / "multirun" / "2031-01-02, it's" / "03-04-05"
+    # Left by earlier sweeps in directories where this one's jobs write nothing: results, and a reason of failure.
+    for number, summary in ((6, {"status": "ok", "perf/step_ms": 99.0}), (7, {"status": "failed", "reason": "old"})):
+        (directory / str(number)).mkdir(parents=True)
+        (directory / str(number) / "summary.json").write_text(json.dumps(summary))
+    process = start(
+        folder,
+        "--config-dir=more",
+        "-m",
+        "act=ok,raise,kill,refuse,exit,ok,early,early",
+        "kind=special",
+        "note='[a, b]'",
+        f"hydra.sweep.dir='{str(directory).replace(chr(39), chr(92) + chr(39))}'",
+        python=("-W", "ignore::ImportWarning"),
+    )
+    return Sweep(process, directory)
+
+
+def test_every_job_has_a_fresh_process(sweep):
+    jobs = [sweep.seen(number) for number in range(6)]
+    assert len({job["pid"] for job in jobs} | {sweep.pid}) == 7
+    assert {job["parent"] for job in jobs} == {sweep.pid}
+    assert not any(job["torch"] for job in jobs)
+
+
+def test_a_job_is_the_same_command_as_the_sweep(sweep):
+    for number in range(6):
+        job = sweep.seen(number)
+        assert (job["number"], job["kind"], job["note"]) == (number, "special", "[a, b]")
+        assert "ignore::ImportWarning" in job["warnings"]
+
+
+def test_jobs_know_their_sweep(sweep):
+    assert {sweep.seen(number)["group"] for number in range(6)} == {"2031-01-02, it's-03-04-05"}
+
+
+def test_directories_are_numbered_and_the_sweep_is_written_down(sweep):
+    written = {path.name for path in sweep.directory.iterdir()}
+    assert written == {*"01234567", "multirun.yaml", "compare.csv", "compare.md", "compare.html", MEMORY_FIGURE_FILE}
+
+
+def test_a_job_that_ends_badly_does_not_stop_the_others(sweep):
+    assert sweep.summary(5)["status"] == "ok"
+
+
+def test_the_comparison_shows_how_each_job_ended(sweep):
+    columns = ("name", "status", "why", "step_ms", "vram_peak_gib")
+    rows = [tuple(sweep.row(number)[column] for column in columns) for number in (0, 1, 2, 3, 4)]
+    assert rows == [
+        ("act=ok", "ok", "", "12.345", "1.5"),
+        ("act=raise", "failed", "ValueError: a broken [job]", "", ""),
+        ("act=kill", "killed", "SIGKILL, as the kernel does when the host is out of memory", "", ""),
+        ("act=refuse", "failed", "act=refuse: take another", "", ""),
+        ("act=exit", "failed", "exit status 3", "12.345", "1.5"),
+    ]
+
+
+def test_the_terminal_shows_it_too(sweep):
+    lines = [line.split() for line in sweep.stdout.splitlines()]
+    assert any(line[:2] == ["act=ok", "12.3"] for line in lines)
+    assert "act=raise: failed: ValueError: a broken [job]" in sweep.stdout.splitlines()
+
+
+def test_a_job_that_cannot_say_how_it_ended_has_it_written_down(sweep):
+    assert sweep.summary(2)["status"] == "killed"
+    assert sweep.summary(4) == {
+        "status": "failed",
+        "reason": "exit status 3",
+        "perf/step_ms": 12.345,
+        "memory/vram_peak_gib": 1.5,
+    }
+
+
+def test_the_failure_of_an_earlier_sweep_is_not_taken_for_the_jobs(sweep):
+    assert (sweep.row(7)["why"], sweep.row(7)["step_ms"]) == ("exit status 4", "")
+
+
+def test_the_results_of_an_earlier_sweep_are_kept_and_the_terminal_says_so(sweep):
+    assert sweep.summary(6) == {"status": "ok", "perf/step_ms": 99.0}
+    kept = f"{sweep.directory / '6'} has an earlier run, which is left as it was"
+    assert f"job 6: failed: exit status 4; {kept}" in sweep.stdout.splitlines()
+
+
+def test_only_a_broken_program_shows_a_traceback(sweep):
+    assert sweep.stderr.count("Traceback") == 1
+    assert "error: act=refuse: take another" in sweep.stderr.splitlines()
+
+
+def test_a_sweep_with_a_failed_job_ends_non_zero(sweep):
+    assert sweep.exit_status == 1
+    assert sweep.stderr.splitlines()[-1] == "error: job 1 failed: ValueError: a broken [job]"
+
+
+@pytest.mark.slow
+def test_a_sweep_without_failures_ends_with_zero(tmp_path):
+    write_script(tmp_path)
+    done = Sweep(start(tmp_path, "-m", "note=a,b", "hydra.sweep.dir=sweep"), tmp_path / "sweep")
+    assert done.exit_status == 0, done.stderr
+    rows = [done.row(number) for number in (0, 1)]
+    assert [(row["name"], row["status"]) for row in rows] == [("note=a", "ok"), ("note=b", "ok")]
+
+
+@pytest.mark.parametrize(
+    ("override", "directory"),
+    [
+        ("hydra.sweep.subdir=${hydra.job.override_dirname}", "act=ok,note=a"),
+        ("hydra.sweep.subdir=job_${hydra.job.num}", "job_0"),
+        ("++hydra.sweep.subdir=job_${hydra.job.num}", "job_0"),
+        ("hydra.job.name=${hydra.job.num}", "0"),
+    ],
+)
+@pytest.mark.slow
+def test_a_job_is_told_its_directory_and_resolves_what_else_refers_to_others(tmp_path, override, directory):
+    write_script(tmp_path)
+    done = Sweep(start(tmp_path, "-m", "act=ok", "note=a", override, "hydra.sweep.dir=sweep"), tmp_path / "sweep")
+    assert done.exit_status == 0, done.stderr
+    assert done.seen(directory)["note"] == "a"
+
+
+def test_a_comparison_that_fails_does_not_hide_how_the_jobs_ended(tmp_path):
+    write_script(tmp_path)
+    # Where the table should go there is a folder.
+    (tmp_path / "sweep" / "compare.csv").mkdir(parents=True)
+    done = Sweep(start(tmp_path, "-m", "act=ok,refuse", "hydra.sweep.dir=sweep"), tmp_path / "sweep")
+    assert done.exit_status == 1
+    assert {"job 0: ok", "job 1: failed: act=refuse: take another"} <= {*done.stdout.splitlines()}
+    (warning,) = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+    assert warning.startswith("warning: the comparison failed (")
+    assert warning.endswith("; try again: python scripts/compare.py sweep")
+    assert done.stderr.splitlines()[-1] == "error: job 1 failed: act=refuse: take another"
+
+
+def test_a_sweep_that_does_not_compose_starts_no_job(tmp_path):
+    write_script(tmp_path)
+    done = Sweep(start(tmp_path, "-m", "kind=plain,other", "hydra.sweep.dir=sweep"), tmp_path / "sweep")
+    assert done.exit_status == 1
+    assert done.stderr == "error: kind=other: there is no such option; choose from plain\n"
+    assert not (done.directory / "0").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.slow
+def test_an_interrupted_sweep_takes_its_job_with_it(tmp_path, number):
+    write_script(tmp_path)
+    process = start(tmp_path, "-m", "act=sleep,ok", "hydra.sweep.dir=sweep")
+    seen = wait_for(tmp_path / "sweep" / "0" / "seen.json")
+    process.send_signal(number)
+    done = Sweep(process, tmp_path / "sweep")
+    assert done.exit_status == 130
+    assert done.summary(0) == {"status": "interrupted", "reason": "interrupted"}
+    assert done.row(0)["status"] == "interrupted"
+    assert "not run, because the sweep was interrupted: 1" in done.stdout.splitlines()
+    assert "Traceback" not in done.stderr
+    assert not runs(seen["pid"])
+    assert not runs(seen["started"])
+
+
+@pytest.mark.slow
+def test_a_sweep_in_the_background_that_ignores_ctrl_c_can_be_ended(tmp_path):
+    write_script(tmp_path)
+    in_background = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    process = start(tmp_path, "-m", "act=sleep,ok", "hydra.sweep.dir=sweep", preexec_fn=in_background)
+    seen = wait_for(tmp_path / "sweep" / "0" / "seen.json")
+    process.send_signal(signal.SIGTERM)
+    done = Sweep(process, tmp_path / "sweep")
+    assert done.exit_status == 130
+    assert done.summary(0) == {"status": "interrupted", "reason": "interrupted"}
+    assert not runs(seen["pid"])
+
+
+@pytest.mark.slow
+def test_an_interrupted_sweep_waits_until_its_job_is_saved(tmp_path):
+    write_script(tmp_path)
+    process = start(tmp_path, "-m", "act=save,ok", "note=3", "hydra.sweep.dir=sweep")
+    wait_for(tmp_path / "sweep" / "0" / "seen.json")
+    # As `timeout` does it, to the process and to its group.
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    done = Sweep(process, tmp_path / "sweep")
+    assert done.exit_status == 130
+    assert done.summary(0) == {"status": "stopped", "reason": "SIGTERM"}
+    assert "waiting for job 0 to finish its step and save; a second signal kills it" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_second_request_kills_the_job_and_the_sweep_says_that_it_did(tmp_path):
+    write_script(tmp_path)
+    process = start(tmp_path, "-m", "act=save,ok", "note=60", "hydra.sweep.dir=sweep")
+    seen = wait_for(tmp_path / "sweep" / "0" / "seen.json")
+    process.send_signal(signal.SIGTERM)
+    wait_for(tmp_path / "sweep" / "0" / "saving")
+    time.sleep(SAME_REQUEST_S)
+    process.send_signal(signal.SIGTERM)
+    done = Sweep(process, tmp_path / "sweep")
+    assert done.exit_status == 130
+    assert done.summary(0) == {"status": "interrupted", "reason": "ended before its step was done and saved"}
+    assert not runs(seen["pid"])
+
+
+def test_sweepers_get_summaries_and_exceptions():
+    config = OmegaConf.create({"hydra": {"job": {"name": "train"}}, "seed": 1})
+    good = _job_return(SweepJob(0, ["seed=1"], Path("0"), exit_status=0, summary={"train/final_loss": 2.5}), config)
+    assert good.return_value == {"train/final_loss": 2.5}
+    assert (good.overrides, good.cfg, good.task_name) == (["seed=1"], {"seed": 1}, "train")
+    bad = _job_return(SweepJob(1, ["seed=2"], Path("1"), exit_status=-signal.SIGKILL), config)
+    assert bad.status is JobStatus.FAILED
+    with pytest.raises(UserError, match="job 1 killed: SIGKILL"):
+        _ = bad.return_value
+
+
+def test_what_is_missing_of_a_sweep_is_run_and_nothing_else(tmp_path):
+    write_script(tmp_path)
+    command = ("-m", "act=ok,once,ok", "hydra.sweep.dir=sweep")
+    first = Sweep(start(tmp_path, *command), tmp_path / "sweep")
+    assert first.exit_status == 1
+    pids = [first.seen(number)["pid"] for number in range(3)]
+    (tmp_path / "sweep" / "2" / "summary.json").unlink()
+    again = Sweep(start(tmp_path, *command, "resume=auto"), tmp_path / "sweep")
+    assert again.exit_status == 0, again.stderr
+    assert [again.seen(number)["pid"] == pid for number, pid in enumerate(pids)] == [True, False, False]
+    assert [again.row(number)["status"] for number in range(3)] == ["ok"] * 3
+    assert again.stdout.count("finished earlier, and not run again") == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changed"),
+    [
+        (("act=once,ok",), "act: was ok, is once"),
+        (("act=ok,once", "note=new"), "note: was , is new"),
+        (("act=ok,once", "kind=special"), "kind.color: was grey, is red"),
+    ],
+)
+@pytest.mark.slow
+def test_another_sweep_is_not_mixed_with_the_one_in_its_directory(tmp_path, overrides, changed):
+    write_script(tmp_path)
+    Sweep(start(tmp_path, "-m", "act=ok,once", "hydra.sweep.dir=sweep"), tmp_path / "sweep")
+    before = {path: path.read_bytes() for path in (tmp_path / "sweep").glob("[01]/*")}
+    command = ("--config-dir=more", "-m", *overrides, "resume=auto", "hydra.sweep.dir=sweep")
+    done = Sweep(start(tmp_path, *command), tmp_path / "sweep")
+    assert done.exit_status == 1
+    assert done.stderr.startswith(f"error: resume=auto: sweep/0 has a run of another sweep, {changed}: give the")
+    assert done.stderr.count("\n") == 1
+    assert {path: path.read_bytes() for path in (tmp_path / "sweep").glob("[01]/*")} == before
+
+
+@pytest.mark.slow
+def test_a_finished_job_that_is_to_do_more_steps_is_run(tmp_path):
+    write_script(tmp_path)
+    first = Sweep(start(tmp_path, "-m", "act=ok", "hydra.sweep.dir=sweep"), tmp_path / "sweep")
+    first_pid = first.seen(0)["pid"]
+    again = Sweep(start(tmp_path, "-m", "act=ok", "steps=9", "resume=auto", "hydra.sweep.dir=sweep"), first.directory)
+    assert again.exit_status == 0, again.stderr
+    assert again.seen(0)["pid"] != first_pid
+    assert "not run again" not in again.stdout

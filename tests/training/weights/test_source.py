@@ -1,0 +1,171 @@
+"""`model.source=OWNER/NAME`: configuration and weights come from a stand-in for the Hub, by the real client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from omegaconf import OmegaConf
+
+from models.diffusion import build_diffusion
+from models.weights import load_weights
+from tests.models.helpers.hf_models import trained
+from tests.models.helpers.saving import save_diffusion, save_hf
+from tests.models.helpers.unets import UNET as TINY
+from tests.test_any_model import COMMON, UNET
+from tests.training.helpers.hub_server import hub_server
+from tests.training.helpers.in_process import components_of, run_here
+from training.checkpoints.state import read_state
+from training.errors import UserError
+from training.planning.chosen import chosen_values
+from training.weights.source import local_source, weights_of_source
+
+TINY_UNET = {**TINY, "num_class_embeds": 4}
+SHARD_BYTES = 3000
+ONE_STEP = (*COMMON, "steps=1", "checkpoint.every=1")
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def repositories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes]]:
+    """A language model in shards, a pipeline whose model is one part of it, and a model without safetensors."""
+    folder = tmp_path_factory.mktemp("repositories")
+    save_hf(trained("gpt2"), folder / "gpt2", SHARD_BYTES)
+    torch.manual_seed(0)
+    unet = build_diffusion("UNet2DModel", TINY_UNET)
+    save_diffusion(unet, folder / "pipeline" / "unet", SHARD_BYTES)
+    other = {"README.md": b"#", "pytorch_model.bin": b"\x80", "original/model.safetensors": b"other"}
+    variant = {
+        "unet/diffusion_pytorch_model.fp16.safetensors": b"half",
+        "vae/config.json": b"{}",
+        "vae/a.safetensors": b"",
+    }
+    return {
+        "me/gpt2": files_in(folder / "gpt2") | other,
+        "me/pipeline": files_in(folder / "pipeline") | other | variant | {"whole.safetensors": b"all"},
+        "me/old": {"config.json": b'{"model_type": "gpt2"}', "pytorch_model.bin": b"\x80"},
+        "me/data": {"README.md": b"#"},
+    }
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def hub(repositories: dict, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The stand-in, and the cache of the client."""
+    with hub_server(repositories) as address:
+        use(address, monkeypatch)
+        yield cache
+
+
+def use(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    template = address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
+def downloaded(cache: Path) -> set[str]:
+    return {
+        path.relative_to(snapshot).as_posix()
+        for snapshot in cache.glob("*/snapshots/*")
+        for path in snapshot.rglob("*.*")
+    }
+
+
+@pytest.mark.slow
+def test_a_language_model_begins_with_its_weights_and_then_needs_no_network(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    job = (*ONE_STEP, "model=hf", "model.source=me/gpt2", "optimizer.lr=0", "precision=fp32")
+    job = (*job, "model.weights=auto", "seq_len=8")
+    run_here(tmp_path / "online", *job)
+    own = trained("gpt2")
+    load_weights(own, tmp_path / "online" / "checkpoints" / "step-00000001")
+    assert all(torch.equal(a, b) for a, b in zip(own.parameters(), trained("gpt2").parameters(), strict=True))
+    names = downloaded(hub)
+    assert {"config.json", "model.safetensors.index.json"} < names
+    assert not names & {"README.md", "pytorch_model.bin", "original/model.safetensors"}
+    # Nobody answers there.
+    use("http://127.0.0.1:9", monkeypatch)
+    run_here(tmp_path / "offline", *job, "offload=layer_stream")
+    states = [read_state(tmp_path / name / "checkpoints" / "step-00000001") for name in ("online", "offline")]
+    assert states[0].step == states[1].step == 1
+
+
+def test_a_pipeline_has_its_model_in_a_part(hub: Path, tmp_path: Path):
+    unet = tuple(o for o in UNET if not o.startswith(("model.source", "model.overrides")))
+    run_here(tmp_path / "run", *ONE_STEP, *unet, "model.source=me/pipeline", "precision=fp32", "optimizer.lr=0")
+    torch.manual_seed(0)
+    own, found = build_diffusion("UNet2DModel", TINY_UNET), build_diffusion("UNet2DModel", TINY_UNET)
+    load_weights(found, tmp_path / "run" / "checkpoints" / "step-00000001")
+    assert all(torch.equal(a, b) for a, b in zip(own.parameters(), found.parameters(), strict=True))
+    assert {name.partition("/")[0] for name in downloaded(hub)} == {"unet"}
+    assert not any("fp16" in name for name in downloaded(hub))
+
+
+def test_a_plan_needs_the_configuration_alone(hub: Path):
+    tiny = ("model=hf", "model.source=me/gpt2", "model.overrides={n_layer: 1}", "seq_len=8")
+    components = components_of(*tiny, "dataset=synthetic")
+    assert len(components.model.hf.transformer.h) == 1
+    assert downloaded(hub) == {"config.json"}
+    assert components.config.model.source == components.config.model.weights == "me/gpt2"
+    assert chosen_values(components, None)["model.weights"] == "me/gpt2, those of model.source"
+
+
+def test_what_auto_stands_for(tmp_path: Path, repositories: dict):
+    for name, content in repositories["me/gpt2"].items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+
+    def chosen(source: str) -> str | None:
+        return weights_of_source(OmegaConf.create({"source": source}))
+
+    assert [chosen(source) for source in ("gpt2", "UNet2DModel", "me/x", str(tmp_path))] == [
+        None,
+        None,
+        "me/x",
+        str(tmp_path),
+    ]
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(UserError, match=r"index\.json is not JSON: download it again, or give model\.weights=null"):
+        chosen(str(tmp_path))
+    for file in tmp_path.glob("model*"):
+        file.unlink()
+    assert chosen(str(tmp_path)) is None
+    lines = chosen_values(components_of("model=hf", "model.source=gpt2", "dataset=synthetic"), None)
+    assert lines["model.weights"].startswith("the weights begin from the seed")
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("me/none", r"model\.source=me/none: no such folder here; as a name on the Hub: no such model on the Hub"),
+        ("me/data", r"model\.source=me/data: .*: that model has no config\.json: choose one that has"),
+        ("me/old", r"model\.weights=me/old: .*: that model has no \.safetensors file: choose one that has"),
+    ],
+)
+@pytest.mark.slow
+def test_what_the_hub_lacks_is_one_line(hub: Path, tmp_path: Path, source: str, problem: str):
+    with pytest.raises(UserError, match=problem) as refusal:
+        run_here(tmp_path / "run", *ONE_STEP, "model=hf", f"model.source={source}")
+    assert "\n" not in str(refusal.value)
+
+
+def test_without_a_network_the_line_says_how_to_do_it_by_hand(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    use("http://127.0.0.1:9", monkeypatch)
+    advice = "or run `hf download me/gpt2 --local-dir DIR` where there is a network, and give model.source=DIR"
+    with pytest.raises(UserError, match=r"model\.source=me/gpt2: .* did not answer") as refusal:
+        local_source("me/gpt2")
+    assert str(refusal.value).endswith(advice)
+    assert "\n" not in str(refusal.value)

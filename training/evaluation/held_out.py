@@ -1,0 +1,184 @@
+"""The loss on the held-out split, between steps: under the run's offload mode, and without a trace in its training."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from time import perf_counter
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from offload import Streams
+from training.batches import Batch, add_to_digest, examples_in, split_by, uploaded
+from training.errors import UserError
+from training.evaluation.step_intervals import due
+from training.parallel.ranks import ALONE, Ranks
+from training.seeds import seed_of
+from training.tasks.task import Task
+
+# In the key of random numbers: those of an evaluation.
+EVALUATION = "evaluation"
+
+
+PartScores = tuple[int, dict[str, float]]
+"""the number of examples of a part, and its scores, means over them"""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The evaluations of a run. Their batches are the same each time, in every mode and after resuming.
+
+    Attributes:
+        batches: of at most batch_size examples, on the CPU; none if the run does not evaluate.
+    """
+
+    config: DictConfig
+    task: Task
+    batches: tuple[Batch, ...]
+
+    @classmethod
+    def of(cls, config: DictConfig, task: Task, dataset: object) -> Evaluation:
+        """Takes the batches from `dataset`.
+
+        Raises UserError if the run is to evaluate, and the dataset has no held-out split, or one without an example.
+        """
+        every, count = config.eval.every, config.eval.batches
+        if every is None:
+            return cls(config, task, ())
+        if not hasattr(dataset, "eval_batches"):
+            raise UserError(
+                f"eval.every={every}: {type(dataset).__name__} has no held-out split: give it a method eval_batches, as"
+                " CONTRIBUTING.md describes it, or take eval.every=null"
+            )
+        batches = tuple(dataset.eval_batches(count))
+        if not batches and task.unit != "tokens":
+            raise UserError(
+                f"eval.every={every}: no example is held out: give a larger dataset.eval_share (it is"
+                f" {config.dataset.get('eval_share')}), or eval.every=null"
+            )
+        if not batches:
+            raise UserError(
+                f"eval.every={every}: the held-out text is too short for a sequence of seq_len={config.seq_len}: give"
+                f" more text, a larger dataset.eval_share (it is {config.dataset.get('eval_share')}), a smaller"
+                " seq_len, or eval.every=null"
+            )
+        return cls(config, task, batches)
+
+    def due(self, step: int) -> bool:
+        """Tells whether to evaluate after `step` steps: every `eval.every`, from 0, and after the last."""
+        return due(self.config.eval.every, step, self.config.steps)
+
+    @cached_property
+    def sha256(self) -> str | None:
+        """The SHA-256 of the batches; None if there are none."""
+        if not self.batches:
+            return None
+        digest = hashlib.sha256()
+        for batch in self.batches:
+            add_to_digest(digest, batch)
+        return digest.hexdigest()
+
+    def metrics(
+        self, model: nn.Module, streams: Streams, stopped: Callable[[], bool], ranks: Ranks = ALONE
+    ) -> dict[str, float]:
+        """Evaluates the model: returns its scores and the ms that it took, or nothing once `stopped` returns True.
+
+        All `ranks` take part, and the scores are those of one device in every bit.
+        """
+        streams.synchronize()
+        start = perf_counter()
+        # The largest microbatch of a step: a forward without its gradients needs no more memory than that step.
+        rows = -(-self.config.batch_size // (self.config.microbatches * ranks.count))
+        seed = self.config.seed
+        parts = ranks.hand_out_evaluation(prepared_parts(self.task, self.batches, rows, seed))
+        found = scores_of_parts(self.task, model, parts, seed, streams.device, stopped)
+        scores = mean_scores(ranks.collect_evaluation(found))
+        if scores is None:
+            return {}
+        return {f"eval/{name}": score for name, score in scores.items()} | {"eval/ms": (perf_counter() - start) * 1e3}
+
+
+def held_out_scores(
+    task: Task,
+    model: nn.Module,
+    batches: Sequence[Batch],
+    rows: int,
+    seed: int,
+    device: torch.device,
+    stopped: Callable[[], bool],
+) -> dict[str, float] | None:
+    """Returns the task's scores, means over all examples in `batches`, `rows` of which are computed at a time.
+
+    Returns None once `stopped` returns True.
+    """
+    parts = prepared_parts(task, batches, rows, seed)
+    return mean_scores(scores_of_parts(task, model, parts, seed, device, stopped))
+
+
+def prepared_parts(task: Task, batches: Sequence[Batch], rows: int, seed: int) -> list[Batch]:
+    """Returns the batches as the task prepares them, in parts of `rows` examples."""
+    return [
+        part
+        for number, batch in enumerate(batches)
+        for part in split_by(task.prepared(batch, seed_of(seed, EVALUATION, number)), rows)
+    ]
+
+
+def scores_of_parts(
+    task: Task, model: nn.Module, parts: Sequence[Batch], seed: int, device: torch.device, stopped: Callable[[], bool]
+) -> list[PartScores] | None:
+    """Returns the number of examples and the scores of each part.
+
+    No gradient is made, and random numbers, modes of modules and gradients that exist are afterwards as they were. The
+    host waits for each part, so that nothing is queued beyond it, and a stop is heeded soon: then None is returned.
+    """
+    found = []
+    with observed(model, seed, device):
+        for part in parts:
+            if stopped():
+                return None
+            scores = task.scores(model, uploaded(part, device))
+            found.append((examples_in(part), {name: score.item() for name, score in scores.items()}))
+    return found
+
+
+def mean_scores(parts: Sequence[PartScores] | None) -> dict[str, float] | None:
+    """Returns the means over all examples of the scores of parts; None for None."""
+    if parts is None:
+        return None
+    totals: dict[str, float] = {}
+    for examples, scores in parts:
+        for name, score in scores.items():
+            totals[name] = totals.get(name, 0.0) + score * examples
+    count = sum(examples for examples, _ in parts)
+    return {name: total / count for name, total in totals.items()}
+
+
+@contextmanager
+def observed(model: nn.Module, seed: int, device: torch.device) -> Iterator[None]:
+    """Puts the model into eval() inside the block, without gradients, and with random numbers that depend on `seed`
+    alone.
+
+    Afterwards random numbers and modes of modules are as they were.
+    """
+    generators = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(generators), evaluating(model), torch.no_grad():
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Puts the model into eval() inside the block; afterwards each module is in the mode in which it was."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode

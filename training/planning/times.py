@@ -1,0 +1,95 @@
+"""The time that a step is planned to take, from the phases of its dry run and the speeds of a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from offload import GIB
+from offload.planning import DryRun, Forecast, Phase, SimulatedStreams, UpdateTimes, floor_ms, forecast
+from training.components import Components
+from training.planning.disk import with_reads
+from training.planning.dry_step import MOST_DRY, examples_of_rank
+from training.planning.machine import Machine
+from training.planning.memory import PlannedMemory
+from training.planning.speculation import log_share
+from training.profiling.hardware import datasheet_flops
+from training.weights.mapped import mapped_note
+
+
+@dataclass(frozen=True)
+class PlannedTimes:
+    """The time of a step: `forecast`, which counts the `update` of the optimizer, and the `phases` that it is made of.
+
+    `phases` copy out weights that were updated on the device, too. `notes` are lines on weights in files.
+    """
+
+    phases: tuple[Phase, ...]
+    update: UpdateTimes
+    forecast: Forecast
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        components: Components,
+        machine: Machine,
+        has_gpu: bool,
+        step: DryRun,
+        timed: SimulatedStreams | None,
+        memory: PlannedMemory,
+    ) -> PlannedTimes:
+        """Adds the update and reads from files to the times of `step`, which `timed` measured if it is given."""
+        footprint = components.footprint
+        # Weights that were updated on the device are copied to the host, besides their gradients or instead of them.
+        new_weights = 0 if components.gradients.released else memory.update.placed_gradient_bytes
+        last = step.phases[-1]
+        phases = (*step.phases[:-1], replace(last, d2h_bytes=last.d2h_bytes + new_weights))
+        update = memory.update.time(components, machine, has_gpu, log_share(memory.host, memory.update))
+        speeds = machine.bandwidth, machine.flops_per_s(components.dtype)
+        rates = machine.device_gb_s, machine.exchange_gb_s
+        expected = forecast(phases, *speeds, update, _simulated_ms(components, machine, phases, timed), *rates)
+        if not footprint.file_bytes:
+            return cls(phases, update, expected, ())
+        weights_in = sum(phase.h2d_bytes - phase.activation_h2d_bytes for phase in phases)
+        read_bytes = weights_in * footprint.file_bytes / footprint.host_weight_bytes
+        room = machine.host_gib * GIB - sum(memory.host.values())
+        expected, note = with_reads(expected, read_bytes, footprint.file_bytes, room, machine.disk_gb_s)
+        return cls(phases, update, expected, (mapped_note(components.config, components.model, footprint), note))
+
+    def floor_ms(self, machine: Machine, dtype: torch.dtype) -> float | None:
+        """Returns the shortest possible step, in ms: as `offload.planning.floor_ms`, at the peak of the datasheet."""
+        bytes_in, bytes_out, flops = (
+            sum(getattr(phase, name) for phase in self.phases) for name in ("h2d_bytes", "d2h_bytes", "flops")
+        )
+        return floor_ms(machine.bandwidth, bytes_in, bytes_out, flops, datasheet_flops(machine.name, dtype))
+
+    def model_flops(self, trained_share: float) -> float:
+        """Returns the FLOPs of a step without recomputation, where a `trained_share` (0 to 1) of the numbers trains.
+
+        Backward has those of forward for the gradients of activations, and as many for those of weights that train.
+        """
+        return (2 + trained_share) * sum(phase.flops for phase in self.phases if phase.forward)
+
+
+def _simulated_ms(
+    components: Components, machine: Machine, phases: Sequence[Phase], timed: SimulatedStreams | None
+) -> float | None:
+    """Returns the time of forward and backward in the dry run, or None if it was not timed.
+
+    Where the step has more microbatches than the dry run, the time is scaled: the microbatches that ran show by how
+    much a step is longer than its phases.
+    """
+    if timed is None or components.config.microbatches <= MOST_DRY:
+        return timed and timed.step_ms
+    if components.footprint.layer_major:
+        return None
+    speeds = machine.bandwidth, machine.flops_per_s(components.dtype)
+    rates = {"device_gb_s": machine.device_gb_s, "links_gb_s": machine.exchange_gb_s}
+    every = forecast(phases, *speeds, UpdateTimes(), **rates).phases_ms
+    # Each microbatch has two phases. The dry run has the first, and one of each size of the others.
+    sizes = examples_of_rank(components.config) % components.config.microbatches
+    dry = every[:4] if sizes in (0, 1) else ()
+    return timed.step_ms / sum(dry) * sum(every) if dry else None

@@ -1,0 +1,183 @@
+"""Prepares a run: all that can be refused, before anything of it is written and anything large is allocated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from torch import nn
+
+from offload import usable_cores
+from training.checkpoints.base import BaseReference
+from training.checkpoints.resuming import Checkpoint, is_in, starting_point
+from training.components import Components
+from training.config.auto import AUTO
+from training.config.validation import check_steps
+from training.errors import UserError
+from training.evaluation.held_out import Evaluation
+from training.evaluation.samples import Samples
+from training.metrics.progress import phase
+from training.missing_abilities import without_abilities
+from training.parallel.ranks import Ranks
+from training.planning.fit import refuse_misfit
+from training.planning.machine import machine_of
+from training.planning.plan import plan_filled
+from training.planning.report import RunPlan
+from training.profiling.hardware import resolve_device
+from training.runs.directory import refuse_records
+from training.runs.files import DATASETS_FOLDER
+from training.runs.invocation import Invocation
+from training.weights.adapter import RunAdapter
+from training.weights.files import ModelWeights
+from training.weights.mapped import is_mapped
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run that nothing refuses any more. Its model has no values yet.
+
+    Attributes:
+        config: the configuration with what the mode cannot do left out, and epochs as steps. The plan's choices are
+            in that of `components`.
+        checkpoint: where the run resumes; None for a new one.
+        resumes_here: it continues the records of its directory, and those in wandb.
+        adapter: what trains beside a frozen base, if an adapter does.
+        weights: the files that fill the model, or the base of the adapter; None: the checkpoint or the seed does.
+        base: the frozen base of the adapter, for checkpoints.
+        notes: how the run differs from what its configuration asks for.
+    """
+
+    config: DictConfig
+    components: Components
+    plan: RunPlan
+    dataset: object
+    evaluation: Evaluation
+    samples: Samples
+    checkpoint: Checkpoint | None
+    resumes_here: bool
+    adapter: RunAdapter | None
+    weights: ModelWeights | None
+    base: BaseReference | None
+    notes: tuple[str, ...]
+
+
+def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> PreparedRun:
+    """Makes the components, the dataset and the plan of a run, and finds its weights and its checkpoint.
+
+    Raises UserError for everything of this that the user can fix, MisfitError where the plan does not fit.
+    """
+    check_threads(config)
+    components = Components.of(config, invocation, resolve_device(config.device))
+    # The run's own config.yaml keeps what was asked for, so that runs are compared by it.
+    config, notes = without_abilities(config, components.mode)
+    components = replace(components, config=config)
+    checkpoint = starting_point(config, invocation.run_dir)
+    here = resumes_here(config, checkpoint, invocation.run_dir)
+    if not here:
+        refuse_records(invocation.run_dir)
+    adapter = RunAdapter.of(config, components.model, starts=checkpoint is None)
+    weights = weights_of_run(config, checkpoint, adapter)
+    with phase("reading the dataset"):
+        dataset = build_dataset(config, components.model, invocation.run_dir)
+    if config.epochs is not None:
+        # The run's own config.yaml keeps `epochs` alone, so that it can be given again.
+        config = with_steps(config, dataset)
+        components = replace(components, config=config)
+    components.task.check(config, dataset, components.model)
+    evaluation = Evaluation.of(config, components.task, dataset)
+    samples = Samples.of(config, components.task, components.model)
+    if checkpoint is not None:
+        checkpoint.check_steps(config.steps)
+        checkpoint.check_data(dataset, evaluation.sha256)
+    with phase("measuring the machine"):
+        machine = machine_of(components)
+    with phase("planning"):
+        components, plan = plan_filled(components, machine, has_gpu=components.device.type == "cuda")
+    refuse_misfit(components, plan)
+    ranks.check_model(components.model)
+    base = None if adapter is None else base_of_run(config, checkpoint, weights)
+    return PreparedRun(
+        config, components, plan, dataset, evaluation, samples, checkpoint, here, adapter, weights, base, notes
+    )
+
+
+def check_threads(config: DictConfig) -> None:
+    """Raises UserError if the optimizer is to have more threads than there are cores. A plan needs no threads."""
+    threads, cores = config.optimizer.get("threads"), usable_cores()
+    if threads is not None and threads > cores:
+        raise UserError(
+            f"optimizer.threads={threads}: must be at most {cores}, the cores that this process may use, or null to"
+            " choose"
+        )
+
+
+def resumes_here(config: DictConfig, checkpoint: Checkpoint | None, run_dir: Path) -> bool:
+    """Tells whether the run continues the metrics in `run_dir`.
+
+    It does if its checkpoint is there, and with resume=auto also without one: a job that is queued again before its
+    first checkpoint repeats its first steps.
+    """
+    if checkpoint is None:
+        return config.resume == AUTO
+    return is_in(run_dir, checkpoint.folder)
+
+
+def weights_of_run(
+    config: DictConfig, checkpoint: Checkpoint | None, adapter: RunAdapter | None
+) -> ModelWeights | None:
+    """Finds the weights that fill the model, or the base of its adapter; None: those of the checkpoint, or the seed's.
+
+    Raises UserError if there are no such weights, or they cannot stay in their files.
+    """
+    # A checkpoint of an adapter does not have the base.
+    if config.model.weights is not None and (checkpoint is None or adapter is not None):
+        return ModelWeights.find(config.model.weights)
+    if is_mapped(config):
+        raise UserError(
+            f"resume={checkpoint.folder}: a checkpoint of a whole model is loaded into memory, so its weights cannot"
+            " stay in the files of model.weights: take source=memory"
+        )
+    return None
+
+
+def base_of_run(config: DictConfig, checkpoint: Checkpoint | None, weights: ModelWeights | None) -> BaseReference:
+    """Names the frozen base of an adapter by its seed, or by the files of `weights`, which it hashes.
+
+    Raises UserError if the base of the checkpoint is another.
+    """
+    with phase("hashing the frozen weights"):
+        base = BaseReference.of(config.seed, weights)
+    if checkpoint is not None:
+        base.check(checkpoint.folder, f"resume={checkpoint.folder}")
+    return base
+
+
+def build_dataset(config: DictConfig, model: nn.Module, run_dir: Path):
+    """Makes the dataset of `config`; its cache goes under `run_dir`. Random tokens and conditions fit `model`."""
+    sizes = {key: config[key] for key in ("seed", "seq_len", "batch_size")}
+    if "vocab_size" in config.dataset and config.dataset.vocab_size is None:
+        if not hasattr(model, "vocab_size"):
+            raise UserError(
+                f"dataset.vocab_size=null: {type(model).__name__} has no vocabulary: choose a dataset of images, and"
+                " task=flow_matching or classification"
+            )
+        sizes["vocab_size"] = model.vocab_size
+    return instantiate(config.dataset, **sizes, cache_dir=run_dir / DATASETS_FOLDER)
+
+
+def with_steps(config: DictConfig, dataset) -> DictConfig:
+    """Returns a copy of `config` with the number of steps, the last one maybe partial, that its `epochs` take.
+
+    Raises UserError if the dataset does not know its number of examples, or another key lies beyond the last step.
+    """
+    if dataset.num_blocks is None:
+        raise UserError(
+            f"epochs={config.epochs:g}: this dataset does not know how many examples it has: give steps=N epochs=null"
+        )
+    config = config.copy()
+    config.steps = math.ceil(config.epochs * dataset.num_blocks / config.batch_size)
+    check_steps(config)
+    return config

@@ -1,0 +1,152 @@
+"""Writes the model of a saved run in the form of its library: transformers', diffusers', or that of a Llama.
+
+No memory is made for the model: it is built without values, and each tensor goes from the checkpoint's file, which is
+mapped, to the new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from models.llama import Llama
+from models.safetensors_files import StoredTensor, open_file, split_into_files, write_tensors
+from models.weights import (
+    INDEX_FILE,
+    MAX_SHARD_BYTES,
+    index_of,
+    match_tensors,
+    named_tensors,
+    read_checkpoint_headers,
+)
+from models.whole_folder import Fill, bytes_of, refuse_present, write_whole_folder
+from training.checkpoints.hugging_face import hugging_face_config
+from training.checkpoints.layout import HUGGING_FACE_FILE, WEIGHTS_STEM
+from training.components import Components
+from training.config.adapter import has_adapter
+from training.config.schema import Precision
+from training.data.tokenizer import load_tokenizer
+from training.data.tokenizer_files import tokenizer_files
+from training.errors import UserError
+from training.runs.invocation import Invocation
+from training.runs.paths import home_expanded
+from training.saved_runs.export_adapter import adapter_files, merged_model
+from training.saved_runs.finding import configuration, found, newest_checkpoint, refuse_damage
+
+Read = Callable[[str], Tensor]
+
+
+def export(
+    given: str, out: str, overrides: list[str], max_shard_bytes: int = MAX_SHARD_BYTES, merge: bool = False
+) -> list[str]:
+    """Writes the model of a run, or of one of its checkpoints, to the folder `out`; returns the names of its files.
+
+    The folder is complete or not there. Weights have the dtype of the run: bf16, or float32. Where the run
+    trained an adapter, the folder has the adapter alone in peft's form; with `merge`, the model into which the adapter
+    is merged, which is in host memory meanwhile.
+
+    Args:
+        given: the directory of a run, or of one of its checkpoints.
+        out: a new folder, or an empty one.
+        overrides: changes of the run's configuration, such as another place of the tokenizer's file.
+
+    Raises UserError for everything that the user can fix.
+    """
+    run_dir, checkpoint = found(given)
+    folder = home_expanded("OUT", out)
+    try:
+        refuse_present(folder)
+        config, invocation = configuration(run_dir, overrides)
+        checkpoint = checkpoint or newest_checkpoint(run_dir)
+        refuse_damage(checkpoint)
+        if has_adapter(config):
+            files = _of_adapter(config, invocation, checkpoint, max_shard_bytes, merge)
+            write_whole_folder(folder, files)
+            return sorted(files)
+        if merge:
+            raise UserError(f"--merge: {run_dir} trained no adapter: leave --merge out")
+        stored = read_checkpoint_headers(checkpoint)
+        config.precision = Precision.bf16 if any(t.dtype == "BF16" for t in stored.values()) else Precision.fp32
+        model = Components.of(config, invocation, torch.device("cpu")).model
+        with reading(model, stored, checkpoint) as read:
+            files = files_of(model, config, read, max_shard_bytes)
+            write_whole_folder(folder, files)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror or error}): give another place") from error
+    return sorted(files)
+
+
+def files_of(model: nn.Module, config: DictConfig, read: Read, max_shard_bytes: int) -> dict[str, Fill]:
+    """Returns the files of `model` in the form of its library, and of the run's tokenizer: what fills each, by name.
+
+    Raises UserError or ValueError for a model of no library, or one that its library cannot write.
+    """
+    texts, eos = {}, None
+    if "tokenizer" in config.dataset:
+        eos = load_tokenizer(config.dataset.tokenizer).end_of_text_id
+        texts = tokenizer_files(config.dataset.tokenizer, config.seq_len)
+    texts = {name: bytes_of(content) for name, content in texts.items()}
+    if isinstance(model, Llama):
+        return _llama_files(model, config, read, max_shard_bytes, eos) | texts
+    if hasattr(model, "hf"):
+        from models.hf_saving import hf_files
+
+        return hf_files(model, max_shard_bytes, lambda name: read(f"hf.{name}"), eos) | texts
+    if hasattr(model, "network"):
+        from models.diffusion_files import diffusion_files
+
+        return diffusion_files(model, max_shard_bytes, lambda name: read(f"network.{name}"))
+    raise UserError(f"{type(model).__name__} is the model of no library: its checkpoint has its weights already")
+
+
+def _of_adapter(
+    config: DictConfig, invocation: Invocation, checkpoint: Path, max_shard_bytes: int, merge: bool
+) -> dict[str, Fill]:
+    # Where the weights are while they are filled changes nothing.
+    components = Components.of(config, invocation, torch.device("cpu"))
+    if not merge:
+        return adapter_files(components.model, checkpoint)
+    model, read = merged_model(components, checkpoint)
+    return files_of(model, config, read, max_shard_bytes)
+
+
+@contextmanager
+def reading(model: nn.Module, stored: dict[str, StoredTensor], checkpoint: Path) -> Iterator[Read]:
+    """Gives the function that reads a tensor of `model` from the checkpoint's files, by any of its names.
+
+    Its value is a view of the mapped file, in the dtype of the model's tensor. Raises ValueError if the checkpoint does
+    not fit the model.
+    """
+    tensors = named_tensors(model)
+    targets = match_tensors(tensors, stored, checkpoint)
+    source_of = {id(tensor): source for source, tensor in targets.items()}
+    places = {name: (source_of[id(tensor)], tensor.dtype) for tensor, names in tensors for name in names}
+    with ExitStack() as stack:
+        files = dict.fromkeys(stored[source].file for source in targets)
+        handles = {file: stack.enter_context(open_file(file)) for file in files}
+
+        def read(name: str) -> Tensor:
+            source, dtype = places[name]
+            return handles[stored[source].file].get_tensor(source).to(dtype)
+
+        yield read
+
+
+def _llama_files(
+    model: Llama, config: DictConfig, read: Read, max_shard_bytes: int, eos_token_id: int | None
+) -> dict[str, Fill]:
+    tensors = {names[0]: tensor.detach() for tensor, names in named_tensors(model)}
+    parts = split_into_files(WEIGHTS_STEM, tensors, max_shard_bytes)
+    files: dict[str, Fill] = {name: partial(write_tensors, tensors=part, read=read) for name, part in parts.items()}
+    files[HUGGING_FACE_FILE] = bytes_of(hugging_face_config(config, eos_token_id))
+    if len(parts) > 1:
+        files[INDEX_FILE] = bytes_of(index_of(parts))
+    return files

@@ -1,0 +1,63 @@
+"""A run that was saved: its directory, its configuration and the checkpoint whose weights a program uses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, open_dict
+
+from training.checkpoints.layout import MANIFEST_FILE, MODEL_FILES, checkpoints_in, step_of
+from training.checkpoints.manifest import DamagedError, read_manifest, verify
+from training.config import schema
+from training.config.modes import FOLDER
+from training.config.validation import check
+from training.errors import UserError
+from training.runs.files import CHECKPOINTS_FOLDER
+from training.runs.invocation import Invocation
+from training.runs.paths import home_expanded
+from training.runs.repeat import overrides_of
+from training.sweeps import launcher
+
+
+def found(given: str) -> tuple[Path, Path | None]:
+    """Returns the directory of the run that `given` names, and the checkpoint if it names one.
+
+    Raises UserError if there is no such directory.
+    """
+    path = home_expanded("RUN", given).absolute()
+    if not path.is_dir():
+        raise UserError(f"{given}: no such directory: give the directory of a run, or one of its checkpoints")
+    if (path / MANIFEST_FILE).exists() or step_of(path) is not None:
+        return path.parent.parent, path
+    return path, None
+
+
+def newest_checkpoint(run_dir: Path) -> Path:
+    """Returns the newest checkpoint of a run. Raises UserError if there is none."""
+    if checkpoints := checkpoints_in(run_dir / CHECKPOINTS_FOLDER):
+        return checkpoints[0]
+    raise UserError(f"{run_dir}: the run has no checkpoint: train with checkpoint.every=N")
+
+
+def configuration(run_dir: Path, overrides: list[str]) -> tuple[DictConfig, Invocation]:
+    """Composes and checks the configuration of the run in `run_dir`, changed by `overrides`."""
+    schema.register()
+    launcher.register_launcher()
+    own = overrides_of(run_dir, str(run_dir), overrides)
+    with initialize_config_dir(str(FOLDER.parent), version_base="1.3"):
+        config = compose("config", own, return_hydra_config=True)
+    invocation = Invocation.of(config.hydra, run_dir)
+    with open_dict(config):
+        del config["hydra"]
+    check(config)
+    return config, invocation
+
+
+def refuse_damage(checkpoint: Path) -> None:
+    """Raises UserError if the weights in `checkpoint` are not those that were saved."""
+    try:
+        files = read_manifest(checkpoint)
+        verify(checkpoint, {name: record for name, record in files.items() if name.startswith(MODEL_FILES)})
+    except DamagedError as error:
+        raise UserError(f"{error}: give another checkpoint") from error

@@ -1,0 +1,258 @@
+"""Sweeps over a cluster: `hydra/launcher=submitit_slurm`, and `submitit_local` to try one out on this machine.
+
+The package hydra-submitit-launcher gives the options and submits the jobs. A job does what one of
+`launcher.py` does: the command of a single run, in a fresh process, with its outcome written down. A job that
+the scheduler starts again, after preemption or the loss of its host, resumes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, make_dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from omegaconf import DictConfig, OmegaConf
+
+from training.errors import UserError, first_line
+from training.sweeps.job import SweepJob
+from training.sweeps.launcher import ProcessLauncher, announce, job_environment, signals_interrupt
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "hydra-submitit-launcher"
+# Seconds between two looks at the jobs. The scheduler itself is asked once in ten minutes at most.
+LOOK_S = 0.5
+# The plugin's options that are not sbatch's or submitit's own.
+FOLDER, RETRIES = "submitit_folder", "max_num_timeout"
+# By default submitit sends its signal so many seconds before a local job's time is over; a job begins to end earlier.
+LOCAL_DELAY_S, BEFORE_SIGNAL_S = 30, 5
+
+
+def register_launchers() -> None:
+    """Makes the launchers known to Hydra; without their package, they refuse a sweep in one line."""
+    for cluster, launcher in LAUNCHERS.items():
+        Plugins.instance().class_name_to_class[_plugin_name(cluster)] = launcher
+        ConfigStore.instance().store(group="hydra/launcher", name=f"submitit_{cluster}", node=_options(cluster))
+
+
+def _options(cluster: str) -> Any:
+    if not is_installed():
+        # Every key is taken, so that the error is that of the missing package.
+        return OmegaConf.create({"_target_": _plugin_name(cluster)}, flags={"struct": False})
+    from hydra_plugins.hydra_submitit_launcher import config
+
+    options = {"local": config.LocalQueueConf, "slurm": config.SlurmQueueConf}[cluster]
+    return make_dataclass(options.__name__, [("_target_", str, _plugin_name(cluster))], bases=(options,))
+
+
+def is_installed() -> bool:
+    """Tells whether the plugin and submitit are there, without importing them."""
+    if importlib.util.find_spec("submitit") is None or importlib.util.find_spec("hydra_plugins") is None:
+        return False
+    return importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is not None
+
+
+def _plugin_name(cluster: str) -> str:
+    # Hydra makes plugins only of classes named below this package.
+    return f"hydra_plugins.cluster.{cluster.capitalize()}Launcher"
+
+
+@dataclass
+class ClusterJob:
+    """The work of one job of a sweep on its host: it is sent there as a pickle, and comes back with its outcome.
+
+    Attributes:
+        early_s: seconds before its time limit at which the job is asked to save and end.
+    """
+
+    job: SweepJob
+    command: list[str]
+    group: str
+    early_s: float
+
+    def __call__(self) -> SweepJob:
+        """Runs the job to its end; returns it with exit status and summary."""
+        command = self.command
+        if int(os.environ.get("SLURM_RESTART_COUNT", 0)) and not any(map(_resumes, command)):
+            command = [*command, "resume=auto"]
+        with suppress(KeyboardInterrupt), signals_interrupt(), _user_signal_interrupts():
+            self.job.run(command, job_environment(self.group), self.early_s)
+        if self.job.exit_status is None:
+            self.job.lose("it was interrupted before its process had started")
+        return self.job
+
+
+class ClusterLauncher(ProcessLauncher):
+    """Submits the jobs of a sweep, waits for them, and compares them.
+
+    A job asks for one GPU a device unless `gpus_per_node` is given. It is one task on one host, which starts the other
+    ranks by itself.
+    """
+
+    cluster = ""
+    ends_jobs = False
+    """True: an interrupted sweep ends its jobs. Those in a queue stay there."""
+
+    def __init__(self, **options: Any):
+        super().__init__(options.get("timeout_min"))
+        self._options = options
+
+    def _check_options(self) -> None:
+        if not is_installed():
+            raise UserError(f"hydra/launcher=submitit_{self.cluster}: {PACKAGE} is missing: pip install {PACKAGE}")
+        super()._check_options()
+        for key, why in (
+            ("nodes", "a job of a sweep has one host: scripts/slurm.sbatch runs one run on several"),
+            ("tasks_per_node", "a job starts its ranks by itself: give devices=N"),
+        ):
+            if self._options.get(key, 1) != 1:
+                raise UserError(f"hydra.launcher.{key}={self._options[key]}: must be 1: {why}")
+        if self._options.get(RETRIES, 0):
+            raise UserError(
+                f"hydra.launcher.{RETRIES}={self._options[RETRIES]}: must be 0: a job whose time is over is not"
+                " submitted again: give the sweep's command again with resume=auto and hydra.sweep.dir=DIR"
+            )
+
+    def _run(self, jobs: Sequence[SweepJob], configs: Sequence[DictConfig], group: str) -> None:
+        submitted: list[tuple[SweepJob, Any]] = []
+        # Jobs with as many GPUs are one array.
+        by_gpus: dict[int | None, list[SweepJob]] = {}
+        for job, config in zip(jobs, configs, strict=True):
+            announce(job)
+            if job.exit_status is None:
+                by_gpus.setdefault(self._gpus(config), []).append(job)
+        try:
+            for gpus, same in by_gpus.items():
+                submitted += zip(same, self._submit(same, gpus, group), strict=True)
+            self._wait(submitted)
+        except KeyboardInterrupt:
+            left = [(job, handle) for job, handle in submitted if job.exit_status is None]
+            if left and self.ends_jobs:
+                self._end(left)
+            elif left:
+                ids = " ".join(handle.job_id for _, handle in left)
+                print(f"\nthe jobs stay in the queue: scancel {ids} ends them; the same command with resume=auto and")
+                print(f"hydra.sweep.dir={self._config.hydra.sweep.dir}, once they have ended, runs what is missing")
+            raise
+
+    def _gpus(self, config: DictConfig) -> int | None:
+        given = self._options.get("gpus_per_node")
+        if given is not None or config.get("device") == "cpu":
+            return given
+        return config.get("devices", 1)
+
+    def _submit(self, jobs: Sequence[SweepJob], gpus: int | None, group: str) -> list[Any]:
+        """Submits `jobs`; returns submitit's jobs. Raises UserError if the scheduler takes none."""
+        import submitit
+
+        options = self._options | {"gpus_per_node": gpus}
+        shared = ("cpus_per_task", "gpus_per_node", "mem_gb", "name", "stderr_to_stdout", "timeout_min")
+        own = [key for key in options if key not in (*shared, FOLDER, RETRIES, "nodes", "tasks_per_node")]
+        parameters = {key: options[key] for key in shared} | {f"{self.cluster}_{key}": options[key] for key in own}
+        delay_s = options.get("signal_delay_s", LOCAL_DELAY_S) + BEFORE_SIGNAL_S
+        calls = [ClusterJob(job, self._command(job), group, delay_s) for job in jobs]
+        try:
+            executor = submitit.AutoExecutor(folder=options[FOLDER], cluster=self.cluster)
+            executor.update_parameters(
+                nodes=1, tasks_per_node=1, **{key: value for key, value in parameters.items() if value is not None}
+            )
+            with _found_from_anywhere():
+                handles = executor.submit_array(calls)
+        except (RuntimeError, ValueError, NameError, OSError) as error:
+            raise UserError(
+                f"hydra/launcher=submitit_{self.cluster}: no job was submitted: {first_line(error)}"
+            ) from error
+        for job, handle in zip(jobs, handles, strict=True):
+            job.queued = True
+            print(f"job {job.number} is {self.cluster}'s job {handle.job_id}; its output: {handle.paths.stdout}")
+        return handles
+
+    def _wait(self, submitted: Sequence[tuple[SweepJob, Any]]) -> None:
+        """Waits until all jobs have ended, and completes them."""
+        waiting = list(submitted)
+        while waiting:
+            for pair in [pair for pair in waiting if pair[1].done()]:
+                _complete(*pair)
+                waiting.remove(pair)
+                job = pair[0]
+                print(f"job {job.number}: {': '.join(filter(None, job.outcome))}", flush=True)
+            time.sleep(LOOK_S if waiting else 0)
+
+    def _end(self, submitted: Sequence[tuple[SweepJob, Any]]) -> None:
+        """Asks the jobs to save and end, and waits for that; a second signal leaves them."""
+        for _, handle in submitted:
+            with suppress(ProcessLookupError):
+                os.kill(int(handle.job_id), signal.SIGTERM)
+        print("waiting for the jobs to finish their steps and save", flush=True)
+        with suppress(KeyboardInterrupt):
+            self._wait(submitted)
+
+
+class LocalLauncher(ClusterLauncher):
+    """Starts all jobs at once, as processes of this machine, whose ids are those of the jobs."""
+
+    cluster = "local"
+    ends_jobs = True
+
+
+class SlurmLauncher(ClusterLauncher):
+    """Submits the jobs to SLURM, as arrays."""
+
+    cluster = "slurm"
+
+
+LAUNCHERS = {"local": LocalLauncher, "slurm": SlurmLauncher}
+
+
+def _complete(job: SweepJob, handle: Any) -> None:
+    """Copies how `job` ended from its host; if that cannot be known, asks the scheduler."""
+    import submitit
+
+    try:
+        ended = handle.result()
+    except submitit.core.utils.UncompletedJobError:
+        # Its own process did not live to tell: its host failed, say, or the queue was told to drop it.
+        job.lose(f"{handle.job_id} ended as {handle.state} ({handle.paths.stderr} has more)")
+        return
+    job.exit_status, job.summary, job.sent = ended.exit_status, ended.summary, ended.sent
+    job.timed_out, job.refused = ended.timed_out, ended.refused
+
+
+def _resumes(override: str) -> bool:
+    return override.lstrip("+").startswith("resume=")
+
+
+@contextmanager
+def _user_signal_interrupts() -> Iterator[None]:
+    """Within the block, the signal that submitit has schedulers send before they end a job interrupts it."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+@contextmanager
+def _found_from_anywhere() -> Iterator[None]:
+    """Within the block, processes that are started find this repository's modules, whatever their directory is."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), before)))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before

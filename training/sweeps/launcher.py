@@ -1,0 +1,256 @@
+"""Sweeps in which every job has a process of its own.
+
+Otherwise peaks, caches, streams and crashes of one job would affect the next. A job is the same command as a single
+run, in a numbered directory of the sweep; one that fails, is killed or takes too long gets a row in the closing
+comparison, and the other jobs still run. With resume=auto the same sweep in the same directory runs what is missing.
+"""
+
+import math
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus, filter_overrides, setup_globals
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from training.checkpoints.changes import MAY_CHANGE, changed_values, read_config
+from training.checkpoints.manifest import DamagedError
+from training.config.auto import AUTO, SETTLED
+from training.errors import UserError, first_line
+from training.runs.directory import holds_results
+from training.runs.failures import INTERRUPTED
+from training.runs.parent import PARENT_VARIABLE
+from training.runs.signals import heeded, once_per_request
+from training.sweeps.job import SweepJob, summary_in
+from training.visible_text import visible
+
+# Keys that each job gets values of its own for.
+REPLACED = (
+    "hydra.mode=",
+    "hydra.run.dir=",
+    "hydra.sweep.dir=",
+    "hydra.sweep.subdir=",
+    "hydra.job.num=",
+    "hydra.job.id=",
+)
+# Hydra makes plugins only of classes named below this package.
+PLUGIN_NAME = "hydra_plugins.process.ProcessLauncher"
+
+# The interpreter with its options, and the script or `-m module`, as they were given. Made here, at the start, because
+# train.py changes the arguments behind it.
+PROGRAM = (sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1])
+# Keys that a job may be continued with at other values, because it stays the same row of the sweep; and those of them
+# with which a finished job is still finished.
+JOB_MAY_CHANGE = tuple(key for key in MAY_CHANGE if not key.startswith(("offload", "recompute", "optimizer", "plan")))
+OF_NO_EFFECT = ("resume", "force", "tracking.*", "checkpoint.*")
+
+
+@dataclass
+class LauncherOptions:
+    """The keys of `hydra.launcher`. `timeout_min`: minutes that a job may take; null for no limit."""
+
+    _target_: str = PLUGIN_NAME
+    timeout_min: float | None = None
+
+
+def register_launcher() -> None:
+    """Makes the launcher known to Hydra as `hydra/launcher: process`."""
+    Plugins.instance().class_name_to_class[PLUGIN_NAME] = ProcessLauncher
+    ConfigStore.instance().store(group="hydra/launcher", name="process", node=LauncherOptions)
+
+
+class ProcessLauncher(Launcher):
+    """Runs the jobs of a sweep one after another, each in a fresh Python process.
+
+    The return value of a job is its summary.json as a dict, or None if it wrote none. A job that did not end well has
+    the status FAILED, and reading its return value raises UserError.
+    """
+
+    def __init__(self, timeout_min: float | None = None):
+        self._timeout_min = timeout_min
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self._hydra_context = hydra_context
+        self._config = config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Runs a job for each list of overrides. Ctrl-C or SIGTERM ends the process with exit status 130.
+
+        Raises UserError, before any job, for a time limit that is none, and for resume=auto in the directory of another
+        sweep.
+        """
+        setup_globals()
+        self._check_options()
+        sweep_dir = Path(self._config.hydra.sweep.dir)
+        configs, jobs = [], []
+        for number, overrides in enumerate(job_overrides, initial_job_idx):
+            config = self._job_config(number, overrides)
+            directory = sweep_dir / str(config.hydra.sweep.subdir)
+            job = SweepJob(number, list(overrides), directory, self._timeout_min)
+            resume = OmegaConf.select(config, "resume", throw_on_resolution_failure=False)
+            if resume == AUTO and is_finished(job, _task_config(config)):
+                job.exit_status, job.summary = 0, summary_in(job.directory)
+            configs.append(config)
+            jobs.append(job)
+        try:
+            with signals_interrupt():
+                self._run(jobs, configs, "-".join(sweep_dir.parts[-2:]))
+        except KeyboardInterrupt:
+            _close(jobs, sweep_dir)
+            sys.exit(INTERRUPTED)
+        _close(jobs, sweep_dir)
+        return [_job_return(job, config) for job, config in zip(jobs, configs, strict=True)]
+
+    def _check_options(self) -> None:
+        """Raises UserError for options of `hydra.launcher` that cannot be."""
+        limit = self._timeout_min
+        if limit is not None and not 0 < limit < math.inf:
+            raise UserError(f"hydra.launcher.timeout_min={limit:g}: must be minutes above 0, or null for no limit")
+
+    def _run(self, jobs: Sequence[SweepJob], configs: Sequence[DictConfig], group: str) -> None:
+        """Runs the jobs that have no exit status yet, whose runs in wandb are one `group`. Ctrl-C interrupts it."""
+        for job in jobs:
+            announce(job)
+            if job.exit_status is None:
+                job.run(self._command(job), job_environment(group))
+
+    def _job_config(self, number: int, overrides: Sequence[str]) -> DictConfig:
+        config = self._hydra_context.config_loader.load_sweep_config(self._config, list(overrides))
+        with open_dict(config):
+            config.hydra.job.id = config.hydra.job.num = number
+        # `${hydra:...}` in the name of the job's directory reads this global.
+        HydraConfig.instance().set_config(config)
+        return config
+
+    def _command(self, job: SweepJob) -> list[str]:
+        hydra = self._config.hydra
+        flags = ["--config-name", hydra.job.config_name]
+        for source in hydra.runtime.config_sources:
+            path = f"pkg://{source.path}" if source.schema == "pkg" else source.path
+            if source.provider == "main":
+                flags += ["--config-path", path]
+            elif source.provider == "command-line":
+                flags += ["--config-dir", path]
+        # Not resolved: a key that they refer to may exist only in the job.
+        given = OmegaConf.to_container(hydra.overrides.hydra, resolve=False)
+        return [
+            *PROGRAM,
+            *flags,
+            *(override for override in given if not override.lstrip("+").startswith(REPLACED)),
+            *job.overrides,
+            "hydra.mode=RUN",
+            f"hydra.run.dir={_quote(job.directory)}",
+            f"hydra.sweep.dir={_quote(hydra.sweep.dir)}",
+            f"hydra.job.num={job.number}",
+            f"hydra.job.id={job.number}",
+        ]
+
+
+def is_finished(job: SweepJob, config: DictConfig) -> bool:
+    """Tells whether an earlier sweep ran `job`, whose configuration is `config`, to its end.
+
+    Raises UserError if its directory has results of another job: what resume=auto continued there would be a mixture.
+    """
+    if not holds_results(job.directory):
+        return False
+    try:
+        changed = changed_values(config, read_config(job.directory))
+        # The job wrote down what it took.
+        changed = {name: values for name, values in changed.items() if name not in SETTLED or values[1] != AUTO}
+    except OmegaConfBaseException:
+        # A reference that leads nowhere. The job refuses it.
+        return False
+    except DamagedError as error:
+        raise UserError(f"resume=auto: {error}: choose another hydra.sweep.dir, or delete that directory") from None
+    for name, (was, now) in changed.items():
+        if not _matches(name, JOB_MAY_CHANGE):
+            raise UserError(
+                f"resume=auto: {job.directory} has a run of another sweep, {name}: was {was}, is {now}: give the"
+                " overrides of that sweep in their order, or choose another hydra.sweep.dir"
+            )
+    return summary_in(job.directory).get("status") == "ok" and all(_matches(name, OF_NO_EFFECT) for name in changed)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def job_environment(group: str) -> dict[str, str]:
+    """Returns the environment of a job that this process starts; `group` is that of its sweep in wandb."""
+    from training.metrics.wandb_tracker import SWEEP_GROUP_VARIABLE
+
+    return os.environ | {SWEEP_GROUP_VARIABLE: group, PARENT_VARIABLE: str(os.getpid())}
+
+
+def _task_config(config: DictConfig) -> DictConfig:
+    return OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+
+
+@contextmanager
+def signals_interrupt() -> Iterator[None]:
+    """Within the block, SIGTERM and SIGHUP end a sweep as Ctrl-C does, so that no job is left running."""
+    handler = once_per_request(signal.default_int_handler)
+    before = {number: signal.signal(number, handler) for number in heeded()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _job_return(job: SweepJob, config: DictConfig) -> JobReturn:
+    """Converts the outcome of a job into Hydra's."""
+    hydra_config = OmegaConf.masked_copy(config, "hydra")
+    result = JobReturn(job.overrides, _task_config(config), hydra_config, os.getcwd(), config.hydra.job.name)
+    if job.succeeded:
+        result.status, result.return_value = JobStatus.COMPLETED, job.summary or None
+    else:
+        status, reason = job.outcome
+        status = "does not fit" if status == "planned" else status
+        result.status, result.return_value = JobStatus.FAILED, UserError(f"job {job.number} {status}: {reason}")
+    return result
+
+
+def _close(jobs: Sequence[SweepJob], sweep_dir: Path) -> None:
+    """Compares the jobs on the terminal and in the sweep's directory; if that fails, prints how each one ended."""
+    ended = [job for job in jobs if job.exit_status is not None]
+    try:
+        from training.comparison.report import compare
+
+        if ended:
+            compare([sweep_dir], sweep_dir)
+    except (Exception, KeyboardInterrupt) as error:
+        for job in ended:
+            print(f"job {job.number}: {': '.join(filter(None, job.outcome))}")
+        again = f"python scripts/compare.py {shlex.quote(str(sweep_dir))}"
+        print(f"warning: the comparison failed ({visible(first_line(error))}); try again: {again}", file=sys.stderr)
+    for job in ended:
+        if job.refused:
+            kept = f"{job.directory} has an earlier run, which is left as it was"
+            print(f"job {job.number}: {': '.join(filter(None, job.outcome))}; {kept}")
+    if not_run := [job.number for job in jobs if job.exit_status is None and not job.queued]:
+        numbers = f"{not_run[0]}{f' to {not_run[-1]}' if not_run[1:] else ''}"
+        print(f"not run, because the sweep was interrupted: {numbers}")
+    sys.stdout.flush()
+
+
+def announce(job: SweepJob) -> None:
+    finished = "" if job.exit_status is None else "\nfinished earlier, and not run again"
+    print(f"\njob {job.number}: {visible(' '.join(filter_overrides(job.overrides)))}{finished}", flush=True)
+
+
+def _quote(path: str | Path) -> str:
+    """Quotes a path for Hydra's override grammar: paths may have spaces, commas and equal signs."""
+    return "'" + str(path).replace("'", "\\'") + "'"

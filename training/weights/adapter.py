@@ -1,0 +1,92 @@
+"""The adapter of a run: put into the model on the meta device, filled where the mode has made its memory."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from models.adapter_files import check_folder, load_adapter
+from models.adapters import initialise_adapters, inject
+from training.config.adapter import has_adapter
+from training.errors import UserError
+from training.metrics.progress import phase
+from training.runs.paths import home_expanded
+
+KEY = "adapter.weights"
+
+logger = logging.getLogger(__name__)
+
+
+def add_adapter(model: nn.Module, config: DictConfig, dtype: torch.dtype) -> None:
+    """Puts the adapter of `config` into `model`, which freezes. Raises UserError for targets that it lacks."""
+    values = OmegaConf.to_container(config.adapter, resolve=True)
+    keys = {name: value for name, value in values.items() if not name.startswith("_") and name != "weights"}
+    try:
+        inject(model, get_class(values["_target_"])(**keys), dtype)
+    except ValueError as error:
+        raise UserError(f"adapter.{error}") from error
+    except ModuleNotFoundError as error:
+        raise UserError(f"adapter: the package {error.name} is not installed: pip install {error.name}") from error
+
+
+def warn_of_unused(model: nn.Module) -> None:
+    """After the first backward: warns in one line of adapters that got no gradient, which have no effect on the loss.
+
+    So it is where other modules read the weight of a layer and do not call it.
+    """
+    unused = [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None
+    ]
+    if unused:
+        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+        logger.warning(
+            "adapter: %s%s got no gradient in the first step: their layers were not computed, or other modules read the"
+            " weights; leave them out with adapter.targets",
+            unused[0],
+            more,
+        )
+
+
+@dataclass(frozen=True)
+class RunAdapter:
+    """The values that the adapter of a run starts from: those in `folder`, or a function of `seed`."""
+
+    seed: int
+    given: str | None
+    folder: Path | None
+
+    @classmethod
+    def of(cls, config: DictConfig, model: nn.Module, starts: bool) -> RunAdapter | None:
+        """Returns the adapter of the run of `config`, None if it trains the whole model.
+
+        A run that does not start takes its values from a checkpoint, and reads no `adapter.weights`. Raises UserError
+        if these are not the files of an adapter that fits `model`.
+        """
+        if not has_adapter(config):
+            return None
+        given = config.adapter.weights if starts else None
+        if given is None:
+            return cls(config.seed, None, None)
+        folder = home_expanded(KEY, given)
+        try:
+            check_folder(model, folder)
+        except ValueError as error:
+            raise UserError(f"{KEY}={given}: {error}") from error
+        return cls(config.seed, given, folder)
+
+    def fill(self, model: nn.Module, device: torch.device) -> None:
+        """Fills the adapter of `model`, whose base has its values. Raises UserError for files that do not fit."""
+        with phase("initialising the adapter"):
+            initialise_adapters(model, self.seed, device)
+        if self.folder is None:
+            return
+        try:
+            load_adapter(model, self.folder)
+        except ValueError as error:
+            raise UserError(f"{KEY}={self.given}: {error}") from error

@@ -1,0 +1,159 @@
+"""The weights that a run starts from: found before anything is planned, downloaded when they are needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from models.weights import checkpoint_files
+from training.errors import UserError, first_line
+from training.runs.paths import home_expanded
+from training.weights.hub_client import ask_hub
+
+KEY = "model.weights"
+# The names of repositories on the Hub; a path of two parts looks the same.
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+# No other file of a repository is used, above all none that is unpickled.
+PATTERNS = ("*.safetensors", "*.safetensors.index.json")
+# Copies of the same weights in other dtypes or forms, which are not loaded.
+COPIES = ("*.fp16.*", "*.bf16.*", "*.non_ema.*", "*.fp16-*", "*.non_ema-*", "consolidated*")
+# Where a repository has a model: by itself, or as a part of a diffusion pipeline.
+PARTS = ("", "transformer/", "unet/")
+CONFIG_FILE = "config.json"
+CONFIG_FILES = [f"{part}{CONFIG_FILE}" for part in PARTS]
+# Of transformers and of diffusers.
+STEMS = ("model", "diffusion_pytorch_model")
+
+
+def part_of(names: Iterable[str]) -> str | None:
+    """Returns in which of PARTS the files of a repository have a model's configuration; None: in none."""
+    known = set(names)
+    return next((part for part in PARTS if f"{part}{CONFIG_FILE}" in known), None)
+
+
+def weight_files_in(folder: Path) -> list[Path]:
+    """Returns the safetensors files of a model's folder, or of its part in the folder of a pipeline; [] for none.
+
+    Raises ValueError if its index cannot be used.
+    """
+    own = folder / _part_in(folder)
+    for stem in STEMS:
+        for name in (f"{stem}.safetensors", f"{stem}.safetensors.index.json"):
+            if (own / name).is_file():
+                return list(checkpoint_files(own / name))
+    return list(checkpoint_files(own)) if any(own.glob("*.safetensors")) else []
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Returns the safetensors files that are loaded from `path`: a file, an index, the folder of a model or a pipeline.
+
+    Raises FileNotFoundError if it does not exist, and ValueError if it has none, or an index that cannot be used.
+    """
+    return (path.is_dir() and weight_files_in(path)) or list(checkpoint_files(path))
+
+
+def _part_in(folder: Path) -> str:
+    return next((part for part in PARTS if (folder / part / CONFIG_FILE).is_file()), "")
+
+
+def _wanted(part: str) -> dict[str, list[str]]:
+    """Returns the client's patterns for the files of a model's weights."""
+    # The other folders of a repository have other models, and the same one in other forms.
+    others = COPIES if part else (*COPIES, "*/*")
+    return {
+        "allow_patterns": [f"{part}{pattern}" for pattern in (*PATTERNS, CONFIG_FILE)],
+        "ignore_patterns": list(others),
+    }
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """The value of `model.weights`: a local file or folder, or the name of a model on the Hugging Face Hub.
+
+    `cache` is where the Hub's client keeps files; the client of a dataset may use another place later. `part` is the
+    one of PARTS that has the weights.
+    """
+
+    given: str
+    hub_name: str | None = None
+    cache: str | None = None
+    part: str = ""
+
+    @classmethod
+    def find(cls, given: str, *, ask: bool = True) -> ModelWeights:
+        """Finds the weights without reading or downloading them. `ask` False does not ask the Hub either.
+
+        Raises UserError naming the value, if neither is there: a file or folder of safetensors, or such a model.
+        """
+        path = home_expanded(KEY, given)
+        if path.exists():
+            try:
+                weight_files(path)
+            except ValueError as error:
+                raise UserError(f"{KEY}={given}: {error}") from error
+            return cls(given)
+        if not HUB_NAME.fullmatch(given):
+            raise UserError(
+                f"{KEY}={given}: does not exist: give a .safetensors file, a folder of them, or the name of a model on"
+                " the Hugging Face Hub (OWNER/NAME)"
+            )
+        from huggingface_hub import HfApi, constants
+
+        found = cls(given, given, constants.HF_HUB_CACHE)
+        part = found._cached_part()
+        if part is None:
+            part = found._part_on_the_hub(HfApi()) if ask else ""
+        return replace(found, part=part)
+
+    def path(self) -> Path:
+        """Returns the local file or folder. Downloads a model of the Hub, unless its files are in the client's cache.
+
+        Raises UserError if the download fails.
+        """
+        if self.hub_name is None:
+            return home_expanded(KEY, self.given)
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(self.hub_name, cache_dir=self.cache, **_wanted(self.part)))
+        except Exception as error:  # the client's errors have no common base class
+            raise UserError(
+                f"{KEY}={self.given}: the download failed ({first_line(error)}); {self._by_hand}"
+            ) from error
+
+    def local_path(self) -> Path:
+        """Returns the local file or folder. Raises UserError for one of the Hub that is not in the client's cache."""
+        if self.hub_name is not None and self._cached_part() is None:
+            raise UserError(f"{KEY}={self.given}: is not in the cache of the Hub's client yet; {self._by_hand}")
+        return self.path()
+
+    @property
+    def _by_hand(self) -> str:
+        command = f"hf download {self.given} --local-dir DIR"
+        return f"or run `{command}` where there is a network, and give {KEY}=DIR"
+
+    def _cached_part(self) -> str | None:
+        """Returns the part whose weights are in the client's cache; None if there are none, or not all."""
+        from huggingface_hub import snapshot_download
+
+        try:
+            # The client looks whether all files of these patterns are there.
+            cached = partial(snapshot_download, self.hub_name, cache_dir=self.cache, local_files_only=True)
+            part = _part_in(Path(cached(allow_patterns=CONFIG_FILES)))
+            files = weight_files_in(Path(cached(**_wanted(part))))
+        except (OSError, ValueError):  # not there, or not complete
+            return None
+        return part if files and all(file.is_file() for file in files) else None
+
+    def _part_on_the_hub(self, api) -> str:
+        """Asks the Hub for the model's files. Raises UserError if there are no weights among them."""
+        given = f"{KEY}={self.given}: no such file or folder here; as a name on the Hub"
+        info = ask_hub(api.model_info, self.hub_name, given, "model", self._by_hand)
+        names = [entry.rfilename for entry in info.siblings or ()]
+        part = part_of(names) or ""
+        if not any(re.fullmatch(rf"{part}[^/]*\.safetensors", name) for name in names):
+            raise UserError(f"{given}: that model has no .safetensors file: choose one that has")
+        return part

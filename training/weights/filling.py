@@ -1,0 +1,68 @@
+"""Fills a model that was built on the meta device, once a mode has made its memory.
+
+A model of ours has parameters alone. A model of a library (`models.hf`, `models.diffusion`) has methods of its own:
+`fill_buffers()`, `initialise(seed, device)` and `load(path)`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from models.adapters import without_adapters
+from models.initialise import initialise
+from models.quantise import settled
+from models.weights import load_weights
+from offload import lies_in_file
+from training.errors import UserError
+from training.metrics.progress import phase
+from training.weights.files import ModelWeights
+from training.weights.quantising import quantised_from_cache
+
+
+def fill_buffers(model: nn.Module) -> None:
+    """Gives buffers the values of a model built on the CPU. Raises UserError for one whose value cannot be computed."""
+    if hasattr(model, "fill_buffers"):
+        try:
+            with without_adapters(model):
+                model.fill_buffers()
+        except ValueError as error:
+            raise UserError(f"model: {error}") from error
+
+
+def fill_parameters(model: nn.Module, config: DictConfig, device: torch.device, weights: ModelWeights | None) -> None:
+    """Fills the parameters where the mode has placed them: from `weights`, or as a function of the seed.
+
+    Where the model has adapters, it fills the parameters of the base. Those that are in their files
+    (`offload.source=mapped`) have their values already.
+
+    Raises UserError if the weights do not fit, or a parameter has no initial value.
+    """
+    if weights is None:
+        with phase("initialising the weights"):
+            try:
+                with without_adapters(model):
+                    getattr(model, "initialise", lambda *arguments: initialise(model, *arguments))(config.seed, device)
+            except ValueError as error:
+                raise UserError(f"model: {error}: give model.weights=PATH") from error
+        return
+    path = weights.path()
+    in_files = [parameter for parameter in model.parameters() if lies_in_file(parameter)]
+    try:
+        with (
+            settled(in_files),
+            without_adapters(model),
+            quantised_from_cache(model, config, path),
+            phase("loading the weights"),
+        ):
+            load(model, path)
+    except (ValueError, FileNotFoundError) as error:
+        raise UserError(f"model.weights={config.model.weights}: {error}") from error
+
+
+def load(model: nn.Module, path: Path) -> None:
+    """Copies the weights of `path` into the model, by its library's names. Raises ValueError or FileNotFoundError."""
+    getattr(model, "load", lambda given: load_weights(model, given))(path)
