@@ -151,6 +151,8 @@ IMAGES: dict[str, Family] = {
         to_image=True,
         out_channels="in_channels",
         variance=True,
+        # As in the code of Lumina-T2X. Its own class in diffusers gives it no value, and does not use it.
+        first_stds={"pad_token": 0.02},
     ),
     "OvisImageTransformer2DModel": Called(**_FLUX, sizes=_text(256, _JOINT), inputs=(places(text_axes=(1, 2)),)),
     "PixArtTransformer2DModel": Called(

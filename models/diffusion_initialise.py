@@ -32,7 +32,7 @@ def initialise_diffusion(
     """Fills every parameter in place, on its own device.
 
     * A layer whose name fits a pattern of `first_stds`: normal weights of that standard deviation, zeros for 0; its
-      bias is zero.
+      bias is zero. So is a parameter that has its own name there.
     * Linear and convolution layers, weight and bias: uniform within 1 / sqrt(fan_in), as torch's `reset_parameters`.
     * Tables: normal with standard deviation 1, zeros in the row of `padding_idx`. Norms: ones, and zeros for the bias.
     * Any other parameter (the norms of diffusers, tables of modulations): the value that its module is made with, on
@@ -53,9 +53,10 @@ def initialise_diffusion(
     check_initialisable(network.named_parameters())
     draws, others = Draws(seed, device), []
     for path, module in network.named_modules():
-        std = next((std for pattern, std in first_stds.items() if fnmatchcase(path, pattern)), None)
         for own, parameter in module.named_parameters(recurse=False):
             name = f"{path}.{own}" if path else own
+            fitting = (std for pattern, std in first_stds.items() if fnmatchcase(path, pattern) or name == pattern)
+            std = next(fitting, None)
             if std is None and not isinstance(module, (nn.Linear, _ConvNd, nn.Embedding, *NORMS)):
                 others.append(name)
                 continue

@@ -37,6 +37,15 @@ SMALL: dict[str, dict] = {
         "cross_attention_dim": 32,
         "caption_channels": 24,
     },
+    "LuminaNextDiT2DModel": {
+        "sample_size": 8,
+        "hidden_size": 128,
+        "num_layers": 1,
+        "num_attention_heads": 2,
+        "num_kv_heads": 2,
+        "multiple_of": 8,
+        "cross_attention_dim": 24,
+    },
     "PixArtTransformer2DModel": {
         **HEADS,
         "in_channels": 4,
@@ -111,7 +120,7 @@ def test_layers_begin_as_diffusers_makes_them_or_as_the_papers_say(name: str):
     found = dict(initialised(name).network.named_parameters())
     for key, made in own.named_parameters():
         value, path = found[key], key.rpartition(".")[0]
-        std = next((std for pattern, std in stds.items() if fnmatchcase(path, pattern)), None)
+        std = next((std for pattern, std in stds.items() if fnmatchcase(path, pattern) or key == pattern), None)
         if std is not None:
             expected = 0.0 if key.endswith("bias") else std
             assert value.std().item() == pytest.approx(expected, rel=0.3), key
@@ -124,7 +133,8 @@ def test_layers_begin_as_diffusers_makes_them_or_as_the_papers_say(name: str):
             assert deviation == pytest.approx(expected[1], rel=0.15), key
             assert largest == pytest.approx(expected[2], rel=0.5 if "embedding" in key else 0.25), key
         assert value.isfinite().all()
-    assert all(any(fnmatchcase(path, pattern) for path, _ in own.named_modules()) for pattern in stds)
+    paths = {*dict(own.named_modules()), *found}
+    assert all(any(fnmatchcase(path, pattern) for path in paths) for pattern in stds)
 
 
 @pytest.mark.parametrize("name", ["DiTTransformer2DModel", "FluxTransformer2DModel", "LTXVideoTransformer3DModel"])
