@@ -6,15 +6,11 @@ from functools import partial
 import hydra
 from omegaconf import DictConfig
 
-from training.build import build
 from training.config import help, schema
 from training.config.validation import check
 from training.errors import UserError
-from training.loop import train
-from training.metrics.progress import print_summary
 from training.parallel.launch import connected
 from training.parallel.world import World, settle_devices
-from training.planning.plan import plan_only
 from training.runs import command_line, compose_errors, console
 from training.runs.directory import locked, refuse_records
 from training.runs.failures import failures_recorded, print_failure, refusals_reported
@@ -37,13 +33,20 @@ def main(config: DictConfig) -> None:
         world = World.of_environment()
         settle_devices(config, world, invocation.overridden)
         check(config)
+        # With these come wandb, datasets and rich: they are imported once the configuration was checked.
         if config.plan:
+            from training.planning.plan import plan_only
+
             refuse_records(run_dir)
             summary = plan_only(config, invocation)
             directory.write_config(config, invocation)
             if summary["reason"]:
                 sys.exit(print_failure(UserError(summary["reason"])))
             return
+        from training.build import build
+        from training.loop import train
+        from training.metrics.progress import print_summary
+
         begin = partial(directory.take, config, invocation)
         with connected(config, world) as ranks, build(config, invocation, begin, ranks) as job:
             summary = train(job)

@@ -50,7 +50,8 @@ def test_a_model_of_any_size_in_seconds_and_without_memory(tmp_path: Path):
     plan = read(tmp_path, "plan.json")
     assert plan["fits"] == {"vram_budget": True, "host_budget": False}
     assert 127 < plan["host_bytes"]["weights"] / GIB < 128
-    assert plan["host_bytes"]["optimizer"] / plan["host_bytes"]["weights"] == pytest.approx(6, rel=0.01)
+    # Two moments in float32 and the remainder of the compact master, beside 2 bytes of weight.
+    assert plan["host_bytes"]["optimizer"] / plan["host_bytes"]["weights"] == pytest.approx(5, rel=0.01)
     assert plan["bound"] == "host optimizer"
     summary = read(tmp_path, "summary.json")
     assert summary["status"] == "planned"
