@@ -25,7 +25,9 @@ class KnobError(ValueError):
         self.knob, self.value, self.problem = knob, value, problem
 
     def __str__(self) -> str:
-        return f"{self.knob}={self.value}: {self.problem}"
+        value = str(self.value)
+        # A text may hold line breaks, and the message is one line.
+        return f"{self.knob}={value if value.isprintable() else repr(value)}: {self.problem}"
 
     def under(self, path: str) -> KnobError:
         """The same error with `path.` before the name of the knob."""

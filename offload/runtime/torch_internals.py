@@ -87,7 +87,8 @@ overload_name = attrgetter("_overloadname")
 # tile of a parameter.
 fused_adamw_ = torch._fused_adamw_
 
-_AS_IT_IS = nullcontext()
+# A context that changes nothing. One serves everywhere: a step enters thousands.
+AS_IT_IS = nullcontext()
 
 # The dispatch modes of a selective activation checkpoint: in forward, and in the recompute.
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
@@ -274,7 +275,7 @@ def unseen_by_selective_checkpoints() -> AbstractContextManager:
     A checkpoint would take them for operations of the model, and in the recompute not run those of which it has a
     result.
     """
-    return _without_selective_checkpoints() if is_in_selective_checkpoint() else _AS_IT_IS
+    return _without_selective_checkpoints() if is_in_selective_checkpoint() else AS_IT_IS
 
 
 @contextmanager

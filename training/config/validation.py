@@ -14,6 +14,7 @@ from training.config.parallel import Homes
 from training.config.schema import SCHEMAS, Llama, OfLibrary, TextFiles
 from training.config.unknown_keys import unknown_key
 from training.errors import UserError
+from training.visible_text import visible
 
 # A budget that is a smaller number is one whose unit was forgotten: no process runs in so few bytes.
 LEAST_WITHOUT_UNIT = 2**20
@@ -68,7 +69,7 @@ def _check_option(parent: DictConfig, name: str, key: str, options: Mapping[str,
         raise UserError(f"{key}={node}: is not an option: {choose}")
     for entry in fields(schema):
         if entry.name.startswith("_") and node.get(entry.name) != entry.default:
-            raise UserError(f"{key}.{entry.name}={node.get(entry.name)}: must not be set: {choose}")
+            raise UserError(f"{key}.{entry.name}={visible(node.get(entry.name))}: must not be set: {choose}")
 
 
 def _check_keys(prefix: str, node: DictConfig) -> None:

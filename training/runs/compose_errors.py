@@ -38,7 +38,7 @@ def run(main: Callable[[], None]) -> None:
         if refused := _refused_directory(error):
             error = refused
         elif is_refusal(error):
-            print(f"error: {visible(explain_refusal(error))}", file=sys.stderr)
+            print(f"error: {explain_refusal(error)}", file=sys.stderr)
             sys.exit(FAILED)
         sys.exit(print_failure(error))
 
@@ -68,6 +68,10 @@ def is_refusal(error: BaseException) -> bool:
 
 def explain_refusal(error: Exception) -> str:
     """Returns one line that names the key, the value and the allowed values; `error` must be a refusal."""
+    return visible(_explained(error))
+
+
+def _explained(error: Exception) -> str:
     if isinstance(error, YAMLError):
         return f"a configuration file is not YAML: {' '.join(str(error).split())}"
     if not isinstance(error, CompactHydraException):

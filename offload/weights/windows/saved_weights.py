@@ -9,7 +9,7 @@ the same hooks, and so sees in its recompute exactly the tensors that it saw in 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from offload.runtime.forward.saved_tensor_hooks import Kept, PackHook, Passed, a
 from offload.runtime.memory.device_slots import DeviceSlot, DeviceSlots
 from offload.runtime.tensor_parts import parts, wraps
 from offload.runtime.torch_internals import (
+    AS_IT_IS,
     is_in_backward,
     is_in_selective_checkpoint,
     left_out_of_graphs,
@@ -28,8 +29,6 @@ from offload.runtime.torch_internals import (
 from offload.weights.prefetching.prefetcher import Prefetcher
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
-
-_AS_IT_IS = nullcontext()
 
 
 class _SavedWeight(NamedTuple):
@@ -77,7 +76,7 @@ class SavedWeights:
     def hooks(self) -> AbstractContextManager:
         """Returns a context in which weights are saved by name; nested in itself it does nothing."""
         if self.are_innermost:
-            return _AS_IT_IS
+            return AS_IT_IS
         outer = active_hooks()
         slot_of = self._slots.slot_of
 

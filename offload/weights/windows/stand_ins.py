@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -16,6 +15,7 @@ from offload.runtime.forward.running_microbatch import SideBySideError, running_
 from offload.runtime.memory.device_slots import DeviceSlot, DeviceSlots
 from offload.runtime.tensor_parts import STATE, parts, replaced_in, state_of, wraps
 from offload.runtime.torch_internals import (
+    AS_IT_IS,
     has_gradient_hooks,
     left_out_of_graphs,
     set_sequence_number,
@@ -54,8 +54,6 @@ class GradientSink(Protocol):
 # Nodes of this number or a higher one are not put in another order by microbatches side by side.
 AT_ONCE = 2**63
 
-_AS_IT_IS = nullcontext()
-
 
 def install_stand_ins(unit: OffloadUnit, slot: DeviceSlot, sink: GradientSink) -> None:
     """Makes modules hold the unit's tensors as views of `slot`.
@@ -66,7 +64,7 @@ def install_stand_ins(unit: OffloadUnit, slot: DeviceSlot, sink: GradientSink) -
     `sink` gets the gradient of a parameter when autograd has summed it.
     """
     device = slot.bytes.device
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS:
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else AS_IT_IS:
         for tensor in unit.tensors:
             stand_in = None
             for attribute in tensor.attributes:
@@ -188,7 +186,7 @@ class _OnDevice(torch.autograd.Function):
     @left_out_of_graphs
     def backward(ctx, gradient: torch.Tensor) -> tuple:
         # With `create_graph` operations of backward make a graph. To end it takes longer than to ask.
-        with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
+        with torch.no_grad() if torch.is_grad_enabled() else AS_IT_IS:
             return ctx.land(gradient, ctx.next_functions[0][0]), None, None
 
 

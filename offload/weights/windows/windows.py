@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from offload.runtime.memory.device_slots import DeviceSlots
 from offload.runtime.streams.device_work import Home
 from offload.runtime.streams.registry import Streams
 from offload.runtime.torch_internals import (
+    AS_IT_IS,
     check_no_transform,
     has_hooks_around_forward,
     is_in_backward,
@@ -58,8 +59,6 @@ from offload.weights.windows.stand_ins import (
     install_stand_ins,
     remove_stand_ins,
 )
-
-_AS_IT_IS = nullcontext()
 
 Read = Sequence[tuple[OffloadUnit, UnitTensor]]
 
@@ -164,7 +163,7 @@ class Windows:
         if self._is_inside(running, units):
             return self._forward_inside(scope, running, read, forward, arguments, keywords)
         check_no_transform()
-        with _AS_IT_IS if self._keeps_units else self._kept(), self._scope(scope):
+        with AS_IT_IS if self._keeps_units else self._kept(), self._scope(scope):
             for unit in units:
                 self._open(unit, scope)
             for unit, tensor in read:
@@ -218,7 +217,7 @@ class Windows:
     def _scope(self, scope: Scope) -> Iterator[None]:
         """Surrounds a call of the scope's module; the windows that are opened in it close at its end."""
         running = self._threads.running
-        with self._outermost() if not running.scopes else _AS_IT_IS:
+        with self._outermost() if not running.scopes else AS_IT_IS:
             running.scopes.append(scope)
             try:
                 yield

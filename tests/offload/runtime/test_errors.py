@@ -31,3 +31,7 @@ def test_a_block_puts_its_path_before_the_knob_and_keeps_the_cause():
 def test_other_errors_pass_through_a_block():
     with pytest.raises(ValueError, match=r"^of the user$"), knobs_under("weights"):
         raise ValueError("of the user")
+
+
+def test_a_value_with_line_breaks_is_shown_in_one_line():
+    assert str(KnobError("trained", "a\nb", "must be stream or device")) == r"trained='a\nb': must be stream or device"
