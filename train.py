@@ -59,7 +59,7 @@ def start() -> None:
 
 
 if __name__ == "__main__":
-    console.may_fail()
+    console.tolerate_failures()
     if World.is_follower():
         from training.parallel import follow
 

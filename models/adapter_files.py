@@ -25,7 +25,7 @@ DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 # The key of the header in which diffusers looks for the configuration.
 DIFFUSERS_METADATA = "lora_adapter_metadata"
 PREFIX = "base_model.model."
-# For a file that is none of peft's.
+# The error for a file that peft has not written.
 GIVE_OTHERS = "give a folder that peft has saved"
 # The keys of peft's configuration that change what the same tensors compute, with the knobs that set them.
 SAME = {"r": "rank", "lora_alpha": "alpha", "use_dora": "dora", "use_rslora": "rslora"}
@@ -50,10 +50,13 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {f"{PREFIX}{name}": parameter.detach() for name, parameter in (low_rank | full).items()}
 
 
-def adapter_config(model: nn.Module, base: str | None = None) -> bytes:
-    """Returns the content of adapter_config.json; `base` is the name or folder of the base's weights."""
-    values = _plain(config_of(model).to_dict())
-    return json.dumps(values | {"base_model_name_or_path": base, "inference_mode": True}, indent=2).encode()
+def adapter_config(model: nn.Module, base: str | None = None, revision: str | None = None) -> bytes:
+    """Returns the content of adapter_config.json.
+
+    `base` is the name or folder of the base's weights, `revision` that of such a name on the Hub.
+    """
+    origin = {"base_model_name_or_path": base, "revision": revision}
+    return json.dumps(_plain(config_of(model).to_dict()) | origin | {"inference_mode": True}, indent=2).encode()
 
 
 def is_of_diffusers(model: nn.Module) -> bool:

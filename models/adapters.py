@@ -131,7 +131,7 @@ def adapter_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside the block, `model` is the base: each layer with an adapter is replaced by its own base layer.
+    """Makes `model` the base inside the block: each layer with an adapter is replaced by its own base layer.
 
     So the base can be filled, loaded and saved under its own names, by code that knows nothing of adapters. The model
     is not to be called meanwhile. For a model without adapters it does nothing.

@@ -18,7 +18,7 @@ def fill_buffers(model: nn.Module, build: Build) -> None:
     """Fills every buffer in place with the value that it has in a model built on the CPU, bit for bit.
 
     Values are converted to the dtype of the buffer. Buffers of the state dict (those of batch norms, say) get their
-    first values; load weights after this. Parameters and the caller's random numbers are not changed.
+    initial values; load weights after this. Parameters and the caller's random numbers are not changed.
 
     A plain attribute of a module that is a tensor of the meta device, or a list of some (diffusers has such tables of
     rotary places, because complex numbers in buffers would be converted), becomes that of the model built again, on the

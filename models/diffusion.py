@@ -65,7 +65,7 @@ class DiffusionModel(nn.Module):
     def fill_buffers(self) -> None:
         """Fills the buffers, after construction on the meta device, as construction on the CPU does. Raises ValueError.
 
-        Random numbers of construction are none of them. Weights are not touched.
+        Buffers with random numbers are refused. Weights are not touched.
         """
         fill_buffers(self.network, self._same_again)
 
@@ -143,8 +143,11 @@ def build_diffusion(source: str | Path, overrides: Mapping[str, Any] | None = No
     }
     try:
         family.check(defaults | values)
-        return DiffusionModel(made(**values), family)
-    # Constructors do with values that do not fit whatever they do.
+        network = made(**values)
+        if empty := next((name for name, each in network.named_parameters() if not each.numel()), None):
+            raise ValueError(f"{empty} would have the shape {list(network.get_parameter(empty).shape)}")
+        return DiffusionModel(network, family)
+    # For values that do not fit, constructors raise errors of any type.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{name} cannot be built with {values}: {reason}") from error

@@ -1,4 +1,4 @@
-"""How each class of diffusers is called, a row a class: its conditions with their sizes, and what follows from them.
+"""A table of the classes of diffusers: the conditions that each takes, with their sizes, and what follows from them.
 
 `models.diffusion_family.Called` explains the columns. The values are those of the classes' own pipelines: scales and
 directions of times, numbers of tokens, layouts. Models of other objectives (noise, EDM) learn velocities here.
@@ -18,6 +18,7 @@ from models.diffusion_inputs import (
     constant,
     guidance,
     layers_first,
+    length_of,
     mask_of,
     mask_of_text_and_patches,
     one_by_one,
@@ -89,6 +90,9 @@ IMAGES: dict[str, Family] = {
     "CogView3PlusTransformer2DModel": Called(**_COGVIEW, sizes=_text(224, "text_embed_dim")),
     "CogView4Transformer2DModel": Called(**_COGVIEW, sizes=_text(1024, "text_embed_dim")),
     "DiTTransformer2DModel": Dit(),
+    "ErnieImageTransformer2DModel": Called(
+        sizes={"text_bth": (256, "text_in_dim")}, inputs=(length_of("text_lens", "text_bth"),), rounded=True
+    ),
     "Flux2Transformer2DModel": Called(
         **_FLUX, sizes=_text(512, _JOINT), inputs=(places(axes=4, text_axes=(3,)), guidance(4.0))
     ),
@@ -151,7 +155,7 @@ IMAGES: dict[str, Family] = {
         to_image=True,
         out_channels="in_channels",
         variance=True,
-        # As in the code of Lumina-T2X. Its own class in diffusers gives it no value, and does not use it.
+        # The code of Lumina-T2X begins it so. The class in diffusers gives it no value, and does not use it.
         first_stds={"pad_token": 0.02},
     ),
     "OvisImageTransformer2DModel": Called(**_FLUX, sizes=_text(256, _JOINT), inputs=(places(text_axes=(1, 2)),)),

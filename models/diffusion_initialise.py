@@ -1,4 +1,4 @@
-"""First values of the parameters of a diffusion model: its library's own distributions, as a function of seed and name.
+"""Initial values of the parameters of a diffusion model: its library's distributions, as a function of seed and name.
 
 diffusers leaves layers as torch makes them, and draws from one generator in one order. Here the hash of
 `models.initialise` gives the numbers. `Family.first_stds` has the layers that the paper of an architecture starts
@@ -10,7 +10,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
@@ -65,13 +65,19 @@ def initialise_diffusion(
                     values.zero_()
                 elif std is not None:
                     draws.normal(values, name, std)
-                elif isinstance(module, (nn.Linear, _ConvNd)):
-                    draws.uniform(values, name, module.weight.shape[1:].numel() ** -0.5)
-                elif isinstance(module, nn.Embedding):
-                    draws.normal(values, name, 1.0)
-                    if module.padding_idx is not None:
-                        values[module.padding_idx].zero_()
                 else:
-                    values.fill_(1.0 if own == "weight" else 0.0)
+                    _fill_as_torch(values, name, own, module, draws)
     for name, value in as_made(network, build, others, seed):
         network.get_parameter(name).copy_(value)
+
+
+def _fill_as_torch(values: Tensor, name: str, own: str, module: nn.Module, draws: Draws) -> None:
+    """Fills the parameter `own` of a layer, table or norm as its `reset_parameters` does, with hashed numbers."""
+    if isinstance(module, (nn.Linear, _ConvNd)):
+        draws.uniform(values, name, module.weight.shape[1:].numel() ** -0.5)
+    elif isinstance(module, nn.Embedding):
+        draws.normal(values, name, 1.0)
+        if module.padding_idx is not None:
+            values[module.padding_idx].zero_()
+    else:
+        values.fill_(1.0 if own == "weight" else 0.0)

@@ -20,7 +20,7 @@ PIXELS = 8
 
 @dataclass(frozen=True)
 class Given:
-    """What a model is called with: latents [B, C, ...], times float32 [B] from 0 to 1, and conditions by name."""
+    """The arguments of a model's call: latents [B, C, ...], times float32 [B] from 0 to 1, and conditions by name."""
 
     network: nn.Module
     noisy: Tensor
@@ -142,12 +142,12 @@ FRAMES_FIRST, CHANNELS_LAST = Moved(1), Moved(3)
 
 
 def constant(**arguments: Any) -> Made:
-    """The arguments themselves."""
+    """Returns a function that returns these arguments as they are."""
     return lambda given: arguments
 
 
 def mask_of(argument: str, text: str = TEXT, dtype: torch.dtype = torch.bool) -> Made:
-    """A mask [B, tokens] of a text: all its tokens count, unless the caller has given the mask."""
+    """Returns a mask [B, tokens] of a text: all its tokens count, unless the caller has given the mask."""
 
     def made(given: Given) -> dict[str, Any]:
         if argument in given.condition or text not in given.condition:
@@ -157,8 +157,18 @@ def mask_of(argument: str, text: str = TEXT, dtype: torch.dtype = torch.bool) ->
     return made
 
 
+def length_of(argument: str, text: str) -> Made:
+    """The number of tokens [B] of a text: all of them count."""
+
+    def made(given: Given) -> dict[str, Any]:
+        batch, tokens = given.condition[text].shape[:2]
+        return {argument: torch.full((batch,), tokens, device=given.noisy.device)}
+
+    return made
+
+
 def guidance(scale: float, rounded: bool = False) -> Made:
-    """The scale of guidance [B] for models that have an embedding for it, as diffusers' own training gives it.
+    """Returns the scale of guidance [B] for models that have an embedding for it, as diffusers' own training gives it.
 
     `rounded`: in the dtype of the model, else float32.
     """
@@ -173,7 +183,7 @@ def guidance(scale: float, rounded: bool = False) -> Made:
 
 
 def scaled_guidance(scale: float) -> Made:
-    """As `guidance`, times the scale of its embedding in the configuration."""
+    """Returns `guidance` times the scale of its embedding in the configuration."""
 
     def made(given: Given) -> dict[str, Any]:
         return guidance(scale * given.config["guidance_embeds_scale"])(given)
@@ -211,14 +221,14 @@ def places_after_text(given: Given) -> dict[str, Any]:
 
 
 def mask_of_text_and_patches(given: Given) -> dict[str, Any]:
-    """The mask of Chroma, [B, tokens + patches]: all count."""
+    """Returns the mask of Chroma, [B, tokens + patches]: all count."""
     rows, columns = given.grid(2)
     shape = len(given.noisy), given.tokens + rows * columns
     return {"attention_mask": torch.ones(shape, dtype=torch.bool, device=given.noisy.device)}
 
 
 def patch_counts(given: Given) -> dict[str, Any]:
-    """Frames, rows and columns of patches of 2 x 2 latents, for each example a list of one image."""
+    """Returns frames, rows and columns of patches of 2 x 2 latents: for each example a list of one image."""
     return {"img_shapes": [[(1, *given.grid(2))]] * len(given.noisy)}
 
 
@@ -231,25 +241,25 @@ def video_sizes(given: Given) -> dict[str, Any]:
 
 
 def _pixels(given: Given) -> Tensor:
-    """Height and width of the image in pixels, [B, 2]."""
+    """Returns height and width of the image in pixels, [B, 2]."""
     sides = [given.noisy.new_full((len(given.noisy),), PIXELS * side) for side in given.sides]
     return torch.stack(sides, dim=1)
 
 
 def resolution(given: Given) -> dict[str, Any]:
-    """Height and width in pixels [B, 2], and their ratio [B, 1], of PixArt-alpha."""
+    """Returns height and width in pixels [B, 2], and their ratio [B, 1], of PixArt-alpha."""
     pixels = _pixels(given)
     return {"added_cond_kwargs": {"resolution": pixels, "aspect_ratio": pixels[:, :1] / pixels[:, 1:]}}
 
 
 def sizes_of_image(given: Given) -> dict[str, Any]:
-    """Height and width in pixels of an image that was neither scaled nor cropped, of CogView."""
+    """Returns height and width in pixels of an image that was neither scaled nor cropped, of CogView."""
     pixels = _pixels(given)
     return {"original_size": pixels, "target_size": pixels, "crop_coords": torch.zeros_like(pixels)}
 
 
 def style_and_sizes(given: Given) -> dict[str, Any]:
-    """The style of photographs, and the sizes of an image that was not cropped, of Hunyuan-DiT."""
+    """Returns the style of photographs, and the sizes of an image that was not cropped, of Hunyuan-DiT."""
     if not given.config["use_style_cond_and_image_meta_size"]:
         return {}
     pixels = _pixels(given)
@@ -260,7 +270,7 @@ def style_and_sizes(given: Given) -> dict[str, Any]:
 
 
 def rotary_2d(given: Given) -> dict[str, Any]:
-    """Rotary places of patches of Hunyuan-DiT, for which images of 512 pixels have the base size."""
+    """Returns rotary places of patches of Hunyuan-DiT, for which images of 512 pixels have the base size."""
     from diffusers.models.embeddings import get_2d_rotary_pos_embed
 
     network, patch = given.network, given.config["patch_size"]
@@ -290,7 +300,7 @@ def rotary_of_videos(given: Given) -> dict[str, Any]:
 
 
 def rotary_of_allegro(given: Given) -> dict[str, Any]:
-    """Rotary places of patches of Allegro, by frame, row and column."""
+    """Returns rotary places of patches of Allegro, by frame, row and column."""
     from diffusers.models.embeddings import get_3d_rotary_pos_embed_allegro
 
     config, grid = given.config, given.grid(given.config["patch_size"])
@@ -308,7 +318,7 @@ def rotary_of_allegro(given: Given) -> dict[str, Any]:
 
 
 def rotary_of_lumina(given: Given) -> dict[str, Any]:
-    """Rotary places of Lumina-Next, for images of up to 384 patches a side."""
+    """Returns rotary places of Lumina-Next, for images of up to 384 patches a side."""
     from diffusers.models.embeddings import get_2d_rotary_pos_embed_lumina
 
     made = get_2d_rotary_pos_embed_lumina(given.network.head_dim, 384, 384, linear_factor=1.0, ntk_factor=1.0)
@@ -316,7 +326,7 @@ def rotary_of_lumina(given: Given) -> dict[str, Any]:
 
 
 def rotary_of_sounds(given: Given) -> dict[str, Any]:
-    """Rotary places along a sound, after the global states, of Stable Audio."""
+    """Returns rotary places along a sound, after the global states, of Stable Audio."""
     from diffusers.models.embeddings import get_1d_rotary_pos_embed
 
     length = given.noisy.shape[2] + given.condition["global_hidden_states"].shape[1]
@@ -336,17 +346,17 @@ def places_of_kandinsky(given: Given) -> dict[str, Any]:
 
 
 def padding(given: Given) -> dict[str, Any]:
-    """The mask of padding of Cosmos, [1, 1, H, W]: none."""
+    """Returns the mask of padding of Cosmos, [1, 1, H, W]: none."""
     return {"padding_mask": given.noisy.new_zeros(1, 1, *given.sides)}
 
 
 def layers_first(argument: str) -> Made:
-    """A condition [B, layers, tokens, width] with its layers first."""
+    """Returns a condition [B, layers, tokens, width] with its layers first."""
     return lambda given: {argument: given.condition[argument].transpose(0, 1)}
 
 
 def text_for_each_frame(given: Given) -> dict[str, Any]:
-    """The text of a video once for each frame, [B * frames, tokens, width]."""
+    """Returns the text of a video once for each frame, [B * frames, tokens, width]."""
     return {TEXT: given.condition[TEXT].repeat_interleave(given.noisy.shape[2], dim=0)}
 
 
@@ -360,7 +370,7 @@ def _rounded(layer: nn.Linear, inputs: tuple[Tensor]) -> Tensor:
 
 
 def one_by_one(argument: str) -> Made:
-    """A condition as a list with one tensor for each example."""
+    """Returns a condition as a list with one tensor for each example."""
     return lambda given: {argument: list(given.condition[argument].unbind())}
 
 

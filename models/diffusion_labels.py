@@ -32,7 +32,7 @@ class ConditionedUnet(Unet):
     """UNet2DConditionModel, with what its pipelines condition it on.
 
     A text: Stable Diffusion 1 and 2, XL (also a pooled text and the sizes of the image), DeepFloyd IF. An image's
-    embedding: Kandinsky 2.2. Of a model that also predicts a variance that half is left out.
+    embedding: Kandinsky 2.2. Where a model also predicts a variance, that half of its output is left out.
     """
 
     optional = ("encoder_attention_mask",)
@@ -81,8 +81,8 @@ class ConditionedUnet(Unet):
 class Dit(Family):
     """DiTTransformer2DModel (Peebles and Xie 2023): times 0 to 1000, class labels, latents of one size.
 
-    Its own dropping of labels is off, because it would depend on the device. Of a model that also predicts a variance
-    (twice the channels) that half is left out, as SiT does (Ma et al. 2024).
+    Its own dropping of labels is off, because it would depend on the device. Where a model also predicts a variance
+    (twice the channels), that half of its output is left out, as SiT does (Ma et al. 2024).
     """
 
     first_stds: ClassVar[Mapping[str, float]] = {

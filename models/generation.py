@@ -15,7 +15,7 @@ def can_generate(model: nn.Module) -> bool:
 
 
 def largest_forwards(model: nn.Module, positions: int) -> list[Callable[[], Tensor]]:
-    """Returns two forwards that hold what `generate` holds at most for a text of so many tokens, for a plan.
+    """Returns two forwards that hold what `generate` holds at most for a text of `positions` tokens, for a plan.
 
     The first stores all positions but one in a cache, where `generate` stores the prompt alone, so its activations are
     those of a whole text; the second adds the last. The model and its ids are on the meta device.

@@ -26,8 +26,12 @@ from models.hf_source import CAUSAL_LM, find_source, one_line, same_again
 from models.loss import IGNORED_LABEL
 from models.safetensors_files import StoredTensor
 
+# Buffers that have the dtype of what they meet: XGLM's positions, the mask of OpenAI's first GPT, Swin v2's places.
+OF_DTYPE_OF_PARAMETERS = ("embed_positions.weights", ".attn.bias", ".relative_coords_table")
 # transformers chooses the attention backend.
 AUTO = "auto"
+# MiniMax takes a class of its own; with a cache the others compute other logits than without (Moshi beyond its window).
+WITH_OTHER_CACHES = ("minimax", "moshi", "prophetnet")
 
 
 def build_hf(
@@ -51,7 +55,7 @@ def build_hf(
     avoid_cudnn_attention()
     config = find_source(source, task).config(overrides)
     auto = AutoModelForCausalLM if task == CAUSAL_LM else AutoModelForImageClassification
-    # Of several classes for a task transformers takes the one that is named here, or the first.
+    # Where a task has several classes, transformers takes the one that is named here, or the first.
     config.architectures = config.architectures or []
     chosen = {} if attention == AUTO else {"attn_implementation": attention}
     try:
@@ -62,6 +66,9 @@ def build_hf(
         reason = one_line(error).partition(". ")[0]
         advice = f" (attention={attention}: auto takes what the architecture has)" if chosen else ""
         raise ValueError(f"{config.model_type}: {reason}{advice}") from error
+    if torch.get_default_device().type == "meta":
+        # torch.normal and torch.Tensor make tensors of the CPU all the same.
+        model = nn.Module.to(model, "meta")
     if task != CAUSAL_LM:
         return ImageClassifier(model)
     return CachedLanguageModel(model) if keeps_keys_and_values(model) else CausalLanguageModel(model)
@@ -98,14 +105,17 @@ class TransformersModel(nn.Module):
         return matched_hf(self, path)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """As for every module, but buffers that are no weights keep their dtype.
+        """Does what every module does, but leaves buffers that are no weights, and some weights, in their dtype.
 
         transformers computes rotary frequencies in float32 in a bf16 model too: rounded to bf16 they would be other
-        angles.
+        angles. Some models compute with a few weights (of routers, say) in float32, and fail if these are bf16:
+        transformers names them.
         """
-        kept = {id(buffer) for _, buffer in self.hf.named_non_persistent_buffers()}
+        tables = self.hf.named_non_persistent_buffers()
+        kept = {id(table) for name, table in tables if not name.endswith(OF_DTYPE_OF_PARAMETERS)}
         strict = self.hf._keep_in_fp32_modules_strict or ()
-        kept |= {id(b) for name, b in self.hf.named_buffers() if any(part in name for part in strict)}
+        named = (*self.hf.named_parameters(), *self.hf.named_buffers())
+        kept |= {id(tensor) for name, tensor in named if any(part in name for part in strict)}
 
         def applied(tensor: Tensor) -> Tensor:
             new = fn(tensor)
@@ -197,7 +207,8 @@ def keeps_keys_and_values(model: PreTrainedModel) -> bool:
 
     Others have none (OpenAI's first GPT), or states of another kind under another name (Mamba, RWKV).
     """
-    return "past_key_values" in inspect.signature(model.forward).parameters
+    takes = "past_key_values" in inspect.signature(model.forward).parameters
+    return takes and model.config.model_type not in WITH_OTHER_CACHES
 
 
 class ImageClassifier(TransformersModel):
@@ -205,7 +216,9 @@ class ImageClassifier(TransformersModel):
 
     def forward(self, images: Tensor) -> Tensor:
         """Returns logits [batch, classes] for images [batch, channels, height, width] of the parameters' dtype."""
-        return self.hf(pixel_values=images).logits
+        output = self.hf(pixel_values=images)
+        # PP-LCNet's are under another name.
+        return output.last_hidden_state if output.get("logits") is None else output.logits
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class Conversion:
             converter.add_tensor(self.target, source, pattern, read(source))
         try:
             made = converter.convert(self.target, model=model, config=model.config)
-        # The rules are many, and each fails in its own way on tensors that it was not written for.
+        # On tensors that it was not written for, each rule raises errors of its own type.
         except Exception as error:
             names = first_and_count([source for _, source in self.sources])
             raise ValueError(f"{names} cannot be converted to {self.target}: {one_line(error)}") from error

@@ -94,7 +94,7 @@ def _watched_call(model: nn.Module, below: nn.Module, head: nn.Linear) -> PlainH
     try:
         with torch.no_grad(), _Changes() as changes:
             output = model(input_ids=ids)
-    # Whatever a forward does that is written for other hidden states, the model computes its logits itself.
+    # A forward that was written for other hidden states may fail in any way: the model then computes its logits itself.
     except Exception:
         return None
     finally:

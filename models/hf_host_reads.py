@@ -2,7 +2,8 @@
 
 Without an attention mask, transformers searches the positions for sequences that were packed into one row, and the ids
 for padding that it should warn of. The host would wait for the device in every forward, and a forward on the meta
-device, which a plan is, would fail. The models here number the positions themselves and get no padding.
+device, which a plan is, would fail. The models here number the positions themselves and get no padding. Some make a
+mask of ones themselves, in which transformers looks for a zero: on the meta device there is none.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from transformers import PreTrainedModel, masking_utils
 # Microbatches may run in threads of their own.
 _thread = threading.local()
 _search = masking_utils.find_packed_sequence_indices
+_all = masking_utils.fast_all
 
 
 @contextmanager
 def one_sequence_a_row() -> Iterator[None]:
-    """Inside the block, in this thread, transformers takes each row for one sequence, and does not look."""
+    """Makes transformers take each row for one sequence inside the block, in this thread, without looking."""
     before = getattr(_thread, "known", False)
     _thread.known = True
     try:
@@ -34,8 +36,14 @@ def _found(position_ids: Tensor) -> Tensor | None:
     return None if getattr(_thread, "known", False) else _search(position_ids)
 
 
-# For good, since threads share the module; outside the block it does as before.
+def _all_true(mask: Tensor) -> bool | Tensor:
+    # Values are looked at, where there are any: a model may make its mask of the ids.
+    return mask.is_meta or _all(mask)
+
+
+# The module is changed for good, since threads share it; outside the block, and with values, both do as before.
 masking_utils.find_packed_sequence_indices = _found
+masking_utils.fast_all = _all_true
 
 
 def without_padding_warning(model: PreTrainedModel) -> None:

@@ -1,9 +1,9 @@
-"""First values of the parameters of a transformers model: its own distributions, as a function of seed and name.
+"""Initial values of the parameters of a transformers model: its own distributions, as a function of seed and name.
 
 transformers knows for each architecture how its parameters begin: zeros for the norms of Gemma, which add one; a
 smaller deviation for the projections into GPT-2's residual stream; the transition matrix of Mamba. But it draws from
 one generator in one order, on the device where each parameter is. `models.initialise` depends on seed and name alone,
-and knows none of this. Here transformers says what each parameter begins with, and the house's hash gives the numbers.
+and knows none of this. Here transformers says what each parameter begins with, and the hash gives the numbers.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from models.built_again import as_made, digest, refuse_nan, with_buffers
 from models.hf_source import same_again
 from models.initialise import Draws, check_initialisable
 from models.quantise import values_of
+
+# The functions of torch that do nothing to a tensor of the meta device.
+LEFT_OUT = ("trunc_normal_", "orthogonal_", "dirac_", "sparse_")
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ def _final(writes: list[Write]) -> list[Write] | None:
 
 
 def _sources(shell: PreTrainedModel) -> dict[str, str]:
-    """Returns for each parameter the one that has its first value; then the parameters are tied no more.
+    """Returns for each parameter the one that has its initial value; then the parameters are tied no more.
 
     transformers ties parameters after their initialisation, so what it wrote into the others is lost.
     """
@@ -163,8 +166,8 @@ def _in_order(module: nn.Module, owner: PreTrainedModel, name: str) -> Iterator[
 
 @contextmanager
 def _visible_everywhere() -> Iterator[None]:
-    """Lets a write be seen that torch leaves out on the meta device: that of truncated normal numbers."""
-    functions = {"trunc_normal_": lambda tensor, **_: tensor.uniform_()}
+    """Lets those writes be seen that torch leaves out on the meta device."""
+    functions = {name: lambda tensor, **_: tensor.uniform_() for name in LEFT_OUT}
     with patch.dict(initialization.TORCH_INIT_FUNCTIONS, functions):
         yield
 
@@ -209,8 +212,8 @@ def _storage(tensor: Tensor) -> int:
 
 def _computed(shell: PreTrainedModel, module: str, names: list[str], seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yields parameters as transformers computes them on the CPU; `module` is the one whose initialisation does."""
-    owner = next(owner for name, _, owner in _in_order(shell, shell, "") if name == module)
-    copied = copy.deepcopy(shell.get_submodule(module))
+    original, owner = next((found, owner) for name, found, owner in _in_order(shell, shell, "") if name == module)
+    copied = copy.deepcopy(original)
     prefix = f"{module}." if module else ""
     values: dict[str, nn.Parameter] = {}
     for name in names:
@@ -219,9 +222,22 @@ def _computed(shell: PreTrainedModel, module: str, names: list[str], seed: int) 
         # NaN, to find what the initialisation leaves out.
         values[name] = nn.Parameter(torch.full(getattr(place, own).shape, torch.nan, device="cpu"))
         setattr(place, own, values[name])
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), _in_place_of(original, copied, module, shell):
         torch.manual_seed(digest(f"{seed}/{module}"))
-        owner._init_weights(copied)
+        (copied if owner is original else owner)._init_weights(copied)
     for name, value in values.items():
         refuse_nan(name, value)
         yield name, value
+
+
+@contextmanager
+def _in_place_of(original: nn.Module, other: nn.Module, name: str, shell: PreTrainedModel) -> Iterator[None]:
+    """Inside the block the model has another module of that name: xLSTM looks up which one it initialises."""
+    if not name:
+        yield
+        return
+    shell.set_submodule(name, other)
+    try:
+        yield
+    finally:
+        shell.set_submodule(name, original)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
@@ -38,9 +37,18 @@ DECIDED = {
     "is_encoder_decoder": "the source decides the architecture",
     "is_decoder": "the task decides it",
 }
-# Architectures that transformers has among the causal language models, and that see later tokens all the same unless
-# they are given masks.
+# Causal language models by transformers' account that see later tokens unless they are given masks.
 SEES_LATER_TOKENS = ("cpmant", "xlm", "xlnet")
+# The key by which others do; at "vision" the tokens of an image see each other.
+SEES_ALL = "use_bidirectional_attention"
+# Architectures that seed torch anew in each forward, by a number that nobody chose.
+NEVER_TWICE_ALIKE = ("reformer",)
+# Architectures that transformers has among the image classifiers, and what their forward takes.
+TAKES_NO_IMAGES = {
+    "imagegpt": "colours as tokens",
+    "shieldgemma2": "a text with its images",
+    "siglip2": "patches with their places",
+}
 # The names of keys that count something begin so.
 COUNTS = ("n_", "num_")
 # Names of a message.
@@ -80,8 +88,15 @@ class Source:
             config = self.config_class.from_dict(merged)
         except _RefusedError as refused:
             raise ValueError(str(refused)) from None
-        except (StrictDataclassError, ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as error:
+        # Each class refuses values in its own way; some miss a package.
+        except Exception as error:
             raise ValueError(f"the configuration of {self.config_class.model_type}: {one_line(error)}") from error
+        sees = getattr(config.get_text_config(), SEES_ALL, None)
+        if self.task == CAUSAL_LM and sees in (True, "all"):
+            raise ValueError(
+                f"{SEES_ALL}={sees}: {config.model_type} sees later tokens too, so its loss would mean nothing: take"
+                " another model, or null in model.overrides"
+            )
         for part in sub_configs(config):
             if hasattr(part, "use_cache"):
                 part.use_cache = False
@@ -132,6 +147,12 @@ def find_source(source: str, task: str) -> Source:
         raise ValueError(f"{source}: the weights are quantised (quantization_config): take those in bf16 or float32")
     if task == CAUSAL_LM and model_type in SEES_LATER_TOKENS:
         raise ValueError(f"{model_type} sees later tokens too, so its loss would mean nothing: take another model")
+    if model_type in NEVER_TWICE_ALIKE:
+        raise ValueError(
+            f"{model_type} draws a new seed in each forward, so no run could be repeated: take another model"
+        )
+    if task == CLASSIFICATION and model_type in TAKES_NO_IMAGES:
+        raise ValueError(f"{model_type} takes {TAKES_NO_IMAGES[model_type]} and not images alone: take another model")
     config_class = CONFIG_MAPPING[model_type]
     if config_class not in CLASSES[task]:
         fitting = [name for name, known in CONFIG_MAPPING.items() if known in CLASSES[task]]
@@ -174,7 +195,7 @@ def _merged(found: PreTrainedConfig, values: Mapping[str, Any], overrides: dict[
         key = found.attribute_map.get(given, given)
         for alias in (other for other, name in found.attribute_map.items() if name == key):
             merged.pop(alias, None)
-        present = found.num_labels if key == "num_labels" else getattr(found, key, None)
+        present = found.num_labels if key == "num_labels" else _value_of(found, key)
         if isinstance(present, PreTrainedConfig):
             _check_type(f"{path}{given}", value, dict)
             before = {"model_type": present.model_type, **(values.get(key) or {})}
@@ -198,6 +219,14 @@ def _merged(found: PreTrainedConfig, values: Mapping[str, Any], overrides: dict[
 def _known_keys(config: PreTrainedConfig) -> set[str]:
     keys = {*config.to_dict(), *config.attribute_map, "num_labels"} - {"transformers_version", "architectures"}
     return {key for key in keys if not key.startswith("_")}
+
+
+def _value_of(config: PreTrainedConfig, key: str) -> Any:
+    try:
+        return getattr(config, key, None)
+    # Some layers have another value, as Gemma 4's do of head_dim; this is the others'.
+    except RuntimeError:
+        return config.to_dict().get(key)
 
 
 def _type_of(present: Any) -> type | tuple[type, ...]:

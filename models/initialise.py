@@ -211,11 +211,11 @@ class Draws:
         self._numbers: dict[tuple[type, torch.device], HashNormal | HashUniform] = {}
 
     def normal(self, target: Tensor, name: str, std: float) -> None:
-        """Writes normal(0, std) into `target`."""
+        """Writes normal(0, std) into `target`, of any shape, floating-point dtype and device."""
         self._on_device_of(target, HashNormal).fill(target, f"{self._seed}/{name}", std)
 
     def uniform(self, target: Tensor, name: str, bound: float) -> None:
-        """Writes uniform(-bound, bound) into `target`."""
+        """Writes uniform(-bound, bound) into `target`, of any shape, floating-point dtype and device."""
         self._on_device_of(target, HashUniform).fill(target, f"{self._seed}/{name}", bound)
 
     def _on_device_of(self, target: Tensor, kind: type) -> HashNormal | HashUniform:

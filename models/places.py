@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from models.quantise import QuantisedWeight, stored_tensors
 from models.quantise_cache import CacheFile, quantised_weights
 from models.safetensors_files import DTYPE_NAMES, StoredTensor, read_offsets
-from models.weights import matched_weights
+from models.weights import has_own_names, matched_weights
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ def find_places(model: nn.Module, path: Path, cache: CacheFile | None = None) ->
     place, nor has one that is made of several stored ones. Raises ValueError or FileNotFoundError where the files do
     not fit the model.
     """
-    matched, stored = getattr(model, "matched", lambda given: matched_weights(model, given))(path)
+    by_library = None if has_own_names(model, path) else getattr(model, "matched", None)
+    matched, stored = matched_weights(model, path) if by_library is None else by_library(path)
     places, offsets = Places(), _Offsets()
     for parameter in model.parameters():
         places.reasons[parameter] = "are made of several stored tensors, or are not in the files"

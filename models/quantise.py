@@ -150,7 +150,7 @@ class QuantisedWeight(torch.Tensor):
             for name, tensor in self.inner.items():
                 tensor.copy_(source.inner[name])
             return
-        # As a float matrix of the dtype that the layer has without the format.
+        # The format quantises a float matrix of the dtype that the layer has without the format.
         self.format.write(_plain(source).to("cpu", self.dtype).expand(self.shape), self.inner)
 
 
@@ -286,7 +286,7 @@ def values_of(tensor: Tensor) -> Iterator[Tensor]:
 
 @contextmanager
 def settled(weights: Iterable[Tensor]) -> Iterator[None]:
-    """Inside the block, code that fills a model leaves these parameters as they are."""
+    """Makes code that fills a model leave these parameters as they are inside the block."""
     ids = {id(weight) for weight in weights}
     _settled.update(ids)
     try:

@@ -22,7 +22,7 @@ from models.whole_folder import write_file
 
 SUFFIX = ".quantised"
 SOURCE = "source"
-# Of each tensor so many bytes at its start and at its end are in the digest.
+# The bytes of each tensor, at its start and at its end, that are in the digest.
 SAMPLED_BYTES = 4096
 
 

@@ -27,7 +27,7 @@ BITSANDBYTES = "bitsandbytes==0.50.2"
 
 # Elements that a thread quantises at once: float32 copies of them fit in its share of the caches.
 PIECE_ELEMENTS_PER_THREAD = 2**17
-# Numbers for exact sums have so many bits; 2^24 of them can be added in an int64.
+# The bits of numbers for exact sums; 2^24 of them can be added in an int64.
 SUMMAND_BITS = 38
 
 
@@ -52,7 +52,7 @@ class Format(ABC):
 
     @abstractmethod
     def dequantise(self, inner: Mapping[str, Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Returns the matrix that the tensors stand for."""
+        """Returns the matrix, of `shape` and `dtype`, that the tensors stand for, on their device."""
 
     def part(self, inner: Mapping[str, Tensor], shape: torch.Size, index: int) -> dict[str, Tensor] | None:
         """Returns views of the tensors for matrix `index` of those of `shape`; None where they cannot be cut so."""
@@ -310,7 +310,7 @@ def _nearest_nf4(library: ModuleType) -> tuple[Tensor, _Nearest]:
 
 
 def _pieces(count: int, elements: int, multiple: int = 1) -> Iterator[slice]:
-    """Yields the slices in which `count` rows of so many elements are quantised, each a multiple of `multiple` long."""
+    """Yields slices of `count` rows of `elements` elements to quantise in turn, each a multiple of `multiple` long."""
     rows = PIECE_ELEMENTS_PER_THREAD * torch.get_num_threads() // max(elements, 1)
     rows = max(rows // multiple, 1) * multiple
     for start in range(0, count, rows):

@@ -7,13 +7,13 @@ transformers, diffusers and peft import them wherever they are installed.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 
-QUANTISERS = ("torchao", "bitsandbytes")
+# The second is a part that transformers imports.
+QUANTISERS = ("torchao", "torchao.prototype.safetensors.safetensors_support", "bitsandbytes")
 
 
 @contextmanager
@@ -32,7 +32,6 @@ def without_remarks() -> Iterator[None]:
 def import_quantisers() -> None:
     """Imports what is installed of torchao and bitsandbytes, before another library does."""
     for package in QUANTISERS:
-        if importlib.util.find_spec(package) is not None:
-            # A package that cannot be imported is reported where it is needed.
-            with without_remarks(), suppress(Exception):
-                importlib.import_module(package)
+        # One that cannot be imported is reported where it is needed.
+        with without_remarks(), suppress(Exception):
+            importlib.import_module(package)

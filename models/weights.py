@@ -60,6 +60,19 @@ def matched_weights(model: nn.Module, path: str | Path) -> tuple[dict[str, Tenso
     return match_tensors(named_tensors(model), stored, path), stored
 
 
+def has_own_names(model: nn.Module, path: Path) -> bool:
+    """Tells whether the files at `path` name tensors as `model` itself does, as a checkpoint of a run does.
+
+    The files of a library name them as its own model does, which is inside `model`.
+    """
+    try:
+        stored = read_checkpoint_headers(path)
+    except (FileNotFoundError, ValueError):
+        # The loader of the library knows more kinds of folders, and says what is wrong with others.
+        return False
+    return any(name in stored for _, names in named_tensors(model) for name in names)
+
+
 def weight_files(model: nn.Module, max_shard_bytes: int) -> tuple[dict[str, dict[str, Tensor]], bytes | None]:
     """Returns the tensors for each file of the model's weights, and the index of the files (None for a single file).
 

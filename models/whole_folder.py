@@ -54,13 +54,16 @@ def renamed_when_whole(partial: Path, folder: Path) -> Iterator[None]:
 
     An error or an interrupt in the block removes it. Raises OSError.
     """
+    # The names of the folders above, of which some are new, are to outlive a power failure too.
+    above = [folder.parent, *(parent.parent for parent in folder.parents if not parent.exists())]
     partial.mkdir(parents=True)
     try:
         yield
         flush_names(partial)
         # It takes the place of an empty folder.
         partial.rename(folder)
-        flush_names(folder.parent)
+        for parent in above:
+            flush_names(parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

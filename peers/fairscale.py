@@ -28,7 +28,7 @@ class Fairscale(ChainPeer):
     """Weights and gradients are on the host but for the slice that runs; the run's own optimizer updates there.
 
     Args:
-        slices: the model is cut into so many, of about the same size; null cuts off each block.
+        slices: the number of parts, of about equal size, that the model is cut into; null makes one of each block.
         checkpoint: backward computes each slice again from its input, which waits in host memory.
     """
 

@@ -26,7 +26,7 @@ class PeerError(KnobError):
 
 @dataclass(kw_only=True, eq=False)
 class Peer(Mode):
-    """Hands a model to a system of others for the length of a run, in one process with one device.
+    """Hands a model to another system for the length of a run, in one process with one device.
 
     A dry run of it is that of a resident model, because its copies cannot be planned. A subclass overrides `microbatch`
     where the system computes forward and backward, `own_optimizer` where it updates, and `close`.
@@ -116,7 +116,7 @@ class Peer(Mode):
 
         attributes = vars(self._model)
         before = {name: attributes[name] for name in (*HOOKS, "forward") if name in attributes}
-        # Without hooks, or the system would begin a forward of its own.
+        # Hooks are left out: with them the system would begin a forward of its own.
         attributes.update({name: {} for name in HOOKS}, forward=record)
         try:
             weight = loss().item()

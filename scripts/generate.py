@@ -109,5 +109,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    console.may_fail()
+    console.tolerate_failures()
     compose_errors.run(main)

@@ -1,4 +1,4 @@
-"""Runs the systems of others and the modes of this repository on one GPU, and compares them: docs/peers.md.
+"""Runs the other systems and the modes of this repository on one GPU, and compares them: docs/peers.md.
 
     python scripts/peers.py runs/peers                        # 4k and 16k tokens a step, 9 minutes at most
     python scripts/peers.py runs/peers --minutes 30 --page    # runs what is missing, and fills docs/peers.md

@@ -151,9 +151,9 @@ class Workload(ABC):
         self._undo.close()
 
     def step(self) -> torch.Tensor:
-        """Forward and backward over one batch, and the update if there is one; returns the loss.
+        """Runs forward and backward over one batch, and the update if there is one; returns the loss.
 
-        With `--forward` it is so many forwards in a row, as of a sampler.
+        With `--forward N` it is N forwards in a row, as of a sampler.
         """
         options, batch = self.options, self.batch()
         if options.forward:

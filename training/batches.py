@@ -30,7 +30,7 @@ def split_into(batch: Batch, parts: int) -> list[Batch]:
 
 
 def split_by(batch: Batch, examples: int) -> list[Batch]:
-    """Splits a batch into parts of so many examples; the last may have fewer."""
+    """Splits a batch into parts of `examples` examples; the last may have fewer."""
     return _split(batch, lambda tensor: tensor.split(examples))
 
 

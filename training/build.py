@@ -21,7 +21,7 @@ from training.evaluation.quantise_comparison import loss_of_base, loss_of_first,
 from training.evaluation.samples import Samples
 from training.metrics.progress import phase, print_plan
 from training.metrics.wandb_tracker import Tracker, chosen_options, plain, run_name, run_tags
-from training.optim import build_schedule
+from training.optim import build_schedule, warn_of_warmup
 from training.parallel.ranks import ALONE, Ranks
 from training.planning.oom_advice import memory_explained
 from training.planning.report import RunPlan
@@ -101,6 +101,7 @@ def build(
                 report(components, loss_of_first(components, model, streams, run.dataset), base_loss)
             with phase("allocating the optimizer's states, choosing its kernel"):
                 optimizer = build_optimizer(components, planned_speculation(components, plan))
+            warn_of_warmup(run.config)
             schedule = build_schedule(run.config, optimizer)
             if checkpoint is not None:
                 with phase("restoring the checkpoint"):
@@ -126,11 +127,8 @@ def fill_model(run: PreparedRun, model: nn.Module) -> None:
 def build_optimizer(components: Components, speculation: Speculation | None = None) -> HostAdamW | OwnOptimizer:
     """Makes the optimizer and its states; its updates run beside the step if it can do that.
 
-    `speculation` lets them begin before the norm of the gradients is known.
-
-    A mode that owns the update makes its own, with the same hyper-parameters.
-
-    Raises MemoryError if the host has too little memory for the states.
+    `speculation` lets them begin before the norm of the gradients is known. A mode that owns the update makes its own
+    optimizer, with the same hyper-parameters. Raises MemoryError if the host has too little memory for the states.
     """
     config, mode = components.config, components.mode
     optimizer = instantiate(config.optimizer, params=trained_parameters(components.model))
@@ -148,18 +146,15 @@ def build_optimizer(components: Components, speculation: Speculation | None = No
 
 
 def place_states_in_spare_vram(job: RankJob) -> None:
-    """After the first step: moves optimizer states to the device memory that the step left free under vram_budget.
+    """Moves optimizer states to the device memory that the first step left free under vram_budget.
 
-    Does nothing unless optimizer.device_share=auto and a budget is set.
+    Does nothing unless optimizer.device_share=auto and a budget is set, nor on the CPU, where no step's peak is known.
     """
     components = job.components
     device, asked = components.device, components.config.vram_budget
-    if job.optimizer.device_share != "auto" or asked is None:
+    if job.optimizer.device_share != "auto" or asked is None or device.type != "cuda":
         return
-    budget = parse_bytes("vram_budget", asked)
-    if device.type == "cuda":
-        budget = min(budget, vram_bytes(device))
-    spare = budget - vram_peak_gib(device) * GIB
+    spare = min(parse_bytes("vram_budget", asked), vram_bytes(device)) - vram_peak_gib(device) * GIB
     components.mode.place_states(max(int(spare * STATES_OF_SPARE), 0))
 
 

@@ -100,7 +100,7 @@ def lacks_observation(job: Job, recorder: Recorder, step: int) -> bool:
 
 
 def make_sample(job: Job, recorder: Recorder, stop: StopRequest, step: int) -> None:
-    """After `step` steps, before their metrics are recorded: records a sample, if one is due and no signal ends it."""
+    """Records a sample after `step` steps, before their metrics, if one is due and no signal ends it."""
     if not job.samples.due(step):
         return
     with recorder.outside_steps():
@@ -112,7 +112,7 @@ def make_sample(job: Job, recorder: Recorder, stop: StopRequest, step: int) -> N
 
 
 def evaluate(job: Job, recorder: Recorder, stop: StopRequest, step: int) -> dict[str, float]:
-    """After `step` steps: returns the metrics of the evaluation; none if none is due, or a signal ends it."""
+    """Returns the metrics of the evaluation after `step` steps; none if none is due, or a signal ends it."""
     if not job.evaluation.due(step):
         return {}
     with recorder.outside_steps():
@@ -185,7 +185,7 @@ def run_share(job: RankJob, step: int, share: Share) -> StepResult:
 
 
 def save_or_stop(job: Job, recorder: Recorder, stop: StopRequest, step: int, batch: Batch) -> bool:
-    """After a step: saves the run if that is due or a signal asked it to stop; returns True if the run stops here."""
+    """Saves the run after a step if that is due or a signal asked it to stop; returns True if the run stops here."""
     last = step == job.components.config.steps
     if job.checkpoints.due(step) or stop.signal is not None:
         job.ranks.check_equal()

@@ -55,13 +55,8 @@ class AdamW(HostAdamW):
         )
 
 
-def build_schedule(config: DictConfig, optimizer: Optimizer) -> LambdaLR:
-    """Makes the schedule of `config.schedule` over `config.steps`, and sets the first learning rate.
-
-    Call its `step()` after each step of the optimizer.
-    """
-    # torch warns if the first step is skipped (on_nonfinite=skip), which is intended.
-    warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)`", UserWarning)
+def warn_of_warmup(config: DictConfig) -> None:
+    """Warns of a warm-up that lasts beyond the last step."""
     if config.schedule.warmup >= config.steps:
         # Not refused: a model option may bring a warm-up for longer runs.
         logger.warning(
@@ -69,6 +64,15 @@ def build_schedule(config: DictConfig, optimizer: Optimizer) -> LambdaLR:
             config.schedule.warmup,
             config.steps,
         )
+
+
+def build_schedule(config: DictConfig, optimizer: Optimizer) -> LambdaLR:
+    """Makes the schedule of `config.schedule` over `config.steps`, and sets the first learning rate.
+
+    Call its `step()` after each step of the optimizer.
+    """
+    # torch warns if the first step is skipped (on_nonfinite=skip), which is intended.
+    warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)`", UserWarning)
     return instantiate(config.schedule, optimizer=optimizer, steps=config.steps)
 
 

@@ -223,7 +223,7 @@ class Recorder:
             for name in ranks[0]
         }
         if not memory["memory/vram_reserved_gib"] and not memory["memory/vram_peak_gib"]:
-            # Without a GPU there is none of its memory.
+            # There is no GPU.
             del memory["memory/vram_peak_gib"], memory["memory/vram_reserved_gib"]
         elif not self._held_warned:
             self._held_warned = warn_of_held(self._job.components.config.vram_budget, memory)

@@ -12,7 +12,7 @@ PAGE_BYTES = 4096
 RESERVE_BYTES = 2**28
 # A block may be larger by this factor than what it is taken for, where lengths vary from step to step.
 SLACK = 2
-# A block that was not taken for so many steps is returned to the host.
+# A block that was not taken for this many steps is returned to the host.
 IDLE_STEPS = 8
 
 

@@ -53,7 +53,7 @@ class Choice(Enum):
 
 
 class SwapPolicy(Protocol):
-    """Chooses for each span whether to swap it, by its index in the order of saving.
+    """Decides for each span whether to swap it, by its index in the order of saving.
 
     `budget` is how many bytes may stay on the device. `measures` tells whether `learn` needs the length of the step,
     for which the host has to wait until the step is over.

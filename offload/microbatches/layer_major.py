@@ -20,7 +20,7 @@ _ACCUMULATE_GRAD_NUMBERS = 2**63
 def one_after_another(
     losses: Sequence[Callable[[], Tensor]], before_last: Callable[[], None] = lambda: None
 ) -> list[Tensor]:
-    """Computes each loss and its gradients before the next loss. Returns the losses, detached.
+    """Computes each loss, a scalar, and its gradients before the next loss. Returns the losses, detached.
 
     `before_last` is called before the last microbatch: the gradients that follow are final.
     """
@@ -46,7 +46,7 @@ class LayerMajor:
         streams: Streams,
         around_turn: Callable[[int], AbstractContextManager] = lambda microbatch: nullcontext(),
     ):
-        """`around_turn` makes a context for each turn of a microbatch in forward."""
+        """Takes `around_turn`, which makes a context for each turn of a microbatch in forward."""
         self._streams = streams
         self._around_turn = around_turn
         self._threads = Threads()
@@ -71,8 +71,9 @@ class LayerMajor:
         In backward, too, the microbatches pass each place in their order. So gradients are added in the same order as
         if the microbatches ran one after another, and are equal bit for bit. Where three or more take different ways
         through the places (layers that are skipped at random), that order would depend on their ways: each has a
-        backward of its own then. So it has where it has reentrant checkpoints: their backwards inside backward deliver
-        the gradients of a weight's uses one by one, so all of a microbatch have to come before the next one's.
+        backward of its own then. Microbatches with reentrant checkpoints have one each, too: backwards inside backward
+        deliver the gradients of a weight's uses one by one, and those of a microbatch have to come before the next
+        one's.
         """
         if len(losses) == 1:
             return one_after_another(losses, before_last)

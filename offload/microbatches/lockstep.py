@@ -51,7 +51,8 @@ class Lockstep:
     """Runs functions in turns. A function calls `pause` to end its turn.
 
     Each function has the caller's autograd and autocast modes and streams. Each has its own random numbers: at the end
-    of a turn the state of the generators is saved, and restored when the function's next turn begins.
+    of a turn the state of the generators is saved, and restored when the function's next turn begins. The caller finds
+    the state that the last function has left.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Lockstep:
         threads: Threads,
         around_turn: Callable[[int], AbstractContextManager] = lambda index: nullcontext(),
     ):
-        """`around_turn` makes a context for each turn of function `index`, which the calling thread opens."""
+        """Takes `around_turn`, which makes a context for each turn of function `index`; the calling thread opens it."""
         state = _ThreadState(streams)
         self._around_turn = around_turn
         self._workers = [_Worker(index, function, state, threads) for index, function in enumerate(functions)]
@@ -87,6 +88,8 @@ class Lockstep:
                     raise error
         finally:
             self._abort()
+        # Those that the caller would find if the functions had run one after another.
+        self._workers[-1].random_state.restore()
         return [worker.result for worker in self._workers]
 
     def pause(self, place: int) -> bool:
@@ -149,6 +152,8 @@ class _Worker:
         self.ended = self.aborted = False
         self.turns: list[int] = []
         self.turn_starts: list[int] = []
+        # At the end of the function.
+        self.random_state: RandomState | None = None
         self._function = function
         self._state = state
         self.index, self._threads = index, threads
@@ -178,6 +183,7 @@ class _Worker:
             with self._state.as_in_caller(), running(self.index):
                 self.turn_starts.append(next_sequence_number())
                 self.result = self._function()
+                self.random_state = self._state.random_state()
         except _Aborted:
             pass
         except BaseException as error:

@@ -2,7 +2,7 @@
 
 The weights of a layer come in for its forward, again for its backward, and leave at once: the idea of RamTorch and
 of ai-toolkit's memory manager. Embeddings, norms and bare parameters stay on the device, or stream with the next layer.
-Layers of less than a megabyte, as those of low-rank adapters, travel with a neighbour.
+Layers of less than a megabyte, such as low-rank adapters, travel with a neighbour.
 """
 
 from __future__ import annotations

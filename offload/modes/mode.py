@@ -53,7 +53,7 @@ class OwnOptimizer(Optimizer):
         return self._update(self.param_groups[0]["lr"], measure)
 
     def finish(self) -> None:
-        """Updates end in `step`, or when the system waits for them before their next use."""
+        """Does nothing: updates end in `step`, or when the system waits for them before their next use."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -65,7 +65,7 @@ class Mode:
     nothing. Modes that stream weights derive from `WeightMode`, those that move activations from `ActivationMode`.
 
     Attributes:
-        foreign: a system of others does the work, whose memory and copies are neither planned nor counted.
+        foreign: another system does the work, whose memory and copies are neither planned nor counted.
         lacks: of "checkpoints", "evaluation" and "clipping", what it cannot do; a run goes without, and notes it.
     """
 
@@ -104,7 +104,7 @@ class Mode:
         return Footprint.of(cut(model, []), slots=0, recompute=recompute)
 
     def map_weights(self, spans: Spans) -> None:
-        """Before `footprint` and `attach`: tells where parameters are in files, a span for each of their plain tensors.
+        """Tells where parameters are in files, a span for each of their plain tensors; before `footprint` and `attach`.
 
         With the knob `source=mapped` a mode reads them from there in every step, and they take no host memory. Here
         they stay on the device.
@@ -115,12 +115,13 @@ class Mode:
         return "no weights stream, so no gradients go to the host"
 
     def release_gradients(self, released: bool = True) -> None:
-        """Before `footprint` and `attach`: gradients of what streams go to updates inside backward, and to no `.grad`.
+        """Makes gradients of what streams go to updates inside backward, and to no `.grad`.
 
-        They take no host memory but that of a ring, through which they pass. It needs `overlap` with `early` before the
-        first step, and steps that make their gradients in one `accumulate`, of one microbatch or layer-major. Whatever
-        else needs such a gradient raises RuntimeError: hooks, gradients that are there already, sparse ones, and those
-        that are not final when they land (NotFinalError). Raises RuntimeError while a model is attached.
+        Call it before `footprint` and `attach`. Gradients take no host memory but that of a ring, through which they
+        pass. It needs `overlap` with `early` before the first step, and steps that make their gradients in one
+        `accumulate`, of one microbatch or layer-major. Whatever else needs such a gradient raises RuntimeError: hooks,
+        gradients that are there already, sparse ones, and those that are not final when they land (NotFinalError).
+        Raises RuntimeError while a model is attached.
         """
 
     @property
@@ -129,10 +130,10 @@ class Mode:
         return False
 
     def use_updates(self, updates: Updates) -> None:
-        """After `attach`: calls `updates` at the points of a step, where the mode has weights on the host."""
+        """Calls `updates` at the points of a step, where the mode has weights on the host; after `attach`."""
 
     def expect_sharers(self, count: int) -> None:
-        """Before `footprint`: tells how many processes of a host will attach to the model together; see `attach`."""
+        """Tells how many processes of a host will attach to the model together (see `attach`); before `footprint`."""
 
     def attach(self, model: nn.Module, streams: Streams, sharers: Sharers = NO_SHARERS) -> None:
         """Takes `model` over and moves it to where it belongs, here to the device of `streams`.
@@ -184,7 +185,7 @@ class Mode:
         return torch.no_grad()
 
     def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
-        """Inside a step: computes every loss and the gradients of all. Returns the losses, detached."""
+        """Computes every loss, a scalar, and the gradients of all, inside a step. Returns the losses, detached."""
         return one_after_another(losses)
 
     def gradient_norms(self) -> dict[nn.Parameter, Tensor]:
@@ -233,7 +234,7 @@ class Mode:
         return frozenset()
 
     def place_states(self, nbytes: int) -> None:
-        """Between steps: optimizer states of `nbytes` live on the device from now on, where the mode chooses them."""
+        """Keeps optimizer states of `nbytes` on the device from now on, which the mode chooses; between steps."""
 
     def counters(self) -> Counters:
         """Returns the totals since `attach`."""

@@ -138,6 +138,8 @@ class ShardOffload(WeightMode):
             yield from points.values()
 
     def grouped(self, cut_points: Sequence[CutPoint]) -> Sequence[CutPoint]:
+        if not cut_points:
+            return cut_points
         sizes = [sum(true_bytes(tensor) for tensor in point.tensors() if self._streams(tensor)) for point in cut_points]
         if self.shards is not None and self.shards > len(cut_points):
             kinds = "blocks" if self.outside == "resident" else "blocks and of modules outside them"
@@ -181,7 +183,7 @@ class ShardOffload(WeightMode):
             yield
 
     def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
-        """Inside a step: computes every loss and the gradients of all. Returns the losses, detached.
+        """Computes every loss, a scalar, and the gradients of all, inside a step. Returns the losses, detached.
 
         Layer-major, but one microbatch after another where the gradients of each matter by themselves: where a
         parameter has hooks on its gradient, which run for each, or a gradient already, to which each is added. Raises

@@ -41,8 +41,8 @@ class TensorSwap(ActivationMode):
         min_bytes: smaller tensors stay on the device.
         budget: bytes that may stay on the device besides (0, 8GiB), those that backward uses first; or auto: as much as
             the copies could not hide behind compute, which the first steps find out.
-        keep_last: so many of the last modules that match keep theirs on the device (of the model's blocks, where layers
-            is null).
+        keep_last: the number of modules, the last ones that match, which keep theirs on the device (of the model's
+            blocks, where layers is null).
         prefetch: bytes that may be back on the device ahead of use.
         host_budget: host memory for activations, at most (64GiB); null is as much as is free. Beyond it they stay on
             the device.

@@ -217,7 +217,7 @@ class WeightMode(Mode, ABC):
         self._streamer.use_updates(self._overlap)
 
     def place_states(self, nbytes: int) -> None:
-        """Between steps: optimizer states of the first units that fit into `nbytes` live on the device from now on.
+        """Keeps optimizer states of the first units that fit into `nbytes` on the device from now on; between steps.
 
         Where processes share the weights, these are the states of this process's slices.
         """

@@ -19,12 +19,10 @@ from offload.optimizer.param_groups import check_group, check_settings, decay_gr
 from offload.optimizer.rounding import noise_seed
 from offload.optimizer.shared_states import SharedStates
 from offload.optimizer.state_dicts import states_as_torchs, states_to_load
-from offload.optimizer.states import State, StatePlacement, state_bytes
-from offload.runtime.byte_sizes import GIB
+from offload.optimizer.states import State, StatePlacement, require_host_memory, state_bytes
 from offload.runtime.errors import KnobError
 from offload.runtime.host_cores import all_cores_but
 from offload.runtime.knobs import bytes_or, in_range, one_of
-from offload.runtime.memory.host_bytes import free_host_bytes
 from offload.runtime.sharing.sharers import Sharers
 
 # The system could not start more: the process would end without a message.
@@ -207,26 +205,35 @@ class HostAdamW(torch.optim.AdamW):
         return bool(self._claimed)
 
     def update(self, parameters: Iterable[Tensor], scale: float = 1.0) -> None:
-        """Updates these parameters now, on the calling thread: `apply(claim(parameters), scale)`."""
-        self.apply(self.claim(parameters), scale)
+        """Updates these parameters now, on the calling thread: `apply(claim(parameters), scale)`.
+
+        After an error some of them are updated and none of them is claimed, as after an error in torch's AdamW.
+        """
+        claims = self.claim(parameters)
+        try:
+            self.apply(claims, scale)
+        except BaseException:
+            # Else the next step would leave them out.
+            self.release(claims)
+            raise
 
     def claim(self, parameters: Iterable[Tensor], released: Mapping[Tensor, Tensor] = NOTHING) -> list[Claim]:
         """Claims the updates of those parameters that have a gradient and are not claimed yet in this step.
 
         `released` has gradients that are in no `.grad`. Parameters of no group are left out. Raises ValueError for a
-        sparse gradient.
+        sparse gradient, and claims nothing then.
         """
         hyperparameters = [hyperparameters_of(group) for group in self.param_groups]
         claims = []
-        for parameter in parameters:
+        for parameter in dict.fromkeys(parameters):
             gradient = released.get(parameter, parameter.grad)
             if gradient is None or parameter in self._claimed or parameter not in self._group_of:
                 continue
             if gradient.layout is not torch.strided:
                 raise ValueError("AdamW takes no sparse gradients: build the embedding with sparse=False")
-            self._claimed.add(parameter)
             settings = hyperparameters[self._group_of[parameter]]
             claims.append(Claim(parameter, gradient, settings, self.format, self._noise_seeds[parameter]))
+        self._claimed.update(claim.parameter for claim in claims)
         return claims
 
     def release(self, claims: Iterable[Claim]) -> None:
@@ -293,13 +300,7 @@ class HostAdamW(torch.optim.AdamW):
             self._shared.allocate()
         missing = [p for p in self._group_of if p.requires_grad and not self.state.get(p)]
         on_host = [p for p in missing if p.device.type == "cpu" and not self.is_elsewhere(p)]
-        needed = state_bytes(on_host, self.format)
-        free = free_host_bytes()
-        if free is not None and needed > free:
-            raise MemoryError(
-                f"{needed / GIB:.2f} GiB of host memory are needed for the optimizer's states,"
-                f" {free / GIB:.2f} GiB are free"
-            )
+        require_host_memory(on_host, self.format)
         with torch_threads(self.threads):
             for parameter in missing:
                 self._prepare(parameter, self.state[parameter])
@@ -341,6 +342,7 @@ class HostAdamW(torch.optim.AdamW):
 
         The parameter has the values that belong to the state; where that has no master, they are it.
         """
+        self.finish()
         if self._is_shared(parameter):
             self._shared.forget_placed(parameter)
         copy_state(state, self.state[parameter], parameter, self.format)
@@ -390,6 +392,7 @@ class HostAdamW(torch.optim.AdamW):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def __getstate__(self) -> dict[str, Any]:
+        self.finish()
         names = ["threads", "_chooses_threads", "device_share", "format", "speculate", "_compile", "_claimed"]
         names += ["_group_of", "_rounding_seed", "_noise_seeds"]
         # A copy makes its updates itself.

@@ -1,7 +1,7 @@
 """Moments in 8 bits: blocks of 256 numbers with a float32 scale each, codes of a dynamic map (Dettmers et al. 2022).
 
 The map and the blocks are those of bitsandbytes ("8-bit Optimizers via Block-wise Quantization"): a code is a place in
-a sorted table of 256 numbers between -1 (or 0) and 1, whose distance grows with their size. A number is its block's
+a sorted table of 256 numbers between -1 (or 0) and 1, more densely spaced the smaller they are. A number is its block's
 largest magnitude times the table's nearest number. Other than there, a second moment above zero never becomes zero: the
 update would divide by it.
 """

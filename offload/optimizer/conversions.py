@@ -24,8 +24,9 @@ def moment_names_of(state: Container[str]) -> tuple[str, str]:
 def in_format(state: State, weight: Tensor, format: StateFormat) -> State:
     """Returns a state of any format in `format`; tensors that fit already are the same, without a copy.
 
-    `weight` is the parameter, with the values that belong to the state. A master that the state lacks stays absent.
-    Narrower moments are rounded to nearest. From a master to no master, or to a compensation, low bits are lost.
+    `weight` is the parameter, with the values that belong to the state. A master that the state lacks stays absent,
+    and so does one that consists of remainders where the weight is not bfloat16. Narrower moments are rounded to
+    nearest. From a master to no master, or to a compensation, low bits are lost.
     """
     found = {"step": state["step"]}
     for signed, moment, name, wanted in zip(
@@ -78,10 +79,10 @@ def _codes(moment: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def _master(state: State, weight: Tensor) -> Tensor | None:
-    """Returns the float32 master that a state of a bfloat16 weight stands for; None if it has none."""
+    """Returns the float32 master that a state of a bfloat16 weight stands for; None if it has none for `weight`."""
     if MASTER in state:
         return state[MASTER]
-    if REMAINDER in state:
+    if REMAINDER in state and weight.dtype == torch.bfloat16:
         remainder = state[REMAINDER].contiguous()
         flat = weight.detach().to(remainder.device).contiguous().view(-1)
         values = torch.empty(flat.shape, dtype=torch.float32, device=flat.device)

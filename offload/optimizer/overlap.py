@@ -72,7 +72,7 @@ class Overlap:
         optimizer.defer_to(self)
 
     def place_states(self, nbytes: int) -> None:
-        """Between steps: from now on the states of the first units that fit into `nbytes` live on the device."""
+        """Keeps the states of the first units that fit into `nbytes` on the device from now on; between steps."""
         self.finish()
         self._device = DeviceStates(self._units, self._optimizer, self._transfer, nbytes, self._limit_bytes)
 
@@ -84,6 +84,8 @@ class Overlap:
         Raises RuntimeError inside `Mode.inference`, where copies in may be reading the weights.
         """
         self._streamer.check_weights_may_change()
+        # Those of a `step` just before, without a step of the mode between: what `step` itself updates may be theirs.
+        self._device.finish()
         if self._speculative is not None:
             undecided = self._worker.undecided_claims
             self._optimizer.release(undecided)

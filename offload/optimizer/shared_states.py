@@ -80,6 +80,7 @@ class SharedStates:
         """
         if not self._memory:
             raise RuntimeError("the states that processes share have no memory yet: call optimizer.allocate() first")
+        self.forget_placed(parameter)
         state = {STEP: torch.zeros(()), **self._memory[parameter]}
         for part in self._slices[parameter]:
             for name in self._memory[parameter]:
@@ -92,7 +93,6 @@ class SharedStates:
     def adopt(self, parameter: Tensor, loaded: State) -> State:
         """Returns the state of a parameter with the values of `loaded`, which every sharer loads."""
         state = self.make(parameter)
-        self.forget_placed(parameter)
         for name, tensor in loaded.items():
             if name == STEP:
                 state[name] = tensor.to(torch.float32)
@@ -131,7 +131,7 @@ class SharedStates:
         return self._placed[claim.parameter].update(claim, state, gradient, kernel, scale)
 
     def forget_placed(self, parameter: Tensor) -> None:
-        """The states at home have other values now: those on the device are made from them anew."""
+        """Drops the states on the device: they are made anew from those at home, which have other values now."""
         if parameter in self._placed:
             self._placed[parameter].forget()
 

@@ -26,7 +26,7 @@ from offload.optimizer.undo_log import ReversibleUpdate, UndoArena, UndoLog, can
 from offload.runtime.errors import KnobError
 from offload.runtime.streams.counters import Counters
 
-# With speculate="auto" a step speculates if so many steps before it were not clipped, nor taken back.
+# With speculate="auto" a step speculates if this many steps before it were neither clipped nor taken back.
 QUIET_STEPS = 2
 
 
@@ -102,7 +102,7 @@ class SpeculativeUpdates:
         self._arena = UndoArena(speculation.undo_bytes)
         self._squares = 0.0
         self._goes_on = False
-        # For the last steps: True if each was not clipped, and nothing was taken back in it.
+        # For each of the last steps: True if it was not clipped and nothing was taken back in it.
         self._quiet: deque[bool] = deque(maxlen=QUIET_STEPS)
         self._was_taken_back = False
         # Compiled now, and not in a step.
@@ -213,7 +213,7 @@ class SpeculativeUpdates:
         operands = operands_of(claim, state, parameter.data, claim.gradient)
         with torch_threads(optimizer.threads):
             self._kernel_of(optimizer).undo(operands, state["step"], claim.hyperparameters, log)
-        # Not subtracted: from 2^24 on a float32 counts no further.
+        # The old count is written, not subtracted: from 2^24 on a float32 counts no further.
         optimizer.begin_update(parameter)["step"].fill_(log.step)
 
     @staticmethod

@@ -36,7 +36,7 @@ def states_to_load(
 ) -> dict[Tensor, State]:
     """Returns the states in `state_dict`, of this AdamW in any format or torch's, by parameter, in `format`.
 
-    A master is left out where it is redundant or outdated: a float32 parameter is the truth itself, and torch's AdamW
+    A master is left out where it is redundant or outdated: a float32 parameter is its own master, and torch's AdamW
     rounds the master of another to the parameter's dtype and does not update it.
 
     Raises ValueError where a state is missing or its shape is not that of its parameter.

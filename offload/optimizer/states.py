@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from offload.optimizer.formats import MASTER_NAMES, StateFormat
+from offload.runtime.byte_sizes import GIB
+from offload.runtime.memory.host_bytes import free_host_bytes
 
 WEIGHT = "weight"
 
@@ -31,6 +33,16 @@ def state_bytes(parameters: Iterable[Tensor], format: StateFormat, placed: bool 
             total += format.nbytes(parameter.dtype, parameter.shape)
             total += parameter.nbytes if needs_copy(parameter, format, placed) else 0
     return total
+
+
+def require_host_memory(parameters: Iterable[Tensor], format: StateFormat) -> None:
+    """Raises MemoryError with both sizes if the host has no room for the states beside these `parameters`."""
+    needed, free = state_bytes(parameters, format), free_host_bytes()
+    if free is not None and needed > free:
+        raise MemoryError(
+            f"{needed / GIB:.2f} GiB of host memory are needed for the optimizer's states,"
+            f" {free / GIB:.2f} GiB are free"
+        )
 
 
 def needs_copy(parameter: Tensor, format: StateFormat, placed: bool) -> bool:
@@ -51,7 +63,7 @@ class StatePlacement:
     def __init__(self, format: StateFormat):
         self._format = format
         self._placed: dict[Tensor, torch.device] = {}
-        # Of parameters when their copies were last equal to them.
+        # The versions of parameters at which their copies were last equal to them.
         self._versions: dict[Tensor, tuple[int, int]] = {}
 
     def place(self, parameter: Tensor, state: State, device: torch.device) -> None:
@@ -71,9 +83,11 @@ class StatePlacement:
         for name, (dtype, shape) in self._format.tensors(parameter.dtype, parameter.shape).items():
             if name not in state:
                 # Written, not merely promised as by torch.zeros, so that memory that is missing is missed now.
-                state[name] = self._memory(parameter, shape, dtype).zero_()
+                memory = self._memory(parameter, shape, dtype).zero_()
                 if name == MASTER_NAMES[torch.float32]:
-                    state[name].copy_(parameter.detach())
+                    memory.copy_(parameter.detach())
+                # Last, so that an interrupt leaves no master of zeros.
+                state[name] = memory
         if needs_copy(parameter, self._format, self.is_placed(parameter)):
             if WEIGHT not in state:
                 state[WEIGHT] = self._memory(parameter, parameter.shape, parameter.dtype)

@@ -113,7 +113,7 @@ def _last_master(new: Operands, old: Operands, step: Tensor, hyperparameters: Hy
 
 
 def _inverse(factor: float) -> float:
-    # Without one the estimates are no numbers, so all elements become entries.
+    # Without an inverse the estimates are NaN, so all elements become entries.
     return 1 / factor if factor else math.nan
 
 

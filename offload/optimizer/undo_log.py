@@ -1,4 +1,4 @@
-"""The log of an AdamW update from which the old states are made again bit for bit, in 3.4 bytes a parameter.
+"""The log of an AdamW update from which the old states are made again bit for bit, in 3.3 bytes a parameter.
 
 An update can be inverted but for its rounding: `m' = beta1 m + (1 - beta1) g` gives an estimate of m from m' and the
 gradient g, and so do the rules of the second moment and of the master. The log holds how far the old number is from its
@@ -23,7 +23,7 @@ from offload.runtime.memory.host_bytes import free_host_bytes
 
 # Elements that have a table of entries of their own.
 BLOCK = 1 << 16
-# A block has an entry for so many elements, and those of a tile of the C loop besides.
+# A block has an entry for each run of this many elements, and those of a tile of the C loop besides.
 ELEMENTS_FOR_ENTRY = 64
 TILE = 32
 # Place in the block, and bits of weight, of what makes its master, and of the moments.
@@ -119,7 +119,7 @@ class ReversibleUpdate(Protocol):
     """A kernel that updates operands of a format for which `can_be_undone`, to the bits of the ordinary update."""
 
     def update(self, operands: Operands, step: Tensor, hyperparameters: HyperParameters, log: UndoLog) -> Outcome:
-        """Updates the operands in place, where the gradient counts once, and writes the log."""
+        """Updates the operands in place and writes the log. `step`: the count of this update, a float32 scalar."""
         ...
 
     def undo(self, operands: Operands, step: Tensor, hyperparameters: HyperParameters, log: UndoLog) -> None:

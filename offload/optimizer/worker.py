@@ -190,10 +190,12 @@ class UpdateWorker:
         return any(update.is_undecided for update in self._updates.get(unit, ()))
 
     def wait(self, unit: OffloadUnit) -> None:
-        """Blocks the host until the unit's updates, on which is decided, are done. Raises the worker's error."""
+        """Blocks the host until those of the unit's updates that are decided on are done. Raises the worker's error."""
         start = perf_counter()
-        for update in self._updates.pop(unit, ()):
+        for update in self._updates.get(unit, ()):
             update.done.wait()
+        # Not before: an interrupt of the wait would hide updates that are under way from later waits.
+        self._updates.pop(unit, None)
         self.wait_ms += (perf_counter() - start) * 1e3
         self._raise_error()
 

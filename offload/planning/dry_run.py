@@ -57,7 +57,7 @@ class Phase:
     exchanged_bytes: float = 0.0
 
     def compute_ms(self, flops_per_s: float, device_gb_s: float) -> float:
-        """Returns the time of arithmetic, and of dequantising at so many GB a second."""
+        """Returns the time of arithmetic, and of dequantising at `device_gb_s` GB a second."""
         return self.flops / flops_per_s * 1e3 + self.dequantised_bytes / device_gb_s / 1e6
 
 
@@ -192,14 +192,14 @@ def dry_run(
 
 def _note_gradients(parameters: Iterable[Tensor], tracker: MemoryTracker) -> Callable[[], None]:
     """Tells `tracker` when a gradient of these parameters lands, until the returned function is called."""
-    # Not by hooks on the parameters, which a mode respects in its order of microbatches.
+    # Hooks on the parameters themselves would change the order of microbatches that a mode chooses.
     nodes = [(tensor, tensor.expand_as(tensor).grad_fn.next_functions[0][0]) for tensor in parameters]
     handles = [node.register_hook(lambda *_, tensor=tensor: tracker.gradient_landed(tensor)) for tensor, node in nodes]
 
     def forget() -> None:
         for handle in handles:
             handle.remove()
-        # Until now they were kept here: a parameter does not keep its node, nor the hook on it.
+        # A parameter does not keep its node alive, so `nodes` has kept the nodes and their hooks until now.
         nodes.clear()
 
     return forget

@@ -72,7 +72,7 @@ class MemoryTracker:
         self._spend(count, 0, 0)
 
     def add_copy(self, nbytes: int) -> None:
-        """Counts an operation that copies so many bytes."""
+        """Counts an operation that copies `nbytes`."""
         self._spend(0.0, nbytes, 0)
 
     def add_dequantising(self, read: Sequence[Tensor], made: Tensor) -> None:

@@ -1,9 +1,10 @@
 """Attention and RMS norm for meta tensors that save the same tensors for backward as fused kernels do.
 
 On the meta device torch splits both into operations that save much more, attention its whole matrix of scores. A GPU
-has kernels for both. The CPU has one for attention, which saves the same as a GPU's; RMS norm it splits too. Products
-that add to a wider result are here as well: before 2.13 torch has them on GPUs only. So are the products of experts
-(`grouped_mm`), which torch has for meta tensors of bf16 alone, and whose FLOPs it does not count.
+has kernels for both. The CPU has one for attention without dropout, which saves the same as a GPU's; it splits
+attention with dropout, and RMS norm. Products that add to a wider result are here as well: before 2.13 torch has them
+on GPUs only. So are the products of experts (`grouped_mm`), which torch has for meta tensors of bf16 alone, and whose
+FLOPs it does not count.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from offload.runtime.tensor_parts import wraps
 def fused_kernels(add_flops: Callable[[float], None], on_gpu: bool = True) -> Iterator[None]:
     """Replaces attention of meta tensors inside the block, and with `on_gpu` RMS norm. Other tensors are not affected.
 
+    Attention with dropout is replaced with `on_gpu` alone.
+
     `add_flops` is called with the FLOPs of attention: two products in forward and, as is usual, four in backward; half
     of them under a causal mask. For the products of experts it is called too: one in forward, two in backward.
 
@@ -31,7 +34,8 @@ def fused_kernels(add_flops: Callable[[float], None], on_gpu: bool = True) -> It
     grouped_mm = F.grouped_mm
 
     def meta_attention(query, key, value, *others, is_causal=False, **named):
-        if not query.is_meta:
+        drops = (others[1] if others[1:] else named.get("dropout_p", 0.0)) > 0
+        if not query.is_meta or (drops and not on_gpu):
             return attention(query, key, value, *others, is_causal=is_causal, **named)
         _check_shapes(
             query, key, value, others[0] if others else named.get("attn_mask"), named.get("enable_gqa", False)

@@ -68,7 +68,7 @@ class SimulatedStreams(CheckedStreams):
         self.work.clear()
 
     def spend(self, flops: float, copied_bytes: int, dequantised_bytes: int = 0) -> None:
-        """Lets the current stream compute `flops` and dequantise, or copy so many bytes if it is one for copies."""
+        """Lets the current stream compute `flops` and dequantise, or copy `copied_bytes` if it is one for copies."""
         stream = self.compute
         stream.follow(self.host.clock)
         start_ms = _time(stream)
@@ -85,7 +85,7 @@ class SimulatedStreams(CheckedStreams):
         self._work(stream, lane, start_ms, taken_ms)
 
     def exchange(self, nbytes: float) -> None:
-        """Lets the current stream receive so many bytes from other devices."""
+        """Lets the current stream receive `nbytes` from other devices."""
         stream = self.compute
         stream.follow(self.host.clock)
         self._work(stream, "exchange", _time(stream), nbytes / self._links_gb_s / 1e6)

@@ -30,7 +30,7 @@ class KnobError(ValueError):
         return f"{self.knob}={value if value.isprintable() else repr(value)}: {self.problem}"
 
     def under(self, path: str) -> KnobError:
-        """The same error with `path.` before the name of the knob."""
+        """Returns the same error with `path.` before the name of the knob."""
         return KnobError(f"{path}.{self.knob}", self.value, self.problem)
 
 

@@ -23,7 +23,7 @@ from offload.runtime.errors import KnobError
 
 
 def knob(default: Any, *, at_least: float | None = None, at_most: float | None = None) -> Any:
-    """A field for a knob of any type but bytes and choices. A list is the default of this one object alone."""
+    """Returns a field for a knob of any type but bytes and choices. A list is the default of this one object alone."""
 
     def checked(name: str, value: Any) -> Any:
         return value if value is None else in_range(name, value, at_least=at_least, at_most=at_most)
@@ -32,12 +32,12 @@ def knob(default: Any, *, at_least: float | None = None, at_most: float | None =
 
 
 def choice(*choices: str) -> Any:
-    """A field for a knob that is one of `choices`, by default the first."""
+    """Returns a field for a knob that is one of `choices`, by default the first."""
     return _declared(choices[0], lambda name, value: one_of(name, value, *choices))
 
 
 def nbytes(default: str | int | None, *, or_else: str = "") -> Any:
-    """A field for a number of bytes: an int, or a string such as "512MiB", which `check_knobs` replaces by the int.
+    """Returns a field for a number of bytes: an int, or a string such as "512MiB", which `check_knobs` makes an int.
 
     The word `or_else` is allowed too, and kept as it is; so is None where it is the default.
     """
@@ -48,7 +48,7 @@ def nbytes(default: str | int | None, *, or_else: str = "") -> Any:
 
 
 def bytes_or(other: str | None, name: str, value: Any) -> Any:
-    """`value` in bytes, or as it is where it is `other`. Raises KnobError where it is neither."""
+    """Returns `value` in bytes, or as it is where it is `other`. Raises KnobError where it is neither."""
     if value == other:
         return value
     try:
@@ -58,7 +58,7 @@ def bytes_or(other: str | None, name: str, value: Any) -> Any:
 
 
 def one_of(name: str, value: str, *choices: str) -> str:
-    """`value`. Raises KnobError naming the choices where it is none of them."""
+    """Returns `value`. Raises KnobError naming the choices where it is none of them."""
     if value not in choices:
         raise KnobError(name, value, f"must be {' or '.join(choices)}")
     return value
@@ -67,7 +67,7 @@ def one_of(name: str, value: str, *choices: str) -> str:
 def in_range(
     name: str, value: Any, *, at_least: float | None = None, above: float | None = None, at_most: float | None = None
 ) -> Any:
-    """`value`. Raises KnobError where it is a number that is infinite or out of range. NaN is in no range."""
+    """Returns `value`. Raises KnobError where it is a number that is infinite or out of range. NaN is in no range."""
     if isinstance(value, float) and math.isinf(value):
         raise KnobError(name, value, "must be finite")
     # Written so that NaN is refused.
@@ -91,7 +91,7 @@ def check_knobs(owner: Any) -> None:
 
 
 def explanations(owner: type) -> dict[str, str]:
-    """The explanation of each knob of a class: its entry in the `Args:` section of the docstring of the class.
+    """Returns the explanation of each knob of a class: its entry in the `Args:` section of the docstring of the class.
 
     A knob that the class does not explain has the explanation of a class that it derives from.
     """

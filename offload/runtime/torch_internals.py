@@ -144,12 +144,12 @@ def sees_every_operation() -> bool:
     )
 
 
-def check_no_transform() -> None:
-    """Raises RuntimeError under such a transform."""
-    if is_transformed():
+def check_no_transform(even_vmap: bool = False) -> None:
+    """Raises RuntimeError under such a transform. `even_vmap`: under `vmap` too, where modules take no parameters."""
+    if is_transformed() or (even_vmap and torch._C._functorch.peek_interpreter_stack() is not None):
         raise RuntimeError(
-            "torch.func (grad, vjp, jvp, jacrev) and forward-mode AD do not work on a model whose weights stream: take"
-            " torch.autograd, or a copy of the model (copy.deepcopy)"
+            "torch.func (grad, vjp, jvp, jacrev, vmap) and forward-mode AD do not work on a model whose weights stream:"
+            " take torch.autograd, or a copy of the model (copy.deepcopy)"
         )
 
 
@@ -242,7 +242,7 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 
 def clear_cuda_error() -> None:
-    """Takes away the error that the last failed call of the CUDA runtime in this thread has left.
+    """Clears the error that the last failed call of the CUDA runtime in this thread has left.
 
     Without that the next kernel launch would raise it: torch then asks the runtime for its last error. What
     `torch.cuda.cudart()` returns has no cudaGetLastError, which also clears it. An error that ended the context stays.
@@ -254,10 +254,10 @@ def clear_cuda_error() -> None:
 
 @functools.cache
 def _cuda_library() -> ctypes.CDLL:
-    """Returns the loaded library of torch that checks the runtime's errors: symbols are searched in what it links, too.
+    """Returns the loaded library of torch that checks the runtime's errors; symbols are searched in what it links, too.
 
-    So it is torch's own runtime, whichever version, and also if a package has loaded another. A kernel launched to
-    raise the error would need memory of the device, and must not run in the garbage collector.
+    This finds torch's own runtime, in any version, also where a package has loaded another. A kernel that is launched
+    to raise the error would need memory of the device, and must not run in the garbage collector.
     """
     return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10_cuda.so"))
 

@@ -1,4 +1,4 @@
-"""Tells the bytes that a mode will hold and move, before anything is allocated."""
+"""Computes the bytes that a mode will hold and move, before anything is allocated."""
 
 from __future__ import annotations
 

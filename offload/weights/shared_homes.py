@@ -14,7 +14,7 @@ from offload.weights.units.slices import check_divisible, slices_of
 def make_shared_homes(cut: CutModel, sharers: Sharers, device: torch.device, pin: bool) -> tuple[HostArena, int]:
     """Returns an arena that all sharers map, and the bytes of a slot, which has a unit and the padding of its slices.
 
-    Every sharer calls it with the same model, and waits for the others. `device` and `pin` are as of `HostArena`.
+    Every sharer calls it with the same model, and waits for the others. `device` and `pin` are those of `HostArena`.
     Raises ValueError for a parameter that cannot be shared, or that has its home in files, and MemoryError where the
     host has no room.
     """

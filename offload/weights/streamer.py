@@ -61,13 +61,12 @@ class WeightStreamer:
         releases: bool = False,
     ):
         self.cut, self.sharers = cut, sharers
-        shared = sharers.count > 1
         self.telemetry = Telemetry(streams)
         self.transfer = Transfer(streams, self.telemetry)
         self.arena = HostArena(streams.device, pin)
         # Steps that may fail for lack of memory come before the model is touched.
         self.homes, slot_bytes = self.arena, cut.largest_unit_bytes
-        if shared:
+        if sharers.count > 1:
             self.homes, slot_bytes = make_shared_homes(cut, sharers, streams.device, pin)
         else:
             gradient_bytes = gradient_ring_bytes(cut.units) if releases else cut.gradient_bytes
@@ -81,36 +80,46 @@ class WeightStreamer:
             undo.callback(self.homes.close)
             self._files = make_files(self.arena, self.transfer)
             undo.callback(self._files.close)
-            for unit in cut.units:
-                undo.callback(unit.put_back)
-                unit.releases = releases
-                unit.bring_home(self.homes, self._files.files, is_shared=shared)
-                leaving(unit.buffer_places)
-                undo.callback(arrived, unit.buffer_places)
-            self._placement = DevicePlacement(cut.resident, streams.device)
-            undo.callback(self._placement.put_back)
-            # What was found has no use any more, and may be memory that nobody else needs.
-            self.cut = cut = replace(cut, resident=self._placement.held)
-            poison = not streams.asynchronous
-            self.gradients = GradientLanding(
-                cut.units,
-                self.arena,
-                self.transfer,
-                sharers,
-                limit_bytes=GRADIENT_SLOTS * cut.largest_unit_bytes,
-                releases=releases,
-            )
-            gatherer = SliceGatherer(sharers, cut.units, self.transfer, self.gradients.sum) if shared else None
-            self._gatherer = gatherer
-            self.prefetcher = Prefetcher(cut.units, self._slots, self.transfer, prefetch, poison, self._files, gatherer)
-            self.gradients.copy_in = self.prefetcher.unawaited_copy
-            note_use = self.gradients.final.use
-            saved = SavedWeights(self._slots, self.prefetcher, note_use)
-            sink = self.gradients
-            self._windows = Windows(cut, self._slots, self.prefetcher, saved, streams, sink=sink, note_use=note_use)
+            self._bring_home(undo, releases)
+            self._join_parts(prefetch, releases)
             # From here on the homes have the values that anybody gives them.
             meet(sharers, "attaching the model")
             undo.pop_all()
+
+    def _bring_home(self, undo: ExitStack, releases: bool) -> None:
+        """Moves units to their homes and all other tensors to the device; `undo` puts them back."""
+        for unit in self.cut.units:
+            undo.callback(unit.put_back)
+            unit.releases = releases
+            unit.bring_home(self.homes, self._files.files, is_shared=self.sharers.count > 1)
+            leaving(unit.buffer_places)
+            undo.callback(arrived, unit.buffer_places)
+        self._placement = DevicePlacement(self.cut.resident, self._streams.device)
+        undo.callback(self._placement.put_back)
+        # The tensors as they were found would keep memory that nobody else needs.
+        self.cut = replace(self.cut, resident=self._placement.held)
+
+    def _join_parts(self, prefetch: int, releases: bool) -> None:
+        """Makes the parts that land gradients, fill slots and open windows; each calls the one before."""
+        cut, streams, sharers = self.cut, self._streams, self.sharers
+        self.gradients = GradientLanding(
+            cut.units,
+            self.arena,
+            self.transfer,
+            sharers,
+            limit_bytes=GRADIENT_SLOTS * cut.largest_unit_bytes,
+            releases=releases,
+        )
+        shared = sharers.count > 1
+        gatherer = SliceGatherer(sharers, cut.units, self.transfer, self.gradients.sum) if shared else None
+        self._gatherer, poison = gatherer, not streams.asynchronous
+        self.prefetcher = Prefetcher(cut.units, self._slots, self.transfer, prefetch, poison, self._files, gatherer)
+        self.gradients.copy_in = self.prefetcher.unawaited_copy
+        note_use = self.gradients.final.use
+        saved = SavedWeights(self._slots, self.prefetcher, note_use)
+        self._windows = Windows(
+            cut, self._slots, self.prefetcher, saved, streams, sink=self.gradients, note_use=note_use
+        )
 
     def use_updates(self, updates: Updates) -> None:
         """Calls `updates` at the points of a step from now on; `detach` closes it."""
@@ -125,7 +134,7 @@ class WeightStreamer:
 
     @contextmanager
     def step(self, norms: bool = False) -> Iterator[None]:
-        """Goes around the forward and backward passes of one step, of one or of several microbatches.
+        """Surrounds the forward and backward passes of one step, of one or of several microbatches.
 
         `norms`: take the norms of the gradients.
         Afterwards gradients are readable on the host and no copy is in flight; that holds after an exception too.
@@ -156,7 +165,7 @@ class WeightStreamer:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """Goes around forwards without gradients, between which nothing changes the weights: they follow without a gap.
+        """Surrounds forwards without gradients, between which nothing changes the weights: they follow without a gap.
 
         Slots keep their units, and the units that the next forward uses first come in while this one ends. Inside a
         step, and inside itself, it does nothing more. Raises RuntimeError for a parameter that was moved, and for one
@@ -246,7 +255,7 @@ class WeightStreamer:
 
     def counters(self) -> Counters:
         """Counts copies and updates since construction, and the host memory of the units now."""
-        # Of forwards between steps, too.
+        # Waits of forwards between steps count, too.
         self.telemetry.collect()
         copies = Counters(
             h2d_bytes=self.telemetry.h2d_bytes,

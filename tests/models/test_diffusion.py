@@ -111,6 +111,12 @@ def test_inputs_that_do_not_fit_are_refused(noisy, condition, message: str) -> N
             {"block_out_channels": [8]},
             "^UNet2DModel cannot be built with .*: Must provide the same number",
         ),
+        # No head of 16 channels fits into 8.
+        (
+            "unet_small",
+            {"block_out_channels": [8, 8]},
+            r"^UNet2DModel cannot be built with .*: down_blocks\..*\.to_q\.weight would have the shape \[0, 8\]",
+        ),
         (
             "AutoencoderKL",
             {},

@@ -151,6 +151,7 @@ CALLS: dict[str, Callable[[str, Tensor], Arguments]] = {
     "consisid": lambda name, noisy: of_steps(name, noisy, hidden_states=noisy.transpose(1, 2)),
     "cosmos": lambda name, noisy: of_steps(name, noisy, timestep=TIMES),
     "easyanimate": of_steps,
+    "ernie_image": lambda name, noisy: of_steps(name, noisy, text_lens=torch.tensor([3, 3])),
     "flux": lambda name, noisy: of_pairs(name, noisy, guidance=torch.full((2,), 3.5)),
     "flux2": of_flux2,
     "hidream": lambda name, noisy: {"hidden_states": noisy, "timesteps": STEPS},

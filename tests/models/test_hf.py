@@ -142,17 +142,17 @@ class TestCausalLanguageModel:
 
 
 class TestImageClassifier:
-    @pytest.mark.parametrize("name", VISION)
+    @pytest.mark.parametrize("name", [*VISION, "pp_lcnet"])
     def test_logits_are_those_of_transformers(self, name: str):
         model = tiny(name)
         (images,) = batch(name)
         logits = model.eval()(images)
         assert logits.shape == (BATCH, CLASSES)
-        assert torch.equal(logits, model.hf(pixel_values=images).logits)
+        assert torch.equal(logits, model.hf(pixel_values=images, return_dict=False)[0])
 
 
 class TestBuildHf:
-    @pytest.mark.parametrize("name", MODELS)
+    @pytest.mark.parametrize("name", [*MODELS, "diffllama"])
     def test_nothing_is_allocated_on_the_meta_device(self, name: str):
         model = tiny(name, "meta")
         assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
@@ -193,6 +193,19 @@ class TestBuildHf:
         assert {p.dtype for p in (*made.parameters(), *converted.parameters())} == {torch.bfloat16}
         assert converted.to(torch.float64)(*batch(name)).isfinite()
 
+    def test_weights_that_transformers_computes_with_in_float32_stay_float32(self):
+        model = tiny("ernie4_5_moe").to(torch.bfloat16)
+        for name, parameter in model.hf.named_parameters():
+            wide = "gate.weight" in name or "moe_statics" in name
+            assert parameter.dtype == (torch.float32 if wide else torch.bfloat16), name
+        assert model.hf.model.layers[0].mlp.gate.weight.dtype == torch.float32
+        assert model(*batch("ernie4_5_moe")).isfinite()
+
+    @pytest.mark.parametrize("name", ["xglm", "openai-gpt", "swinv2"])
+    def test_a_table_that_meets_activations_has_their_dtype(self, name: str):
+        arguments = [a.bfloat16() if a.is_floating_point() else a for a in batch(name)]
+        assert tiny(name).to(torch.bfloat16)(*arguments).isfinite().all()
+
     def test_statistics_of_batch_norms_follow_the_parameters(self):
         model = tiny("resnet").to(torch.bfloat16)
         assert all(b.dtype == torch.bfloat16 for b in model.buffers() if b.is_floating_point())
@@ -228,7 +241,7 @@ class TestKeysAndValues:
         assert [tuple(part.shape[:2]) for part in parts] == [(1, 1)] * 4
         torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-5, atol=1e-6)
 
-    @pytest.mark.parametrize("name", sorted(WITHOUT_CACHE))
+    @pytest.mark.parametrize("name", [*sorted(WITHOUT_CACHE), "prophetnet"])
     def test_an_architecture_without_them_cannot_generate(self, name: str):
         assert not can_generate(tiny(name, "meta"))
 

@@ -61,7 +61,7 @@ def own(fill: Callable[[Own], None], value: Callable[[], Tensor] = lambda: torch
 
 
 class TestDistributions:
-    @pytest.mark.parametrize("name", MODELS)
+    @pytest.mark.parametrize("name", [*MODELS, "rwkv", "xlstm"])
     def test_they_are_those_of_transformers(self, name: str):
         expected = tiny(name)
         model = initialised(name)

@@ -28,8 +28,9 @@ MODES: dict[str, tuple[Callable[[], Mode], int | None]] = {
 # A tied head; experts with their auxiliary loss, and logits that are stored; weights that other modules read; images;
 # buffers that change.
 NAMES = ["qwen3_tied", "mixtral_balanced", "mamba", "vit", "resnet"]
-# Also a softmax that is capped, a convolution of states, and several kinds of positions and experts.
-PLANNED = [*NAMES, "gpt2", "gemma2", "qwen3_next", "deepseek_v3", "convnext"]
+# Also a softmax that is capped, a convolution of states, several kinds of positions and experts, a mask of ones, and
+# parameters that torch makes on the CPU.
+PLANNED = [*NAMES, "bart", "diffllama", "gpt2", "gemma2", "qwen3_next", "deepseek_v3", "convnext"]
 
 
 def trained(name: str, mode: Mode, microbatches: int | None) -> tuple[list[dict[str, object]], Counters]:

@@ -8,11 +8,11 @@ import torch
 from models.hf_positions import most_positions
 from tests.models.helpers.hf_models import VOCABULARY, tiny
 
-# Tables that begin with the first position, behind two rows, and behind a row for padding.
-LEARNT = ["gpt2", "openai-gpt", "opt", "bert"]
+# Tables that begin with the first position, behind two rows, and behind a row for padding; and computed ones.
+WITH_TABLES = ["gpt2", "openai-gpt", "opt", "bert", "prophetnet", "gptj", "codegen", "ctrl"]
 
 
-@pytest.mark.parametrize("name", LEARNT)
+@pytest.mark.parametrize("name", WITH_TABLES)
 def test_one_token_more_is_beyond_the_table(name: str):
     model = tiny(name).eval()
     longest = most_positions(model)

@@ -44,6 +44,24 @@ class TestFindSource:
         with pytest.raises(ValueError, match=f"^{name} sees later tokens too"):
             find_source(name, "causal_lm")
 
+    @pytest.mark.parametrize("name", ["imagegpt", "shieldgemma2", "siglip2"])
+    def test_a_classifier_of_more_than_images_is_refused(self, name: str):
+        with pytest.raises(ValueError, match=f"^{name} takes .* and not images alone: take another model"):
+            find_source(name, "classification")
+
+    def test_a_configuration_that_lets_tokens_see_later_ones_is_refused(self, tmp_path: Path):
+        text = {"model_type": "gemma3_text", "use_bidirectional_attention": True}
+        source = find_source(folder_of(text, tmp_path), "causal_lm")
+        with pytest.raises(ValueError, match=r"^use_bidirectional_attention=True: gemma3_text sees later tokens too"):
+            source.config()
+        assert not source.config({"use_bidirectional_attention": None}).use_bidirectional_attention
+        with pytest.raises(ValueError, match=r"^use_bidirectional_attention=all: gemma4_text sees later tokens too"):
+            find_source("gemma4_text", "causal_lm").config({"use_bidirectional_attention": "all"})
+
+    def test_an_architecture_of_which_no_run_is_repeated_is_refused(self):
+        with pytest.raises(ValueError, match=r"^reformer draws a new seed in each forward"):
+            find_source("reformer", "causal_lm")
+
     def test_an_encoder_is_a_decoder_in_this_task(self, tmp_path: Path):
         for source in ("bert", folder_of({"model_type": "bert", "is_decoder": False}, tmp_path)):
             assert find_source(source, "causal_lm").config().is_decoder
@@ -93,6 +111,23 @@ class TestOverrides:
             assert config.text_config.hidden_size == width
             assert not any(getattr(part, "use_cache", False) for part in sub_configs(config))
             assert len(list(sub_configs(config))) == 3
+
+    def test_a_value_that_some_layers_have_of_their_own_is_that_of_the_others(self):
+        layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+        config = find_source("gemma4_text", "causal_lm").config({**layers, "head_dim": 8})
+        assert [layer.head_dim for layer in config.per_layer_config] == [8, 512]
+        with pytest.raises(ValueError, match="head_dim='wide': must be int or float"):
+            find_source("gemma4_text", "causal_lm").config({"head_dim": "wide"})
+
+    @pytest.mark.parametrize("error", [ImportError, RuntimeError, IndexError])
+    def test_whatever_a_class_raises_is_one_line(self, error: type[Exception], monkeypatch: pytest.MonkeyPatch):
+        def refuse(*_: object) -> None:
+            raise error("it lacks\na package")
+
+        source = find_source("qwen3", "causal_lm")
+        monkeypatch.setattr(source.config_class, "from_dict", refuse)
+        with pytest.raises(ValueError, match=r"^the configuration of qwen3: it lacks a package$"):
+            source.config()
 
     def test_classes_are_counted_anew(self, tmp_path: Path):
         AutoConfig.for_model("vit", num_labels=7).save_pretrained(tmp_path)

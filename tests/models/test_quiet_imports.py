@@ -57,7 +57,16 @@ inject(model, Lora(rank=1, alpha=1), torch.float32)
 """
 
 
+OF_TRANSFORMERS = """
+from models.quiet_imports import import_quantisers
+
+import_quantisers()
+from models.hf import build_hf
+"""
+
+
+@pytest.mark.parametrize("program", [ADAPTED, OF_TRANSFORMERS], ids=["adapted", "of_transformers"])
 @pytest.mark.slow
-def test_an_adapter_is_made_without_a_word():
-    ended = subprocess.run([sys.executable, "-c", ADAPTED], cwd=ROOT, capture_output=True, text=True, check=True)
+def test_models_and_adapters_are_made_without_a_word(program: str):
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert (ended.stdout, ended.stderr) == ("", "")

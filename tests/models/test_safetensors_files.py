@@ -160,6 +160,6 @@ def test_a_pipe_is_not_waited_for(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert f"ValueError: {tmp_path}/a.safetensors is not a file: download the checkpoint again" in done.stderr

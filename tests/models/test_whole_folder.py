@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from models import whole_folder
 from models.whole_folder import bytes_of, write_whole_folder
 
 
@@ -24,6 +25,16 @@ def test_files_are_written_to_a_new_or_an_empty_folder(tmp_path: Path, is_there:
     monkeypatch.chdir(folder.parent)
     write_whole_folder(Path("other"), {"c": bytes_of(b"")})
     assert names(Path()) == ["other", "out"]
+
+
+def test_the_names_of_new_folders_above_are_flushed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    flushed = []
+    monkeypatch.setattr(whole_folder, "flush_names", flushed.append)
+    write_whole_folder(tmp_path / "new" / "deep" / "one", {"a": bytes_of(b"1")})
+    assert flushed[1:] == [tmp_path / "new" / "deep", tmp_path / "new", tmp_path]
+    flushed.clear()
+    write_whole_folder(tmp_path / "new" / "deep" / "two", {"a": bytes_of(b"1")})
+    assert flushed[1:] == [tmp_path / "new" / "deep"]
 
 
 @pytest.mark.parametrize("error", [OSError("full"), KeyboardInterrupt(), ValueError("strange")])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
+from tests.training.comparison.conftest import RunWriter
 from tests.training.helpers.in_process import SMALL_MODEL
 from training.runs.files import (
     ACCURACY_FIGURE_FILE,
@@ -36,7 +37,7 @@ SMALL = (
 
 def python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *map(str, arguments)], cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=200
+        [sys.executable, *map(str, arguments)], cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=600
     )
 
 
@@ -87,9 +88,10 @@ def test_no_run_is_one_line(tmp_path: Path):
     assert process.stderr.count("\n") == 1
 
 
-def test_a_place_that_cannot_be_written_is_one_line(sweep, tmp_path: Path):
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path):
+    RunWriter(tmp_path / "runs")()
     (tmp_path / "file").touch()
-    process = python("scripts/compare.py", sweep[0], "--out", tmp_path / "file")
+    process = python("scripts/compare.py", tmp_path / "runs", "--out", tmp_path / "file")
     assert process.returncode == 1
     assert process.stderr == f"error: {tmp_path}/file: File exists; choose another place with --out DIR\n"
 

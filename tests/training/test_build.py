@@ -5,20 +5,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 from models.llama import Llama
 from offload.modes.layer_stream import LayerStream
 from offload.optimizer.adamw import HostAdamW
+from offload.runtime.byte_sizes import GIB
 from offload.runtime.streams import registry
 from offload.weights.streamer import WeightStreamer
 from tests.training.helpers.in_process import TINY_RUN, composed, run_here, signals_as_before
 from training import build as build_module
 from training import components
-from training.build import build
+from training.build import build, place_states_in_spare_vram
 from training.checkpoints.resuming import Checkpoint
+from training.components import STATES_OF_SPARE
 from training.errors import UserError
 from training.loop import train
 from training.planning.fit import MisfitError
@@ -154,6 +157,32 @@ def test_model_and_mode_are_made_once(tmp_path: Path, monkeypatch: pytest.Monkey
     run_here(tmp_path, *JOB, "batch_size=6", f"microbatches={count}")
     # The second mode has no model: its knobs are checked before anything is built.
     assert sorted(made) == ["LayerStream", "LayerStream", "Llama"]
+
+
+@pytest.mark.parametrize(
+    ("device", "share", "budget", "placed"),
+    [
+        # 0.8 of what the first step leaves of the smaller one of budget and GPU.
+        ("cuda", "auto", "3GiB", [int(2 * GIB * STATES_OF_SPARE)]),
+        ("cuda", "auto", "9GiB", [int(7 * GIB * STATES_OF_SPARE)]),
+        ("cuda", "auto", "512MiB", [0]),
+        ("cuda", "auto", None, []),
+        ("cuda", 1024, "3GiB", []),
+        # No plan counts states there, and the peak of a step is not known.
+        ("cpu", "auto", "3GiB", []),
+    ],
+)
+def test_states_go_where_the_first_step_left_room(monkeypatch: pytest.MonkeyPatch, device, share, budget, placed):
+    monkeypatch.setattr(build_module, "vram_bytes", lambda device: 8 * GIB)
+    monkeypatch.setattr(build_module, "vram_peak_gib", lambda device: 1.0 if device.type == "cuda" else 0.0)
+    seen: list[int] = []
+    parts = SimpleNamespace(
+        device=torch.device(device),
+        config=SimpleNamespace(vram_budget=budget),
+        mode=SimpleNamespace(place_states=seen.append),
+    )
+    place_states_in_spare_vram(SimpleNamespace(components=parts, optimizer=SimpleNamespace(device_share=share)))
+    assert seen == placed
 
 
 def test_the_run_begins_when_nothing_can_be_refused_and_before_anything_is_written(tmp_path: Path):

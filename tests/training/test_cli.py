@@ -21,7 +21,7 @@ def train(*arguments, python=(), **environment):
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
 
 

@@ -43,7 +43,6 @@ def composed(*overrides: str) -> DictConfig:
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-@pytest.mark.slow
 def test_every_experiment_composes_and_is_consistent(experiment: str):
     config = composed(f"experiment={experiment}")
     with open_dict(config):

@@ -17,6 +17,7 @@ from tests.training.helpers.in_process import TINY_RUN, command_here, composed
 from training.loop import clip_scale, forward_backward, gradient_norm
 from training.parallel.ranks import ALONE, Share
 from training.planning.advice import nonfinite_advice
+from training.recorder import Recorder
 from training.tasks.causal_lm import CausalLM
 
 SMALL = (*TINY_RUN, "steps=4", "log_every=1", "dataset=synthetic")
@@ -131,12 +132,23 @@ def records(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_what_is_drawn_after_a_step_does_not_depend_on_its_microbatches(tmp_path: Path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Recorder, "end_step", lambda *_: drawn.append(torch.rand(1).item()))
+    for count in (1, 2):
+        run(tmp_path / str(count), f"microbatches={count}", "steps=2", "log_every=9")
+    assert drawn[:2] == drawn[2:]
+    assert drawn[0] != drawn[1]
+
+
 # Adam moves every weight by lr, so activations overflow after one step.
 OVERFLOW = ("optimizer.lr=1e30",)
 
 
-@pytest.mark.parametrize("options", [(), ("optimizer=host_adamw", "offload=layer_stream", "clip_norm=null")])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [(), pytest.param(("optimizer=host_adamw", "offload=layer_stream", "clip_norm=null"), marks=pytest.mark.slow)],
+)
 def test_stop_ends_the_run_with_one_line(tmp_path: Path, options: tuple[str, ...]):
     result = run(tmp_path, *options, *OVERFLOW, status=1)
     (line,) = result.stderr.strip().splitlines()

@@ -40,7 +40,6 @@ def test_a_run_that_does_not_fit_is_refused(tmp_path: Path):
         prepare(config, invocation, ALONE)
 
 
-@pytest.mark.slow
 def test_epochs_are_as_many_steps_as_they_take(tmp_path: Path):
     # 31 sequences of 32 tokens, 4 in a step.
     job = (

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from offload import Counters
 from tests.training.helpers.in_process import SMALL_RUN, composed, run_here
 from training import recorder
 from training.build import build
 from training.loop import train
+from training.metrics.step_timer import StepTimer
 from training.parallel.ranks import Ranks
 from training.planning.report import RunPlan
 
@@ -87,6 +89,52 @@ def test_a_record_covers_the_steps_since_the_last(tmp_path: Path):
     # The first record includes copies that only the first step makes.
     assert records[1]["transfer/h2d_gib"] == records[2]["transfer/h2d_gib"] > 0
     assert all(record["transfer/d2h_gib"] > 0 for record in records)
+
+
+def test_the_speed_of_a_record_is_that_of_the_mean_of_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    times_ms = [[100.0, 300.0], [40.0, 60.0], [80.0]]
+    monkeypatch.setattr(StepTimer, "collect", lambda timer: times_ms.pop(0))
+    run_here(tmp_path, *QUIET, "steps=5", "log_every=2")
+    records = metrics(tmp_path)
+    assert [record["perf/step_ms"] for record in records] == pytest.approx([200.0, 50.0, 80.0])
+    # 4 sequences of 64 tokens a step.
+    assert [record["perf/tokens_per_s"] for record in records] == pytest.approx([1280.0, 5120.0, 3200.0])
+
+
+def test_what_a_mode_counts_is_shown_as_the_mean_of_a_step():
+    moved = Counters(
+        h2d_bytes=8 * 2**30,
+        d2h_bytes=6 * 2**30,
+        activation_h2d_bytes=4 * 2**30,
+        activation_d2h_bytes=2 * 2**30,
+        stall_ms=10.0,
+        file_bytes=12 * 2**30,
+        file_wait_ms=14.0,
+        update_ms=40.0,
+        update_wait_ms=16.0,
+        updated_parameters=80_000_000,
+        speculated_parameters=20_000_000,
+        undone_parameters=5_000_000,
+        undo_ms=18.0,
+    )
+    assert recorder._traffic(moved, 2) == {
+        "transfer/h2d_gib": 4.0,
+        "transfer/d2h_gib": 3.0,
+        "transfer/activations_h2d_gib": 2.0,
+        "transfer/activations_d2h_gib": 1.0,
+        "transfer/files_gib": 6.0,
+        "transfer/files_wait_ms": 7.0,
+        "transfer/stall_ms": 5.0,
+    }
+    assert recorder._updates(moved, 2) == {
+        "optimizer/host_ms": 20.0,
+        "optimizer/wait_ms": 8.0,
+        # 80 million in 40 ms.
+        "optimizer/gparams_per_s": 2.0,
+        "optimizer/speculated": 0.25,
+        "optimizer/undone": 0.25,
+        "optimizer/undo_ms": 9.0,
+    }
 
 
 @pytest.mark.slow

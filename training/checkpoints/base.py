@@ -20,11 +20,15 @@ from training.weights.files import ModelWeights, weight_files
 
 @dataclass(frozen=True)
 class BaseReference:
-    """The origin of a base: `seed`, or `weights` as they were given, with the SHA-256 of each of their files."""
+    """The origin of a base: `seed`, or `weights` as they were given, with the SHA-256 of each of their files.
+
+    `revision` is what was given of them as a revision on the Hub.
+    """
 
     seed: int | None
     weights: str | None
     sha256: dict[str, str]
+    revision: str | None = None
 
     @classmethod
     def of(cls, seed: int, weights: ModelWeights | None) -> BaseReference:
@@ -39,11 +43,20 @@ class BaseReference:
             raise UserError(f"model.weights={weights.given}: {error}") from error
         within = path if path.is_dir() else path.parent
         names = [str(file.relative_to(within)) for file in files]
-        return cls(None, weights.given, dict(zip(names, digests, strict=True)))
+        revision = weights.on_hub.revision if weights.on_hub else None
+        return cls(None, weights.given, dict(zip(names, digests, strict=True)), revision)
+
+    @property
+    def name(self) -> str | None:
+        """The name on the Hub or the folder of the weights, without a revision."""
+        return self.weights and self.weights.removesuffix(f"@{self.revision}")
 
     def to_json(self) -> bytes:
         """Returns the content of a checkpoint's base.json."""
-        return json.dumps(asdict(self), indent=2).encode()
+        values = asdict(self)
+        # It is in `weights` too.
+        del values["revision"]
+        return json.dumps(values, indent=2).encode()
 
     def check(self, folder: Path, key: str) -> None:
         """Raises UserError, which begins with `key`, unless this is the base of the checkpoint in `folder`.

@@ -154,7 +154,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def _parts(values: dict[str, Any]) -> int:
     """Returns the microbatches of a step on all devices, 0 if that is not settled; `values` are texts."""
-    # A checkpoint from before the key was of one device.
+    # A checkpoint without the key is older than it, and of one device.
     devices, microbatches = str(values.get("devices", 1)), str(values.get("microbatches", ""))
     return int(devices) * int(microbatches) if devices.isdigit() and microbatches.isdigit() else 0
 

@@ -47,8 +47,8 @@ class Checkpoint:
     def check_data(self, dataset, eval_sha256: str | None) -> None:
         """Raises UserError if the data of `dataset`, or its batch for the last step, are not those of the run.
 
-        So it does if both the run and its continuation evaluate, and `eval_sha256`, the digest of the held-out batches,
-        is another.
+        It also does if both the run and its continuation evaluate, and `eval_sha256`, the digest of the held-out
+        batches, is another.
         """
         if digest_of_all(dataset) != self.state.data_sha256:
             changed = (

@@ -132,7 +132,7 @@ class Checkpoints:
         """Returns the tensors of each file of weights, and the texts that belong to them: of all, or of the adapter."""
         if self._base is not None:
             texts = {BASE_FILE: self._base.to_json()}
-            texts[ADAPTER_CONFIG_FILE] = adapter_config(self._model, self._base.weights)
+            texts[ADAPTER_CONFIG_FILE] = adapter_config(self._model, self._base.name, self._base.revision)
             return {ADAPTER_FILE: adapter_tensors(self._model)}, texts
         weights, index = weight_files(self._model, MAX_SHARD_BYTES)
         texts = {} if index is None else {INDEX_FILE: index}

@@ -17,7 +17,7 @@ class NoAdapter:
 
 @dataclass
 class LoraAdapter(Built):
-    """The keys of an adapter that `models.adapters` makes, and of its first values.
+    """The keys of an adapter that `models.adapters` makes, and of its initial values.
 
     Args:
         rank: of the two matrices beside a layer.

@@ -67,6 +67,6 @@ def _rows(node: DictConfig, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _wrapped(start: str, text: str) -> str:
-    """The text behind `start`, in lines of at most WIDTH characters. A dollar sign is doubled, as Hydra wants it."""
+    """Returns `start` and the text in lines of at most WIDTH characters. Dollar signs are doubled, as Hydra wants."""
     lines = textwrap.wrap(text, WIDTH - len(start), break_long_words=False) or [""]
     return ("\n" + " " * len(start)).join([start + lines[0], *lines[1:]]).replace("$", "$$")

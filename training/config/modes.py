@@ -1,6 +1,6 @@
 """Finds the offload modes: every file of conf/offload is one, by the class that it names in `_target_`.
 
-Those of the package `peers` are systems of others, to compare with, and options of the group all the same.
+Those of the package `peers` are other systems, to compare with, and options of the group all the same.
 
 The knobs of a mode are the fields of its class. So a new mode is one file in offload/modes and one in conf/offload:
 its configuration, the help page, the benchmarks, the sweep over all modes and the table of docs/modes.md find it here.
@@ -34,7 +34,7 @@ class ModeOption:
 
     @property
     def is_peer(self) -> bool:
-        """True for a system of others."""
+        """True for another system."""
         return (self.target or "").startswith(PEERS)
 
 

@@ -66,7 +66,7 @@ def _check_option(parent: DictConfig, name: str, key: str, options: Mapping[str,
     node = None if OmegaConf.is_missing(parent, name) else parent.get(name)
     schema = OmegaConf.get_type(node) if OmegaConf.is_dict(node) else None
     if schema not in options.values():
-        raise UserError(f"{key}={node}: is not an option: {choose}")
+        raise UserError(f"{key}={visible(node)}: is not an option: {choose}")
     for entry in fields(schema):
         if entry.name.startswith("_") and node.get(entry.name) != entry.default:
             raise UserError(f"{key}.{entry.name}={visible(node.get(entry.name))}: must not be set: {choose}")
@@ -102,7 +102,7 @@ def _check_rules(config: DictConfig) -> None:
     if parts != AUTO and not (isinstance(parts, int) and 1 <= parts <= share):
         divided = f"batch_size={config.batch_size}" if config.devices == 1 else f"{share}, batch_size over devices"
         raise UserError(
-            f"microbatches={parts}: must be between 1 and {divided}, the sequences that it divides, or auto"
+            f"microbatches={visible(parts)}: must be between 1 and {divided}, the sequences that it divides, or auto"
         )
     if config.parallel.hosts > config.devices:
         raise UserError(f"parallel.hosts={config.parallel.hosts}: must be at most devices={config.devices}")
@@ -113,11 +113,11 @@ def _check_rules(config: DictConfig) -> None:
         )
     if config.devices > 1 and config.device.startswith("cuda:"):
         raise UserError(
-            f"device={config.device} with devices={config.devices}: each rank takes the GPU of its number: give"
-            " device=auto, and choose GPUs with CUDA_VISIBLE_DEVICES"
+            f"device={visible(config.device)} with devices={config.devices}: each rank takes the GPU of its number:"
+            " give device=auto, and choose GPUs with CUDA_VISIBLE_DEVICES"
         )
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
-        raise UserError(f"device={config.device}: must be auto, cuda, cuda:N (N counts from 0) or cpu")
+        raise UserError(f"device={visible(config.device)}: must be auto, cuda, cuda:N (N counts from 0) or cpu")
     for key, device in (("vram_budget", "GPU"), ("host_budget", "host")):
         if config[key] is not None:
             _check_budget(key, config[key], f"null for all of the {device}'s memory")

@@ -58,8 +58,8 @@ class NumberedExamples(ABC):
     def eval_batches(self, count: int) -> list[dict[str, Tensor]]:
         """Returns `count` batches of held-out examples, the same at each call, on the CPU.
 
-        Their numbers are spread evenly. Where there are too few for so many, each is there once: batches are fewer, and
-        the last is smaller. Empty if nothing is held out.
+        Their numbers are spread evenly. Where there are too few, each is there once: batches are fewer, and the last is
+        smaller. Empty if nothing is held out.
         """
         available = self._count - self.num_blocks
         wanted = min(count * self._batch_size, available)

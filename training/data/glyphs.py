@@ -33,7 +33,7 @@ FONTS = (
     "cmtt10.ttf",
     "cmb10.ttf",
 )
-# Drawn so many times larger, then reduced, which smooths the edges.
+# The factor by which letters are drawn larger before they are reduced, which smooths the edges.
 OVERSAMPLING = 2
 # Shares of the image: the height of a font's line, and the largest changes.
 LINE_HEIGHT, SCALING, SHIFT, DEGREES = 0.75, 0.12, 0.06, 8.0

@@ -1,6 +1,7 @@
 """Opens a dataset of the Hugging Face Hub, or a local folder of the same layout, as rows that are read when needed."""
 
 import os
+from functools import partial
 from typing import Any
 
 from training.data.corpus import import_datasets
@@ -33,7 +34,8 @@ def open_rows(
         _keep_client_files_in(folder)
         from huggingface_hub import HfApi
 
-        ask_hub(HfApi().dataset_info, name, f"dataset.name={name}", "dataset", otherwise)
+        given = f"dataset.name={name}" + (f" dataset.revision={revision}" if revision else "")
+        ask_hub(partial(HfApi().dataset_info, revision=revision), name, given, "dataset", otherwise)
     try:
         rows = datasets.load_dataset(
             name,

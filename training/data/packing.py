@@ -84,8 +84,8 @@ class PackedTokens:
     def eval_batches(self, count: int) -> list[torch.Tensor]:
         """Returns `count` batches of the held-out tokens: int64 [batch_size, seq_len + 1] on the CPU.
 
-        Their blocks are spread evenly. Where there are too few for so many, each is there once: batches are fewer, and
-        the last is smaller. Empty if nothing is held out.
+        Their blocks are spread evenly. Where there are too few, each is there once: batches are fewer, and the last is
+        smaller. Empty if nothing is held out.
         """
         available = max((len(self._held_out) - 1) // self._seq_len, 0)
         wanted = min(count * self._batch_size, available)

@@ -44,7 +44,7 @@ def decoded(source: BinaryIO | bytes, name: str):
             if image.mode in DEEP_MODES:
                 raise ValueError(f"its mode is {image.mode}, more than 8 bits a channel: convert it")
             return ImageOps.exif_transpose(image).convert("RGB")
-    # Pillow's decoders raise whatever their parsers do, for a file that is damaged.
+    # For a damaged file, Pillow's decoders raise errors of any type.
     except Exception as error:
         # Pillow would name the object that it read.
         reason = "it has no known format" if isinstance(error, UnidentifiedImageError) else first_line(error)

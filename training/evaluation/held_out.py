@@ -135,7 +135,8 @@ def scores_of_parts(
     """Returns the number of examples and the scores of each part.
 
     No gradient is made, and random numbers, modes of modules and gradients that exist are afterwards as they were. The
-    host waits for each part, so that nothing is queued beyond it, and a stop is heeded soon: then None is returned.
+    host waits for each part, so that nothing is queued beyond it, and a request to stop is noticed soon: then None is
+    returned.
     """
     found = []
     with observed(model, seed, device):

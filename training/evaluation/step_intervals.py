@@ -1,4 +1,4 @@
-"""The steps after which something is done: every so many, and after the last."""
+"""The steps after which something is done: every N steps, and after the last."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # No time, rate, size or count of any machine is larger.
 LARGEST = 1e18
-# Of metrics.jsonl, when all records are wanted at once: they take several times as much memory.
+# The largest metrics.jsonl that is read whole: its records take several times as much memory.
 LARGEST_BYTES = 2**30
 # Sums of larger losses would overflow a float.
 LARGEST_LOSS = 1e300

@@ -328,7 +328,7 @@ def plain(config: Any) -> Any:
 
 
 def _unset_empty_variables() -> None:
-    """Removes the settings of wandb that are empty, as of a job script without a value for them: wandb refuses them."""
+    """Removes the settings of wandb that are empty, as a job script may leave them: wandb refuses them."""
     for name in [name for name, value in os.environ.items() if name.startswith("WANDB_") and not value.strip()]:
         del os.environ[name]
 

@@ -10,7 +10,7 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 
 
 def gather_into(whole: Tensor, own: Tensor, group: dist.ProcessGroup, later: bool = False) -> dist.Work | None:
-    """Fills `whole` with the slices `own` of all ranks, in their order; `own` may be its place in `whole`.
+    """Fills `whole` with the slices `own` (1-D, one dtype) of all ranks, in their order; `own` may be its place in it.
 
     `later`: returns at once, with what to wait for.
     """

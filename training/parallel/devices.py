@@ -1,4 +1,4 @@
-"""The part that a rank has of its host: its device, and its part of the cores."""
+"""The device of a rank, and its part of its host's cores."""
 
 from __future__ import annotations
 

@@ -36,18 +36,19 @@ from training.runs.invocation import Invocation
 # Rank 0 may evaluate, sample or save for as long as it takes while the others wait for orders. If its process ends,
 # they notice at once.
 PATIENCE = timedelta(days=30)
-# Another rank waits so much longer than rank 0 inside a step: so rank 0 is the first to name a third rank that hangs.
+# The factor by which another rank waits longer than rank 0 inside a step: so rank 0 is the first to name a third
+# rank that hangs.
 LONGER = 2
-# So often rank 0 looks for the process that has broken an exchange, each time for a second.
+# The number of times, of a second each, that rank 0 looks for the process that has broken an exchange.
 ATTEMPTS = 10
 
 
 class FirstLostError(Exception):
-    """On another rank: rank 0 has ended."""
+    """Raised on another rank when rank 0 has ended."""
 
 
 class FirstHungError(UserError):
-    """On another rank: rank 0 hangs in a step."""
+    """Raised on another rank when rank 0 hangs in a step."""
 
 
 @dataclass(frozen=True)
@@ -109,22 +110,22 @@ class Group(Ranks):
     # Orders, from rank 0 to the others.
 
     def tell(self, order: str, *values: Any) -> None:
-        """On rank 0: gives all other ranks an order."""
+        """Gives all other ranks an order; for rank 0."""
         for rank in self._others():
             self._send(rank, (order, *values))
 
     def order(self) -> tuple[Any, ...]:
-        """On another rank: waits for the next order. Raises FirstLostError when rank 0 has ended."""
+        """Waits for the next order; for other ranks than 0. Raises FirstLostError when rank 0 has ended."""
         return self._receive(0, PATIENCE)
 
     # Reports, from the others to rank 0.
 
     def report(self, value: Any = None) -> None:
-        """On another rank: sends `value`, for which rank 0 waits in `reports`."""
+        """Sends `value` from another rank to rank 0, for which rank 0 waits in `reports`."""
         self._send(0, ("done", value))
 
     def report_failure(self, reason: str) -> None:
-        """On another rank: sends why it cannot go on, in one line, in place of its next report.
+        """Sends from another rank to rank 0 why it cannot continue, in one line, in place of its next report.
 
         Until rank 0 has ended, orders that arrive meanwhile are taken and not carried out: else neither could send.
         """
@@ -134,7 +135,7 @@ class Group(Ranks):
             del sending
 
     def await_end(self) -> None:
-        """On another rank: waits until rank 0 has ended, and carries out no more orders.
+        """Waits on another rank until rank 0 has ended, and carries out no more orders.
 
         A rank that has lost a third one does that, because torchrun ends rank 0, which may be saving, with any other.
         """
@@ -143,7 +144,7 @@ class Group(Ranks):
                 pass
 
     def reports(self, own: Any = None, patient: bool = False) -> list[Any]:
-        """On rank 0: waits for the report of each other rank; returns the values of all ranks, `own` first.
+        """Waits on rank 0 for the report of each other rank; returns the values of all ranks, `own` first.
 
         Raises RankLostError naming a rank that failed, ended or, unless `patient`, takes longer than the time limit.
         """
@@ -183,7 +184,7 @@ class Group(Ranks):
         return self._sharers
 
     def _data_group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        # Of all ranks there is one: its exchanges run in one order, whatever streams they are queued on.
+        # All ranks have one group: its exchanges run in one order, whatever streams they are queued on.
         return self._data if len(ranks) == self.count else self._new_data_group(ranks)
 
     def _new_data_group(self, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
@@ -299,7 +300,7 @@ class Group(Ranks):
                 tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
     def close(self) -> None:
-        """On rank 0, between steps: tells the others that the run is over, and ends the connections."""
+        """Tells the other ranks, on rank 0 between steps, that the run is over, and ends the connections."""
         self.tell("end")
         self.leave()
 

@@ -34,7 +34,7 @@ END_S = 5
 
 @contextmanager
 def connected(config: DictConfig, world: World | None) -> Iterator[Ranks]:
-    """Inside the block the ranks of the run are connected, and wait for its orders; for one device there is one rank.
+    """Connects the ranks of the run inside the block, where they wait for its orders; for one device there is one rank.
 
     Raises UserError if a device is not there, or a rank does not start.
     """

@@ -25,7 +25,7 @@ Sum = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 def ordered_sum(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Adds the tensors of all ranks in the order of the ranks."""
+    """Adds `flat` of all ranks (1-D, of one dtype and length) in place, in the order of the ranks; returns it."""
     count = group.size()
     # As bytes, which every library moves, whatever the dtype.
     received = torch.empty_like(flat)
@@ -39,7 +39,7 @@ def ordered_sum(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def fast_sum(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Adds the tensors of all ranks in the order that the library chooses for their number and size."""
+    """Adds `flat` of all ranks (1-D) in place, in the order that the library chooses for them; returns it."""
     dist.all_reduce(flat, group=group)
     return flat
 
@@ -52,7 +52,7 @@ have the same place on all hosts; the length divides by the number of ranks of a
 
 
 def ordered_sum_of_hosts(flat: Tensor, here: dist.ProcessGroup, across: dist.ProcessGroup) -> Tensor:
-    """Adds the tensors of all ranks in the order of the ranks, where those of a host follow each other.
+    """Adds `flat` of all ranks (1-D) in place, in the order of the ranks, where those of a host follow each other.
 
     Each slice goes from host to host. A host adds its ranks' slices one by one to what comes, because a sum of its own
     that is added as one number would round otherwise. The last host has the sum, which goes to all.
@@ -77,7 +77,7 @@ def ordered_sum_of_hosts(flat: Tensor, here: dist.ProcessGroup, across: dist.Pro
 
 
 def fast_sum_of_hosts(flat: Tensor, here: dist.ProcessGroup, across: dist.ProcessGroup) -> Tensor:
-    """Adds the tensors of the ranks of each host, and then slices over the hosts, in the order that the library has."""
+    """Adds `flat` (1-D) over the ranks of each host, and then slices over the hosts, in the order of the library."""
     dist.all_reduce(flat, group=here)
     own = flat.chunk(here.size())[here.rank()].clone()
     dist.all_reduce(own, group=across)

@@ -1,4 +1,4 @@
-"""Waits on a thread of its own, so that Ctrl-C is heeded meanwhile: inside torch's waits Python heeds no signal."""
+"""Waits on a thread of its own, so that Ctrl-C works meanwhile: inside torch's waits Python handles no signal."""
 
 from __future__ import annotations
 

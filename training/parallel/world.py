@@ -30,7 +30,7 @@ class World:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        # Of torchrun, which calls a host a group.
+        # torchrun calls a host a group.
         host = int(os.environ.get("GROUP_RANK", rank // local_size))
         hosts = int(os.environ.get("GROUP_WORLD_SIZE", -(-size // local_size)))
         return cls(rank, size, local_rank, local_size, host, hosts)

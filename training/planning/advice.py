@@ -58,13 +58,13 @@ def memory_advice(components: Components, plan: RunPlan, budget: str, needed: in
     """
     config = components.config
     if "gradients" in config.optimizer and not components.gradients.released:
-        # Whatever changes, they are kept, unless they are what changes.
+        # No change but that of `gradients` itself releases them.
         config = copy.deepcopy(config)
         config.optimizer.gradients = "keep"
     # Made again: after a failure the model of `components` has memory.
     before = Components.of(config, components.invocation, components.device)
     found = []
-    # Of both by the same estimate, so that its error does not look like a saving.
+    # Both runs are estimated alike, so that the error of the estimate does not look like a saving.
     now = _estimated(before, before, plan)
     for change in _changes(before, plan):
         after = _checked(before, change)

@@ -31,7 +31,7 @@ def resident_key(config: DictConfig) -> str | None:
 
 
 def with_resident(components: Components, key: str, units: int) -> Components:
-    """Returns the components of a run in which so many units stay on the device, with a configuration of its own."""
+    """Returns the components of a run in which `count` units stay on the device, with a configuration of its own."""
     config = components.config.copy()
     OmegaConf.update(config, key, units)
     mode = make_mode(config.offload)

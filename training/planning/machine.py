@@ -71,7 +71,7 @@ class Machine:
 
 def is_complete(config: DictConfig) -> bool:
     """Tells whether `config.hardware` gives all that a plan needs, as presets do, so that nothing is measured."""
-    # With precision=auto, presets have both.
+    # precision=auto is not settled yet, so both rates must be there.
     precisions = ("bf16", "fp32") if config.precision == Precision.auto else (config.precision,)
     return REQUIRED_KEYS | {f"{precision}_tflops" for precision in precisions} <= _given(config).keys()
 

@@ -29,7 +29,7 @@ class PlannedUpdate:
 
     `device_bytes` and `host_bytes` are states. `placed_gradient_bytes` are gradients of streamed units that stay on the
     device beside their states; as many bytes of new weights are copied out. `log_bytes` are the logs of all updates on
-    the host, for undoing them. All on the device is that of one device.
+    the host, for undoing them. All that is on a device is that of one device.
     """
 
     device_bytes: int
@@ -45,7 +45,7 @@ class PlannedUpdate:
         config, plan, form = components.config, components.footprint, components.state_format
         resident_states = HostAdamW.planned_bytes(plan.resident, form)
         wanted = config.optimizer.get("device_share", 0)
-        # Of states that ranks share, each has its slices on its device; a checkpoint brings all to the host.
+        # Where ranks share states, each has its slices on its device; a checkpoint brings all to the host.
         ranks = ranks_of_host(config) if components.shares_homes else 1
         room = (spare_bytes - resident_states) * STATES_OF_SPARE
         room = room if wanted == "auto" else parse_bytes("optimizer.device_share", wanted)

@@ -17,8 +17,10 @@ from torch import nn
 from offload.planning import DryRun, NotFinalError, SimulatedStreams, hidden_share, update_work
 from training.components import Components
 from training.errors import UserError, first_line
+from training.evaluation.samples import Samples
 from training.metrics.files import write_summary
 from training.metrics.progress import phase, print_plan
+from training.missing_abilities import without_abilities
 from training.planning.budget import resident_key, resident_units, with_resident
 from training.planning.chosen import chosen_values
 from training.planning.dry_step import MOST_DRY, dry_step, without_dry_run
@@ -55,6 +57,8 @@ def plan_only(config: DictConfig, invocation: Invocation) -> dict:
     device = resolve_device("auto" if is_complete(config) else config.device)
     on_gpu = config.hardware.vram_gib is not None or device.type == "cuda"
     components = Components.of(config, invocation, device, on_gpu=on_gpu)
+    # Refuses samples that cannot be made: for that no data are read.
+    Samples.of(without_abilities(config, components.mode)[0], components.task, components.model)
     if config.model.weights is not None:
         # A plan needs no weights, and sends no request for them.
         ModelWeights.find(config.model.weights, ask=False)

@@ -30,7 +30,7 @@ def sample_bytes(components: Components, has_gpu: bool) -> int:
 
 
 def refuse_text(components: Components, positions: int) -> None:
-    """Raises MisfitError if a text of so many tokens has no room beside the weights; with force=true it warns."""
+    """Raises MisfitError if a text of `positions` tokens has no room beside the weights; with force=true it warns."""
     footprint, has_gpu = components.footprint, components.device.type == "cuda"
     text = _bytes_of(components, largest_forwards(components.model, positions), has_gpu)
     device = footprint.resident_bytes + footprint.slot_bytes + text

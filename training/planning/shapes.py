@@ -36,6 +36,6 @@ def refuse_shapes(components: Components) -> None:
                 f"model={chosen['model']} with dataset={chosen['dataset']}: sizes do not fit each other ({problem}):"
                 " change those of the dataset, or of the model"
             ) from error
-    # A model may fail in any way on tensors without values.
+    # On tensors without values a model may raise any error.
     except Exception:
         return

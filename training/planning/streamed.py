@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from offload import format_bytes
+from offload import WeightMode, format_bytes
 from training.components import Components
 from training.config.modes import weights_node
 
 # A smaller share is worth a note.
 MOST = 0.9
-# Tensors that are named: so many, and none of a smaller share.
+# The most tensors that are named, and the least share of the bytes of one that is.
 NAMED, SMALL = 3, 0.01
 
 
@@ -20,9 +20,16 @@ def streamed_share(components: Components) -> float | None:
 
 
 def staying_note(components: Components) -> str | None:
-    """Returns a line with the largest tensors that stay on the device, where more stays than the user asked for."""
+    """Returns a line with the largest tensors that stay on the device, where more stays than the user asked for.
+
+    Where the user's patterns leave nothing that streams, the line says so.
+    """
     share = streamed_share(components)
     key, mode = weights_node(components.config)
+    weights = getattr(components.mode, "weights", components.mode)
+    if isinstance(weights, WeightMode) and not weights.chosen(components.model):
+        patterns = f"{key}.include={mode.include} and {key}.exclude={mode.exclude}"
+        return f"nothing streams: {patterns} leave no module of the model"
     if share is None or share >= MOST or mode.get("resident") not in (None, 0, "0", "auto"):
         return None
     names = {id(t): name for name, t in (*components.model.named_parameters(), *components.model.named_buffers())}

@@ -17,7 +17,7 @@ from training.errors import UserError
 from training.runs.failures import FAILED, print_failure
 from training.visible_text import visible
 
-# OmegaConf's words, and ours for its types.
+# OmegaConf's names of types, and the words for them here.
 OF_ANOTHER_TYPE = re.compile(r"Value '(.*)' (?:of type '.*' could not be converted to|is not a valid) (\w+)")
 OF_ANOTHER_NAME = re.compile(r"Invalid value '(.*)', expected one of \[(.*)\]$")
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}

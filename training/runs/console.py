@@ -45,7 +45,7 @@ class _Console(io.FileIO):
 _consoles: dict[str, _Console] = {}
 
 
-def may_fail() -> None:
+def tolerate_failures() -> None:
     """Lets this process outlive its console: what can no longer be written is dropped.
 
     Streams that were closed from the start (`>&-`) write to /dev/null. Streams that do not write to the process's own

@@ -30,6 +30,7 @@ from training.runs.whole_file import write_whole
 
 # The folder of train.py.
 PROGRAM = Path(__file__).resolve().parents[2]
+OWN_PLACE = "choose a directory of its own, "
 
 logger = logging.getLogger(__name__)
 
@@ -111,12 +112,20 @@ def refuse_folders_of_others(run_dir: Path) -> None:
 
     That is the folder of this program, and one with a configuration that no run wrote.
     """
-    advice = "choose a directory of its own for the run, hydra.run.dir=runs/NAME"
-    if run_dir.resolve() == PROGRAM:
-        raise UserError(f"{run_dir}: the folder of this program: {advice}")
+    own = "hydra.run.dir=runs/NAME"
+    refuse_program_folder(run_dir, own)
     written_by_a_run = any(os.path.lexists(run_dir / name) for name in (LOCK_FILE, CHOICES_FILE))
     if os.path.lexists(run_dir / CONFIG_FILE) and not written_by_a_run:
-        raise UserError(f"{run_dir / CONFIG_FILE}: not written by a run, which would replace it: {advice}")
+        raise UserError(f"{run_dir / CONFIG_FILE}: not written by a run, which would replace it: {OWN_PLACE}{own}")
+
+
+def refuse_program_folder(path: Path, own: str) -> None:
+    """Raises UserError if `path`, where a run or a sweep would write, is the folder of this program.
+
+    `own` is the override that gives it a directory of its own.
+    """
+    if path.resolve() == PROGRAM:
+        raise UserError(f"{path}: the folder of this program: {OWN_PLACE}{own}")
 
 
 @contextmanager

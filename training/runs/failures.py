@@ -21,7 +21,7 @@ from training.metrics.files import write_summary
 from training.runs.console import note_failures
 from training.runs.directory import RunDirectory
 from training.runs.files import SUMMARY_FILE
-from training.runs.signals import heeded, once_per_request
+from training.runs.signals import once_per_request, signals_not_ignored
 from training.visible_text import visible, visible_lines
 
 FAILED = 1
@@ -53,7 +53,7 @@ def failures_recorded(run_dir: Path) -> Iterator[RunDirectory]:
     the run has not taken it. SIGTERM, which schedulers send, ends a run as Ctrl-C does, and so does SIGHUP, which a
     terminal sends when it closes. A console that was lost is noted in the log file.
     """
-    asked_to_end = (signal.SIGTERM, signal.SIGHUP) if signal.SIGHUP in heeded() else (signal.SIGTERM,)
+    asked_to_end = (signal.SIGTERM, signal.SIGHUP) if signal.SIGHUP in signals_not_ignored() else (signal.SIGTERM,)
     handler = once_per_request(signal.default_int_handler)
     for number in asked_to_end:
         signal.signal(number, handler)

@@ -9,15 +9,15 @@ import signal
 PARENT_VARIABLE = "OFFLOAD_SWEEP_PROCESS"
 """the number of the sweep's process, in the environment of its jobs"""
 
-# Of prctl(2).
+# The option of prctl(2).
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """In a job of a sweep: from now on the system sends SIGTERM when the sweep's process ends, so that the job saves.
+    """Makes the system send a job of a sweep SIGTERM when the sweep's process ends, so that the job saves.
 
-    So it is with any process whose environment has the number of another. Another signal than SIGTERM may be sent. Only
-    Linux does that; elsewhere, and where the environment has no such number, nothing happens.
+    A job is a process whose environment has the number of its parent; `number` is the signal that is sent. Only Linux
+    does that; elsewhere, and where the environment has no such number, nothing happens.
     """
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is None:

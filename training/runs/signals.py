@@ -42,7 +42,7 @@ class StopRequest:
         if self._after_s < math.inf:
             self._opened_s = time.monotonic()
             handler = once_per_request(self._note)
-            self._before = {number: signal.signal(number, handler) for number in heeded()}
+            self._before = {number: signal.signal(number, handler) for number in signals_not_ignored()}
         return self
 
     def settle(self) -> None:
@@ -67,8 +67,8 @@ class StopRequest:
         return time.monotonic() - self._opened_s >= self._after_s
 
 
-def heeded() -> list[signal.Signals]:
-    """Returns those of SIGNALS that the process does not ignore: nohup ignores SIGHUP, a shell's `&` may Ctrl-C."""
+def signals_not_ignored() -> list[signal.Signals]:
+    """Returns the SIGNALS that are not ignored, as nohup ignores SIGHUP, and `&` in a shell may ignore Ctrl-C."""
     return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from models.llama import Llama
+from models.quantise import is_quantised
 from models.safetensors_files import StoredTensor, open_file, split_into_files, write_tensors
 from models.weights import (
     INDEX_FILE,
@@ -74,6 +75,11 @@ def export(
         stored = read_checkpoint_headers(checkpoint)
         config.precision = Precision.bf16 if any(t.dtype == "BF16" for t in stored.values()) else Precision.fp32
         model = Components.of(config, invocation, torch.device("cpu")).model
+        if is_quantised(model):
+            raise UserError(
+                f"{run_dir}: its weights are quantised, in a form that no library loads: its checkpoints begin a run of"
+                " the same quantize=FORMAT, as model.weights=CHECKPOINT"
+            )
         with reading(model, stored, checkpoint) as read:
             files = files_of(model, config, read, max_shard_bytes)
             write_whole_folder(folder, files)

@@ -28,11 +28,11 @@ from training.sweeps.launcher import ProcessLauncher, announce, job_environment,
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "hydra-submitit-launcher"
-# Seconds between two looks at the jobs. The scheduler itself is asked once in ten minutes at most.
+# Seconds between two checks of the jobs. The scheduler itself is asked once in ten minutes at most.
 LOOK_S = 0.5
 # The plugin's options that are not sbatch's or submitit's own.
 FOLDER, RETRIES = "submitit_folder", "max_num_timeout"
-# By default submitit sends its signal so many seconds before a local job's time is over; a job begins to end earlier.
+# Seconds before the end of a local job's time at which submitit sends its signal by default; a job ends earlier.
 LOCAL_DELAY_S, BEFORE_SIGNAL_S = 30, 5
 
 
@@ -232,7 +232,7 @@ def _resumes(override: str) -> bool:
 
 @contextmanager
 def _user_signal_interrupts() -> Iterator[None]:
-    """Within the block, the signal that submitit has schedulers send before they end a job interrupts it."""
+    """Makes the signal that submitit has schedulers send before they end a job interrupt it, inside the block."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -246,7 +246,7 @@ def _user_signal_interrupts() -> Iterator[None]:
 
 @contextmanager
 def _found_from_anywhere() -> Iterator[None]:
-    """Within the block, processes that are started find this repository's modules, whatever their directory is."""
+    """Makes processes that are started inside the block find this repository's modules, whatever their directory is."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), before)))
     try:

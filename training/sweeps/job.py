@@ -18,7 +18,7 @@ from training.runs.failures import FAILED, INTERRUPTED
 from training.runs.files import CONFIG_FILE, SUMMARY_FILE
 from training.visible_text import visible
 
-# A job that was asked to end may save for so long before it is killed: a checkpoint of 100 GiB takes minutes.
+# Seconds that a job which was asked to end may take to save before it is killed: a checkpoint of 100 GiB takes minutes.
 GRACE_S = 300.0
 
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -29,10 +30,10 @@ from training.checkpoints.changes import MAY_CHANGE, changed_values, read_config
 from training.checkpoints.manifest import DamagedError
 from training.config.auto import AUTO, SETTLED
 from training.errors import UserError, first_line
-from training.runs.directory import holds_results
+from training.runs.directory import holds_results, refuse_program_folder
 from training.runs.failures import INTERRUPTED
 from training.runs.parent import PARENT_VARIABLE
-from training.runs.signals import heeded, once_per_request
+from training.runs.signals import once_per_request, signals_not_ignored
 from training.sweeps.job import SweepJob, summary_in
 from training.visible_text import visible
 
@@ -75,13 +76,15 @@ class ProcessLauncher(Launcher):
     """Runs the jobs of a sweep one after another, each in a fresh Python process.
 
     The return value of a job is its summary.json as a dict, or None if it wrote none. A job that did not end well has
-    the status FAILED, and reading its return value raises UserError.
+    the status FAILED, and reading its return value raises a UserError that names all such jobs.
     """
 
     def __init__(self, timeout_min: float | None = None):
         self._timeout_min = timeout_min
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        # Here, because the sweeper writes its first file before `launch`.
+        refuse_program_folder(Path(config.hydra.sweep.dir), "hydra.sweep.dir=multirun/NAME")
         self._hydra_context = hydra_context
         self._config = config
 
@@ -111,7 +114,7 @@ class ProcessLauncher(Launcher):
             _close(jobs, sweep_dir)
             sys.exit(INTERRUPTED)
         _close(jobs, sweep_dir)
-        return [_job_return(job, config) for job, config in zip(jobs, configs, strict=True)]
+        return _job_returns(jobs, configs)
 
     def _check_options(self) -> None:
         """Raises UserError for options of `hydra.launcher` that cannot be."""
@@ -200,9 +203,9 @@ def _task_config(config: DictConfig) -> DictConfig:
 
 @contextmanager
 def signals_interrupt() -> Iterator[None]:
-    """Within the block, SIGTERM and SIGHUP end a sweep as Ctrl-C does, so that no job is left running."""
+    """Makes SIGTERM and SIGHUP end a sweep inside the block as Ctrl-C does, so that no job is left running."""
     handler = once_per_request(signal.default_int_handler)
-    before = {number: signal.signal(number, handler) for number in heeded()}
+    before = {number: signal.signal(number, handler) for number in signals_not_ignored()}
     try:
         yield
     finally:
@@ -210,17 +213,45 @@ def signals_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _job_return(job: SweepJob, config: DictConfig) -> JobReturn:
-    """Converts the outcome of a job into Hydra's."""
-    hydra_config = OmegaConf.masked_copy(config, "hydra")
-    result = JobReturn(job.overrides, _task_config(config), hydra_config, os.getcwd(), config.hydra.job.name)
-    if job.succeeded:
-        result.status, result.return_value = JobStatus.COMPLETED, job.summary or None
-    else:
-        status, reason = job.outcome
-        status = "does not fit" if status == "planned" else status
-        result.status, result.return_value = JobStatus.FAILED, UserError(f"job {job.number} {status}: {reason}")
-    return result
+def _job_returns(jobs: Sequence[SweepJob], configs: Sequence[DictConfig]) -> list[JobReturn]:
+    """Converts the outcomes of the jobs into Hydra's, which ends with the error of the first that has one."""
+    error = UserError(_failures_of(jobs))
+    returns: list[JobReturn] = []
+    for job, config in zip(jobs, configs, strict=True):
+        hydra_config = OmegaConf.masked_copy(config, "hydra")
+        parts = job.overrides, _task_config(config), hydra_config, os.getcwd(), config.hydra.job.name
+        if job.succeeded:
+            returns.append(JobReturn(*parts, JobStatus.COMPLETED, job.summary or None))
+        else:
+            returns.append(_FailedJob(*parts, JobStatus.FAILED, error))
+    return returns
+
+
+class _FailedJob(JobReturn):
+    """Raises the error alone; Hydra would print the overrides of this one job first."""
+
+    @property
+    def return_value(self) -> Any:
+        raise self._return_value
+
+
+def _failures_of(jobs: Sequence[SweepJob]) -> str:
+    """Returns one line with all jobs that did not end well and why; those that ended alike are named together."""
+    numbers: dict[tuple[str, str], list[str]] = {}
+    for job in jobs:
+        if not job.succeeded:
+            numbers.setdefault(job.outcome, []).append(str(job.number))
+    alike = [
+        f"job{'s' if same[1:] else ''} {', '.join(same)} {_in_words(status, len(same))}: {reason}"
+        for (status, reason), same in numbers.items()
+    ]
+    return "; ".join(alike)
+
+
+def _in_words(status: str, count: int) -> str:
+    if status != "planned":
+        return status
+    return "does not fit" if count == 1 else "do not fit"
 
 
 def _close(jobs: Sequence[SweepJob], sweep_dir: Path) -> None:

@@ -16,7 +16,7 @@ from training.errors import UserError
 from training.tasks.sample import TextSample
 from training.tasks.task import Sampler, Task
 
-# At microbatches=auto each has at most so many tokens. On 16k tokens a block of 4096 already computes for longer than
+# The most tokens of a microbatch at microbatches=auto. On 16k tokens a block of 4096 already computes for longer than
 # an H200 copies its weights in and its gradients out. But the update hides behind the first microbatch's forward alone.
 TOKENS_OF_MICROBATCH = 32768
 
@@ -112,7 +112,7 @@ def check_vocabulary(model: nn.Module, vocab_size: int) -> None:
 
 
 def refuse_positions(model: nn.Module, positions: int, given: str) -> None:
-    """Raises UserError, which begins with `given`, if a text of so many tokens is longer than the model can take."""
+    """Raises UserError, which begins with `given`, if `positions` tokens are more than the model can take."""
     longest = getattr(model, "most_positions", None)
     if longest is not None and positions > longest:
         raise UserError(f"{given}: the model has embeddings for {longest} positions: take no more")

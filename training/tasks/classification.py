@@ -67,7 +67,7 @@ class Classification(Task):
                 return _logits(model, self.meta_batch(config, 1)).shape[1]
         except UserError:
             raise
-        # A model may fail in any way on tensors without values.
+        # On tensors without values a model may raise any error.
         except Exception:
             return None
 

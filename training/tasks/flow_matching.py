@@ -99,7 +99,7 @@ class FlowMatching(Task):
                 NOISE: torch.empty_like(images, dtype=torch.float32),
                 TIMESTEP: images.new_empty(len(images), dtype=torch.float32),
             }
-        # Not like the images, whose layout in memory may be any.
+        # `empty_like` would take over the layout of the images in memory, which may be any.
         noise = torch.empty(images.shape)
         normal, uniform = torch.empty(2, len(images))
         for example, generator in enumerate(_generators(len(images), seed)):

@@ -36,9 +36,9 @@ def add_adapter(model: nn.Module, config: DictConfig, dtype: torch.dtype) -> Non
 
 
 def warn_of_unused(model: nn.Module) -> None:
-    """After the first backward: warns in one line of adapters that got no gradient, which have no effect on the loss.
+    """Warns in one line, after the first backward, of adapters that got no gradient, which have no effect on the loss.
 
-    So it is where other modules read the weight of a layer and do not call it.
+    Such are adapters of layers whose weight other modules read without calling the layer.
     """
     unused = [
         name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from models.weights import checkpoint_files
 from training.errors import UserError, first_line
 from training.runs.paths import home_expanded
-from training.weights.hub_client import ask_hub
+from training.weights.hub_client import HubName, ask_hub
 
 KEY = "model.weights"
-# The names of repositories on the Hub; a path of two parts looks the same.
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 # No other file of a repository is used, above all none that is unpickled.
 PATTERNS = ("*.safetensors", "*.safetensors.index.json")
 # Copies of the same weights in other dtypes or forms, which are not loaded.
@@ -24,7 +23,7 @@ COPIES = ("*.fp16.*", "*.bf16.*", "*.non_ema.*", "*.fp16-*", "*.non_ema-*", "con
 PARTS = ("", "transformer/", "unet/")
 CONFIG_FILE = "config.json"
 CONFIG_FILES = [f"{part}{CONFIG_FILE}" for part in PARTS]
-# Of transformers and of diffusers.
+# The stems of the weight files of transformers and of diffusers.
 STEMS = ("model", "diffusion_pytorch_model")
 
 
@@ -55,6 +54,11 @@ def weight_files(path: Path) -> list[Path]:
     return (path.is_dir() and weight_files_in(path)) or list(checkpoint_files(path))
 
 
+def _has_an_adapter_alone(path: Path) -> bool:
+    models = (file for stem in STEMS for file in path.glob(f"{stem}*.safetensors"))
+    return (path / ADAPTER_CONFIG_FILE).is_file() and not any(models)
+
+
 def _part_in(folder: Path) -> str:
     return next((part for part in PARTS if (folder / part / CONFIG_FILE).is_file()), "")
 
@@ -78,7 +82,7 @@ class ModelWeights:
     """
 
     given: str
-    hub_name: str | None = None
+    on_hub: HubName | None = None
     cache: str | None = None
     part: str = ""
 
@@ -90,19 +94,25 @@ class ModelWeights:
         """
         path = home_expanded(KEY, given)
         if path.exists():
+            if _has_an_adapter_alone(path):
+                raise UserError(
+                    f"{KEY}={given}: has an adapter and no model: give it as adapter.weights={given}, and its base as"
+                    f" {KEY}"
+                )
             try:
                 weight_files(path)
             except ValueError as error:
                 raise UserError(f"{KEY}={given}: {error}") from error
             return cls(given)
-        if not HUB_NAME.fullmatch(given):
+        on_hub = HubName.of(given)
+        if on_hub is None:
             raise UserError(
                 f"{KEY}={given}: does not exist: give a .safetensors file, a folder of them, or the name of a model on"
-                " the Hugging Face Hub (OWNER/NAME)"
+                " the Hugging Face Hub (OWNER/NAME, or OWNER/NAME@REVISION)"
             )
         from huggingface_hub import HfApi, constants
 
-        found = cls(given, given, constants.HF_HUB_CACHE)
+        found = cls(given, on_hub, constants.HF_HUB_CACHE)
         part = found._cached_part()
         if part is None:
             part = found._part_on_the_hub(HfApi()) if ask else ""
@@ -113,35 +123,32 @@ class ModelWeights:
 
         Raises UserError if the download fails.
         """
-        if self.hub_name is None:
+        if self.on_hub is None:
             return home_expanded(KEY, self.given)
-        from huggingface_hub import snapshot_download
-
         try:
-            return Path(snapshot_download(self.hub_name, cache_dir=self.cache, **_wanted(self.part)))
+            return Path(self._download(**_wanted(self.part)))
         except Exception as error:  # the client's errors have no common base class
             raise UserError(
-                f"{KEY}={self.given}: the download failed ({first_line(error)}); {self._by_hand}"
+                f"{KEY}={self.given}: the download failed ({first_line(error)}); {self.on_hub.by_hand(KEY)}"
             ) from error
 
     def local_path(self) -> Path:
         """Returns the local file or folder. Raises UserError for one of the Hub that is not in the client's cache."""
-        if self.hub_name is not None and self._cached_part() is None:
-            raise UserError(f"{KEY}={self.given}: is not in the cache of the Hub's client yet; {self._by_hand}")
+        if self.on_hub is not None and self._cached_part() is None:
+            by_hand = self.on_hub.by_hand(KEY)
+            raise UserError(f"{KEY}={self.given}: is not in the cache of the Hub's client yet; {by_hand}")
         return self.path()
 
-    @property
-    def _by_hand(self) -> str:
-        command = f"hf download {self.given} --local-dir DIR"
-        return f"or run `{command}` where there is a network, and give {KEY}=DIR"
+    def _download(self, **patterns: object) -> str:
+        from huggingface_hub import snapshot_download
+
+        return snapshot_download(self.on_hub.name, revision=self.on_hub.revision, cache_dir=self.cache, **patterns)
 
     def _cached_part(self) -> str | None:
         """Returns the part whose weights are in the client's cache; None if there are none, or not all."""
-        from huggingface_hub import snapshot_download
-
         try:
             # The client looks whether all files of these patterns are there.
-            cached = partial(snapshot_download, self.hub_name, cache_dir=self.cache, local_files_only=True)
+            cached = partial(self._download, local_files_only=True)
             part = _part_in(Path(cached(allow_patterns=CONFIG_FILES)))
             files = weight_files_in(Path(cached(**_wanted(part))))
         except (OSError, ValueError):  # not there, or not complete
@@ -151,7 +158,8 @@ class ModelWeights:
     def _part_on_the_hub(self, api) -> str:
         """Asks the Hub for the model's files. Raises UserError if there are no weights among them."""
         given = f"{KEY}={self.given}: no such file or folder here; as a name on the Hub"
-        info = ask_hub(api.model_info, self.hub_name, given, "model", self._by_hand)
+        ask = partial(api.model_info, revision=self.on_hub.revision)
+        info = ask_hub(ask, self.on_hub.name, given, "model", self.on_hub.by_hand(KEY))
         names = [entry.rfilename for entry in info.siblings or ()]
         part = part_of(names) or ""
         if not any(re.fullmatch(rf"{part}[^/]*\.safetensors", name) for name in names):

@@ -15,7 +15,7 @@ from torch import nn
 from models.adapters import without_adapters
 from models.initialise import initialise
 from models.quantise import settled
-from models.weights import load_weights
+from models.weights import has_own_names, load_weights
 from offload import lies_in_file
 from training.errors import UserError
 from training.metrics.progress import phase
@@ -64,5 +64,12 @@ def fill_parameters(model: nn.Module, config: DictConfig, device: torch.device, 
 
 
 def load(model: nn.Module, path: Path) -> None:
-    """Copies the weights of `path` into the model, by its library's names. Raises ValueError or FileNotFoundError."""
-    getattr(model, "load", lambda given: load_weights(model, given))(path)
+    """Copies the weights of `path` into the model: those of a checkpoint, or of its library's files.
+
+    Raises ValueError or FileNotFoundError.
+    """
+    by_library = None if has_own_names(model, path) else getattr(model, "load", None)
+    if by_library is None:
+        load_weights(model, path)
+    else:
+        by_library(path)

@@ -13,8 +13,8 @@ from omegaconf import DictConfig
 from training.errors import UserError, first_line
 from training.metrics.progress import phase
 from training.runs.paths import home_expanded
-from training.weights.files import CONFIG_FILE, CONFIG_FILES, HUB_NAME, part_of, weight_files_in
-from training.weights.hub_client import ask_hub
+from training.weights.files import CONFIG_FILE, CONFIG_FILES, part_of, weight_files_in
+from training.weights.hub_client import HubName, ask_hub
 
 KEY = "model.source"
 
@@ -29,21 +29,23 @@ def local_source(given: str) -> str:
     path = home_expanded(KEY, given)
     if path.is_dir():
         return str(path)
-    if not HUB_NAME.fullmatch(given):
+    hub = HubName.of(given)
+    if hub is None:
         return given
     from huggingface_hub import HfApi, constants, snapshot_download
 
-    cached = partial(snapshot_download, given, cache_dir=constants.HF_HUB_CACHE, allow_patterns=CONFIG_FILES)
+    wanted = {"revision": hub.revision, "cache_dir": constants.HF_HUB_CACHE, "allow_patterns": CONFIG_FILES}
+    cached = partial(snapshot_download, hub.name, **wanted)
     try:
         folder = cached(local_files_only=True)
         if part_of(_names_in(Path(folder))) is not None:
             return folder
     except (OSError, ValueError):  # not there
         pass
-    by_hand = f"or run `hf download {given} --local-dir DIR` where there is a network, and give {KEY}=DIR"
+    by_hand = hub.by_hand(KEY)
     key = f"{KEY}={given}: no such folder here; as a name on the Hub"
     with phase("downloading the model's configuration"):
-        info = ask_hub(HfApi().model_info, given, key, "model", by_hand)
+        info = ask_hub(partial(HfApi().model_info, revision=hub.revision), hub.name, key, "model", by_hand)
         if part_of([entry.rfilename for entry in info.siblings or ()]) is None:
             raise UserError(f"{key}: that model has no {CONFIG_FILE}: choose one that has")
         try:
@@ -64,7 +66,7 @@ def weights_of_source(model: DictConfig) -> str | None:
             return model.source if weight_files_in(path) else None
         except ValueError as error:
             raise UserError(f"{KEY}={model.source}: {error}, or give model.weights=null") from error
-    return model.source if HUB_NAME.fullmatch(model.source) else None
+    return model.source if HubName.of(model.source) else None
 
 
 def _names_in(folder: Path) -> list[str]:

@@ -32,7 +32,7 @@ class Attachment:
             _mode_of[module] = mode
 
     def release(self) -> None:
-        """Ends it: the modules may be attached again."""
+        """Forgets the mode: the modules may be attached again."""
         for module in self._modules:
             _mode_of.pop(module, None)
 

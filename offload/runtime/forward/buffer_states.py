@@ -14,7 +14,7 @@ from offload.runtime.tensor_parts import true_bytes, version_of, wraps
 
 # The module that holds a buffer, and its name there.
 Place = tuple[nn.Module, str]
-# Buffers of at most so many bytes are copied whether they change or not.
+# Buffers of at most this many bytes are copied whether they change or not.
 SMALL_BYTES = 2**16
 
 
@@ -80,7 +80,7 @@ def changes_unseen(tensor: Tensor, is_training: bool) -> bool:
 def may_change(place: Place) -> bool:
     """Tells whether a forward may change a buffer: a small one, one that changes unseen, and one that has changed.
 
-    Large masks and quantised weights are not expected to change, nor is what is large and in eval().
+    Large masks, quantised weights and large buffers in eval() are not expected to change.
     """
     (module, name), state = place, get(place)
     if not isinstance(state, Tensor) or true_bytes(state) <= SMALL_BYTES:

@@ -28,7 +28,7 @@ from offload.runtime.memory.host_memory import HostArena, HostBlock
 from offload.runtime.memory.mapped_files import DIRECT_BYTES, FileSpan, MappedFile
 from offload.runtime.streams.registry import Event, Signal, Streams
 
-# A thread reads so much at a time: large enough for a disk's full rate, and small enough to share a unit among threads.
+# Bytes that a thread reads at a time: enough for a disk's full rate, and few enough to share a unit among threads.
 PART_BYTES = 8 * 2**20
 # What a poisoned block has: NaN in every floating-point dtype.
 POISON = b"\xff"

@@ -94,7 +94,7 @@ class _Holding:
             weakref.finalize(block.view, self._unlock, wait=True)
 
     def lock(self) -> str | None:
-        """Page-locks the memory. Returns None, or in words why that failed."""
+        """Page-locks the memory. Returns None, or why that failed, in words."""
         # Set before: an interrupt (Ctrl-C) may come right behind the call.
         self.is_locked = True
         refusal = lock_pages(self._address, self.nbytes, self._device)
@@ -124,7 +124,7 @@ class _Holding:
         if self._is_shared:
             # A forked process shares these pages for good, whoever writes.
             return
-        # Not every system has it. Without it copies are right as long as nobody forks.
+        # Not every system has MADV_DONTFORK. Without it copies are right as long as nobody forks.
         with suppress(AttributeError, OSError):
             self._mapping.madvise(getattr(mmap, advice))
 

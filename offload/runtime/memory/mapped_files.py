@@ -24,7 +24,7 @@ from offload.runtime.tensor_parts import parts
 # Reads past the page cache begin and end at multiples of it: the largest block that disks have.
 DIRECT_BYTES = 4096
 PAGE = mmap.PAGESIZE
-# Without a reserve: else the system would refuse a file larger than memory, as if all of it were to be written.
+# MAP_NORESERVE: else the system would refuse a file larger than memory, as if all of it were to be written.
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 COPY_ON_WRITE = {"access": mmap.ACCESS_COPY}
 if hasattr(mmap, "MAP_PRIVATE"):
@@ -49,7 +49,7 @@ class FileSpan:
 
 
 class ChangedFileError(OSError):
-    """A file from which weights are read is not the one any more that it was. `filename` is its path."""
+    """A file from which weights are read has changed. `filename` is its path."""
 
 
 class MappedFile:

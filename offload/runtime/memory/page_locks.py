@@ -17,8 +17,8 @@ PORTABLE = 1
 
 
 def lock_pages(address: int, nbytes: int, device: torch.device) -> str | None:
-    """Locks the pages of `nbytes` at `address`. Returns None, or in words why the runtime refused."""
-    # Else a context of another device, hundreds of MiB, would be made where that is the current one.
+    """Locks the pages of `nbytes` at `address`. Returns None, or why the runtime refused, in words."""
+    # Where another device is current, the call would make a context there, of hundreds of MiB.
     with torch.cuda.device(device):
         runtime = torch.cuda.cudart()
         code = runtime.cudaHostRegister(address, nbytes, PORTABLE)

@@ -26,7 +26,7 @@ MOST_NUMBERS = ROW_WORDS - 3
 # A process that waits first lets others run, then it sleeps, longer and longer.
 YIELDS = 50
 SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 20e-6, 1e-3
-# The time between two looks whether the process that it waits for is still there.
+# Seconds between two checks that the process it waits for is still there.
 LOOK_EVERY_S = 0.05
 
 

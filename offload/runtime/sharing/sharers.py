@@ -1,7 +1,7 @@
 """The processes that share the homes of one model, each with a device of its own. `NO_SHARERS` shares nothing.
 
 Processes of one host share memory. Where several hosts train one model, each has its own homes, and gradients are
-summed over all (hybrid sharding, as of PyTorch FSDP, Zhao et al. 2023).
+summed over all (hybrid sharding, as in PyTorch FSDP, Zhao et al. 2023).
 
 The engine asks its sharers for an exchange of a few numbers and for a collective on the device. It imports no
 torch.distributed: `training.parallel.sharers` implements the protocol with it.
@@ -50,7 +50,7 @@ class Sharers(Protocol):
     def gather(self, whole: torch.Tensor, what: str) -> None:
         """Completes `whole` (uint8 on the device) on the current stream; sharer k gives the k-th of `count` slices.
 
-        It is a matter of one host. The host does not wait where the device has streams.
+        Only the sharers of one host take part. The host does not wait where the device has streams.
         """
         ...
 

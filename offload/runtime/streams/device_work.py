@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from offload.runtime.tensor_parts import any_wraps
-from offload.runtime.torch_internals import StorageWeakRef, TorchDispatchMode
+from offload.runtime.torch_internals import StorageWeakRef, TorchDispatchMode, is_in_selective_checkpoint
 
 # Host memory of weights, and their name. The tensor keeps its addresses from being used for anything else.
 Home = tuple[torch.Tensor, str]
@@ -42,8 +42,8 @@ class DeviceWork(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         keywords = keywords or {}
         if any_wraps(types):
-            # Its own operations come here one by one.
-            return NotImplemented
+            # Its own operations come here one by one. A selective checkpoint outside of this mode has to see the whole.
+            return function(*arguments, **keywords) if is_in_selective_checkpoint() else NotImplemented
         if not self._on_compute():
             return function(*arguments, **keywords)
         operands = [tensor for tensor in _tensors((*arguments, *keywords.values())) if tensor.dim()]

@@ -118,23 +118,23 @@ class CheckedStreams:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._hosts = threading.local()
+        # The host and the current stream of a thread, where it has others than the main ones.
+        self._thread = threading.local()
         self._host = CheckedStream("host")
         self.h2d = CheckedStream("h2d")
         self.d2h = CheckedStream("d2h")
         self.gather = CheckedStream("gather")
         self._compute = CheckedStream("compute")
-        self._current = self._compute
         self._histories: weakref.WeakKeyDictionary[object, _History] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
     @property
     def host(self) -> CheckedStream:
-        return getattr(self._hosts, "current", self._host)
+        return getattr(self._thread, "host", self._host)
 
     @property
     def compute(self) -> CheckedStream:
-        return self._current
+        return getattr(self._thread, "stream", self._compute)
 
     def event(self, timing: bool = False) -> CheckedEvent:
         return CheckedEvent(self)
@@ -144,19 +144,19 @@ class CheckedStreams:
 
     @contextmanager
     def beside(self, name: str) -> Iterator[None]:
-        self._hosts.current = CheckedStream(name)
+        self._thread.host = CheckedStream(name)
         try:
             yield
         finally:
-            del self._hosts.current
+            del self._thread.host
 
     @contextmanager
     def on(self, stream: CheckedStream) -> Iterator[None]:
-        before, self._current = self._current, stream
+        before, self._thread.stream = self.compute, stream
         try:
             yield
         finally:
-            self._current = before
+            self._thread.stream = before
 
     def thread_context(self) -> Callable[[], AbstractContextManager]:
         return nullcontext
@@ -179,7 +179,7 @@ class CheckedStreams:
     def device_work(self, homes: Callable[[], Iterable[Home]]) -> AbstractContextManager:
         if self.device.type == "meta":
             return nullcontext()
-        return DeviceWork(homes(), lambda: self._current is self._compute)
+        return DeviceWork(homes(), lambda: self.compute is self._compute)
 
     def synchronize(self) -> None:
         for stream in (self.h2d, self.d2h, self.gather, self._compute):

@@ -140,7 +140,7 @@ def profiled(name: str) -> AbstractContextManager:
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a host tensor (a batch of tokens, say) on `device`. The host does not wait for the device's queue."""
+    """Returns a host tensor (a batch, say: any shape and dtype) on `device`. The host does not wait for its queue."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -139,7 +139,7 @@ class GradientOffloader:
 
     @staticmethod
     def norms(units: Iterable[OffloadUnit]) -> dict[nn.Parameter, torch.Tensor]:
-        """Returns the norms that were taken in this step, but for gradients that were changed since they landed."""
+        """Returns the L2 norms of this step, float32 scalars on the device, of gradients that are as they landed."""
         normed = (tensor for unit in units for tensor in unit.tensors if tensor.norm is not None)
         return {tensor.host: tensor.norm for tensor in normed if tensor.has_landed_gradient or tensor.is_released}
 
@@ -150,40 +150,48 @@ class GradientOffloader:
 
     def _take_norm(self, tensor: UnitTensor, gradient: torch.Tensor) -> None:
         if self._takes_norms:
-            tensor.norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+            # The sum of another order in memory, as convolutions have it, may round otherwise. That of a model that
+            # stays on the device has the order of the parameter.
+            same = gradient.stride() == tensor.host.stride()
+            ordered = gradient if same else torch.empty_like(tensor.host, device=gradient.device).copy_(gradient)
+            tensor.norm = torch.linalg.vector_norm(ordered, dtype=torch.float32)
 
     def _fetch_and_add(self, batch: Sequence[Landing]) -> None:
-        """Adds the earlier gradients to these, on the d2h stream."""
+        """Replaces these gradients by their sums with the earlier ones, made on the d2h stream.
+
+        A sum is in the memory that the earlier gradient was fetched into: what backward has made may be the gradient of
+        another weight as well, and of more to come.
+        """
         streams, h2d, d2h = self._streams, self._streams.h2d, self._streams.d2h
-        added, fetched, copies = streams.event(), [], []
+        added, made, copies = streams.event(), [landing.leaving for landing in batch], []
         for landing in batch:
-            tensor, name = landing.tensor, f"earlier gradient of {landing.tensor.name}"
             with streams.on(self._made_on):
-                memory = PendingFree(torch.empty_like(landing.leaving.tensor), added, name, self._made_on)
-            streams.writes(self._made_on, memory, "what this memory was used for before")
-            fetched.append(memory)
-            copies.append((memory.tensor, tensor.host.grad))
+                memory = torch.empty_like(landing.leaving.tensor)
+            landing.leaving = PendingFree(memory, landing.leaving.done, landing.leaving.name, self._made_on)
+            streams.writes(self._made_on, landing.leaving, "what this memory was used for before")
+            copies.append((memory, landing.tensor.host.grad))
         # The allocator may hand out memory that kernels already queued still use.
         freed = streams.event()
         freed.record(self._made_on)
         h2d.wait_event(freed)
         for landed in {id(event): event for event in (landing.tensor.landed for landing in batch) if event}.values():
             h2d.wait_event(landed)
-        for landing, memory in zip(batch, fetched, strict=True):
+        for landing in batch:
             streams.reads(h2d, landing.tensor, "accumulation")
-            streams.writes(h2d, memory, "copy in")
+            streams.writes(h2d, landing.leaving, "copy in")
         arrived = streams.event()
         self._transfer.copies_in(copies, done=arrived, what=f"earlier {_named(batch)}")
         d2h.wait_event(arrived)
-        for landing, memory in zip(batch, fetched, strict=True):
-            streams.reads(d2h, memory, "accumulation")
+        for landing, gradient in zip(batch, made, strict=True):
+            streams.reads(d2h, gradient, "accumulation")
             streams.writes(d2h, landing.leaving, "accumulation")
+            gradient.done = added
         with streams.on(d2h), torch.no_grad():
-            for landing, memory in zip(batch, fetched, strict=True):
-                landing.leaving.tensor.add_(memory.tensor)
+            for landing, gradient in zip(batch, made, strict=True):
+                landing.leaving.tensor.add_(gradient.tensor)
                 self._take_norm(landing.tensor, landing.leaving.tensor)
         added.record(d2h)
-        self._deferred_frees.add(*fetched)
+        self._deferred_frees.add(*made)
 
 
 def _named(batch: Sequence[Landing]) -> str:

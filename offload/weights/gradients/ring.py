@@ -18,9 +18,10 @@ from offload.runtime.streams.registry import Signal, Streams
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 
-# Gradients of so many of the largest units fit: one lands while another is updated, and one is between the two.
+# The ring has room for the gradients of this many of the largest units: one lands, one is updated, and one is between
+# the two.
 RING_UNITS = 3
-# Of small units it holds more: backward is queued no further ahead of the device than the ring has room.
+# The least size, for small units: backward is queued no further ahead of the device than the ring has room.
 LEAST_RING_BYTES = 256 * 2**20
 
 

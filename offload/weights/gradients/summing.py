@@ -66,7 +66,7 @@ class GradientSum:
     """The gradients of this process that are to be summed over `sharers`.
 
     A unit is summed inside backward when all sharers have all of its gradients: they tell each other with the fetches
-    (`SliceGatherer`). A gradient that a sharer lacks, as of an expert that none of its tokens was sent to, keeps its
+    (`SliceGatherer`). A gradient that a sharer lacks (of an expert without tokens there) keeps its
     unit from that. Such a unit goes home by `land_alone`, and so do those beyond WAITING_UNITS: the caller sums them.
     Where the gradients of a unit are final on all sharers, `updates` may begin behind its sum.
     """

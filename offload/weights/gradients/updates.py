@@ -23,7 +23,7 @@ class Updates(Protocol):
     early: bool
 
     def begin_step(self) -> None:
-        """A step begins. Raises RuntimeError where updates of the last one have begun and nothing has ended it."""
+        """Called when a step begins. Raises RuntimeError where the last one has begun updates and was not ended."""
         ...
 
     def before_onload(self, unit: OffloadUnit) -> None:
@@ -52,7 +52,7 @@ class Updates(Protocol):
         after: Sequence[Event],
         released: RingBlock | PendingFree | None = None,
     ) -> Signal | None:
-        """Gradients are final and their copies home queued: updates may begin, once the events `after` are past.
+        """Called when gradients are final and their copies home queued: updates may begin after the events `after`.
 
         `released`: where a single one is, if not in `.grad`: on its way to a block of the ring, or kept on the device.
         Returns what is set when the host has read it; None where the host does not.
@@ -67,11 +67,11 @@ class Updates(Protocol):
         ...
 
     def abandon_step(self) -> None:
-        """A step ends by an error: takes back what can be. Raises nothing."""
+        """Called when a step ends by an error: takes back what can be. Raises nothing."""
         ...
 
     def end_step(self) -> None:
-        """A step is over, and the device is idle."""
+        """Called when a step is over and the device is idle."""
         ...
 
     def counters(self) -> Counters:

@@ -145,7 +145,7 @@ class FileHomes(NoFiles):
             block_bytes=block_bytes,
             count=count,
             threads=threads,
-            # Of weights that do not fit, the page cache would have lost each before it is read again.
+            # Where the weights do not fit in memory, the page cache would lose each before it is read again.
             direct=free is not None and in_files > free,
             poison=not self._streams.asynchronous,
         )

@@ -56,7 +56,7 @@ class SliceGatherer:
         """Takes the use of a unit in a step. Where it is another than the last one in backward, all sharers agree.
 
         So gradients are summed also where units that are still in their slots are not fetched again. All hosts come to
-        this, while a fetch is a matter of one.
+        this, while only the sharers of one host take part in a fetch.
         """
         if in_backward and unit is not self._last_in_backward:
             self._exchange(unit.index, False, False, f"the use of {unit} in backward", everywhere=True)

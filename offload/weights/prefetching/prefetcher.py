@@ -220,7 +220,7 @@ class Prefetcher:
 
     @contextmanager
     def retain_recent(self) -> Iterator[None]:
-        """The units fetched last are in the same slots after the block, whatever the block fetches.
+        """Keeps the units fetched last in the same slots until the block has ended, whatever it fetches.
 
         They stay there if the slots suffice, and are copied in again if not.
         """
@@ -264,7 +264,7 @@ class Prefetcher:
         self.fetch(unit)
 
     def _allow_for_open_windows(self) -> None:
-        """One operation reads at most the units whose windows were open around it: `_recent` has room for as many."""
+        """Gives `_recent` room for the units that one operation may read: those whose windows were open around it."""
         open_units = sum(1 for unit in self._slot_of if unit.open_windows)
         if open_units > self._recent.maxlen:
             self._recent = deque(self._recent, maxlen=open_units)

@@ -87,7 +87,7 @@ def check_frozen(name: str, tensor: Tensor) -> None:
 
 
 def check_buffer(name: str, tensor: Tensor) -> None:
-    """Raises ValueError in one line for a buffer of which gradients are wanted, as of a parameter."""
+    """Raises ValueError in one line for a buffer that requires a gradient, as a parameter does."""
     if tensor.requires_grad and tensor.is_leaf and not isinstance(tensor, nn.Parameter):
         raise ValueError(
             f"{name} is a buffer that requires a gradient, and what streams computes with copies of buffers: make it a"

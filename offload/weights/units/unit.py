@@ -69,7 +69,7 @@ class OffloadUnit:
     weights: HostBlock | None = None
     written: Event | None = None
     open_windows: int = 0
-    # Updates of it have begun inside this backward: what a slot has of it is out of date, and not read again.
+    # Its updates have begun inside this backward: what a slot has of it is out of date, and not read again.
     has_begun_updates: bool = False
     # Its gradients have no home: each goes to its update alone.
     releases: bool = False
@@ -137,7 +137,7 @@ class OffloadUnit:
         return self.strays() + left_files
 
     def weights_now(self) -> list[tuple[int, int]]:
-        """Returns what changes where the user changes a tensor at home: addresses and autograd's versions."""
+        """Returns addresses and version counters, which change where the user changes a tensor at home."""
         return self._versions(self.tensors)
 
     def parameters_now(self) -> list[tuple[int, int]]:

@@ -93,7 +93,7 @@ class UnitTensor:
 
     @property
     def state(self) -> tuple[int, int]:
-        """What changes where the weight is changed at home, or gets other data, in a step or between two."""
+        """A value that changes when the weight is changed at home, or gets other data, in a step or between two."""
         if self.layout.is_compound:
             return self.version, 0 if wraps(self.host) else self.host.data_ptr()
         # `version`, without the calls: backward asks for every weight.
@@ -249,10 +249,10 @@ class UnitTensor:
     def leaves_to_autograd(self, gradient: torch.Tensor) -> bool:
         """Tells whether autograd gets this gradient in host memory, and accumulates it there itself.
 
-        Hooks run on the host, where they were registered, and autograd accumulates what they return. So it does where a
-        loss uses the weight on the host: it adds that gradient first, and then the sum to the earlier. Sparse gradients
-        it joins, their bytes are not known before; those of other dtypes it converts, and those of `create_graph` keep
-        their graph.
+        Hooks run on the host, where they were registered, and autograd accumulates what they return. Where a loss uses
+        the weight on the host, autograd adds that gradient first, and then the sum to the earlier. It also joins sparse
+        gradients, whose bytes are not known before, converts gradients of other dtypes, and keeps the graph of those
+        of `create_graph`.
         """
         earlier = self.host.grad
         return bool(

@@ -61,7 +61,7 @@ class RunningForwards:
 class ThreadForwards(threading.local):
     """`running`: the forwards of the thread that asks. Microbatches side by side have each their own.
 
-    What a thread leaves open the garbage collector closes in any thread: keep the object, and do not ask again.
+    The garbage collector closes what a thread leaves open, in any thread: keep the object, and do not ask again.
     """
 
     def __init__(self) -> None:

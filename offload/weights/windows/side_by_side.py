@@ -1,4 +1,4 @@
-"""Weights while microbatches run side by side: none may change, because each would see what another has done.
+"""Weights while microbatches run side by side: none may change, because microbatches would see each other's changes.
 
 One after another, a microbatch that changes, freezes or replaces a weight does so before the next one begins. Side by
 side, the others are between their first layer and their last by then.

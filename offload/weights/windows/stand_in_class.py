@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.runtime.forward.block_attributes import STANDS_FOR
 from offload.runtime.forward.running_microbatch import SideBySideError, running_microbatch
-from offload.runtime.tensor_parts import STATE
+from offload.runtime.tensor_parts import STATE, wraps
 
 # Attributes of a stand-in, besides its parameter: the mark that its `data` was asked for, and what to call before its
 # gradient is read.
@@ -43,7 +43,8 @@ def forget_data_taken(stand_in: torch.Tensor) -> None:
     """Takes back the mark of `data_was_taken`, as a window opens. Takes over attributes that the parameter has got."""
     stand_in.__dict__.pop(_DATA_TAKEN, None)
     host = stand_in.__dict__.get(STANDS_FOR)
-    if host is not None and host.__dict__:
+    # Those of a tensor that wraps others are the tensors inside it.
+    if host is not None and host.__dict__ and not wraps(host):
         # But for the quantisation state, whose tensors are in the slot, too.
         stand_in.__dict__.update((name, value) for name, value in host.__dict__.items() if name != STATE)
 

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from offload.runtime.forward.block_attributes import STANDS_FOR
 from offload.runtime.forward.buffer_states import changes_unseen, may_change, version
 from offload.runtime.forward.running_microbatch import SideBySideError, running_microbatch
 from offload.runtime.memory.device_slots import DeviceSlot, DeviceSlots
@@ -28,6 +29,7 @@ from offload.weights.units.placement import ModuleAttribute, give_memory
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 from offload.weights.windows.stand_in_class import class_like, data_was_taken, forget_data_taken, give_data, like_host
+from offload.weights.windows.strided_copies import copied_with_strides
 
 
 class GradientSink(Protocol):
@@ -111,7 +113,7 @@ def remove_stand_ins(unit: OffloadUnit, slot: DeviceSlot) -> list[UnitTensor]:
 
 
 def forget_stand_ins(unit: OffloadUnit) -> None:
-    """Forgets those of earlier steps, too: gradients of the unit's parameters are nobody's business from now on."""
+    """Forgets those of earlier steps, too: gradients of the unit's parameters go nowhere from now on."""
     for tensor in unit.tensors:
         tensor.device = tensor.joined = tensor.joined_before = None
         tensor.shares.clear()
@@ -141,15 +143,17 @@ def drop_stand_ins(unit: OffloadUnit) -> None:
 
 def copy_of_stand_in(unit: OffloadUnit, tensor: UnitTensor, slot: DeviceSlot, sink: GradientSink) -> torch.Tensor:
     """Returns a copy of the stand-in, which needs no slot. For autograd it is a use of the stand-in."""
-    views = [view.data for view in tensor.views_of(slot.bytes)]
-    if not tensor.trains:
-        copies = [view.clone() for view in views]
-        return over(tensor.host, copies) if tensor.is_buffer else _frozen(tensor.host, copies)
-    copy = _joined(unit, tensor, views[0], sink).clone()
-    if copy.grad_fn is not None:
-        # Its gradient is added to those of other uses when it is made, as without the copy.
-        set_sequence_number(copy.grad_fn, AT_ONCE)
-    return like_host(copy, tensor.host)
+    # A tensor of inference mode would have no version counter, which shows whether code has written to it.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else AS_IT_IS:
+        views = [view.data for view in tensor.views_of(slot.bytes)]
+        if not tensor.trains:
+            copies = [view.clone() for view in views]
+            return over(tensor.host, copies) if tensor.is_buffer else _frozen(tensor.host, copies)
+        copy = _joined(unit, tensor, views[0], sink).clone()
+        if copy.grad_fn is not None:
+            # Its gradient is added to those of other uses when it is made, as without the copy.
+            set_sequence_number(copy.grad_fn, AT_ONCE)
+        return like_host(copy, tensor.host)
 
 
 def copy_what_leaves(result: object, slots: DeviceSlots, closing: Callable[[OffloadUnit], bool]) -> object:
@@ -164,9 +168,9 @@ def copy_what_leaves(result: object, slots: DeviceSlots, closing: Callable[[Offl
         return slot is not None and slot.content is not None and closing(slot.content)
 
     if isinstance(result, torch.Tensor):
-        return result.clone() if leaves(result) else result
+        return copied_with_strides(result) if leaves(result) else result
     if isinstance(result, (tuple, list, dict)) and any(map(leaves, tree_leaves(result))):
-        return tree_map(lambda leaf: leaf.clone() if leaves(leaf) else leaf, result)
+        return tree_map(lambda leaf: copied_with_strides(leaf) if leaves(leaf) else leaf, result)
     return result
 
 
@@ -179,13 +183,17 @@ class _OnDevice(torch.autograd.Function):
     @staticmethod
     def forward(ctx, host: nn.Parameter, view: torch.Tensor, land: Callable) -> torch.Tensor:
         ctx.land = land
-        # Not the input itself, which autograd would take for a view of it. `.data` has a version counter of its own.
+        ctx.set_materialize_grads(False)
+        # Autograd would take the input itself for a view of it. `.data` has a version counter of its own.
         return view.data
 
     @staticmethod
     @left_out_of_graphs
-    def backward(ctx, gradient: torch.Tensor) -> tuple:
-        # With `create_graph` operations of backward make a graph. To end it takes longer than to ask.
+    def backward(ctx, gradient: torch.Tensor | None) -> tuple:
+        if gradient is None:
+            # No use of it has one, as of a bias in a second derivative: a resident leaf gets none either.
+            return None, None, None
+        # With `create_graph`, operations of backward would make a graph. Asking is faster than `no_grad` every time.
         with torch.no_grad() if torch.is_grad_enabled() else AS_IT_IS:
             return ctx.land(gradient, ctx.next_functions[0][0]), None, None
 
@@ -195,10 +203,11 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, parameter: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         return memory.detach()
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple:
+    def backward(ctx, gradient: torch.Tensor | None) -> tuple:
         return gradient, None
 
 
@@ -221,7 +230,9 @@ def _stand_in(unit: OffloadUnit, tensor: UnitTensor, slot: DeviceSlot, sink: Gra
 def _frozen(host: nn.Parameter, memory: list[torch.Tensor]) -> torch.Tensor:
     """Returns a frozen parameter like `host` over `memory`, a tensor for each of its parts."""
     if wraps(host):
-        return over(host, memory)
+        stand_in = over(host, memory)
+        stand_in.__dict__[STANDS_FOR] = host
+        return stand_in
     stand_in = like_host(nn.Parameter(memory[0], requires_grad=False), host)
     state = state_of(host)
     if state is not None:
@@ -235,7 +246,7 @@ def _joined(unit: OffloadUnit, tensor: UnitTensor, view: torch.Tensor, sink: Gra
     Autograd then sums the gradients of all its uses before they leave, as it would for a resident parameter. Where
     microbatches run side by side, each has its share of the stand-in, which sums the gradients of its uses first.
     """
-    # Without its node a forward has frozen it since.
+    # A stand-in without its node was frozen by a forward.
     if tensor.joined is None or tensor.joined.grad_fn is None:
         before, tensor.joined_before = tensor.joined_before, None
         is_alike = before is not None and _serves_again(before, tensor.host)

@@ -8,7 +8,7 @@
   which is its running forward. Hooks of the model itself, and of modules that have hooks when the mode attaches, run in
   a scope of that module's call.
 - Where such a window would take a slot that the windows inside may need, the reader gets a copy, which counts as a use
-  of the stand-in. So does code that runs in backward, outside of any forward.
+  of the stand-in. Code that runs in backward, outside of any forward, gets a copy, too.
 - Code that runs outside of forward and backward gets what the module holds: the host's tensor.
 """
 
@@ -84,7 +84,7 @@ class Windows:
         self._streams = streams
         self._sink = sink
         self._note_use = note_use
-        # The last: in a forward outside of steps and inference.
+        # `_in_forward`: in a forward outside of steps and inference.
         self._in_step = self._in_inference = self._in_forward = False
         # Units that had windows since it began.
         self._opened: dict[OffloadUnit, None] = {}
@@ -197,7 +197,7 @@ class Windows:
         arguments: tuple,
         keywords: dict,
     ) -> object:
-        """Runs a forward that needs no windows of its own. Most do, where units are blocks: the host has no time."""
+        """Runs a forward that needs no windows of its own, as most do where units are blocks; the host is fast then."""
         for unit, tensor in read:
             self._note_use(unit, tensor)
         self._prefetcher.try_again()
@@ -246,7 +246,7 @@ class Windows:
         except Exception:
             raise
         except BaseException:
-            # torch calls no hook after an interrupt.
+            # torch calls no hook after a KeyboardInterrupt.
             self._calls.close_open()
             raise
         finally:
@@ -275,6 +275,7 @@ class Windows:
     def _open(self, unit: OffloadUnit, scope: Scope) -> None:
         if torch.is_grad_enabled() and not self._in_step and unit.trained:
             raise RuntimeError(OUTSIDE_STEP)
+        check_no_transform(even_vmap=True)
         self._saved.check_selective_checkpoints()
         with unseen_by_selective_checkpoints():
             slot = self._prefetcher.fetch(unit, in_window=True)
@@ -358,6 +359,7 @@ class Windows:
         return scope.copies[tensor]
 
     def _copy(self, unit: OffloadUnit, tensor: UnitTensor) -> torch.Tensor:
+        check_no_transform(even_vmap=True)
         self._note_use(unit, tensor)
         slot = self._prefetcher.fetch(unit, in_window=True)
         self._opened[unit] = None

@@ -97,15 +97,76 @@ VISION: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 MODELS = LANGUAGE | VISION
+# Architectures that differ from all of these in one respect, for the tests of that.
+CODEGEN = {**GPT, "n_head": 4, "rotary_dim": 4, "n_inner": 32}
+SEQUENCES = {"vocab_size": VOCABULARY, "max_position_embeddings": 16}
+SINGLE: dict[str, tuple[str, dict[str, Any]]] = {
+    # A mask of ones that the model makes itself.
+    "bart": (
+        "bart",
+        {
+            **SPECIAL,
+            **SEQUENCES,
+            "d_model": 16,
+            "decoder_layers": 2,
+            "decoder_ffn_dim": 32,
+            "decoder_attention_heads": 2,
+            "encoder_layers": 1,
+        },
+    ),
+    # Tables of positions that nothing trains.
+    "gptj": ("gptj", CODEGEN),
+    "codegen": ("codegen", CODEGEN),
+    "ctrl": ("ctrl", {**GPT, "dff": 32}),
+    # A table of positions of which the last is no text's.
+    "prophetnet": (
+        "prophetnet",
+        {
+            **SPECIAL,
+            **SEQUENCES,
+            "hidden_size": 16,
+            "num_decoder_layers": 2,
+            "decoder_ffn_dim": 32,
+            "num_decoder_attention_heads": 2,
+        },
+    ),
+    # Parameters that torch makes on the CPU under any device.
+    "diffllama": ("diffllama", GROUPED),
+    # A router that computes with its weights in float32.
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {**GROUPED, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 8, "moe_layer_start_index": 0},
+    ),
+    # A table of positions that has the dtype of the embeddings, to which it is added.
+    "xglm": ("xglm", {**SPECIAL, **SEQUENCES, "d_model": 16, "num_layers": 2, "ffn_dim": 32, "attention_heads": 2}),
+    # Orthogonal first values, and some that depend on the names of layers.
+    "rwkv": ("rwkv", {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2}),
+    "xlstm": ("xlstm", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2}),
+    # A table of places that a linear layer takes.
+    "swinv2": (
+        "swinv2",
+        {**IMAGE, "patch_size": 2, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
+    ),
+    # Logits under another name.
+    "pp_lcnet": (
+        "pp_lcnet",
+        {
+            "num_labels": CLASSES,
+            "block_configs": [[[3, 16, 16, 1, False]]] * 4 + [[[5, 16, 24, 2, True]]],
+            "depths": [1] * 5,
+            "class_expand": 32,
+        },
+    ),
+}
 
 
 def task_of(name: str) -> str:
-    return "causal_lm" if name in LANGUAGE else "classification"
+    return "classification" if name in (*VISION, "pp_lcnet", "swinv2") else "causal_lm"
 
 
 def tiny(name: str, device: str = "cpu", attention: str = "auto", **overrides: Any) -> TransformersModel:
     """The model of that name; on the CPU with transformers' own first values, the same each time."""
-    source, values = MODELS[name]
+    source, values = (MODELS | SINGLE)[name]
     torch.manual_seed(0)
     with torch.device(device):
         return build_hf(source, task_of(name), {**values, **overrides}, attention)
@@ -124,7 +185,7 @@ def without_values(name: str, **overrides: Any) -> TransformersModel:
 def batch(name: str, seed: int = 0) -> tuple[Tensor, ...]:
     """The arguments of a call: ids and labels, both int64 [BATCH, LENGTH], or images [BATCH, 3, 16, 16]."""
     generator = torch.Generator().manual_seed(seed)
-    if name in VISION:
+    if task_of(name) == "classification":
         return (torch.randn(BATCH, 3, 16, 16, generator=generator),)
     row = torch.randint(3, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
     return row[:, :-1], row[:, 1:]

@@ -290,6 +290,20 @@ IMAGES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
         },
         IMAGE,
     ),
+    "ernie_image": (
+        "ErnieImageTransformer2DModel",
+        {
+            "hidden_size": 16,
+            "num_attention_heads": 2,
+            "num_layers": 2,
+            "ffn_hidden_size": 32,
+            "in_channels": 4,
+            "out_channels": 4,
+            "text_in_dim": TEXT_WIDTH,
+            "rope_axes_dim": [4, 2, 2],
+        },
+        IMAGE,
+    ),
     "z_image": (
         "ZImageTransformer2DModel",
         {

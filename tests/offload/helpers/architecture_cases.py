@@ -49,7 +49,7 @@ def check(name: str, mode: str, device: str = "cpu") -> None:
     """An architecture trains under a mode for two steps, and everything is as for the resident model, bit for bit.
 
     But for one thing: where several microbatches run layer-major and a forward uses a parameter more than once, its
-    gradients are summed in another order (docs/architecture.md).
+    gradients are summed in another order (docs/engine.md).
     """
     architecture, (make, microbatches) = ARCHITECTURES[name], MODES[mode]
     model = built(name)

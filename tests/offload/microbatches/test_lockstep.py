@@ -81,6 +81,17 @@ def test_each_function_draws_its_own_random_numbers(streams, threads):
         assert torch.equal(numbers, torch.stack([torch.rand(2) for _ in range(4)]))
 
 
+def test_the_caller_finds_the_random_state_that_the_last_function_left(streams, threads):
+    def draw(seed, *places):
+        torch.manual_seed(seed)
+        for place in places:
+            lockstep.pause(place)
+
+    lockstep = Lockstep([lambda: draw(1, 0, 1), lambda: draw(2, 0)], streams, threads)
+    lockstep.run()
+    assert torch.initial_seed() == 2
+
+
 def test_threads_are_used_again(streams, threads):
     def name():
         lockstep.pause(0)

@@ -181,9 +181,31 @@ def test_a_tied_parameter_is_updated_once():
 def test_sparse_gradients_are_refused():
     weights = parameters()
     optimizer = HostAdamW(weights, **SETTINGS, **OFF)
+    give_gradients(weights, 0)
     weights[3].grad = torch.eye(64, 16).to_sparse()
     with pytest.raises(ValueError, match="no sparse gradients"):
         optimizer.step()
+    assert not optimizer.has_begun
+
+
+def test_a_step_that_failed_leaves_no_parameter_out_of_the_next(monkeypatch: pytest.MonkeyPatch):
+    weights, expected = parameters(), parameters()
+    optimizer = HostAdamW(weights, **SETTINGS, **OFF)
+    give_gradients(weights, 0)
+    prepare = optimizer._placement.prepare
+
+    def full(parameter: nn.Parameter, state: dict) -> None:
+        if parameter is weights[0]:
+            raise MemoryError
+        prepare(parameter, state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer._placement, "prepare", full)
+        with pytest.raises(MemoryError):
+            optimizer.step()
+    optimizer.step()
+    train(HostAdamW(expected, **SETTINGS, **OFF), expected, [0])
+    assert same(weights, expected)
 
 
 @pytest.mark.parametrize(

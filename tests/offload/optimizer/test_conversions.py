@@ -11,7 +11,7 @@ from torch import nn
 
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.conversions import in_format
-from offload.optimizer.formats import MASTER_NAMES, StateFormat
+from offload.optimizer.formats import MASTER_DTYPES, MASTER_NAMES, StateFormat
 from offload.optimizer.rounding import join
 from tests.offload.helpers.kernels import FORMATS
 from tests.offload.helpers.optimizers import OFF, SETTINGS, parameters, same, train
@@ -71,6 +71,19 @@ def test_a_master_whose_weight_was_rounded_to_even_loses_at_most_its_last_bit():
     lost = back.view(torch.int32) - master.view(torch.int32)
     assert lost[:-1].tolist() == [-1, 0, -1, 0, 0, 0, 0]
     assert back[-1].isnan()
+
+
+@pytest.mark.parametrize("master", MASTER_DTYPES)
+def test_a_float16_weight_gets_a_master_near_it_from_a_bfloat16_one(master: str):
+    """Remainders are the low bits of bfloat16 numbers, and of no others."""
+    weights, optimizer = trained(StateFormat(master))
+    halves = [nn.Parameter(weight.detach().half()) for weight in weights]
+    other = HostAdamW(halves, **OFF)
+    other.load_state_dict(optimizer.state_dict())
+    other.param_groups[0]["lr"] = 0.0
+    train(other, halves, [4])
+    for half, weight in zip(halves, weights, strict=True):
+        torch.testing.assert_close(other.state[half]["master"], weight.detach().float(), rtol=2**-7, atol=1e-6)
 
 
 def test_a_state_of_torchs_adamw_has_no_master_to_convert():

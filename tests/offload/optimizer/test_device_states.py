@@ -12,6 +12,7 @@ from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.formats import StateFormat
+from offload.runtime.streams.stream_checker import CheckedEvent
 from tests.offload.helpers.kernels import FEW
 from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs
 from tests.offload.helpers.updates import EARLY, MODES, Mixed, host_adamw, made, one_step, train, updating
@@ -234,6 +235,20 @@ def test_a_weight_that_begins_to_train_later_is_updated_on_the_host(early: bool)
         return seen[:4] + seen[-len(model.state_dict()) :]
 
     assert_same(trained(LayerStream(slots=2), share=10**9), trained(Resident()))
+
+
+def test_a_second_optimizer_step_waits_for_the_updates_of_the_first(monkeypatch: pytest.MonkeyPatch):
+    """It is the optimizer's own, which the host orders: the gradients on the device are used up."""
+    model, mode, waited = made(Stack), LayerStream(), []
+    with updating(mode, model, early=False, device_share=10**9) as optimizer:
+        one_step(model, mode)
+        optimizer.step()
+        under_way = list(mode._overlap._device._updated.values())
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckedEvent, "synchronize", lambda event: waited.append(event))
+            optimizer.step()
+    assert under_way
+    assert waited[: len(under_way)] == under_way
 
 
 def test_a_second_overlap_waits_for_the_updates_of_the_first():

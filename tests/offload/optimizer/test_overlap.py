@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import threading
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.overlap import Overlap
+from offload.runtime.streams.stream_checker import CheckedSignal
 from offload.weights.gradients import offloader
 from tests.offload.helpers.models import Shared, Stack, assert_same, attached, stack_inputs, tokens, with_copy
 from tests.offload.helpers.optimizers import OFF, SETTINGS, near, needs_compiler
@@ -353,3 +356,43 @@ def test_detach_gives_optimizer_and_model_back(monkeypatch: pytest.MonkeyPatch):
     model.load_state_dict(model.state_dict())
     optimizer.state_dict()
     assert not finished
+
+
+READERS = {
+    "copy": copy.deepcopy,
+    "load_state": lambda optimizer: [optimizer.load_state(p, state) for p, state in list(optimizer.state.items())[:1]],
+}
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_copies_and_loaded_states_wait_for_updates_under_way(read: str, monkeypatch: pytest.MonkeyPatch):
+    model, mode = made(Stack), LayerStream()
+    with updating(mode, model, early=False) as optimizer:
+        optimizer.allocate()
+        one_step(model, mode)
+        sleepy(monkeypatch, 0.01)
+        optimizer.step()
+        READERS[read](optimizer)
+        assert not [unit.name for unit in mode._overlap._units if mode._overlap.is_pending(unit)]
+
+
+def test_an_interrupt_of_a_wait_hides_no_update_from_later_waits(monkeypatch: pytest.MonkeyPatch):
+    gate = held_up(monkeypatch)
+    wait = CheckedSignal.wait
+
+    def interrupted(signal: CheckedSignal) -> None:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        wait(signal)
+
+    model, mode = made(Stack), LayerStream()
+    with updating(mode, model, early=False) as optimizer:
+        one_step(model, mode)
+        optimizer.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(CheckedSignal, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.finish()
+        pending = [mode._overlap.is_pending(unit) for unit in mode._overlap._units]
+        gate.set()
+        assert all(pending)

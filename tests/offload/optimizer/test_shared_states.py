@@ -95,6 +95,56 @@ def test_updates_of_slices_are_that_of_the_whole(dtype: torch.dtype, format: dic
     assert all(torch.equal(one, other) for one, other in zip(shared, expected, strict=True))
 
 
+def test_a_state_that_is_loaded_replaces_that_of_slices_on_a_device():
+    expected = parameters(torch.bfloat16)
+    whole = optimizer_of(expected)
+    step(expected, whole, 0)
+    saved, values = states(expected, whole), [p.detach().clone() for p in expected]
+    step(expected, whole, 1)
+
+    def work(sharers: ThreadSharers) -> tuple[list, list]:
+        given = parameters(torch.bfloat16)
+        optimizer = optimizer_of(given)
+        optimizer.share({p: [range(p.numel())] for p in given}, sharers)
+        optimizer.place(given, torch.device("cpu"))
+        optimizer.allocate()
+        for number in (5, 6):
+            step(given, optimizer, number)
+        for parameter, value, state in zip(given, values, saved, strict=True):
+            parameter.detach().copy_(value)
+            optimizer.load_state(parameter, state)
+        step(given, optimizer, 1)
+        optimizer.bring_states_home()
+        return states(given, optimizer), given
+
+    ((found, given),) = as_sharers(1, work)
+    assert same(found, states(expected, whole))
+    assert all(map(torch.equal, given, expected))
+
+
+def test_states_on_the_device_end_with_those_at_home():
+    """Where what is loaded has no states, the next update makes them anew, in both places."""
+    (given, _), (expected, _) = parameters(torch.float32), parameters(torch.float32)
+    optimizer, whole = optimizer_of([given]), optimizer_of([expected])
+    fresh = optimizer.state_dict()
+
+    def work(sharers: ThreadSharers) -> None:
+        optimizer.share({given: [range(600)]}, sharers)
+        optimizer.place([given], torch.device("cpu"))
+        optimizer.allocate()
+        for number in range(2):
+            step([given], optimizer, number)
+        optimizer.load_state_dict(fresh)
+        step([given], optimizer, 2)
+
+    as_sharers(1, work)
+    for number in range(2):
+        step([expected], whole, number)
+    whole.load_state_dict(fresh)
+    step([expected], whole, 2)
+    assert torch.equal(given, expected)
+
+
 def test_states_before_their_memory_are_refused():
     given = parameters(torch.float32)
     optimizer = optimizer_of(given)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.optimizer import adamw
+from offload.optimizer import states
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.conversions import in_format
 from offload.optimizer.formats import StateFormat
@@ -79,7 +79,7 @@ def test_allocated_or_made_at_the_first_update_is_the_same():
 
 
 def test_a_host_without_room_is_refused_before_any_state_is_made(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(adamw, "free_host_bytes", lambda: 1000)
+    monkeypatch.setattr(states, "free_host_bytes", lambda: 1000)
     optimizer = HostAdamW(parameters(), **OFF)
     with pytest.raises(MemoryError, match="GiB of host memory are needed for the optimizer's states"):
         optimizer.allocate()

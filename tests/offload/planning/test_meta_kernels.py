@@ -28,6 +28,20 @@ def test_attention_saves_no_matrix_of_scores(causal: bool):
     assert key.grad.shape == key.shape
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_with_dropout_saves_its_scores_on_the_cpu(dtype: torch.dtype):
+    def saved_bytes(device: str) -> int:
+        query = torch.ones(2, 4, 32, 8, device=device, dtype=dtype, requires_grad=True)
+        storages = {}
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: storages.setdefault(id(t), t), lambda t: t)
+        with fused_kernels(lambda flops: None, on_gpu=False), hooks:
+            F.scaled_dot_product_attention(query, query, query, dropout_p=0.1, is_causal=True)
+        return sum(tensor.nbytes for tensor in storages.values())
+
+    scores = 2 * 4 * 32 * 32 * dtype.itemsize
+    assert saved_bytes("meta") == saved_bytes("cpu") > scores
+
+
 def test_rms_norm_saves_its_input_and_a_number_a_row():
     tracker = MemoryTracker()
     norm, hidden = torch.nn.RMSNorm(128, device="meta"), meta(4, 16, 128, requires_grad=True)

@@ -236,3 +236,35 @@ def test_a_cache_that_is_written_to_in_place_is_refused():
         with pytest.raises(RuntimeError, match=message), mode.step():
             model(stack_inputs(0, 0), StaticCache()).sum().backward()
         evaluate(model)
+
+
+class Penalised(Block):
+    """Takes a gradient inside its forward, of which its result is made."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(super().forward(hidden))
+        if not torch.is_grad_enabled():
+            return hidden
+        (slope,) = torch.autograd.grad(hidden.sum(), self.up.weight, create_graph=True)
+        return hidden + slope.mean()
+
+
+def penalised() -> Stack:
+    model = Stack()
+    model.blocks = nn.ModuleList(Penalised(16) for _ in range(4))
+    return model
+
+
+@pytest.mark.parametrize("make", [Resident, LayerStream, partial(BounceLinear, outside="stream", slots=8)])
+@ON_EVERY_DEVICE
+def test_a_recomputed_block_that_takes_a_gradient(make: Callable):
+    """The gradient needs the block's activations before its forward has ended: it is computed again inside it."""
+
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        undo = recompute(model.blocks) if mode is not NoMode else None
+        seen = [train_step(model, mode, step) for step in range(2)]
+        if undo is not None:
+            undo()
+        return seen
+
+    same_as_resident(make, scenario, penalised)

@@ -7,12 +7,13 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from offload.microbatches.layer_major import one_after_another
 from offload.modes.shard_offload import ShardOffload
-from tests.offload.helpers.models import Stack, attached, stack_inputs
+from tests.offload.helpers.models import Block, Stack, attached, stack_inputs
 from tests.offload.helpers.user_code import EVERY_MODE, NoMode, descend, same_as_resident
 
 MICROBATCHES = 3
@@ -89,6 +90,34 @@ def test_each_microbatch_is_added_to_the_gradients_that_are_there(make: Callable
         return [*losses, *first, *(parameter.grad.clone() for parameter in model.parameters())]
 
     same_as_resident(make, scenario)
+
+
+class Corrected(Block):
+    """A layer whose weight is the sum of two parameters: backward makes one gradient for both."""
+
+    def __init__(self, width: int):
+        super().__init__(width)
+        self.correction = nn.Parameter(torch.zeros(2 * width, width))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(F.linear(self.norm(hidden), self.up.weight + self.correction, self.up.bias))
+
+
+def corrected() -> Stack:
+    model = Stack()
+    model.blocks = nn.ModuleList(Corrected(16) for _ in range(4))
+    return model
+
+
+@EVERY_MODE
+def test_a_gradient_that_two_parameters_have_is_added_to_each(make: Callable):
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        for step in range(2):
+            with mode.step():
+                accumulate(model, mode, step)
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    same_as_resident(make, scenario, corrected)
 
 
 def hook(model: nn.Module) -> None:

@@ -88,3 +88,18 @@ def test_hooks_registered_before_and_after_forward(make: Callable):
         return [*seen, *(p.grad.clone() for p in model.parameters())]
 
     same_as_resident(make, scenario)
+
+
+@EVERY_MODE
+def test_a_parameter_without_a_gradient_in_a_second_derivative_gets_none(make: Callable):
+    """Zeros would be a gradient for the optimizer, which decays the weight and counts the step."""
+
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor | None]:
+        with mode.step():
+            inputs = stack_inputs(0, 0).requires_grad_()
+            weighted = (model(inputs) * stack_inputs(1, 0)).sum()
+            (slope,) = torch.autograd.grad(weighted, inputs, create_graph=True)
+            slope.square().sum().backward()
+        return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+
+    same_as_resident(make, scenario, lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8)))

@@ -327,6 +327,7 @@ TRANSFORMS = {
     "grad": lambda model, x: torch.func.grad(lambda x: model(x).sum())(x),
     "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,)),
     "per-sample": lambda model, x: torch.func.vmap(torch.func.grad(lambda x: model(x).sum()))(x),
+    "vmap": lambda model, x: torch.no_grad()(torch.func.vmap(model))(x),
 }
 
 

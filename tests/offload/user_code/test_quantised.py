@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
@@ -48,6 +49,22 @@ def test_a_slot_has_another_unit_by_the_time_of_backward(kind: str):
 @pytest.mark.parametrize("name", MODES)
 def test_modes_combine(name: str):
     same_as_resident(Model("nf4"), MODES[name](), recomputes=name == "layers")
+
+
+class Selective(Model):
+    """Blocks in selective checkpoints, which keep the products."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.stem(hidden)
+        contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False, context_fn=contexts)
+        return self.head(hidden)
+
+
+@SOME
+def test_selective_checkpoints_around_quantised_layers(kind: str):
+    same_as_resident(Selective(kind), LayerStream(slots=1))
 
 
 def twice_as_large(model: Model) -> None:

@@ -58,6 +58,39 @@ def test_a_module_that_returns_its_own_tensor(make: Callable, kind: str):
     same_as_resident(make, scenario, lambda: WithPositions(kind))
 
 
+@EVERY_MODE
+@pytest.mark.parametrize(
+    ("leave", "strides"),
+    [(lambda w: w.expand(3, -1, -1), (0, 8, 1)), (lambda w: w[1:, :4], (8, 1)), (lambda w: w.t(), (1, 8))],
+    ids=["expanded", "part", "turned"],
+)
+def test_what_leaves_has_its_strides(make: Callable, leave: Callable, strides: tuple[int, ...]):
+    """By the strides of its input a matrix product chooses its kernel, which rounds in its own way."""
+    found = []
+
+    class Table(PositionTable):
+        def forward(self, count: int) -> torch.Tensor:
+            return leave(self.weight)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Table("parameter"), *(nn.Linear(8, 8) for _ in range(5))])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            positions = self.blocks[0](len(x))
+            found.append(positions.stride())
+            for block in self.blocks[1:]:
+                x = torch.tanh(block(x))
+            return x * positions.square().sum()
+
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        return [evaluate(model), train_step(model, mode), train_step(model, mode, 1)]
+
+    same_as_resident(make, scenario, Model)
+    assert set(found) == {strides}
+
+
 class Codebook(nn.Module):
     """A buffer that forward changes: in place through `.data`, or by another tensor of another dtype or shape."""
 

@@ -9,6 +9,7 @@ from torch import nn
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
+from offload.modes.shard_offload import ShardOffload
 from tests.offload.helpers.models import Shared, Stack
 
 
@@ -22,6 +23,18 @@ def test_a_footprint_needs_no_memory():
     assert (plan.h2d_bytes, plan.d2h_bytes) == (2 * weights, weights)
     assert LayerStream().footprint(model, recompute=True).h2d_bytes == 3 * weights
     assert all(p.is_meta for p in model.parameters())
+
+
+def test_microbatches_share_the_traffic_of_a_step_if_the_mode_is_layer_major():
+    model = Stack()
+    one = LayerStream(slots=2).footprint(model)
+    assert one.for_microbatches(1) == one
+    three = one.for_microbatches(3)
+    # The gradients of the second and third are added to those before, which come back for that.
+    assert three.h2d_bytes == 3 * one.h2d_bytes + 2 * one.d2h_bytes > one.h2d_bytes
+    assert three.d2h_bytes == 3 * one.d2h_bytes > 0
+    shared = ShardOffload().footprint(model)
+    assert shared.for_microbatches(3) == shared
 
 
 def test_the_parts_of_a_model_add_up():

@@ -47,7 +47,6 @@ def test_saving_leaves_a_run_as_it_was(tmp_path: Path, run_here, finished: Path,
     assert not (tmp_path / "unsaved" / "checkpoints").exists()
 
 
-@pytest.mark.slow
 def test_where_states_are_updated_leaves_no_trace(tmp_path: Path, run_here, finished: Path, at, content):
     """In float32, where only states on the device have masters."""
     updates = ("offload=layer_stream", "optimizer=host_adamw", "optimizer.device_share=1GiB")

@@ -12,7 +12,7 @@ from torch import nn
 
 from offload.optimizer.adamw import HostAdamW
 from training.checkpoints.manifest import DamagedError
-from training.checkpoints.tensors import load_tensors, optimizer_tensors
+from training.checkpoints.tensors import COPY, load_tensors, optimizer_tensors
 
 FILES = ("model.safetensors", "optimizer.safetensors")
 
@@ -47,6 +47,18 @@ def test_what_was_saved_is_loaded(tmp_path: Path, dtype: torch.dtype):
     assert all(map(torch.equal, model.parameters(), other.parameters()))
     wanted, found = optimizer_tensors(model, optimizer), optimizer_tensors(other, states)
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_copies_of_parameters_beside_their_states_are_renewed(tmp_path: Path):
+    """States on a device have one, from which the update continues."""
+    save(tmp_path, *trained(torch.float32))
+    other, states = trained(torch.float32)
+    for parameter in other.parameters():
+        parameter.detach().zero_()
+    copies = [states.state[p].setdefault(COPY, torch.full_like(p, 7.0)) for p in other.parameters()]
+    load_tensors(tmp_path, FILES, other, states)
+    assert all(map(torch.equal, copies, other.parameters()))
+    assert all(copy.any() for copy in copies)
 
 
 @pytest.mark.parametrize("listed", [FILES[:1], FILES[1:]])

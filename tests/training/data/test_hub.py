@@ -132,6 +132,9 @@ def test_a_later_read_error_is_one_line(repository: str) -> None:
 
 
 def test_no_network_is_one_error_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The import takes seconds by itself.
+    import datasets  # noqa: F401
+
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         port = silent.getsockname()[1]

@@ -96,6 +96,7 @@ def test_patterns_without_a_readable_file_are_refused(files: str | list[str], me
         ("a.parquet", "no parquet", r"dataset\.files: cannot read .*a\.parquet: Parquet magic bytes not found"),
         ("a.txt", b"\xff\xfea", r"dataset\.files: cannot read .*a\.txt: 'utf-8' codec can't decode"),
         ("a.jsonl", '{"body": "x", "n": 1}', r"dataset\.text_column=text: no such column in .*; it has body, n"),
+        ("a.json", '{"body": ["x"], "n": [1]}', r"dataset\.text_column=text: no such column in .*; it has body, n"),
         ("a.jsonl", '{"text": 3}', r"dataset\.text_column=text: contains int, not text"),
         ("a.jsonl", '{"text": "word"}\n{"text": 3}', r"dataset\.text_column=text: contains int, not text"),
         ("a.jsonl", '{"text": ["a"]}', r"dataset\.text_column=text: contains list, not text"),

@@ -151,8 +151,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("step", [0, 3, 6])
-@pytest.mark.slow
+@pytest.mark.parametrize("step", [0, *(pytest.param(step, marks=pytest.mark.slow) for step in (3, 6))])
 def test_a_signal_ends_an_evaluation_and_the_resumed_run_makes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path, step: int
 ):

@@ -17,6 +17,7 @@ from training.data.tokenizer import ByteTokenizer
 from training.errors import UserError
 from training.evaluation.held_out import observed
 from training.evaluation.samples import Samples
+from training.planning.plan import plan_only
 from training.tasks import causal_lm
 from training.tasks.causal_lm import CausalLM, continued, prompt_ids
 
@@ -148,10 +149,13 @@ def test_logits_that_are_not_finite_end_no_run(tmp_path: Path, caplog: pytest.Lo
     ],
 )
 def test_what_cannot_be_sampled_is_refused_in_one_line(overrides: tuple[str, ...], problem: str):
-    config, _ = composed(*TINY_RUN, *SAMPLES, *overrides)
+    config, invocation = composed(*TINY_RUN, *SAMPLES, *overrides)
     with pytest.raises(UserError) as refusal:
         Samples.of(config, CausalLM(), Scripted())
     assert str(refusal.value).startswith(problem)
+    with pytest.raises(UserError) as of_plan:
+        plan_only(config, invocation)
+    assert str(of_plan.value) == str(refusal.value)
 
 
 def test_a_model_without_a_cache_is_refused():

@@ -1,4 +1,7 @@
-"""A stand-in for the Hugging Face Hub, over HTTP: one public dataset, `me/tiny`, and the models that are given."""
+"""A stand-in for the Hugging Face Hub, over HTTP: one public dataset, `me/tiny`, and the models that are given.
+
+Each revision of a repository is a commit.
+"""
 
 import hashlib
 import json
@@ -8,9 +11,9 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import ClassVar
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, unquote
 
-COMMIT = "a" * 40
+MAIN = "main"
 FILES = {
     "README.md": b"---\nlicense: mit\n---\n",
     **{
@@ -22,15 +25,21 @@ FILES = {
 }
 
 
-def blob(path: str) -> str:
+def blob(content: bytes) -> str:
     """The hash of a file, which the client takes for its name."""
-    return hashlib.sha1(path.encode()).hexdigest()
+    return hashlib.sha1(content).hexdigest()
+
+
+def names_of(repository: str) -> tuple[str, str]:
+    """The revision of `OWNER/NAME@REVISION`, and its commit."""
+    revision = repository.partition("@")[2] or MAIN
+    return revision, hashlib.sha1(revision.encode()).hexdigest()
 
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     repositories: ClassVar[dict[str, dict[str, bytes]]] = {"datasets/me/tiny": FILES}
-    """the files of each, by `datasets/OWNER/NAME` or `models/OWNER/NAME`"""
+    """the files of each, by `datasets/OWNER/NAME` or `models/OWNER/NAME`, and @REVISION for others than the main one"""
 
     def log_message(self, *_: object) -> None:
         """Keeps the test's output clean."""
@@ -46,7 +55,11 @@ class Handler(BaseHTTPRequestHandler):
         if request is None or request[2] not in self.repositories:
             return self.send(401, b"{}", {"X-Error-Code": "RepoNotFound"})
         is_api, repository, action, name = request.group(1, 2, 3, 5)
-        self.files = self.repositories[repository]
+        asked = unquote(request[4]) if action in ("resolve", "revision", "tree") else MAIN
+        found = [each for each in self.repositories if each.partition("@")[0] == repository and asked in names_of(each)]
+        if not found:
+            return self.send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+        self.commit, self.files = names_of(found[0])[1], self.repositories[found[0]]
         if is_api:
             return self.describe(repository.partition("/")[2], action, name, body)
         return self.file(name)
@@ -55,13 +68,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def describe(self, repository: str, action: str, name: str, body: bytes) -> None:
         sizes = {path: len(content) for path, content in self.files.items()}
-        entries = [{"type": "file", "oid": blob(path), "size": sizes[path], "path": path} for path in sizes]
+        entries = [{"type": "file", "oid": blob(self.files[path]), "size": sizes[path], "path": path} for path in sizes]
         if action in ("", "revision"):
             names = [{"rfilename": path} for path in self.files]
-            answer = {"id": repository, "sha": COMMIT, "siblings": names, "private": False, "tags": []}
+            answer = {"id": repository, "sha": self.commit, "siblings": names, "private": False, "tags": []}
         elif action == "tree":
             parents = {path.rpartition("/")[0] for path in self.files} - {""}
-            folders = [{"type": "directory", "oid": blob(path), "size": 0, "path": path} for path in sorted(parents)]
+            folders = [
+                {"type": "directory", "oid": blob(path.encode()), "size": 0, "path": path} for path in sorted(parents)
+            ]
             everything = "recursive=true" in self.path.lower()
             answer = [e for e in entries + folders if everything or e["path"].rpartition("/")[0] == name]
         else:
@@ -71,9 +86,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def file(self, name: str) -> None:
         if name not in self.files:
-            return self.send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+            return self.send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": self.commit})
         content = self.files[name]
-        headers = {"ETag": f'"{blob(name)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers = {"ETag": f'"{blob(content)}"', "X-Repo-Commit": self.commit, "Accept-Ranges": "bytes"}
         if "Range" not in self.headers:
             return self.send(200, content, headers)
         first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
@@ -94,7 +109,7 @@ class Handler(BaseHTTPRequestHandler):
 def hub_server(models: dict[str, dict[str, bytes]] | None = None) -> Iterator[str]:
     """Serves for as long as the context lasts; gives the address for HF_ENDPOINT.
 
-    `models`: the files of each model, by OWNER/NAME.
+    `models`: the files of each model, by OWNER/NAME; those of another revision by OWNER/NAME@REVISION.
     """
     given = {f"models/{name}": files for name, files in (models or {}).items()}
     handler = type("Handler", (Handler,), {"repositories": Handler.repositories | given})

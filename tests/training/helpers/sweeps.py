@@ -133,7 +133,7 @@ class Sweep:
     """A finished sweep: what it printed and what its jobs saw."""
 
     def __init__(self, process, directory):
-        self.stdout, self.stderr = process.communicate(timeout=60)
+        self.stdout, self.stderr = process.communicate(timeout=600)
         self.exit_status = process.returncode
         self.pid = process.pid
         self.directory = directory
@@ -159,7 +159,7 @@ def runs(pid):
 
 
 def wait_for(path):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} was not written"
         time.sleep(0.02)

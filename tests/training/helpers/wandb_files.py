@@ -11,7 +11,7 @@ def wandb_runs(run_dir):
 
 def leet_inspect(wandb_run, *flags):
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", *flags, str(wandb_run)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
 
 
 def summary_of(wandb_run):

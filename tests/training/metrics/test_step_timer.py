@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from offload.runtime.streams import registry
+from training.metrics import step_timer
 from training.metrics.step_timer import StepTimer
 
 
-def test_without_asynchronous_streams_the_host_clock_times_a_step():
+def test_without_asynchronous_streams_the_host_clock_times_a_step(monkeypatch: pytest.MonkeyPatch):
+    clock = [100.0]
+    monkeypatch.setattr(step_timer, "perf_counter", lambda: clock[0])
     streams = registry.acquire("cpu")
     timer = StepTimer(streams)
-    for seconds in (0.02, 0.05):
+    for seconds in (0.25, 0.5):
         timer.start()
-        time.sleep(seconds)
+        clock[0] += seconds
         timer.stop()
-    first, second = timer.collect()
-    assert 20 <= first < 50 <= second
+        clock[0] += 4
+    assert timer.collect() == [250.0, 500.0]
     assert timer.collect() == []
     registry.release(streams)
 

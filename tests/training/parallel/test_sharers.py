@@ -142,9 +142,9 @@ def test_a_rank_that_is_killed_at_any_moment_ends_the_run_and_leaves_no_memory(t
             assert process.poll() is None, (tmp_path / "console").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        files = homes_in_use() - before
-        assert files
         ranks = [process.pid, *(child.pid for child in psutil.Process(process.pid).children())]
+        files = homes_in_use(ranks) - before
+        assert files
         time.sleep(random.Random().uniform(0, 1))
         os.kill(ranks[lost], signal.SIGKILL)
         assert process.wait(120) != 0

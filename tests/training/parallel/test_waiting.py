@@ -30,10 +30,14 @@ def test_an_error_of_the_call_is_raised():
 
 def test_a_signal_interrupts_the_wait_and_not_the_call():
     waiter, go = Waiter(), threading.Event()
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    def call() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        go.wait(30)
+
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        waiter.wait(lambda: go.wait(30))
+        waiter.wait(call)
     assert time.monotonic() - begin < 10
     go.set()
     waiter.close()

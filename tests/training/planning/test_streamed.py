@@ -41,6 +41,14 @@ def test_no_note_where_all_streams_or_the_user_keeps_some(asked: str):
     assert staying_note(components) is None
 
 
+@pytest.mark.parametrize("pattern", ["include=[layers.*]", "exclude=['*']"])
+def test_patterns_that_leave_nothing_are_named(pattern: str):
+    note = staying_note(components_of(*MODEL, f"offload.{pattern}"))
+    named = f"offload.{pattern}".replace("[layers.*]", "['layers.*']")
+    assert note.startswith("nothing streams: ")
+    assert named in note
+
+
 @pytest.mark.parametrize("name", streamed_shapes.SHAPES)
 @pytest.mark.slow
 def test_every_mode_streams_models_of_all_kinds(name: str):

@@ -91,7 +91,7 @@ def run(run_dir, action, **environment):
         env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     path = run_dir / "summary.json"
     return process, json.loads(path.read_text()) if path.exists() else None

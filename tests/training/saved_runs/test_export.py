@@ -121,3 +121,12 @@ def test_a_model_of_no_library_is_refused():
     config, _ = composed(*TINY_RUN)
     with pytest.raises(UserError, match="Linear is the model of no library"):
         files_of(nn.Linear(2, 2), config, lambda name: torch.empty(0), 2**30)
+
+
+def test_quantised_weights_are_refused_in_one_line(tmp_path: Path):
+    overrides = (*TINY_RUN, "steps=1", "checkpoint.every=1", "quantize=int8", "offload=none")
+    run_here(tmp_path / "run", *overrides)
+    RunDirectory(tmp_path / "run").write_config(*composed(*overrides, run_dir=tmp_path / "run"))
+    with pytest.raises(UserError, match="its weights are quantised, in a form that no library loads: its checkpoints"):
+        export(str(tmp_path / "run"), str(tmp_path / "out"), [])
+    assert not (tmp_path / "out").exists()

@@ -79,7 +79,8 @@ def test_the_comparison_shows_how_each_job_ended(sweep: Sweep):
         ("act=kill", "killed", "SIGKILL, as the kernel does when the host is out of memory"),
     ]
     assert sweep.exit_status == 1
-    assert sweep.stderr.splitlines()[-1] == "error: job 1 failed: ValueError: a broken [job]"
+    killed = "job 2 killed: SIGKILL, as the kernel does when the host is out of memory"
+    assert sweep.stderr.splitlines()[-1] == f"error: job 1 failed: ValueError: a broken [job]; {killed}"
     lines = sweep.stdout.splitlines()
     assert {"job 0: ok", "job 1: failed: ValueError: a broken [job]"} <= {*lines}
     assert any(line.startswith("job 0 is local's job ") for line in lines)

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -10,12 +11,14 @@ import pytest
 from hydra.core.utils import JobStatus
 from omegaconf import OmegaConf
 
+from tests import ROOT
+from tests.training.helpers.in_process import command_here
 from tests.training.helpers.sweeps import Sweep, runs, start, wait_for, write_script
 from training.errors import UserError
 from training.runs.files import MEMORY_FIGURE_FILE
 from training.runs.signals import SAME_REQUEST_S
 from training.sweeps.job import SweepJob
-from training.sweeps.launcher import _job_return
+from training.sweeps.launcher import _job_returns
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +114,14 @@ def test_only_a_broken_program_shows_a_traceback(sweep):
     assert "error: act=refuse: take another" in sweep.stderr.splitlines()
 
 
-def test_a_sweep_with_a_failed_job_ends_non_zero(sweep):
+def test_a_sweep_with_failed_jobs_ends_non_zero_and_names_them(sweep):
     assert sweep.exit_status == 1
-    assert sweep.stderr.splitlines()[-1] == "error: job 1 failed: ValueError: a broken [job]"
+    assert "Error executing job" not in sweep.stderr
+    line = sweep.stderr.splitlines()[-1]
+    assert line.startswith("error: job 1 failed: ValueError: a broken [job]; job 2 killed: SIGKILL")
+    assert line.endswith(
+        "; job 3 failed: act=refuse: take another; job 4 failed: exit status 3; jobs 6, 7 failed: exit status 4"
+    )
 
 
 @pytest.mark.slow
@@ -222,14 +230,29 @@ def test_the_second_request_kills_the_job_and_the_sweep_says_that_it_did(tmp_pat
     assert not runs(seen["pid"])
 
 
+def test_the_folder_of_the_program_takes_no_sweep():
+    before = set(os.listdir(ROOT))
+    done = command_here("-m", "seed=1,2", "hydra.sweep.dir=.")
+    assert (
+        done.stderr
+        == "error: .: the folder of this program: choose a directory of its own, hydra.sweep.dir=multirun/NAME\n"
+    )
+    assert set(os.listdir(ROOT)) == before
+
+
 def test_sweepers_get_summaries_and_exceptions():
     config = OmegaConf.create({"hydra": {"job": {"name": "train"}}, "seed": 1})
-    good = _job_return(SweepJob(0, ["seed=1"], Path("0"), exit_status=0, summary={"train/final_loss": 2.5}), config)
+    jobs = [
+        SweepJob(0, ["seed=1"], Path("0"), exit_status=0, summary={"train/final_loss": 2.5}),
+        SweepJob(1, ["seed=2"], Path("1"), exit_status=-signal.SIGKILL),
+        SweepJob(2, ["seed=3"], Path("2"), exit_status=1, summary={"status": "planned", "reason": "too large"}),
+        SweepJob(3, ["seed=4"], Path("3"), exit_status=1, summary={"status": "planned", "reason": "too large"}),
+    ]
+    good, bad, *_ = _job_returns(jobs, [config] * 4)
     assert good.return_value == {"train/final_loss": 2.5}
     assert (good.overrides, good.cfg, good.task_name) == (["seed=1"], {"seed": 1}, "train")
-    bad = _job_return(SweepJob(1, ["seed=2"], Path("1"), exit_status=-signal.SIGKILL), config)
     assert bad.status is JobStatus.FAILED
-    with pytest.raises(UserError, match="job 1 killed: SIGKILL"):
+    with pytest.raises(UserError, match=r"^job 1 killed: SIGKILL, .* of memory; jobs 2, 3 do not fit: too large$"):
         _ = bad.return_value
 
 

@@ -13,6 +13,7 @@ from tests.training.helpers.in_process import SMALL_MODEL, composed, run_here
 from training.errors import UserError
 from training.planning.plan import plan_only
 from training.weights.files import CONFIG_FILE, PATTERNS, ModelWeights, weight_files_in
+from training.weights.hub_client import HubName
 
 
 @pytest.fixture
@@ -20,13 +21,15 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     """A Hub with one model, which has the file model.safetensors; `asked` has the requests."""
     hub = SimpleNamespace(asked=[], files=["config.json", "model.safetensors"], fails=None, cached=False, part="")
 
-    def model_info(_, name: str, timeout: float):
+    def model_info(_, name: str, revision: None, timeout: float):
         hub.asked.append(name)
         if hub.fails:
             raise hub.fails
         return SimpleNamespace(siblings=[SimpleNamespace(rfilename=file) for file in hub.files])
 
-    def snapshot_download(name: str, *, cache_dir, allow_patterns, ignore_patterns=(), local_files_only=False):
+    def snapshot_download(
+        name: str, *, revision: None, cache_dir, allow_patterns, ignore_patterns=(), local_files_only=False
+    ):
         if (local_files_only and not hub.cached) or hub.fails:
             raise hub.fails or OSError("not cached")
         assert cache_dir == str(tmp_path)
@@ -48,6 +51,16 @@ def test_local_files_are_taken_without_asking_anybody(tmp_path: Path, hub):
     assert not hub.asked
 
 
+def test_an_adapter_is_not_a_model(tmp_path: Path):
+    """Nor is a checkpoint of one, which has files of the optimizer besides."""
+    for name in ("adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"):
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=r"has an adapter and no model: give it as adapter\.weights=.*, and its base"):
+        ModelWeights.find(str(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    assert ModelWeights.find(str(tmp_path)).path() == tmp_path
+
+
 def test_a_name_is_that_of_a_model_on_the_hub(tmp_path: Path, hub, monkeypatch):
     found = ModelWeights.find("me/llama")
     assert hub.asked == ["me/llama"]
@@ -59,7 +72,7 @@ def test_a_name_is_that_of_a_model_on_the_hub(tmp_path: Path, hub, monkeypatch):
 def test_a_cached_model_needs_no_network(tmp_path: Path, hub):
     (tmp_path / "model.safetensors").touch()
     hub.cached = True
-    assert ModelWeights.find("me/llama").hub_name == "me/llama"
+    assert ModelWeights.find("me/llama").on_hub.name == "me/llama"
     assert not hub.asked
 
 
@@ -89,7 +102,7 @@ def test_without_a_network_the_line_says_how_to_do_it_by_hand(hub):
         ModelWeights.find("me/llama")
     assert str(raised.value).endswith(advice)
     with pytest.raises(UserError, match=r"the download failed \(no route\)") as raised:
-        ModelWeights("me/llama", "me/llama", "").path()
+        ModelWeights("me/llama", HubName("me/llama"), "").path()
     assert str(raised.value).endswith(advice)
 
 

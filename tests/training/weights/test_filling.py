@@ -8,6 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from models.places import find_places
+from tests.models.helpers.hf_models import tiny
+from tests.models.helpers.saving import save_weights
+from tests.models.helpers.small_diffusion import small
 from tests.training.helpers.in_process import composed
 from training.errors import UserError
 from training.weights.filling import fill_buffers, fill_parameters, load
@@ -62,3 +66,15 @@ def test_a_model_of_ours_is_a_function_of_the_seed():
         fill_parameters(model, composed(f"seed={seed}")[0], CPU, None)
     assert torch.equal(models[0].weight, models[1].weight)
     assert not torch.equal(models[0].weight, models[2].weight)
+
+
+@pytest.mark.parametrize(("build", "name"), [(tiny, "gpt2"), (tiny, "mixtral"), (small, "dit")])
+def test_the_weights_of_a_runs_checkpoint_fill_a_model_of_a_library(tmp_path: Path, build, name):
+    saved, model = build(name), build(name)
+    save_weights(saved, tmp_path / "checkpoint", max_shard_bytes=10_000)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    load(model, tmp_path / "checkpoint")
+    for (name, value), now in zip(saved.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(now, value), name
+    assert find_places(model, tmp_path / "checkpoint").reasons == {}

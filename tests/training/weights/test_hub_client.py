@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from training.errors import UserError
-from training.weights.hub_client import TIMEOUT_S, ask_hub
+from training.weights.hub_client import TIMEOUT_S, HubName, ask_hub
 
 
 def test_the_answer_is_returned_within_a_short_time():
@@ -13,10 +13,28 @@ def test_the_answer_is_returned_within_a_short_time():
 
 
 @pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ("me/x", ("me/x", None)),
+        ("me/x-1.5@v2", ("me/x-1.5", "v2")),
+        ("me/x@refs/pr/1", ("me/x", "refs/pr/1")),
+        ("me/x@", None),
+        ("me/x@-v", None),
+        ("me", None),
+        ("me/x/y", None),
+        ("./x", None),
+    ],
+)
+def test_a_name_may_have_a_revision(given: str, read: tuple | None):
+    assert HubName.of(given) == read
+
+
+@pytest.mark.parametrize(
     ("kind", "message"),
     [
         ("GatedRepoError", "KEY=me/x: needs its owner's permission"),
         ("RepositoryNotFoundError", "KEY=me/x: no such model on the Hub; check the spelling"),
+        ("RevisionNotFoundError", "KEY=me/x: that model has no such revision: give a branch, a tag or a commit of it"),
         ("OSError", r"KEY=me/x: the Hugging Face Hub did not answer \(down\); check the network, or stay at home"),
     ],
 )

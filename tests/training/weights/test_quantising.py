@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from models.quantise import QuantisedWeight, is_quantised
-from models.quantise_cache import CacheFile
+from models.quantise_cache import SOURCE, CacheFile
 from tests.training.helpers.in_process import TINY_RUN, components_of, run_here
 from training.errors import UserError
 
@@ -57,7 +59,6 @@ def test_each_format_trains_with_fewer_bytes(tmp_path: Path, quantize: str):
     assert plans[0]["device_bytes"]["weights"] == sum(parameter.nbytes for parameter in parts.model.parameters())
 
 
-@pytest.mark.slow
 def test_loaded_weights_are_quantised_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     run_here(tmp_path / "first", *RUN, "checkpoint.every=3")
     source = tmp_path / "first" / "checkpoints" / "step-00000003"
@@ -73,6 +74,11 @@ def test_loaded_weights_are_quantised_once(tmp_path: Path, caplog: pytest.LogCap
         assert str(cache) in caplog.text
     assert cache.stat().st_mtime_ns == written.st_mtime_ns
     assert losses(tmp_path / "none") == losses(tmp_path / "made") == losses(tmp_path / "read")
+    with safe_open(cache, "pt") as file:
+        metadata = file.metadata()
+    save_file(load_file(cache), cache, metadata | {SOURCE: "other weights"})
+    with pytest.raises(UserError, match=r"^quantize\.cache=true: .* was made from other weights than those beside it"):
+        run_here(tmp_path / "refused", *keys)
     cache.write_bytes(cache.read_bytes()[:-1])
     with pytest.raises(UserError, match=r"^quantize\.cache=true: .* or give quantize\.cache=false$"):
         run_here(tmp_path / "refused", *keys)

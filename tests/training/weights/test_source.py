@@ -11,6 +11,7 @@ from huggingface_hub import constants
 from omegaconf import OmegaConf
 
 from models.diffusion import build_diffusion
+from models.hf_files import load_hf
 from models.weights import load_weights
 from tests.models.helpers.hf_models import trained
 from tests.models.helpers.saving import save_diffusion, save_hf
@@ -18,9 +19,11 @@ from tests.models.helpers.unets import UNET as TINY
 from tests.test_any_model import COMMON, UNET
 from tests.training.helpers.hub_server import hub_server
 from tests.training.helpers.in_process import components_of, run_here
+from training.checkpoints.base import BaseReference
 from training.checkpoints.state import read_state
 from training.errors import UserError
 from training.planning.chosen import chosen_values
+from training.weights.files import ModelWeights
 from training.weights.source import local_source, weights_of_source
 
 TINY_UNET = {**TINY, "num_class_embeds": 4}
@@ -46,8 +49,13 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str
         "vae/config.json": b"{}",
         "vae/a.safetensors": b"",
     }
+    earlier = trained("gpt2")
+    for parameter in earlier.parameters():
+        parameter.data.mul_(0.5)
+    save_hf(earlier, folder / "earlier", SHARD_BYTES)
     return {
         "me/gpt2": files_in(folder / "gpt2") | other,
+        "me/gpt2@v0/first": files_in(folder / "earlier"),
         "me/pipeline": files_in(folder / "pipeline") | other | variant | {"whole.safetensors": b"all"},
         "me/old": {"config.json": b'{"model_type": "gpt2"}', "pytorch_model.bin": b"\x80"},
         "me/data": {"README.md": b"#"},
@@ -103,6 +111,25 @@ def test_a_language_model_begins_with_its_weights_and_then_needs_no_network(
     assert states[0].step == states[1].step == 1
 
 
+def test_a_revision_is_taken_where_one_is_given(hub: Path, monkeypatch: pytest.MonkeyPatch):
+    halves = trained("gpt2")
+    whole = components_of("model=hf", "model.source=me/gpt2", "seq_len=8", "dataset=synthetic")
+    ModelWeights.find(whole.config.model.weights).path()
+    parts = components_of("model=hf", "model.source=me/gpt2@v0/first", "seq_len=8", "dataset=synthetic")
+    assert parts.config.model.weights == "me/gpt2@v0/first"
+    weights = ModelWeights.find(parts.config.model.weights)
+    load_hf(halves, weights.path())
+    for now, full in zip(halves.parameters(), trained("gpt2").parameters(), strict=True):
+        assert torch.equal(now, full * 0.5)
+    base = BaseReference.of(0, weights)
+    assert (base.name, base.revision) == ("me/gpt2", "v0/first")
+    # Nobody answers there.
+    use("http://127.0.0.1:9", monkeypatch)
+    assert ModelWeights.find("me/gpt2@v0/first").path() == weights.path()
+    with pytest.raises(UserError, match="or run `hf download me/gpt2 --revision v2 --local-dir DIR` where there is"):
+        local_source("me/gpt2@v2")
+
+
 def test_a_pipeline_has_its_model_in_a_part(hub: Path, tmp_path: Path):
     unet = tuple(o for o in UNET if not o.startswith(("model.source", "model.overrides")))
     run_here(tmp_path / "run", *ONE_STEP, *unet, "model.source=me/pipeline", "precision=fp32", "optimizer.lr=0")
@@ -152,6 +179,10 @@ def test_what_auto_stands_for(tmp_path: Path, repositories: dict):
     [
         ("me/none", r"model\.source=me/none: no such folder here; as a name on the Hub: no such model on the Hub"),
         ("me/data", r"model\.source=me/data: .*: that model has no config\.json: choose one that has"),
+        (
+            "me/gpt2@v9",
+            r"model\.source=me/gpt2@v9: .*: that model has no such revision: give a branch, a tag or a commit",
+        ),
         ("me/old", r"model\.weights=me/old: .*: that model has no \.safetensors file: choose one that has"),
     ],
 )

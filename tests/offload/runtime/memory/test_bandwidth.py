@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from offload.runtime.memory import bandwidth
 from offload.runtime.memory.bandwidth import Bandwidth, measure_bandwidth
 from offload.runtime.streams import registry
 
@@ -11,6 +12,23 @@ from offload.runtime.streams import registry
 def test_bandwidth_is_measured_each_way_and_both(streams: registry.Streams):
     speed = measure_bandwidth(streams, nbytes=2**20, repeats=3)
     assert min(speed.h2d, speed.d2h, speed.both) > 0.01
+
+
+def test_each_direction_is_timed_with_its_own_copies(streams: registry.Streams, monkeypatch: pytest.MonkeyPatch):
+    clock = [0.0]
+
+    def takes(seconds: float):
+        def copy(*_: object, **__: object) -> None:
+            clock[0] += seconds
+
+        return copy
+
+    monkeypatch.setattr(bandwidth, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(bandwidth.Transfer, "copy_in", takes(0.001))
+    monkeypatch.setattr(bandwidth.Transfer, "copy_out", takes(0.003))
+    speed = measure_bandwidth(streams, nbytes=10**6, repeats=3)
+    # 1 MB in 1 ms is 1 GB/s.
+    assert (speed.h2d, speed.d2h, speed.both) == pytest.approx((1.0, 1 / 3, 1 / 4))
 
 
 def test_copies_both_ways_are_slower_while_both_last():

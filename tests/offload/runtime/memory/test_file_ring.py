@@ -165,14 +165,20 @@ def test_a_copy_that_does_not_wait_for_the_read_is_found(ring: FileRing, plans: 
 
 
 def test_threads_end_with_the_ring(path: Path, plans: list[ReadPlan], streams: CheckedStreams):
-    for drop in (FileRing.close, lambda ring: None):
-        ring = ring_of(path, streams)
-        ring.expect(plans)
-        assert any(thread.name == "file reader" for thread in threading.enumerate())
-        drop(ring)
-        del ring
-        gc.collect()
-        assert not any(thread.name == "file reader" for thread in threading.enumerate())
+    def are_running() -> bool:
+        return any(thread.name == "file reader" for thread in threading.enumerate())
+
+    closed = ring_of(path, streams)
+    closed.expect(plans)
+    assert are_running()
+    closed.close()
+    assert not are_running()
+    dropped = ring_of(path, streams)
+    dropped.expect(plans)
+    assert are_running()
+    del dropped
+    gc.collect()
+    assert not are_running()
 
 
 def test_blocks_are_the_only_memory(path: Path, plans: list[ReadPlan], streams: CheckedStreams):

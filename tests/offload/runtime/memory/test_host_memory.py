@@ -231,7 +231,7 @@ block.itself = block
 
 @pytest.mark.slow
 def test_memory_is_unlocked_at_exit_while_the_runtime_is_there():
-    result = subprocess.run([sys.executable, "-c", AT_EXIT], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", AT_EXIT], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.stdout == "['register', 'synchronize', 'unregister'] [] {} False\n"
     assert result.stderr == ""
 

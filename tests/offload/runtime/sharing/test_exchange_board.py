@@ -130,7 +130,7 @@ def test_a_process_that_is_killed_at_any_moment_is_named_and_its_memory_is_gone(
         while (words := [pipe.recv() for pipe in pipes]) != ["ready"] * COUNT:
             for pipe in pipes:
                 pipe.send(words)
-        files = homes_in_use() - before
+        files = homes_in_use(process.pid for process in processes) - before
         assert len(files) == 1
         lost = generator.randrange(COUNT)
         time.sleep(generator.uniform(0, 0.05))

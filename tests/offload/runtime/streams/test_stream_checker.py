@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -85,3 +87,9 @@ def test_two_reads_need_no_order(streams: CheckedStreams):
     buffer = Resource()
     streams.reads(streams.h2d, buffer, "one")
     streams.reads(streams.compute, buffer, "other")
+
+
+def test_each_thread_has_its_own_current_stream(streams: CheckedStreams):
+    """As on a GPU: two models may train at the same time, each in a thread."""
+    with streams.on(streams.h2d), ThreadPoolExecutor(1) as thread:
+        assert thread.submit(lambda: streams.compute).result() is not streams.compute

@@ -125,6 +125,29 @@ def test_small_gradients_leave_together(at_home: OffloadUnit, streams: CheckedSt
     assert [norm.item() for norm in gradients.norms([at_home]).values()] == [4.0, 5.0]
 
 
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_norms_round_as_those_of_gradients_in_the_order_of_the_parameter(streams: CheckedStreams, pieces: int):
+    """As `none` takes them. Backward of a convolution makes gradients in another order of memory."""
+    weight = nn.Parameter(torch.zeros(16, 16, 3, 3, dtype=torch.bfloat16))
+    tensor = UnitTensor("weight", weight, [ModuleAttribute(nn.Module(), "weight", False)], 0)
+    unit = OffloadUnit("block", 0, [tensor])
+    unit.bring_home(HostArena(torch.device("cpu")))
+    gradients = GradientOffloader(Transfer(streams, Telemetry(streams)), limit_bytes=2**20)
+    generator = torch.Generator().manual_seed(0)
+    orders = 0
+    for _ in range(8):
+        gradients.begin_step([unit], norms=True)
+        made = torch.randn(weight.shape, generator=generator).bfloat16().to(memory_format=torch.channels_last)
+        for _ in range(pieces):
+            land(gradients, unit, tensor, made.clone())
+        gradients.release()
+        taken, whole = gradients.norms([unit])[tensor.host], made * pieces
+        assert torch.equal(taken, torch.linalg.vector_norm(whole.contiguous(), dtype=torch.float32))
+        orders += not torch.equal(taken, torch.linalg.vector_norm(whole, dtype=torch.float32))
+        tensor.host.grad = None
+    assert orders, "both orders round alike in all"
+
+
 def test_gradients_of_another_stream_leave_by_themselves(at_home: OffloadUnit, streams: CheckedStreams):
     """The copies come after the work of the stream that made the gradients, whatever the stream when they leave."""
     first, second = at_home.tensors

@@ -12,6 +12,7 @@ from torch import nn
 from offload.modes.layer_stream import LayerStream
 from offload.runtime.streams.stream_checker import CheckedStreams
 from offload.weights.gradients.summing import WAITING_UNITS
+from offload.weights.gradients.updates import NoUpdates
 from tests.offload.helpers.models import Stack, stack_inputs
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 
@@ -39,6 +40,18 @@ class Router(nn.Module):
         return hidden
 
 
+class Landed(NoUpdates):
+    """Notes the units whose gradients are handed to updates."""
+
+    early = True
+
+    def __init__(self):
+        self.units: list[str] = []
+
+    def gradients_landed(self, unit, tensors, after, released=None) -> None:
+        self.units.append(unit.name)
+
+
 def streams() -> CheckedStreams:
     return CheckedStreams(torch.device("cpu"))
 
@@ -52,10 +65,14 @@ def test_a_gradient_that_a_sharer_lacks_keeps_its_unit_from_the_sum():
         model, mode = Router(WAITING_UNITS + 2), LayerStream(layers="layers", slots=2)
         model.load_state_dict(state)
         mode.attach(model, streams(), sharers)
+        updates = Landed()
+        mode._streamer.use_updates(updates)
         with mode.step():
             mode.accumulate([lambda: model(torch.ones(2, 4), sharers.rank).sum()])
         assert not mode.summed_parameters()
         assert sharers.sums == 0
+        # An update would use the gradient of this sharer alone.
+        assert updates.units == []
         mode.detach()
         return {name: p.grad for name, p in model.named_parameters()}
 

@@ -265,6 +265,8 @@ def test_threads_end_with_the_mode_and_when_it_is_dropped(tmp_path: Path):
     def readers() -> int:
         return sum(thread.name == "file reader" for thread in threading.enumerate())
 
+    # What tests before this one have dropped is not to go meanwhile.
+    gc.collect()
     files = len(os.listdir("/proc/self/fd"))
     model = model_of()
     mode, _ = mapped(LayerStream(source="mapped"), model, tmp_path)

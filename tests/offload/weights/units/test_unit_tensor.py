@@ -27,6 +27,33 @@ def test_what_cannot_be_streamed_is_refused_in_one_line(change):
     assert "\n" not in str(refused.value)
 
 
+def test_a_buffer_that_is_replaced_streams_if_it_is_alike_and_is_left_to_its_module_otherwise():
+    module = nn.Module()
+    module.register_buffer("scale", torch.ones(4))
+    tensor = at_home(module).tensors[0]
+    alike, other = torch.zeros(4), torch.zeros(5)
+    module.scale = alike
+    tensor.take_replacement(torch.device("cpu"))
+    assert tensor.host is alike
+    for module.scale in (other, None, alike.double()):
+        tensor.take_replacement(torch.device("cpu"))
+        assert tensor.host is alike
+
+
+def test_a_tied_parameter_is_replaced_in_all_places_or_refused():
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    tensor = at_home(model).tensors[0]
+    model[1].weight = new = nn.Parameter(torch.ones(3, 3))
+    with pytest.raises(
+        RuntimeError, match=r"^0\.weight was replaced in one place and not in all that share it; detach"
+    ):
+        tensor.take_replacement(torch.device("cpu"))
+    model[0].weight = new
+    tensor.take_replacement(torch.device("cpu"))
+    assert tensor.host is new
+
+
 def test_the_users_of_a_gradient_are_seen():
     tensor = at_home(nn.Linear(3, 5)).tensors[0]
     assert not tensor.gradient_is_held
