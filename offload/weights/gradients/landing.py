@@ -5,6 +5,7 @@ A gradient lands when autograd has summed all uses of a stand-in (`GradientSink`
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -70,6 +71,8 @@ class GradientLanding:
         self._arena = arena
         self._streams = streams
         self._updates: Updates = NO_UPDATES
+        # On a GPU autograd adds gradients of the host in another thread than that in which those of the device land.
+        self._lock = threading.RLock()
         self._in_step = False
         # Inside `accumulating` the step alone ends with readable gradients, else each backward does.
         self._accumulates = self._is_side_by_side = self._will_settle = False
@@ -162,6 +165,12 @@ class GradientLanding:
         self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor, node: torch.autograd.graph.Node
     ) -> torch.Tensor | None:
         """Sends a gradient where it is wanted; see `GradientSink`."""
+        with self._lock:
+            return self._land(unit, tensor, gradient, node)
+
+    def _land(
+        self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor, node: torch.autograd.graph.Node
+    ) -> torch.Tensor | None:
         if not tensor.trains:
             # Frozen since forward: autograd gives a resident parameter no gradient then.
             return None
@@ -192,6 +201,10 @@ class GradientLanding:
 
         Raises RuntimeError where it cannot be, and SideBySideError where losses of microbatches side by side use it.
         """
+        with self._lock:
+            self._before_host_gradient(unit, tensor)
+
+    def _before_host_gradient(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
         if self._released is not None:
             raise used_on_host(tensor)
         if self.sum is not None:

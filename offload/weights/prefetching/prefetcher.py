@@ -236,6 +236,10 @@ class Prefetcher:
         for unit, slot in retained.items():
             if slot.content is not unit:
                 self._put_back(unit, slot)
+                continue
+            # A window in the block may have closed on the unit. The operation that asked for it before still reads it.
+            slot.read_by = None
+            self._streams.reads(self._streams.compute, slot, f"use of {unit.name}")
 
     def write_home(self, unit: OffloadUnit, tensors: list[UnitTensor]) -> None:
         """Copies tensors of `unit` that compute changed in its slot back to the host block; see `SlotContents`."""
