@@ -104,12 +104,11 @@ class HostAdamW(torch.optim.AdamW):
         in_range("weight_decay", weight_decay, at_least=0)
         if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
             raise KnobError("betas", list(betas), "must be two numbers, at least 0 and below 1")
-        self._all_decay = decay_norms_and_biases
         self.threads = all_cores_but(1) if threads is None else threads
         self._chooses_threads = threads is None
         self._rounding_seed = rounding_seed
         self.device_share = bytes_or("auto", "device_share", device_share)
-        self.speculate, self._compile = speculate, compile
+        self.speculate, self._compile, self._all_decay = speculate, compile, decay_norms_and_biases
         self._claimed: set[Tensor] = set()
         self._deferral: Deferral | None = None
         self._placement = StatePlacement(self.format)
