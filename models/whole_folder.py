@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,8 @@ Fill = Callable[[Write], object]
 """gets a `write` and calls it with the bytes of a file, from first to last"""
 
 PARTIAL_SUFFIX = ".partial"
+# Some network and FUSE file systems cannot flush folders. Files are flushed all the same.
+CANNOT_FLUSH_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
 
 
 def bytes_of(content: bytes) -> Fill:
@@ -88,9 +91,12 @@ def write_file(path: Path, fill: Fill) -> None:
 
 
 def flush_names(folder: Path) -> None:
-    """Flushes the names in a folder to the disk."""
+    """Flushes the names in a folder to the disk, where the file system can do that. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in CANNOT_FLUSH_FOLDERS:
+            raise
     finally:
         os.close(descriptor)

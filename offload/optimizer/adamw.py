@@ -104,18 +104,16 @@ class HostAdamW(torch.optim.AdamW):
         in_range("weight_decay", weight_decay, at_least=0)
         if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
             raise KnobError("betas", list(betas), "must be two numbers, at least 0 and below 1")
-        groups = params if decay_norms_and_biases else decay_groups(params)
         self.threads = all_cores_but(1) if threads is None else threads
         self._chooses_threads = threads is None
         self._rounding_seed = rounding_seed
         self.device_share = bytes_or("auto", "device_share", device_share)
-        self.speculate = speculate
-        self._compile = compile
+        self.speculate, self._compile, self._all_decay = speculate, compile, decay_norms_and_biases
         self._claimed: set[Tensor] = set()
         self._deferral: Deferral | None = None
         self._placement = StatePlacement(self.format)
         self._shared: SharedStates | None = None
-        super().__init__(groups, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
+        super().__init__(params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
         if self._updates_on_host:
             # Compiled and measured now, and not in the first step.
             fastest_update(self.threads, compile, self.format)
@@ -126,12 +124,14 @@ class HostAdamW(torch.optim.AdamW):
         return fastest_update(self.threads, self._compile, self.format)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as any torch optimizer. Raises ValueError, adding nothing, where `check_group` does."""
-        super().add_param_group(param_group)
+        """Adds a group, or the two of `decay_groups`. Raises ValueError, adding nothing, where `check_group` does."""
+        count = len(self.param_groups)
         try:
-            check_group(self.param_groups[-1])
+            for group in [param_group] if self._all_decay else decay_groups([param_group]):
+                super().add_param_group(group)
+                check_group(self.param_groups[-1])
         except ValueError:
-            self.param_groups.pop()
+            del self.param_groups[count:]
             raise
         # By position, because loading replaces the groups.
         self._group_of = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}

@@ -173,7 +173,8 @@ static inline int32_t either(float value, int kind, uint32_t noise) {
 #define CODE_OF(value, kind, noise) nearest(value, kind)
 #endif
 
-/* Writes `count` codes and returns their scale. The largest of the bits is a NaN if there is one. `first` and `key` are
+/* Writes `count` codes and returns their scale. Where a number is not finite, the largest of the bits is not either: the
+   scale is then a NaN, and the codes are those of the torch kernel, which looks up a NaN. `first` and `key` are
    those of DRAW, of whose bits the upper half is the second moment's. Inlined everywhere it would take seconds to
    compile. */
 static __attribute__((noinline)) float quantise(const float *values, code *codes, int64_t count, int kind,
@@ -183,6 +184,10 @@ static __attribute__((noinline)) float quantise(const float *values, code *codes
   _Pragma("omp simd reduction(max : largest)") for (int64_t i = 0; i < count; i++) {
     uint32_t magnitude = bits_of(values[i]) & 0x7fffffff;
     largest = magnitude > largest ? magnitude : largest;
+  }
+  if (largest >= 0x7f800000) {
+    memset(codes, 255 - STOCHASTIC_MOMENTS, (size_t)count);
+    return float_of(0x7fc00000);
   }
   float scale = float_of(largest), divisor = scale > 0 ? scale : 1;
   _Pragma("omp simd") for (int64_t i = 0; i < count; i++) {

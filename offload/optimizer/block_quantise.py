@@ -61,6 +61,8 @@ def quantise(values: Tensor, codes: Tensor, scales: Tensor, signed: bool, noise:
     count, device = values.numel(), values.device
     blocks = F.pad(values, (0, -count % BLOCK)).view(-1, BLOCK)
     torch.amax(blocks.abs(), dim=1, out=scales)
+    # An infinity times the map's entries would be infinite for some codes and a NaN for others.
+    scales.masked_fill_(scales.isinf(), torch.nan)
     # 0 / 0 is no number.
     relative = values / _each(torch.where(scales > 0, scales, 1.0), count)
     found = torch.bucketize(relative, _on(device, midpoints, signed), out_int32=True)

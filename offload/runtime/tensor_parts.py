@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -48,6 +49,22 @@ def parts(tensor: Tensor) -> list[Tensor]:
         return [part for name in names for part in parts(getattr(tensor, name))]
     state = state_of(tensor)
     return [tensor] if state is None else [tensor, *tensors_in(state)]
+
+
+class TakenApart:
+    """The `parts` of a tensor that consists of several, and whether it has got others since."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor, self.parts = tensor, parts(tensor)
+        self._held = [(attributes, list(attributes.values())) for attributes in _attributes_of(tensor, set())]
+
+    @property
+    def is_current(self) -> bool:
+        """True if no attribute of the tensor, of its state or of a tensor that it wraps was assigned since."""
+        return all(
+            len(attributes) == len(values) and all(map(operator.is_, attributes.values(), values))
+            for attributes, values in self._held
+        )
 
 
 def true_bytes(tensor: Tensor) -> int:
@@ -111,6 +128,19 @@ def give_state(tensor: Tensor, memory: Iterable[Tensor]) -> None:
     """Makes the tensors of `memory` those of the parameter's state. The object stays: its module has it as well."""
     state = state_of(tensor)
     state.__dict__.update(replaced_in(state, memory).__dict__)
+
+
+def _attributes_of(value: object, seen: set[int]) -> Iterator[dict[str, object]]:
+    """Yields the attributes of a tensor or state, then those of the objects among them that may hold parts."""
+    is_plain = isinstance(value, Tensor) and not is_compound(value)
+    is_other = callable(value) and not isinstance(value, Tensor)
+    attributes = getattr(value, "__dict__", None)
+    if is_plain or is_other or not isinstance(attributes, dict) or id(value) in seen:
+        return
+    seen.add(id(value))
+    yield attributes
+    for inner in list(attributes.values()):
+        yield from _attributes_of(inner, seen)
 
 
 @functools.cache

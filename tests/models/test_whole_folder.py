@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,27 @@ def test_the_names_of_new_folders_above_are_flushed_too(tmp_path: Path, monkeypa
     flushed.clear()
     write_whole_folder(tmp_path / "new" / "deep" / "two", {"a": bytes_of(b"1")})
     assert flushed[1:] == [tmp_path / "new" / "deep"]
+
+
+@pytest.mark.parametrize(
+    ("code", "is_written"), [("EINVAL", True), ("ENOTSUP", True), ("EBADF", True), ("EIO", False), ("ENOSPC", False)]
+)
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_a_file_system_may_refuse_to_flush_folders_but_not_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, is_written: bool, is_folder: bool
+):
+    def refuses(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) == is_folder:
+            raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
+
+    monkeypatch.setattr(os, "fsync", refuses)
+    if is_written and is_folder:
+        write_whole_folder(tmp_path / "out", {"a": bytes_of(b"1")})
+        assert (tmp_path / "out" / "a").read_bytes() == b"1"
+    else:
+        with pytest.raises(OSError, match=os.strerror(getattr(errno, code))):
+            write_whole_folder(tmp_path / "out", {"a": bytes_of(b"1")})
+        assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("error", [OSError("full"), KeyboardInterrupt(), ValueError("strange")])

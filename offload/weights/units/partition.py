@@ -270,9 +270,9 @@ def amount_bytes(text: str, total: int) -> int:
 def _check_memory(names: dict[torch.Tensor, str]) -> None:
     """Raises ValueError for parameters that cannot be given memory.
 
-    Those of lazy modules have no shape before the first forward, those of bitsandbytes get their bytes when they move
-    to a device, and two that share bytes without being one would each
-    get memory of its own.
+    Those of lazy modules have no shape before the first forward, and those of bitsandbytes get their bytes when they
+    move to a device. Two that share bytes without being one would each get memory of its own, and so would the elements
+    of an expanded one, for which kernels may round in another way.
     """
     spans = []
     for tensor, name in names.items():
@@ -280,13 +280,15 @@ def _check_memory(names: dict[torch.Tensor, str]) -> None:
             raise ValueError(f"{name} has no shape yet: run the model once before the mode attaches to it")
         if getattr(tensor, "bnb_quantized", True) is False and not tensor.is_meta:
             raise ValueError(f"{name} is not quantised yet: call .to(device) of its layer before the mode attaches")
-        if (
-            not tensor.is_meta
-            and tensor.layout is torch.strided
-            and isinstance(tensor, nn.Parameter)
-            and not wraps(tensor)
-            and tensor.numel()
+        is_parameter = isinstance(tensor, nn.Parameter) and tensor.layout is torch.strided and not wraps(tensor)
+        if is_parameter and any(
+            size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
         ):
+            raise ValueError(
+                f"{name} is expanded, so several of its elements are one number in memory: give each its own before the"
+                " mode attaches, as in p.data = p.data.contiguous()"
+            )
+        if is_parameter and not tensor.is_meta and tensor.numel():
             start = tensor.data_ptr()
             extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
             spans.append((start, start + extent * tensor.itemsize, name))

@@ -11,7 +11,7 @@ from offload.runtime.memory.device_slots import DeviceSlot
 from offload.runtime.memory.host_memory import HostArena, HostBlock
 from offload.runtime.memory.mapped_files import FileSpan
 from offload.runtime.streams.registry import Event
-from offload.runtime.tensor_parts import parts, versions_of, wraps
+from offload.runtime.tensor_parts import TakenApart, parts, versions_of
 from offload.runtime.torch_internals import count_references, has_gradient_hooks
 from offload.weights.units.layouts import Layout
 from offload.weights.units.placement import ModuleAttribute, move_into, put_over
@@ -72,7 +72,7 @@ class UnitTensor:
         self.layout = Layout(self.host)
         self.is_buffer = self.attributes[0].is_buffer
         # A tensor and its parts, for one that consists of several: that at home, and that on the device.
-        self._host_parts: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        self._host_parts: TakenApart | None = None
         self._device_parts: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._views: dict[int, list[torch.Tensor]] = {}
 
@@ -95,7 +95,7 @@ class UnitTensor:
     def state(self) -> tuple[int, int]:
         """A value that changes when the weight is changed at home, or gets other data, in a step or between two."""
         if self.layout.is_compound:
-            return self.version, 0 if wraps(self.host) else self.host.data_ptr()
+            return self.version, hash(tuple(part.data_ptr() for part in self.parts_of(self.host)))
         # `version`, without the calls: backward asks for every weight.
         host, device = self.host, self.device
         new_writes = 0 if device is None else device._version - self.device_version
@@ -124,14 +124,16 @@ class UnitTensor:
     def parts_of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Returns the plain tensors of `host`, of its stand-in or of another tensor like it.
 
-        To take a tensor apart runs much code of its class. So those of `host` are kept until `forget_parts`.
+        To take a tensor apart runs much code of its class. So those of `host` are kept until `forget_parts`, or until
+        it gets others.
         """
         if not self.layout.is_compound:
             return [tensor]
         if tensor is self.host:
-            if self._host_parts is None or self._host_parts[0] is not tensor:
-                self._host_parts = tensor, parts(tensor)
-            return self._host_parts[1]
+            taken = self._host_parts
+            if taken is None or taken.tensor is not tensor or not taken.is_current:
+                taken = self._host_parts = TakenApart(tensor)
+            return taken.parts
         if tensor is self.device:
             if self._device_parts is None or self._device_parts[0] is not tensor:
                 self._device_parts = tensor, parts(tensor)

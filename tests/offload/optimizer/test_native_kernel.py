@@ -133,6 +133,12 @@ def test_what_is_not_finite_is_so_in_both_kernels(format: StateFormat):
     assert torch.equal(first.weight.isnan(), second.weight.isnan())
     assert torch.equal(first.weight.nan_to_num(7), second.weight.nan_to_num(7))
     assert first.weight[4:7].isnan().all()
+    if format.moment_dtype == torch.uint8:
+        assert torch.equal(first.exp_avg, second.exp_avg)
+        assert torch.equal(first.exp_avg_sq, second.exp_avg_sq)
+        for one in (first, second):
+            assert one.exp_avg_scale.isnan().tolist() == [True, False]
+            assert one.exp_avg_sq_scale.isnan().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("format", [WIDE, StateFormat("kahan", "int8"), StateFormat("compact")], ids=str)

@@ -27,10 +27,12 @@ def test_settings_of_a_group_that_mean_other_arithmetic_are_refused(key: str, va
     message = f"a parameter group has {key}={value}, which is not supported"
     with pytest.raises(ValueError, match=message):
         HostAdamW([{"params": weights, key: value}], **OFF)
-    optimizer = HostAdamW(weights[1:], **OFF)
-    with pytest.raises(ValueError, match=message):
-        optimizer.add_param_group({"params": weights[:1], key: value})
-    assert len(optimizer.param_groups) == 1
+    for all_decay in (False, True):
+        optimizer = HostAdamW(weights[2:], **OFF, decay_norms_and_biases=all_decay)
+        count = len(optimizer.param_groups)
+        with pytest.raises(ValueError, match=message):
+            optimizer.add_param_group({"params": weights[:2], key: value})
+        assert len(optimizer.param_groups) == count
     give_gradients(weights, 0)
     before = [weight.detach().clone() for weight in weights]
     optimizer.param_groups[0][key] = value
@@ -65,10 +67,16 @@ def test_groups_without_decay_are_those_of_norms_and_biases():
 
 
 @pytest.mark.parametrize("optimizer", [AdamW, lambda *given, **settings: HostAdamW(*given, **settings, **OFF)])
-def test_norms_and_biases_do_not_decay_where_that_is_chosen(optimizer: Callable):
+@pytest.mark.parametrize("is_later", [False, True])
+def test_norms_and_biases_do_not_decay_where_that_is_chosen(optimizer: Callable, is_later: bool):
     weights = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))]
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
-    optimizer(weights, **SETTINGS, decay_norms_and_biases=False).step()
+    first = [nn.Parameter(torch.ones(4, 4))] if is_later else weights
+    made = optimizer(first, **SETTINGS, decay_norms_and_biases=False)
+    if is_later:
+        made.add_param_group({"params": weights, "weight_decay": 0.2})
+        assert [group["weight_decay"] for group in made.param_groups] == [0.1, 0.2, 0.0]
+    made.step()
     assert (weights[0] < 1).all()
     assert (weights[1] == 1).all()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import torch
 from torch import nn
 
 from offload.runtime.tensor_parts import (
+    TakenApart,
     any_wraps,
     dressed,
     give_state,
@@ -43,6 +45,24 @@ def test_a_plain_tensor_is_its_only_part():
         assert not is_compound(tensor)
         assert true_bytes(tensor) == 8
         assert version_of(tensor.detach().add_(1)) == 1
+
+
+def test_other_parts_are_noticed_wherever_they_are_assigned():
+    weight = nn.Parameter(Nested.of(torch.randn(5, 7)), requires_grad=False)
+    other = packed()
+    other.quant_state.itself = other.quant_state
+    for tensor, holder, name in (
+        (weight, weight, weight.__tensor_flatten__()[0][-1]),
+        (weight, weight.codes, weight.codes.__tensor_flatten__()[0][0]),
+        (other, other.quant_state, "absmax"),
+        (other, other.quant_state.state2, "absmax"),
+        (other, other, "quant_state"),
+    ):
+        taken = TakenApart(tensor)
+        assert taken.is_current
+        assert all(one is part for one, part in zip(taken.parts, parts(tensor), strict=True))
+        setattr(holder, name, copy.copy(getattr(holder, name)))
+        assert not taken.is_current
 
 
 def test_a_tensor_that_wraps_others_is_made_anew_over_others_of_its_kind():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -86,8 +87,13 @@ def test_what_its_user_changes_between_steps_is_used(kind: str):
     same_as_resident(Model(kind), LayerStream(slots=1), between=twice_as_large)
 
 
+def one_part_is_doubled(model: Model) -> None:
+    next(part for part in parts(model.blocks[1].second.weight) if part.dtype == torch.float32).mul_(2)
+
+
 @SOME
-def test_what_its_user_changes_inside_a_step_is_used(kind: str):
+@pytest.mark.parametrize("change", [one_part_is_doubled, twice_as_large])
+def test_what_its_user_changes_inside_a_step_is_used(kind: str, change: Callable):
     made = Model(kind)
     resident = copy.deepcopy(made)
     mode = LayerStream(slots=4)
@@ -95,8 +101,18 @@ def test_what_its_user_changes_inside_a_step_is_used(kind: str):
         for model in (made, resident):
             model(inputs(0, 0)).sum().backward()
             with torch.no_grad():
-                next(part for part in parts(model.blocks[1].second.weight) if part.dtype == torch.float32).mul_(2)
+                change(model)
         assert torch.equal(made(inputs(0, 1)), resident(inputs(0, 1)))
+
+
+@SOME
+def test_other_parts_between_forward_and_backward_are_refused(kind: str):
+    model, mode = Model(kind), LayerStream(slots=4)
+    with attached(mode, model), mode.step():
+        loss = model(inputs(0, 0)).sum()
+        twice_as_large(model)
+        with pytest.raises(RuntimeError, match=r"second\.weight, needed for gradient computation, has been modified"):
+            loss.backward()
 
 
 @SOME

@@ -197,6 +197,17 @@ def test_two_parameters_over_the_same_bytes_are_refused():
     assert BounceLinear().footprint(model).units == 2
 
 
+@pytest.mark.parametrize("is_meta", [False, True])
+def test_an_expanded_parameter_is_refused(is_meta: bool):
+    """Contiguous, as a slot would have it, kernels may round in another way, and changes in place would work."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    model[1].weight = nn.Parameter(torch.randn(8, 1, device="meta" if is_meta else "cpu").expand(8, 8))
+    with pytest.raises(ValueError, match=r"^1\.weight is expanded, .* p\.data\.contiguous\(\)$"):
+        BounceLinear().footprint(model)
+    model[1].weight.data = model[1].weight.data.contiguous()
+    assert BounceLinear().footprint(model).units == 2
+
+
 @pytest.mark.parametrize("make", [lambda: BounceLinear(), lambda: LayerStream()])
 def test_strides_are_kept(make: Callable):
     class Images(nn.Module):
