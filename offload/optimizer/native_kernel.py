@@ -163,7 +163,7 @@ def native_library(
             subprocess.run(command, capture_output=True, check=True, timeout=60)
             library = NativeLibrary(ctypes.CDLL(str(target)), format)
     except (OSError, subprocess.SubprocessError) as error:
-        logger.info("%s cannot make %s: AdamW takes torch's fused kernel, about half as fast", compiler, source)
+        logger.info("%s cannot make %s: torch's operations take its place, about half as fast", compiler, source)
         logger.debug("the compiler's error: %s", getattr(error, "stderr", None) or error)
         return None
     if format.state_dtype == "int8":

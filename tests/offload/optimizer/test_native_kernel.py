@@ -200,7 +200,7 @@ def test_no_place_for_temporary_files_is_no_failure(uncached: None, monkeypatch,
     with caplog.at_level(logging.INFO):
         assert native_library(WIDE) is None
     assert [record.message.split(": ")[1] for record in caplog.records] == [
-        "AdamW takes torch's fused kernel, about half as fast"
+        "torch's operations take its place, about half as fast"
     ]
 
 
