@@ -29,14 +29,14 @@ def main() -> int:
 
     try:
         device = resolve_device(options.device)
+        figures = probe(device)
+        for key, value in figures.items():
+            print(f"{key:18} {value if isinstance(value, str) else format(value, 'g')}")
+        if not options.dry_run:
+            print(f"kept in {keep(device, figures)}")
     except UserError as error:
         print(f"error: {visible(error)}", file=sys.stderr)
         return 1
-    figures = probe(device)
-    for key, value in figures.items():
-        print(f"{key:18} {value if isinstance(value, str) else format(value, 'g')}")
-    if not options.dry_run:
-        print(f"kept in {keep(device, figures)}")
     return 0
 
 

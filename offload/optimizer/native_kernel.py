@@ -155,16 +155,17 @@ def native_library(
         f"-DQUANTISED={int(format.state_dtype == 'int8')}",
     ]
     options += [f"-DFIRST_BIN={FIRST_BIN}", f"-DLAST_BIN={LAST_BIN}", *definitions]
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        target = Path(folder) / "adamw.so"
-        try:
+    try:
+        # Where no directory for temporary files can be written, this raises OSError.
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            target = Path(folder) / "adamw.so"
             command = [compiler, *FLAGS, *options, "-o", str(target), str(path), "-lm"]
             subprocess.run(command, capture_output=True, check=True, timeout=60)
             library = NativeLibrary(ctypes.CDLL(str(target)), format)
-        except (OSError, subprocess.SubprocessError) as error:
-            logger.info("%s cannot make %s: AdamW takes torch's fused kernel, about half as fast", compiler, source)
-            logger.debug("the compiler's error: %s", getattr(error, "stderr", None) or error)
-            return None
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.info("%s cannot make %s: torch's operations take its place, about half as fast", compiler, source)
+        logger.debug("the compiler's error: %s", getattr(error, "stderr", None) or error)
+        return None
     if format.state_dtype == "int8":
         _set_maps(library.functions)
     return library

@@ -47,3 +47,16 @@ def test_an_unusable_device_is_one_line(cache: Path, monkeypatch, capsys):
     assert error.startswith("error: device=cuda:99")
     assert error.count("\n") == 1
     assert list(cache.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(cache: Path, monkeypatch, capsys):
+    (cache / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "file"))
+    assert run(monkeypatch, "--device=cpu") == 1
+    output, error = capsys.readouterr()
+    assert "12.5" in output
+    assert error.startswith(f"error: {cache / 'file'}")
+    assert error.endswith(
+        "cannot be written (Not a directory): set XDG_CACHE_HOME to a directory that can be written\n"
+    )
+    assert error.count("\n") == 1

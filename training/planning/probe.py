@@ -20,6 +20,7 @@ from models.llama import Block, rotary_tables
 from offload import GIB, usable_cores
 from offload.planning import MemoryTracker, StateFormat, fused_kernels, measure_bandwidth, measure_update_rate
 from training.components import acquired
+from training.errors import UserError
 from training.metrics.files import LARGEST, is_number
 from training.profiling.hardware import describe_device
 from training.runs.bounded_files import UnreadableError, read_json
@@ -27,11 +28,18 @@ from training.runs.whole_file import write_whole
 
 # Updates share the host's memory with the copies of a step, which costs a tenth of their speed.
 BESIDE_COPIES = 0.9
+OTHER_PLACE = "set XDG_CACHE_HOME to a directory that can be written"
 
 
 def kept_path(device: torch.device) -> Path:
-    """Returns the path of the file for `device`, which may not exist."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    """Returns the path of the file for `device`, which may not exist.
+
+    Raises UserError if this user has no home directory and XDG_CACHE_HOME does not replace it.
+    """
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        raise UserError(f"HOME is not set, and this user has no home directory: {OTHER_PLACE}") from None
     name = re.sub(r"[^A-Za-z0-9]+", "-", device_name(device)).strip("-").lower()
     return cache / "offload-training" / f"probe-{name}.json"
 
@@ -43,17 +51,20 @@ def kept(device: torch.device) -> dict[str, str | float] | None:
     """
     try:
         values = read_json(kept_path(device))
-    except UnreadableError:
+    except (UnreadableError, UserError):
         return None
     numbers = all(is_number(value) and 0 < value <= LARGEST for key, value in values.items() if key != "name")
     return values if numbers and isinstance(values.get("name"), str) and values["name"] else None
 
 
 def keep(device: torch.device, values: dict[str, str | float]) -> Path:
-    """Writes the values where `kept` finds them, and returns the path."""
+    """Writes the values where `kept` finds them, and returns the path; raises UserError if that cannot be written."""
     path = kept_path(device)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, (json.dumps(values, indent=2) + "\n").encode())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, (json.dumps(values, indent=2) + "\n").encode())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}): {OTHER_PLACE}") from None
     return path
 
 

@@ -201,6 +201,15 @@ def test_a_compiler_that_fails_is_no_failure(uncached: None, monkeypatch, caplog
     assert str(compiler) in caplog.records[0].message
 
 
+def test_no_place_for_temporary_files_is_no_failure(uncached: None, monkeypatch, caplog, tmp_path: Path):
+    monkeypatch.setattr(native_kernel.tempfile, "tempdir", str(tmp_path / "missing"))
+    with caplog.at_level(logging.INFO):
+        assert native_library(WIDE) is None
+    assert [record.message.split(": ")[1] for record in caplog.records] == [
+        "torch's operations take its place, about half as fast"
+    ]
+
+
 def test_compiling_prints_nothing_and_leaves_no_file(uncached: None, monkeypatch, capfd, tmp_path: Path):
     monkeypatch.setattr(native_kernel.tempfile, "tempdir", str(tmp_path))
     assert native_library(WIDE) is not None

@@ -12,6 +12,7 @@ import torch
 
 from tests import ROOT
 from tests.training.helpers.time_limit import time_limit
+from training.errors import UserError
 from training.planning.machine import Machine
 from training.planning.probe import keep, kept, kept_path
 
@@ -47,6 +48,17 @@ def test_a_pipe_counts_as_none():
     os.mkfifo(kept_path(CPU))
     with time_limit(20):
         assert kept(CPU) is None
+
+
+def test_without_a_home_directory_nothing_is_kept(monkeypatch: pytest.MonkeyPatch):
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    assert kept(CPU) is None
+    with pytest.raises(UserError, match=r"HOME is not set.*: set XDG_CACHE_HOME to"):
+        keep(CPU, {"name": "x"})
 
 
 @pytest.mark.slow
