@@ -18,8 +18,8 @@ class RunSummary:
     Each statistic has the name of its metric. Medians of times and rates, and means of transferred GiB, are over the
     logged records of later steps than `warmup_steps` alone; if there are none, over those that end with such a step,
     and else over all records. Peaks of memory, and the first and last losses, are over all records. The first loss is
-    that of the first step, which the first record of a
-    logged step has besides its own, if that is a later one. A metric that no record has is left out.
+    that of the first step, which the first record of a logged step has besides its own, if that is a later one. A
+    metric that no record has is left out.
 
     Args:
         warmup_steps: first steps whose times do not count: they allocate, compile and record the access order.
