@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 
 ENVIRONMENT = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+# The names among these that `join_alone` set.
+_SET: set[str] = set()
 
 
 def join_alone(device: torch.device) -> None:
@@ -15,8 +17,9 @@ def join_alone(device: torch.device) -> None:
 
     Sets what launchers set in the environment, where nothing did.
     """
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    missing = ENVIRONMENT.keys() - os.environ.keys()
+    os.environ.update({name: ENVIRONMENT[name] for name in missing})
+    _SET.update(missing)
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         of_device = {"device_id": torch.device("cuda", device.index or 0)} if device.type == "cuda" else {}
@@ -24,9 +27,9 @@ def join_alone(device: torch.device) -> None:
 
 
 def leave() -> None:
-    """Ends the process group, if there is one."""
+    """Ends the process group, if there is one, and takes from the environment what `join_alone` set."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    for name, value in ENVIRONMENT.items():
-        if os.environ.get(name) == value:
-            del os.environ[name]
+    for name in _SET:
+        os.environ.pop(name, None)
+    _SET.clear()

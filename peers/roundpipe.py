@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import OwnOptimizer, knob
-from peers.peer import adamw_group, clip, set_rate
+from peers.peer import PeerError, adamw_group, clip, set_rate
 from peers.stages import ChainPeer, stages
 
 
@@ -24,7 +24,8 @@ class RoundPipe(ChainPeer):
 
     Args:
         stale: the update runs on a thread beside the next step, which computes with the weights before it.
-        num_microbatch: microbatches that pass through a group of layers; its own default is the number of GPUs plus 1.
+        num_microbatch: microbatches that pass through a group of layers, of equal size; its own default is the number
+            of GPUs plus 1.
     """
 
     option: ClassVar[str] = "roundpipe"
@@ -74,7 +75,15 @@ class RoundPipe(ChainPeer):
 
     def microbatch(self, loss: Callable[[], Tensor], last: bool) -> Tensor:
         batch, weight = self.captured(loss)
-        weight /= min(self.num_microbatch, len(batch[0]))
+        examples = len(batch[0])
+        parts = min(self.num_microbatch, examples)
+        if examples % parts:
+            # Each part's loss is a mean over its own examples, and all count alike.
+            problem = f"{self.num_microbatch} does not divide the {examples} examples of a microbatch"
+            raise PeerError(
+                "offload.num_microbatch", self.num_microbatch, f"{problem} evenly: take 1, or another batch_size"
+            )
+        weight /= parts
         return self._chain.forward_backward(
             # It takes its inputs from host memory.
             input_args=tuple(part.cpu() for part in batch),

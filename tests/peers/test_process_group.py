@@ -20,3 +20,12 @@ def test_the_process_is_alone_in_its_group_and_leaves_no_trace(monkeypatch):
     leave()
     assert not dist.is_initialized()
     assert not ENVIRONMENT.keys() & os.environ.keys()
+
+
+def test_the_environment_of_a_launcher_stays(monkeypatch):
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_PORT")
+    join_alone(torch.device("cpu"))
+    leave()
+    assert ENVIRONMENT.keys() - os.environ.keys() == {"MASTER_PORT"}

@@ -1,12 +1,49 @@
-"""RoundPipe in the loop: exact, and one step stale."""
+"""RoundPipe in the loop: exact, and one step stale; parts of unequal size are refused."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from peers import peer
+from peers.peer import PeerError
+from peers.roundpipe import RoundPipe
 from tests.peers.helpers.runs import ON_GPU, curve, skip_without
+
+
+class Mean(nn.Module):
+    """A model whose output is its loss, and a chain that adds the losses of the parts, split as RoundPipe does."""
+
+    def __init__(self, parts: int):
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean()
+
+    def forward_backward(self, input_args, loss_fn) -> torch.Tensor:
+        count = min(self.parts, len(input_args[0]))
+        return sum(loss_fn(self(part), None) for part in torch.tensor_split(input_args[0], count))
+
+
+def microbatch_of(monkeypatch, parts: int, values: list[float]) -> torch.Tensor:
+    monkeypatch.setattr(peer, "find_spec", lambda name: name)
+    mode = RoundPipe(num_microbatch=parts)
+    mode._model = mode._chain = Mean(parts)
+    return mode.microbatch(lambda: mode._model(torch.tensor(values)) * 0.5, last=True)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+def test_the_loss_of_equal_parts_is_that_of_the_microbatch(monkeypatch, parts: int):
+    assert microbatch_of(monkeypatch, parts, [1.0, 2.0, 3.0, 6.0]).item() == 1.5
+
+
+def test_parts_of_unequal_size_are_refused(monkeypatch):
+    with pytest.raises(PeerError, match=r"^offload\.num_microbatch=2: .*3 examples.*take 1"):
+        microbatch_of(monkeypatch, 2, [1.0, 2.0, 6.0])
 
 
 @pytest.mark.gpu

@@ -20,6 +20,8 @@ from training.visible_text import shortened, visible
 BLUE, ORANGE, GREEN, GREY, INK = "#0072B2", "#E69F00", "#009E73", "#8C8C8C", "#262626"
 LINES = (BLUE, "#D55E00", GREEN, "#CC79A7", ORANGE, "#56B4E9", GREY)
 WIDTH_IN, DPI = 8.0, 200
+# Pixels of a figure from top to bottom: matplotlib draws fewer than 2**16. A higher figure has fewer in an inch.
+MOST_PIXELS = 2**15
 # A y axis is logarithmic if its largest value is more than this many times its smallest: else points would overlap.
 LOGARITHMIC_FROM = 4.0
 LABEL_SIZE = 8.5
@@ -69,7 +71,7 @@ def line_colours() -> list[str]:
 
 def canvas(height_in: float) -> tuple[Figure, Axes]:
     """Makes an empty figure without pyplot, so that it is freed when unused and needs no window system."""
-    figure = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(WIDTH_IN, height_in), dpi=min(DPI, MOST_PIXELS / height_in), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.add_subplot()
 

@@ -20,6 +20,8 @@ MARKER = 12.0
 SPACING = 18.0
 # A budget of more than this many times the largest point is named and not drawn; of many budgets a few are named.
 FARTHEST, MOST_BUDGETS = 3.0, 3
+# Names beside points; more would cover each other, and take minutes to place.
+MOST_NAMED = 40
 # How adjustText moves labels. Of 80 random comparisons of 2 to 10 runs, in which a quarter of the points nearly
 # coincided, 7 had a label over a point or another label; with the library's defaults 30 had.
 # A limit in iterations, unlike one in seconds, gives the same figure on every machine.
@@ -32,9 +34,10 @@ FORCES = {
 
 
 def memory_figure(rows: Sequence[Row]) -> Figure:
-    """Draws a named point for each row, the mean of its seeds with a bar for their spread, and the Pareto front.
+    """Draws a point for each row, the mean of its seeds with a bar for their spread, and the Pareto front.
 
-    A plan that does not fit is not part of the front. A dashed line is a budget that plans were to fit in.
+    At most MOST_NAMED points are named. A plan that does not fit is not part of the front. A dashed line is a budget
+    that plans were to fit in.
     """
     key = memory_key(rows)
     points = numpy.array([(row.mean(key), row.mean("perf/step_ms")) for row in rows])
@@ -83,13 +86,18 @@ def budgets_gib(rows: Sequence[Row]) -> list[float]:
 def _add_labels(
     axes: Axes, rows: Sequence[Row], points: numpy.ndarray, spreads: Sequence[float | None], front: Sequence[int]
 ) -> None:
-    """Writes each row's name beside its point, clear of labels, points, bars and the front if there is room."""
+    """Writes each row's name beside its point, clear of labels, points, bars and the front if there is room.
+
+    Of more than MOST_NAMED rows it names those on the front first.
+    """
+    named = sorted([*front, *sorted(set(range(len(rows))) - set(front))][:MOST_NAMED])
     halo = [withStroke(linewidth=2, foreground=rcParams["axes.facecolor"])]
-    names = [in_lines(row.name if row.fits else f"{row.name}: does not fit the {row.misfits}") for row in rows]
+    shown = [rows[i] for i in named]
+    names = [in_lines(row.name if row.fits else f"{row.name}: does not fit the {row.misfits}") for row in shown]
     style = {"ha": "center", "va": "center", "fontsize": LABEL_SIZE, "path_effects": halo, "zorder": 4}
     texts = [
         axes.text(x, y, name, color=line_colours()[0] if i in front else rcParams["text.color"], **style)
-        for i, (name, (x, y)) in enumerate(zip(names, points, strict=True))
+        for i, name, (x, y) in zip(named, names, points[named], strict=True)
     ]
     x, y = _along(axes, points[front]).T
     adjust_text(
@@ -97,8 +105,8 @@ def _add_labels(
         x,
         y,
         objects=[_box(axes, point, spread or 0.0) for point, spread in zip(points, spreads, strict=True)],
-        target_x=points[:, 0],
-        target_y=points[:, 1],
+        target_x=points[named, 0],
+        target_y=points[named, 1],
         avoid_self=False,
         ax=axes,
         # Above the bars, which would hide a line that leaves its point along one.

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from training.comparison.canvas import png, style
 from training.comparison.columns import COLUMNS, MISSING, NOTE
 from training.comparison.loss_figure import accuracy_figure, loss_figure
-from training.comparison.memory_figure import memory_figure, memory_key
+from training.comparison.memory_figure import MOST_NAMED, memory_figure, memory_key
 from training.comparison.rows import EQUAL, REFERENCE, Row, losses
 from training.comparison.samples import LastSample, last_samples
 from training.comparison.table import WORDS, cells, explanations
@@ -64,6 +64,8 @@ def _drawn(draw: Callable[[Sequence[Row]], Figure], rows: Sequence[Row], dark: b
 def _memory_caption(rows: Sequence[Row]) -> str:
     title = "Planned step time" if all(row.planned for row in rows) else "Step time"
     note = "" if all(row.fits for row in rows) else " Plans that do not fit are not on the line."
+    if len(rows) > MOST_NAMED:
+        note += f" Of these {len(rows)} runs {MOST_NAMED} are named, those on the line first."
     return f"{title} against peak memory. The line joins the runs that no other beats in both.{note}"
 
 

@@ -49,10 +49,10 @@ def find_reference(values: Settings, candidates: Sequence[Settings]) -> int | No
     """
     recompute = ("recompute",) if _recomputes_itself(values) else ()
     left_out = ("offload", *INCIDENTAL, *recompute)
-    wanted, others = _without(values, left_out), [_without(other, left_out) for other in candidates]
+    wanted = _without(values, left_out)
+    others = {i: _without(other, left_out) for i, other in enumerate(candidates) if is_resident(other)}
     for comparable in (lambda own: own, _by_update_rule):
-        same = [i for i, other in enumerate(others) if comparable(other) == comparable(wanted)]
-        matches = [i for i in same if is_resident(candidates[i])]
+        matches = [i for i, other in others.items() if comparable(other) == comparable(wanted)]
         if matches:
             return next((i for i in matches if recompute and _recomputes(candidates[i])), matches[0])
     return None
@@ -72,9 +72,9 @@ def name_runs(runs: Sequence[Run], values: Sequence[Settings]) -> list[str]:
     `offload.`. A group of which nothing is chosen (`recompute=none`) is not named.
     """
     options = [_options(run, own) for run, own in zip(runs, values, strict=True)]
-    names = []
+    names, varied = [], _varied_keys(values)
     for index, run in enumerate(runs):
-        knobs, others = _differing_keys(index, values, options)
+        knobs, others = _differing_keys(index, values, options, varied)
         mode = [options[index]["offload"]] if "offload" in options[index] else []
         name = " ".join([*mode, *knobs, *_differing_options(index, options), *others]) or run.directory.name
         names.append(shortened(name, LONGEST_NAME))
@@ -167,14 +167,20 @@ def _comparable(place: str, own: dict[str, str], other: dict[str, str]) -> bool:
     return not follows and _same_options(place, own, other)
 
 
+def _varied_keys(values: Sequence[Settings]) -> set[str]:
+    """Returns the keys that have several values."""
+    first: Settings = {}
+    return {key for own in values for key, value in own.items() if first.setdefault(key, value) != value}
+
+
 def _differing_keys(
-    index: int, values: Sequence[Settings], options: Sequence[dict[str, str]]
+    index: int, values: Sequence[Settings], options: Sequence[dict[str, str]], varied: set[str]
 ) -> tuple[list[str], list[str]]:
-    """Returns KEY=VALUE of the mode's differing keys, and of all other differing keys."""
+    """Returns KEY=VALUE of the mode's differing keys, and of all other differing keys; `varied` has all of them."""
     own = options[index]
     knobs, others = [], []
     for key, value in values[index].items():
-        if key.endswith("._target_") or key in own:
+        if key.endswith("._target_") or key in own or key not in varied:
             continue
         peers = [other for other, chosen in zip(values, options, strict=True) if _same_options(key, own, chosen)]
         # A key that only some runs have comes from another version of the program, not from another experiment.

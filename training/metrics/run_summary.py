@@ -16,9 +16,10 @@ class RunSummary:
     """Sums up a run, one record after another, without keeping the records.
 
     Each statistic has the name of its metric. Medians of times and rates, and means of transferred GiB, are over the
-    logged records with `train/step` > `warmup_steps`, or over all records if there are none. Peaks of memory, and the
-    first and last losses, are over all records. The first loss is that of the first step, which the first record of a
-    logged step has besides its own, if that is a later one. A metric that no record has is left out.
+    logged records of later steps than `warmup_steps` alone; if there are none, over those that end with such a step,
+    and else over all records. Peaks of memory, and the first and last losses, are over all records. The first loss is
+    that of the first step, which the first record of a logged step has besides its own, if that is a later one. A
+    metric that no record has is left out.
 
     Args:
         warmup_steps: first steps whose times do not count: they allocate, compile and record the access order.
@@ -26,7 +27,9 @@ class RunSummary:
 
     def __init__(self, warmup_steps: int):
         self._warmup_steps = warmup_steps
-        self._warm = False
+        # The step of the last record of steps, and how far the records in `_values` are from the warm-up: 0 to 2.
+        self._last_step = 0
+        self._distance = 0
         self._losses: dict[str, float] = {}
         self._peaks: dict[str, float] = {}
         # An array takes 8 bytes for each number, which a run of any length can afford.
@@ -43,9 +46,13 @@ class RunSummary:
             if f"eval/{score}" in record:
                 self._losses[f"eval/final_{score}"] = record[f"eval/{score}"]
         # A record of an evaluation alone has none of the times that are to be replaced.
-        if not self._warm and "train/loss" in record and record["train/step"] > self._warmup_steps:
-            self._warm = True
-            self._values.clear()
+        if "train/loss" in record:
+            # A record has the mean of all steps since the one before.
+            distance = (record["train/step"] > self._warmup_steps) + (self._last_step >= self._warmup_steps)
+            self._last_step = record["train/step"]
+            if distance > self._distance:
+                self._distance = distance
+                self._values.clear()
         for key, metric in METRIC_KEYS.items():
             if metric.summary is None or key not in record:
                 continue

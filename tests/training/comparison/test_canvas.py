@@ -56,3 +56,10 @@ def test_a_fixed_layout_does_not_move():
     axes.text(-1.0, 0.5, "far outside")
     figure.canvas.draw()
     assert axes.bbox.extents.tolist() == before
+
+
+@pytest.mark.parametrize(("height_in", "dpi"), [(5.0, DPI), (1000.0, 32.768)])
+def test_a_figure_of_any_height_has_few_enough_pixels_to_be_drawn(height_in: float, dpi: float):
+    figure, _ = canvas(height_in)
+    assert figure.dpi == dpi
+    assert figure.bbox.height < 2**16

@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from training.comparison import memory_figure as figures
 from training.comparison.canvas import png
 from training.comparison.memory_figure import memory_figure
 
@@ -104,3 +105,10 @@ def test_a_plan_that_does_not_fit_is_beside_the_front(write_run):
     assert [24.0, 24.0] in [list(line.get_xdata()) for line in axes.lines]
     assert [text.get_text() for text in axes.texts] == ["none: does not fit the\ndevice", "layer_stream"]
     assert axes.get_title().startswith("Planned step time")
+
+
+def test_of_many_points_those_on_the_front_are_named_first(write_run, monkeypatch):
+    monkeypatch.setattr(figures, "MOST_NAMED", 3)
+    write_points(write_run, [(20.0, 200.0), (21.0, 210.0), (22.0, 220.0), (10.0, 300.0), (30.0, 100.0)])
+    (axes,) = memory_figure(write_run.rows()).axes
+    assert [text.get_text() for text in axes.texts] == [f"layer_stream slots={slots}" for slots in (0, 3, 4)]

@@ -12,6 +12,7 @@ def record(step, **values):
 def test_summarise_leaves_warm_up_out_of_times_but_not_of_peaks():
     records = [
         record(1, perf__step_ms=900.0, memory__vram_peak_gib=9.0, transfer__h2d_gib=50.0),
+        record(4, perf__step_ms=800.0, memory__vram_peak_gib=8.0, transfer__h2d_gib=40.0),
         record(5, perf__step_ms=30.0, memory__vram_peak_gib=2.0, transfer__h2d_gib=4.0),
         record(6, perf__step_ms=10.0, memory__vram_peak_gib=3.0, transfer__h2d_gib=8.0),
         record(7, perf__step_ms=20.0, memory__vram_peak_gib=1.0, transfer__h2d_gib=3.0),
@@ -24,6 +25,18 @@ def test_summarise_leaves_warm_up_out_of_times_but_not_of_peaks():
         "memory/vram_peak_gib": 9.0,
         "transfer/h2d_gib": 5.0,
     }
+
+
+def test_a_record_over_the_end_of_the_warm_up_counts_only_where_no_later_one_is():
+    records = [record(10, perf__step_ms=90.0, transfer__h2d_gib=5.0)]
+    assert summarise(records, warmup_steps=5, total_steps=10)["transfer/h2d_gib"] == 5.0
+    records += [{"train/step": 10, "eval/loss": 3.0}, record(20, perf__step_ms=20.0, transfer__h2d_gib=4.0)]
+    records += [record(30, perf__step_ms=30.0, transfer__h2d_gib=4.0)]
+    summary = summarise(records, warmup_steps=5, total_steps=30)
+    assert (summary["perf/step_ms"], summary["transfer/h2d_gib"]) == (25.0, 4.0)
+    # The last step of the warm-up ends a record.
+    assert summarise(records, warmup_steps=10, total_steps=30)["perf/step_ms"] == 25.0
+    assert summarise(records, warmup_steps=0, total_steps=30)["perf/step_ms"] == 30.0
 
 
 def test_summarise_short_and_empty_runs():

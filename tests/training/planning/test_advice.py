@@ -7,12 +7,14 @@ import itertools
 from collections.abc import Callable
 
 import pytest
+from omegaconf import OmegaConf
 
 from offload.weights.gradients import ring
 from tests.training.helpers.in_process import components_of, composed
 from training.components import Components
 from training.config.modes import mode_options
 from training.config.validation import check
+from training.planning import advice as advising
 from training.planning import memory, plan
 from training.planning.advice import NOTHING_TO_CHANGE, memory_advice, nonfinite_advice
 from training.planning.machine import machine_of
@@ -163,3 +165,9 @@ def test_advice_for_an_adapter_composes_and_keeps_what_trains_on_the_device(plan
     streamed, plan = plans(overrides | {"offload": "layer_stream", "optimizer": "host_adamw"})
     # Moments of a few numbers on the device are no way to save host memory.
     assert "state_dtype" not in memory_advice(streamed, plan, "host_budget", 1000)
+
+
+@pytest.mark.parametrize(("devices", "microbatches", "tokens"), [(1, 1, 6 * 16), (2, 1, 3 * 16), (2, 2, 2 * 16)])
+def test_the_tokens_of_a_microbatch_are_those_of_one_device(devices: int, microbatches: int, tokens: int):
+    config = {"batch_size": 6, "seq_len": 16, "devices": devices, "microbatches": microbatches}
+    assert advising._tokens(OmegaConf.create(config)) == tokens
