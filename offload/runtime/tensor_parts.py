@@ -82,7 +82,7 @@ def version_of(tensor: Tensor) -> int:
 def versions_of(tensors: Iterable[Tensor]) -> int:
     """Returns the sum of autograd's version counters; without those of tensors of inference mode."""
     with without_torch_function():
-        return sum(each._version for each in tensors if not each.is_inference())
+        return sum([each._version for each in tensors if not each.is_inference()])
 
 
 def wrapped(tensor: Tensor, memory: Iterable[Tensor]) -> Tensor:
@@ -96,7 +96,9 @@ def dressed(new: Tensor, like: Tensor) -> Tensor:
     Its class cannot be changed afterwards, as that of a plain tensor can: it has a table of operations.
     """
     if isinstance(like, nn.Parameter):
-        new = nn.Parameter(new, requires_grad=False)
+        # What nn.Parameter does, without the second tensor that it would make by `detach`.
+        new.requires_grad_(False)
+        new._is_param = True
     for name, value in like.__dict__.items():
         new.__dict__.setdefault(name, value)
     return new
