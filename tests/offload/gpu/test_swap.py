@@ -72,11 +72,11 @@ def test_the_delays_would_show_a_missing_wait(monkeypatch: pytest.MonkeyPatch):
     """The check above can fail: without the wait for copies in, it does."""
     copy = Transfer._copy
 
-    def late_copy(self, destination, source, stream):
+    def late_copy(self, pairs, stream, name):
         if stream is self.streams.h2d:
             with self.streams.on(stream):
                 torch.cuda._sleep(20_000_000)
-        return copy(self, destination, source, stream)
+        return copy(self, pairs, stream, name)
 
     monkeypatch.setattr(Transfer, "_copy", late_copy)
     monkeypatch.setattr(Transfer, "await_on", lambda self, stream, event: None)

@@ -22,11 +22,11 @@ def make_late(monkeypatch: pytest.MonkeyPatch, late: str) -> None:
     """Spinning kernels go before the work of the stream `late`: "h2d", "d2h", "compute" (or "nobody")."""
     copy, fetch, await_on = Transfer._copy, Prefetcher.fetch, Transfer.await_on
 
-    def late_copy(self, destination, source, stream):
+    def late_copy(self, pairs, stream, name):
         if stream is getattr(self.streams, late, None):
             with self.streams.on(stream):
                 torch.cuda._sleep(DELAY_CYCLES)
-        return copy(self, destination, source, stream)
+        return copy(self, pairs, stream, name)
 
     def late_fetch(self, unit, **options):
         slot = fetch(self, unit, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -92,3 +93,34 @@ def test_updates_get_final_gradients_of_a_unit_together(model: Stack, mode: Laye
     totals = {name: sum(n for unit, n in updates.landed if unit == name) for name in ("blocks.1", "blocks.0")}
     assert totals == {"blocks.1": count, "blocks.0": count}
     assert len(updates.landed) < 2 * count
+
+
+def test_a_gradient_of_the_host_waits_while_others_are_being_sent(model: Stack, mode: LayerStream, monkeypatch):
+    """On a GPU autograd adds it in another thread. It is set only at the end of `send`, which must be over by then."""
+    landing, order = landing_of(mode), []
+    unit = landing._units[0]
+    sending, send = threading.Event(), landing.offloader.send
+
+    def slow_send() -> list:
+        if threading.current_thread() is threading.main_thread():
+            sending.set()
+            other.join(0.2)
+            order.append("sent")
+        return send()
+
+    def before() -> None:
+        sending.wait()
+        landing.before_host_gradient(unit, unit.tensors[0])
+        order.append("added")
+
+    other = threading.Thread(target=before)
+    other.start()
+    with mode.step():
+        loss = loss_of(model)
+        # A batch is full with every gradient.
+        landing.offloader._batch_bytes = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(landing.offloader, "send", slow_send)
+            loss.backward()
+    other.join()
+    assert order[0] == "sent"

@@ -130,6 +130,20 @@ def test_recent_units_are_in_the_same_slot_after_a_block_that_retains_them(prefe
     assert torch.equal(slot.bytes[: first.nbytes], first.weights.bytes)
 
 
+def test_a_window_that_closes_in_such_a_block_does_not_free_the_slot(prefetcher: Prefetcher):
+    """The operation of backward that asked for the weight reads it after the recompute, in which the window was."""
+    first, *_ = prefetcher._units
+    slot = prefetcher.fetch(first)
+    with prefetcher.retain_recent():
+        prefetcher.fetch(first, in_window=True)
+        assert prefetcher.close_window(first)
+        prefetcher.no_window_left(first)
+        assert slot.read_by is not None
+    assert slot.read_by is None
+    # The stream checker holds that the next copy into the slot waits for that read.
+    prefetcher.evict_all()
+
+
 def test_a_copy_is_unawaited_until_its_unit_is_used(prefetcher: Prefetcher):
     units = prefetcher._units
     prefetcher.begin_step()
