@@ -237,9 +237,14 @@ class Prefetcher:
             if slot.content is not unit:
                 self._put_back(unit, slot)
                 continue
-            # A window in the block may have closed on the unit. The operation that asked for it before still reads it.
-            slot.read_by = None
-            self._streams.reads(self._streams.compute, slot, f"use of {unit.name}")
+            # A window in the block may have closed on the unit, or the unit may have come in anew. The operation that
+            # asked for it before still reads it.
+            stream, slot.read_by = self._streams.compute, None
+            if stream not in slot.readers:
+                self._transfer.await_on(stream, slot.ready)
+                slot.readers.append(stream)
+                self._contents.unawaited.pop(unit, None)
+            self._streams.reads(stream, slot, f"use of {unit.name}")
 
     def write_home(self, unit: OffloadUnit, tensors: list[UnitTensor]) -> None:
         """Copies tensors of `unit` that compute changed in its slot back to the host block; see `SlotContents`."""

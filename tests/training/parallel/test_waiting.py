@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -32,7 +31,7 @@ def test_a_signal_interrupts_the_wait_and_not_the_call():
     waiter, go = Waiter(), threading.Event()
 
     def call() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         go.wait(30)
 
     begin = time.monotonic()
