@@ -172,11 +172,17 @@ class Prefetcher:
             self._contents.evict(unit)
             slot = None
         slot = slot or self._fill_now(unit, self._make_room())
-        slot.read_by = None
         if in_window:
             unit.open_windows += 1
             self._allow_for_open_windows()
-        stream = self._streams.compute
+        self._let_compute_read(unit, slot)
+        self._fetch_ahead(self._prefetch)
+        self._read_ahead()
+        return slot
+
+    def _let_compute_read(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
+        """Makes the current compute stream wait for what is being copied into and out of the slot of `unit`."""
+        stream, slot.read_by = self._streams.compute, None
         if stream not in slot.readers:
             self._transfer.await_on(stream, slot.ready)
             slot.readers.append(stream)
@@ -185,9 +191,6 @@ class Prefetcher:
             self._transfer.await_on(stream, unit.written)
         self._streams.reads(stream, slot, f"use of {unit.name}")
         self._contents.unawaited.pop(unit, None)
-        self._fetch_ahead(self._prefetch)
-        self._read_ahead()
-        return slot
 
     def _slot_in_use(self, unit: OffloadUnit) -> DeviceSlot | None:
         """Returns the slot of a unit that was fetched last, if compute may read it on, and no other stream reads it."""
@@ -239,12 +242,7 @@ class Prefetcher:
                 continue
             # A window in the block may have closed on the unit, or the unit may have come in anew. The operation that
             # asked for it before still reads it.
-            stream, slot.read_by = self._streams.compute, None
-            if stream not in slot.readers:
-                self._transfer.await_on(stream, slot.ready)
-                slot.readers.append(stream)
-                self._contents.unawaited.pop(unit, None)
-            self._streams.reads(stream, slot, f"use of {unit.name}")
+            self._let_compute_read(unit, slot)
 
     def write_home(self, unit: OffloadUnit, tensors: list[UnitTensor]) -> None:
         """Copies tensors of `unit` that compute changed in its slot back to the host block; see `SlotContents`."""
