@@ -10,10 +10,15 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #define BLOCK 65536
 /* A tile of 8-bit moments is one block of theirs, with a scale of its own. */
+#ifndef TILE
 #define TILE (QUANTISED ? 256 : 32)
+#endif
 /* Elements between use and prefetch. A prefetch past the end of a tensor is harmless. */
 #define AHEAD 256
 #define CACHE_LINE 64
@@ -25,6 +30,23 @@
 #define PREFETCH(POINTER)                                                                                             \
   for (uint64_t byte = 0; byte < TILE * sizeof *(POINTER); byte += CACHE_LINE)                                        \
     __builtin_prefetch((const char *)((POINTER) + AHEAD) + byte)
+
+/* Stores whole cache lines past the caches; both addresses are those of lines. */
+static inline void store_past_caches(void *to, const void *from, uint64_t bytes) {
+#ifdef __SSE2__
+  for (uint64_t part = 0; part < bytes / sizeof(__m128i); part++)
+    _mm_stream_si128((__m128i *)to + part, _mm_load_si128((const __m128i *)from + part));
+#else
+  memcpy(to, from, bytes);
+#endif
+}
+
+/* To be called before other threads, or a device, read memory that was stored past the caches. */
+static inline void finish_stores(void) {
+#ifdef __SSE2__
+  _mm_sfence();
+#endif
+}
 
 typedef uint16_t bf16;
 typedef uint8_t code;
@@ -45,10 +67,11 @@ static inline float load_float(float value) { return value; }
 static inline float load_bf16(bf16 value) { return float_of((uint32_t)value << 16); }
 
 /* To nearest, ties to even: moments. A NaN stays a NaN, here and below. */
-static inline bf16 to_even(float value) {
+static inline uint32_t even_bits(float value) {
   uint32_t bits = bits_of(value);
-  return value != value ? 0x7fc0 : (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+  return value != value ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
+static inline bf16 to_even(float value) { return (bf16)even_bits(value); }
 
 /* To nearest, ties away from zero: weights, so that weight and remainder determine the master. */
 static inline bf16 to_away(float value) { return value != value ? 0x7fc0 : (bf16)((bits_of(value) + 0x8000) >> 16); }

@@ -6,26 +6,6 @@
    be read first. */
 
 #include "adamw_formats.h"
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
-
-/* Stores one tile of bf16 weights past the caches. */
-static inline void store_past_caches(void *to, const void *from) {
-#ifdef __SSE2__
-  for (uint64_t part = 0; part < TILE * sizeof(bf16) / sizeof(__m128i); part++)
-    _mm_stream_si128((__m128i *)to + part, _mm_load_si128((__m128i *)from + part));
-#else
-  memcpy(to, from, TILE * sizeof(bf16));
-#endif
-}
-
-/* To be called before other threads, or a device, read memory that was stored past the caches. */
-static inline void finish_stores(void) {
-#ifdef __SSE2__
-  _mm_sfence();
-#endif
-}
 
 #define ELEMENTS(KIND, GRADIENT, WEIGHTS, FROM, TO)                                                                   \
   {                                                                                                                   \
@@ -79,7 +59,7 @@ static inline void finish_stores(void) {
         if (past_caches) {                                                                                            \
           WEIGHT line[TILE] __attribute__((aligned(CACHE_LINE)));                                                     \
           ELEMENTS(KIND, GRADIENT, line, tile, tile + TILE)                                                           \
-          store_past_caches(weight + tile, line);                                                                     \
+          store_past_caches(weight + tile, line, sizeof line);                                                        \
         } else {                                                                                                      \
           ELEMENTS(KIND, GRADIENT, weight + tile, tile, tile + TILE)                                                  \
         }                                                                                                             \

@@ -18,7 +18,8 @@ from offload.optimizer.undo_log import ELEMENTS_FOR_ENTRY, Outcome, ReversibleUp
 
 SOURCE = "adamw_undo.c"
 COUNTS, FACTORS, INVERSES = [ctypes.c_int64, ctypes.c_int], [ctypes.c_float] * 7, [ctypes.c_float] * 3
-TENSORS, SQUARES = [ctypes.c_void_p] * 8, [ctypes.POINTER(ctypes.c_double)]
+TENSORS, LOG = [ctypes.c_void_p] * 5, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
+SQUARES = [ctypes.POINTER(ctypes.c_double)]
 
 
 class NativeReversible:
@@ -35,7 +36,7 @@ class NativeReversible:
     def update(self, operands: Operands, step: Tensor, hyperparameters: HyperParameters, log: UndoLog) -> Outcome:
         if not self._library.supports(operands):
             return self._other.update(operands, step, hyperparameters, log)
-        arguments = [*COUNTS, *TENSORS, *SQUARES, *FACTORS, *INVERSES]
+        arguments = [*COUNTS, *TENSORS, *LOG, *SQUARES, *FACTORS, *INVERSES]
         function = self._library.function("update", operands, arguments, ctypes.c_int)
         squares = ctypes.c_double()
         is_complete = function(
@@ -47,14 +48,16 @@ class NativeReversible:
         if not self._library.supports(operands):
             self._other.undo(operands, step, hyperparameters, log)
             return
-        arguments = [*COUNTS, *TENSORS, *FACTORS[1:], *INVERSES]
+        arguments = [*COUNTS, *TENSORS, *LOG, *FACTORS[1:], *INVERSES]
         function = self._library.function("undo", operands, arguments)
         # The old master is found by the inverse of the decay alone.
         function(*self._operands(operands, log), *factors(hyperparameters, step)[1:], *_inverses(hyperparameters))
 
     def _operands(self, of: Operands, log: UndoLog) -> tuple[int | None, ...]:
-        tensors = (of.weight, of.gradient, of.master, of.exp_avg, of.exp_avg_sq, log.codes, log.entries, log.progress)
-        return of.weight.numel(), self._threads, *map(address, tensors)
+        tensors = (of.weight, of.gradient, of.master, of.exp_avg, of.exp_avg_sq)
+        row = log.codes.stride(0)
+        parts = address(log.codes), row, address(log.entries), address(log.progress)
+        return of.weight.numel(), self._threads, *map(address, tensors), *parts
 
 
 def reversible(kernel: UpdateKernel, format: StateFormat, threads: int) -> ReversibleUpdate:

@@ -64,7 +64,7 @@ def _write(log: UndoLog, old: Operands, new: Operands, step: Tensor, hyperparame
     estimates = (*_last_moments(new, hyperparameters), _last_master(new, old, step, hyperparameters))
     for code, number, estimate in zip(log.codes, numbers, estimates, strict=True):
         # In 32 bits, where differences wrap around as sums do.
-        off = _order(number) - _order(estimate)
+        off = _bits(number) - _bits(estimate)
         far |= (off < -128) | (off > 127) | estimate.isnan()
         code.copy_(off)
     places = far.nonzero().flatten()
@@ -80,9 +80,9 @@ def _undo(log: UndoLog, piece: Operands, step: Tensor, hyperparameters: HyperPar
     new = _copy(piece)
     moments = piece.exp_avg, piece.exp_avg_sq
     for moment, estimate, code in zip(moments, _last_moments(new, hyperparameters), log.codes, strict=False):
-        moment.copy_(_number_at(_order(estimate) + code, moment.dtype))
+        moment.copy_(_number_of(_bits(estimate) + code, moment.dtype))
     estimate = _last_master(new, piece, step, hyperparameters)
-    _set_master(piece, _number_at(_order(estimate) + log.codes[2], torch.float32))
+    _set_master(piece, _number_of(_bits(estimate) + log.codes[2], torch.float32))
     entries = log.entries[: int(log.progress[0, 1])]
     places = entries[:, 0].long()
     for tensor, bits in zip(_stored(piece), entries.T[1:], strict=True):
@@ -157,20 +157,6 @@ def _bits(tensor: Tensor) -> Tensor:
     return _integers(tensor).to(torch.int32)
 
 
-def _order(numbers: Tensor) -> Tensor:
-    """Returns the place of each number in the order of all of its format, int32: those of neighbours differ by one.
-
-    Negative numbers come the earlier the greater their magnitude, and minus zero comes before zero.
-    """
-    return _turned(_bits(numbers), numbers.dtype)
-
-
-def _number_at(places: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the numbers of `dtype` at these places in the order."""
-    bits = _turned(places, dtype)
-    return (bits if dtype.itemsize == 4 else bits.to(torch.int16)).view(dtype)
-
-
-def _turned(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    magnitude = 0x7FFFFFFF if dtype.itemsize == 4 else 0x7FFF
-    return bits ^ ((bits >> 31) & magnitude)
+def _number_of(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the numbers of `dtype` that have these bits, int32."""
+    return bits.to(torch.int32 if dtype.itemsize == 4 else torch.int16).view(dtype)

@@ -2,8 +2,8 @@
 
 An update can be inverted but for its rounding: `m' = beta1 m + (1 - beta1) g` gives an estimate of m from m' and the
 gradient g, and so do the rules of the second moment and of the master. The log holds how far the old number is from its
-estimate, counted in floats that lie between, which nearly always fits into a byte. An element of which a number is
-farther away has an entry with the old bits of all its numbers. Rounding errors of an invertible update are kept in the
+estimate: the difference of their bits, which nearly always fits into a byte. An element of which a number is farther
+away has an entry with the old bits of all its numbers. Rounding errors of an invertible update are kept in the
 same way by Maclaurin et al. (2015), "Gradient-based hyperparameter optimization through reversible learning".
 """
 
@@ -25,7 +25,7 @@ from offload.runtime.memory.host_bytes import free_host_bytes
 BLOCK = 1 << 16
 # A block has an entry for each run of this many elements, and those of a tile of the C loop besides.
 ELEMENTS_FOR_ENTRY = 64
-TILE = 32
+TILE = 64
 # Place in the block, and bits of weight, of what makes its master, and of the moments.
 ENTRY_WORDS = 5
 NUMBERS = 3
@@ -52,8 +52,8 @@ class UndoLog:
     """The log of the update of one range of a parameter, which the kernel that wrote it can undo.
 
     Args:
-        codes: int8 [3, elements]: how many floats the old first moment, second moment and master are from their
-            estimates.
+        codes: int8 [3, elements]: the bits of the old first moment, second moment and master, read as an integer, less
+            those of their estimates. Each row begins with a cache line.
         entries: int32 [entries, 5]: those of the first block, then those of the second, and so on.
         progress: int32 [blocks, 2]: elements that were updated, and entries in use, of each block.
         step: the count of updates before this one, which the optimizer notes.
@@ -70,7 +70,7 @@ class UndoLog:
         sizes = _sizes(count)
         entries, progress, codes = (part[:size] for part, size in zip(memory.split(_padded(sizes)), sizes, strict=True))
         return cls(
-            codes.view(torch.int8).view(NUMBERS, count),
+            codes.view(torch.int8).view(NUMBERS, -1)[:, :count],
             entries.view(torch.int32).view(-1, ENTRY_WORDS),
             progress.view(torch.int32).view(-1, 2),
         )
@@ -99,7 +99,7 @@ def entries_for(count: int) -> int:
 def _sizes(count: int) -> list[int]:
     """Returns the bytes of entries, progress and codes."""
     word = torch.int32.itemsize
-    return [entries_for(count) * ENTRY_WORDS * word, -(-count // BLOCK) * 2 * word, NUMBERS * count]
+    return [entries_for(count) * ENTRY_WORDS * word, -(-count // BLOCK) * 2 * word, NUMBERS * _padded([count])[0]]
 
 
 def _padded(sizes: list[int]) -> list[int]:

@@ -15,6 +15,7 @@ from offload.optimizer.kernels import FusedUpdate
 from offload.optimizer.native_kernel import NativeUpdate, native_library
 from offload.optimizer.native_undo import NativeReversible, reversible
 from offload.optimizer.operands import HyperParameters
+from offload.optimizer.undo_log import UndoLog
 from tests.offload.helpers.kernels import SETTINGS, needs_compiler, operands, run
 from tests.offload.helpers.undo import (
     FORMATS,
@@ -176,6 +177,17 @@ def test_operands_of_other_formats_go_to_torch():
     assert outcome.is_complete
     assert not torch.equal(on.weight, before.weight)
     other.undo(on, torch.tensor(9.0), SETTINGS, log)
+    assert_same_bits(on, before)
+
+
+@needs_compiler
+def test_a_log_may_begin_between_cache_lines():
+    _, other = KERNELS["native"](StateFormat())
+    on = run(FusedUpdate(1), operands(3000, StateFormat()), steps=8)
+    before, step, nbytes = copy_of(on), torch.tensor(9.0), UndoLog.nbytes(3000)
+    log = UndoLog.over(torch.zeros(nbytes + 4, dtype=torch.uint8)[4:], 3000)
+    assert other.update(on, step, SETTINGS, log).is_complete
+    other.undo(on, step, SETTINGS, log)
     assert_same_bits(on, before)
 
 

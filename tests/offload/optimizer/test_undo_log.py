@@ -8,7 +8,16 @@ from torch import nn
 
 from offload.optimizer import undo_log
 from offload.optimizer.formats import MASTER_DTYPES, ROUNDINGS, STATE_DTYPES, StateFormat
-from offload.optimizer.undo_log import BLOCK, ELEMENTS_FOR_ENTRY, TILE, UndoArena, UndoLog, can_be_undone, log_bytes
+from offload.optimizer.undo_log import (
+    ALIGNED,
+    BLOCK,
+    ELEMENTS_FOR_ENTRY,
+    TILE,
+    UndoArena,
+    UndoLog,
+    can_be_undone,
+    log_bytes,
+)
 
 COUNTS = [1, 31, 64, 4096, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 77]
 
@@ -21,7 +30,8 @@ def test_the_parts_of_a_log_fill_its_memory_and_do_not_overlap(count: int):
     assert log.progress.shape == (-(-count // BLOCK), 2)
     assert len(log.entries) >= min(count, TILE)
     for number, part in enumerate((log.codes, log.entries, log.progress), start=1):
-        part.view(-1).view(torch.uint8).fill_(number)
+        part.view(torch.uint8).fill_(number)
+    assert all(row.data_ptr() % ALIGNED == memory.data_ptr() % ALIGNED for row in log.codes)
     found = [int((memory == number).sum()) for number in (1, 2, 3)]
     assert found == [3 * count, log.entries.numel() * 4, log.progress.numel() * 4]
 
