@@ -3,6 +3,11 @@
 import sys
 from functools import partial
 
+from training.runs import starting
+
+if __name__ == "__main__":
+    starting.end_on_interrupt()
+
 import hydra
 from omegaconf import DictConfig
 
@@ -59,6 +64,7 @@ def start() -> None:
 
 
 if __name__ == "__main__":
+    starting.interrupt_as_usual()
     console.tolerate_failures()
     if World.is_follower():
         from training.parallel import follow
