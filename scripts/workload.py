@@ -101,6 +101,21 @@ def parser(description: str) -> argparse.ArgumentParser:
     return options
 
 
+def parsed(options_parser: argparse.ArgumentParser, on_cpu: str = "") -> argparse.Namespace:
+    """Reads the command line. Ends the program with one line if torch does not know its device, or finds no GPU.
+
+    `on_cpu` is a remark about the CPU in place of it.
+    """
+    options = options_parser.parse_args()
+    try:
+        device = torch.device(options.device)
+    except RuntimeError:
+        options_parser.error(f"argument --device: {options.device!r} is not cuda, cuda:N or cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        sys.exit(f"error: --device {options.device}: torch finds no GPU; use --device cpu{on_cpu}")
+    return options
+
+
 class Workload(ABC):
     """A model under a mode, ready to run steps; as a context, it gives the model and the streams back."""
 

@@ -33,3 +33,12 @@ def test_a_missing_gpu_is_one_line(tmp_path: Path, monkeypatch, capsys):
     assert end.value.code == "error: --device cuda: torch finds no GPU; use --device cpu, which shows the order only"
     assert capsys.readouterr().out == ""
     assert not (tmp_path / "traces").exists()
+
+
+def test_a_mode_that_cannot_be_built_is_one_line(tmp_path: Path, monkeypatch):
+    arguments = ["--device=cpu", "--hidden=16", "--heads=2", "--blocks=2", "--mode=layer_stream:slots=0"]
+    monkeypatch.setattr("sys.argv", ["scripts/trace.py", *arguments, f"--out={tmp_path / 'traces'}"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code.startswith("error: offload.slots=0: must be at least 1")
+    assert not (tmp_path / "traces").exists()

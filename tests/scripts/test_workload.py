@@ -6,6 +6,7 @@ import pytest
 import torch
 from hydra.errors import HydraException
 
+from scripts import bench, bench_ranks
 from scripts.workload import Workload, make_workload, parser, timed_steps
 
 BLOCKS = ("--hidden=32", "--intermediate=64", "--heads=2", "--blocks=2", "--seq-len=8")
@@ -75,3 +76,22 @@ def test_the_model_is_given_back():
 def test_an_option_that_does_not_exist_is_hydras_error():
     with pytest.raises(HydraException, match="no_such_model"):
         workload("none", "--model=no_such_model")
+
+
+@pytest.mark.parametrize("module", [bench, bench_ranks])
+@pytest.mark.parametrize(
+    ("device", "line"),
+    [
+        ("cuda", "error: --device cuda: torch finds no GPU; use --device cpu"),
+        ("cuda:1", "error: --device cuda:1: torch finds no GPU; use --device cpu"),
+        ("gpu", "argument --device: 'gpu' is not cuda, cuda:N or cpu"),
+    ],
+)
+def test_a_device_that_is_not_there_is_one_line(monkeypatch, capsys, module, device: str, line: str):
+    monkeypatch.setattr("sys.argv", ["bench.py", "--device", device])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as end:
+        module.main()
+    shown = capsys.readouterr()
+    assert (end.value.code if isinstance(end.value.code, str) else shown.err.strip()).endswith(line)
+    assert shown.out == ""
