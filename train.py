@@ -6,6 +6,7 @@ from functools import partial
 from training.runs import starting
 
 if __name__ == "__main__":
+    starting.refuse_foreign_python()
     starting.end_on_interrupt()
 
 import hydra

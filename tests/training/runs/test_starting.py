@@ -1,4 +1,4 @@
-"""Ctrl-C while libraries are imported: one line, whatever the import does with it."""
+"""Libraries that are not installed, and Ctrl-C while they are imported: one line, whatever the import does with it."""
 
 from __future__ import annotations
 
@@ -27,6 +27,16 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     arguments = [handled + argument if argument.startswith("\n") else argument for argument in arguments]
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=60)
+
+
+def test_a_python_without_the_libraries_is_one_line():
+    # -S leaves out what is installed.
+    ended = run("-S", "train.py", "steps=1")
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        f"error: torch, hydra, omegaconf are not installed for {sys.executable}: put scripts/run.sh in front of the"
+        f" command, or install: {sys.executable} -m pip install -r requirements.txt\n"
+    )
 
 
 def test_train_ends_where_an_import_swallows_ctrl_c(tmp_path: Path):
