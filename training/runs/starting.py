@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from types import FrameType
 
@@ -39,6 +41,16 @@ def interrupt_as_usual() -> None:
     """Makes Ctrl-C raise KeyboardInterrupt again: the imports are done."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def interrupt_in_one_line() -> Iterator[None]:
+    """Surrounds a program: KeyboardInterrupt unwinds the block, and ends the process with one line."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(_INTERRUPTED)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
