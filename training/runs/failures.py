@@ -130,7 +130,8 @@ def explain(error: BaseException) -> Failure:
         return Failure("failed", reason, True)
     if number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in text:
         where = f" ({error.filename})" if number and error.filename else ""
-        reason = f"the disk is full{where}: free some space, or choose another place with hydra.run.dir=PATH"
+        place = "hydra.run.dir=PATH, for a sweep hydra.sweep.dir=PATH"
+        reason = f"the disk is full{where}: free some space, or choose another place with {place}"
         return Failure("failed", reason, True)
     if number and error.filename is not None:
         return Failure("failed", f"{error.filename}: {error.strerror}", True)
