@@ -41,7 +41,10 @@ def main() -> None:
         workload = make_workload(options.mode, options)
     except UserError as error:
         sys.exit(f"error: {visible(error)}")
-    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"error: --out {options.out}: {error.strerror}; choose another place")
     name = re.sub(r"[^A-Za-z0-9.-]", "_", options.mode)
     trace, picture = options.out / f"{name}.json.gz", options.out / f"{name}.png"
     record(workload, trace)

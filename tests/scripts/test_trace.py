@@ -42,3 +42,12 @@ def test_a_mode_that_cannot_be_built_is_one_line(tmp_path: Path, monkeypatch):
         main()
     assert end.value.code.startswith("error: offload.slots=0: must be at least 1")
     assert not (tmp_path / "traces").exists()
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch):
+    (tmp_path / "file").touch()
+    shape = ["--device=cpu", "--hidden=16", "--heads=2", "--blocks=2", "--seq-len=16"]
+    monkeypatch.setattr("sys.argv", ["scripts/trace.py", *shape, f"--out={tmp_path / 'file' / 'traces'}"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == f"error: --out {tmp_path / 'file' / 'traces'}: Not a directory; choose another place"

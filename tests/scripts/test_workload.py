@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hydra.errors import HydraException
@@ -95,3 +97,14 @@ def test_a_device_that_is_not_there_is_one_line(monkeypatch, capsys, module, dev
     shown = capsys.readouterr()
     assert (end.value.code if isinstance(end.value.code, str) else shown.err.strip()).endswith(line)
     assert shown.out == ""
+
+
+@pytest.mark.parametrize("module", [bench, bench_ranks])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch, capsys, module
+):
+    monkeypatch.setattr("sys.argv", ["bench.py", "--device=cpu", f"--json={tmp_path / 'nowhere' / 'figures.json'}"])
+    with pytest.raises(SystemExit) as end:
+        module.main()
+    assert end.value.code == f"error: --json {tmp_path}/nowhere/figures.json: cannot be written; choose another place"
+    assert capsys.readouterr().out == ""
