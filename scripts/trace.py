@@ -20,7 +20,7 @@ from scripts.workload import Workload, make_workload, parsed, parser
 from training.errors import UserError
 from training.profiling.timeline import draw_chart, read_timeline
 from training.profiling.trace import VIEWER, tracing
-from training.visible_text import visible
+from training.runs import compose_errors
 
 
 def record(workload: Workload, path: Path, warmup_steps: int = 3) -> None:
@@ -37,14 +37,11 @@ def main() -> None:
     options_parser.add_argument("--mode", default="layer_stream", metavar="MODE[:KEY=VALUE,...]")
     options_parser.add_argument("--out", type=Path, default=Path("traces"), metavar="DIR")
     options = parsed(options_parser, on_cpu=", which shows the order only")
-    try:
-        workload = make_workload(options.mode, options)
-    except UserError as error:
-        sys.exit(f"error: {visible(error)}")
+    workload = make_workload(options.mode, options)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        sys.exit(f"error: --out {options.out}: {error.strerror}; choose another place")
+        raise UserError(f"--out {options.out}: {error.strerror}; choose another place") from error
     name = re.sub(r"[^A-Za-z0-9.-]", "_", options.mode)
     trace, picture = options.out / f"{name}.json.gz", options.out / f"{name}.png"
     record(workload, trace)
@@ -54,4 +51,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    compose_errors.run(main)
