@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from training.config import help, schema
 from training.config.validation import check
+from training.config.without_effect import warn_of_keys_without_effect
 from training.errors import UserError
 from training.parallel.launch import connected
 from training.parallel.world import World, settle_devices
@@ -39,6 +40,7 @@ def main(config: DictConfig) -> None:
         world = World.of_environment()
         settle_devices(config, world, invocation.overridden)
         check(config)
+        warn_of_keys_without_effect(config, invocation.overridden)
         # With these come wandb, datasets and rich: they are imported once the configuration was checked.
         if config.plan:
             from training.planning.plan import plan_only
