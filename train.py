@@ -3,11 +3,18 @@
 import sys
 from functools import partial
 
+from training.runs import starting
+
+if __name__ == "__main__":
+    starting.refuse_foreign_python()
+    starting.end_on_interrupt()
+
 import hydra
 from omegaconf import DictConfig
 
 from training.config import help, schema
 from training.config.validation import check
+from training.config.without_effect import warn_of_keys_without_effect
 from training.errors import UserError
 from training.parallel.launch import connected
 from training.parallel.world import World, settle_devices
@@ -33,6 +40,7 @@ def main(config: DictConfig) -> None:
         world = World.of_environment()
         settle_devices(config, world, invocation.overridden)
         check(config)
+        warn_of_keys_without_effect(config, invocation.overridden)
         # With these come wandb, datasets and rich: they are imported once the configuration was checked.
         if config.plan:
             from training.planning.plan import plan_only
@@ -59,6 +67,7 @@ def start() -> None:
 
 
 if __name__ == "__main__":
+    starting.interrupt_as_usual()
     console.tolerate_failures()
     if World.is_follower():
         from training.parallel import follow

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from offload import GIB, WeightMode, acquire, release
 from offload.planning import Bandwidth, floor_ms, measure_bandwidth
-from scripts.workload import make_workload, parser, timed_steps
+from scripts.workload import make_workload, parsed, parser, timed_steps
 from training.config.modes import RESIDENT, mode_options
 from training.profiling.hardware import vram_peak_gib, vram_reserved_gib
 from training.visible_text import visible
@@ -144,7 +144,7 @@ def main() -> None:
     options_parser.add_argument("--steps", type=int, default=7, help="timed steps")
     options_parser.add_argument("--warmup", type=int, default=2, help="steps before")
     options_parser.add_argument("--json", type=Path, help="file for the figures")
-    options = options_parser.parse_args()
+    options = parsed(options_parser)
     speed = isolated(bandwidths, torch.device(options.device))
     bus = Bandwidth(**speed) if torch.device(options.device).type == "cuda" else None
     print(

@@ -26,7 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from offload import GIB, NO_SHARERS, Sharers
-from scripts.workload import BlocksWorkload, parser, timed_steps
+from scripts.workload import BlocksWorkload, parsed, parser, timed_steps
 from training.config.modes import RESIDENT
 from training.profiling.hardware import vram_peak_gib
 from training.visible_text import visible
@@ -106,7 +106,7 @@ def main() -> None:
     options_parser.add_argument("--steps", type=int, default=7, help="timed steps")
     options_parser.add_argument("--warmup", type=int, default=3, help="steps before")
     options_parser.add_argument("--json", type=Path, help="file for the figures")
-    options = options_parser.parse_args()
+    options = parsed(options_parser)
     if options.model is not None or options.head or options.microbatches > 1 or options.forward:
         options_parser.error("blocks alone, with one microbatch: leave --model, --head, --microbatches, --forward out")
     rows = with_rates(

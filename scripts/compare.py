@@ -14,6 +14,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from training.runs import starting
+
+if __name__ == "__main__":
+    starting.refuse_foreign_python()
+    starting.end_on_interrupt()
+
 from training.comparison.report import compare
 from training.errors import UserError
 from training.visible_text import visible
@@ -34,4 +40,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    starting.interrupt_as_usual()
+    with starting.interrupt_in_one_line():
+        main()

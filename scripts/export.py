@@ -18,6 +18,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from training.runs import starting
+
+if __name__ == "__main__":
+    starting.refuse_foreign_python()
+    starting.end_on_interrupt()
+
 from offload import KnobError, parse_bytes
 from training.errors import UserError
 from training.runs import compose_errors, console
@@ -49,5 +55,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    starting.interrupt_as_usual()
     console.tolerate_failures()
     compose_errors.run(main)

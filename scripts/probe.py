@@ -15,6 +15,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from training.runs import starting
+
+if __name__ == "__main__":
+    starting.refuse_foreign_python()
+    starting.end_on_interrupt()
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -27,6 +33,7 @@ def main() -> int:
     from training.profiling.hardware import resolve_device
     from training.visible_text import visible
 
+    starting.interrupt_as_usual()
     try:
         device = resolve_device(options.device)
         figures = probe(device)
@@ -41,4 +48,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with starting.interrupt_in_one_line():
+        sys.exit(main())

@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # Runs a command in this repository's own Python environment, making or updating it first where needed.
+# `sh scripts/run.sh` may be another shell.
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
 
 usage() {

@@ -14,13 +14,13 @@ import re
 import sys
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.workload import Workload, make_workload, parser
+from scripts.workload import Workload, make_workload, parsed, parser
+from training.errors import UserError
 from training.profiling.timeline import draw_chart, read_timeline
 from training.profiling.trace import VIEWER, tracing
+from training.runs import compose_errors
 
 
 def record(workload: Workload, path: Path, warmup_steps: int = 3) -> None:
@@ -36,17 +36,19 @@ def main() -> None:
     options_parser = parser(__doc__)
     options_parser.add_argument("--mode", default="layer_stream", metavar="MODE[:KEY=VALUE,...]")
     options_parser.add_argument("--out", type=Path, default=Path("traces"), metavar="DIR")
-    options = options_parser.parse_args()
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        sys.exit(f"error: --device {options.device}: torch finds no GPU; use --device cpu, which shows the order only")
-    options.out.mkdir(parents=True, exist_ok=True)
+    options = parsed(options_parser, on_cpu=", which shows the order only")
+    workload = make_workload(options.mode, options)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {options.out}: {error.strerror}; choose another place") from error
     name = re.sub(r"[^A-Za-z0-9.-]", "_", options.mode)
     trace, picture = options.out / f"{name}.json.gz", options.out / f"{name}.png"
-    record(make_workload(options.mode, options), trace)
+    record(workload, trace)
     timeline = read_timeline(trace)
     draw_chart(timeline, picture, options.mode)
     print(f"{options.mode}: {timeline.summary()}\n{trace}  (open in {VIEWER})\n{picture}")
 
 
 if __name__ == "__main__":
-    main()
+    compose_errors.run(main)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from abc import ABC, abstractmethod
@@ -98,6 +99,25 @@ def parser(description: str) -> argparse.ArgumentParser:
         "--forward", type=int, nargs="?", const=1, default=0, metavar="N",
         help="N forwards in a row without gradients are a step (1)",
     )  # fmt: skip
+    return options
+
+
+def parsed(options_parser: argparse.ArgumentParser, on_cpu: str = "") -> argparse.Namespace:
+    """Reads the command line. Ends the program with one line if torch does not know its device, or finds no GPU, and if
+    the file of `--json` could not be written at the end.
+
+    `on_cpu` is a remark about the CPU in place of it.
+    """
+    options = options_parser.parse_args()
+    try:
+        device = torch.device(options.device)
+    except RuntimeError:
+        options_parser.error(f"argument --device: {options.device!r} is not cuda, cuda:N or cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        sys.exit(f"error: --device {options.device}: torch finds no GPU; use --device cpu{on_cpu}")
+    file = getattr(options, "json", None)
+    if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+        sys.exit(f"error: --json {file}: cannot be written; choose another place")
     return options
 
 

@@ -59,6 +59,7 @@ def train(job: Job) -> dict:
             if stop.signal is not None:
                 return stop_before_first_step(job, recorder, stop)
         for step in range(first, config.steps + 1):
+            stop.raise_again()
             batch = job.dataset.batch(step - 1)
             recorder.start_step(step)
             with saved_if_rank_is_lost(job, recorder, stop, step - 1):

@@ -46,8 +46,7 @@ class Recorder:
         # A run that starts at its first step makes the evaluation before it, too.
         self._writer = MetricsWriter(run_dir, start.step or -1)
         self._progress = Progress(config.steps, initial_step=start.step)
-        # A resumed run warms up again.
-        self._summary = RunSummary(start.step + config.warmup_steps)
+        self._summary = RunSummary(config.warmup_steps, start.step)
         self.evaluated_step: int | None = None
         """The step of the last evaluation that is recorded."""
         for record in stream_metrics(run_dir):

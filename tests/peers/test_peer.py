@@ -13,7 +13,7 @@ from torch import nn
 from offload import OwnOptimizer, acquire, release
 from peers import peer
 from peers.fsdp2 import FSDP2
-from peers.peer import Peer, clip, norm_of
+from peers.peer import Peer, PeerError, clip, norm_of
 from tests.peers.helpers.runs import EVERY_STEP, notes, refusal
 from tests.training.helpers.in_process import components_of, composed, run_here
 from training.config.construct import make_mode
@@ -144,3 +144,14 @@ def test_an_own_optimizer_hands_on_the_rate_that_a_schedule_set():
 
 def test_fsdp2_needs_no_package_of_its_own():
     assert FSDP2().package == "torch"
+
+
+def test_what_a_system_refuses_in_a_step_is_an_error_of_the_user(tmp_path: Path, monkeypatch):
+    """As RoundPipe refuses parts of unequal size: without a traceback."""
+
+    def refuse(self, loss, last):
+        raise PeerError("offload.num_microbatch", 2, "does not divide 3 examples")
+
+    monkeypatch.setattr(FSDP2, "microbatch", refuse)
+    with pytest.raises(UserError, match=r"^offload\.num_microbatch=2: does not divide 3 examples$"):
+        run_here(tmp_path, *EVERY_STEP, "offload=fsdp2")

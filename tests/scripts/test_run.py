@@ -160,6 +160,12 @@ def test_two_commands_at_once_install_once(checkout):
     assert checkout.recorded() == ["venv", "install", "installed"]
 
 
+def test_another_shell_gives_it_to_bash(checkout):
+    command = ["sh", checkout.root / "scripts" / "run.sh", "show", "a b"]
+    ended = subprocess.run(command, cwd=checkout.root, env=checkout.environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, f"<a b>{checkout.root}\n")
+
+
 def test_an_unsupported_python_is_named(checkout):
     status, _, stderr = checkout.run("show", FAKE_VERSION="3.9.1")
     assert status == 1

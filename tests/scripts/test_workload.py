@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hydra.errors import HydraException
 
+from scripts import bench, bench_ranks
 from scripts.workload import Workload, make_workload, parser, timed_steps
 
 BLOCKS = ("--hidden=32", "--intermediate=64", "--heads=2", "--blocks=2", "--seq-len=8")
@@ -75,3 +78,33 @@ def test_the_model_is_given_back():
 def test_an_option_that_does_not_exist_is_hydras_error():
     with pytest.raises(HydraException, match="no_such_model"):
         workload("none", "--model=no_such_model")
+
+
+@pytest.mark.parametrize("module", [bench, bench_ranks])
+@pytest.mark.parametrize(
+    ("device", "line"),
+    [
+        ("cuda", "error: --device cuda: torch finds no GPU; use --device cpu"),
+        ("cuda:1", "error: --device cuda:1: torch finds no GPU; use --device cpu"),
+        ("gpu", "argument --device: 'gpu' is not cuda, cuda:N or cpu"),
+    ],
+)
+def test_a_device_that_is_not_there_is_one_line(monkeypatch, capsys, module, device: str, line: str):
+    monkeypatch.setattr("sys.argv", ["bench.py", "--device", device])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as end:
+        module.main()
+    shown = capsys.readouterr()
+    assert (end.value.code if isinstance(end.value.code, str) else shown.err.strip()).endswith(line)
+    assert shown.out == ""
+
+
+@pytest.mark.parametrize("module", [bench, bench_ranks])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch, capsys, module
+):
+    monkeypatch.setattr("sys.argv", ["bench.py", "--device=cpu", f"--json={tmp_path / 'nowhere' / 'figures.json'}"])
+    with pytest.raises(SystemExit) as end:
+        module.main()
+    assert end.value.code == f"error: --json {tmp_path}/nowhere/figures.json: cannot be written; choose another place"
+    assert capsys.readouterr().out == ""

@@ -27,6 +27,7 @@ from training.checkpoints.state import RunState, digest_of_all, read_state, rest
 from training.checkpoints.tensors import load_tensors
 from training.config.auto import AUTO
 from training.errors import UserError
+from training.metrics.files import read_summary
 from training.optim import set_step
 from training.runs.files import CHECKPOINTS_FOLDER, CONFIG_FILE
 from training.runs.paths import home_expanded
@@ -105,13 +106,16 @@ def starting_point(config: DictConfig, run_dir: Path) -> Checkpoint | None:
     """Finds and verifies the checkpoint that `config.resume` asks for; None: the run starts at its first step.
 
     Raises UserError if there is no such checkpoint, or it is damaged (naming the one before it), after the last step or
-    of another configuration; also if a new run would mix its checkpoints with those in `run_dir`.
+    of another configuration; also if a new run would mix its checkpoints with those in `run_dir`, or replace the
+    results of one there that is finished.
     """
     if config.resume is None:
         _refuse_foreign(run_dir)
         return None
     if config.resume == AUTO:
         checkpoint = _newest_complete(run_dir)
+        if checkpoint is None:
+            _refuse_finished(run_dir)
     else:
         checkpoint = _requested(home_expanded("resume", config.resume))
     if checkpoint is None:
@@ -136,6 +140,19 @@ def _refuse_foreign(run_dir: Path) -> None:
         raise UserError(
             f"{run_dir} has checkpoints of another run, the newest {found[0].name}: resume from it with resume=auto, or"
             " choose another place with hydra.run.dir=PATH"
+        )
+
+
+def _refuse_finished(run_dir: Path) -> None:
+    """Raises UserError if a run without checkpoints is finished in `run_dir`: to begin it anew drops its results."""
+    try:
+        status = read_summary(run_dir).get("status")
+    except UserError:
+        return
+    if status == "ok":
+        raise UserError(
+            f"resume=auto: {run_dir} has a finished run and no checkpoint to resume from: choose another place with"
+            " hydra.run.dir=PATH, or delete that directory to begin again"
         )
 
 

@@ -27,6 +27,8 @@ LOGARITHMIC_FROM = 4.0
 LABEL_SIZE = 8.5
 # Inches from one line of a label to the next.
 LINE_IN = 0.17
+# A phone shows the left 55% of a figure until the reader scrolls: lines of a title are no longer.
+TITLE_CHARACTERS = 36
 # Characters that a figure shows of one word of a name, which may be a path.
 LONGEST = 120
 STYLE = {
@@ -87,6 +89,11 @@ def in_lines(text: str, characters: int = 26) -> str:
     """Breaks a name into lines of at most `characters`; a word longer than LONGEST loses its middle."""
     words = " ".join(shortened(visible(word), LONGEST) for word in text.split())
     return "\n".join(textwrap.wrap(words, characters, break_on_hyphens=False))
+
+
+def set_title(axes: Axes, title: str) -> None:
+    """Gives the figure a title, in lines that a page on a phone shows whole."""
+    axes.set_title(in_lines(title, TITLE_CHARACTERS))
 
 
 def fix_layout(figure: Figure) -> None:

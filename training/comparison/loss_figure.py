@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from training.comparison.canvas import LABEL_SIZE, LINE_IN, canvas, in_lines, line_colours
+from training.comparison.canvas import LABEL_SIZE, LINE_IN, canvas, in_lines, line_colours, set_title
 from training.comparison.rows import Row, losses, mean, split_by_seed
 
 # Names of equal runs that the legend lists; it counts further ones.
@@ -94,7 +94,7 @@ def curve_figure(rows: Sequence[Row], key: str, title: str, label: str) -> Figur
     axes.set_xlabel("step")
     axes.set_ylabel(label)
     seeds = max(len(split_by_seed(row.measured)) for row in rows)
-    axes.set_title(title + (", mean and range of the seeds" if seeds > 1 else ""))
+    set_title(axes, title + (", mean and range of the seeds" if seeds > 1 else ""))
     last = [curve.end[1] if curve.end else math.inf for curve in curves]
     ordered = [lines[i] for i in sorted(range(len(curves)), key=lambda i: -last[i])]
     figure.legend(handles=ordered, loc="outside right upper", fontsize=LABEL_SIZE, labelspacing=0.4, frameon=False)

@@ -11,7 +11,16 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
 
-from training.comparison.canvas import GREY, LABEL_SIZE, canvas, fix_layout, in_lines, line_colours, scale_for_range
+from training.comparison.canvas import (
+    GREY,
+    LABEL_SIZE,
+    canvas,
+    fix_layout,
+    in_lines,
+    line_colours,
+    scale_for_range,
+    set_title,
+)
 from training.comparison.rows import Row, pareto_front
 
 # Half the width of a point with some space around it, in pixels.
@@ -64,7 +73,7 @@ def memory_figure(rows: Sequence[Row]) -> Figure:
     limits = ", ".join(f"{budget:,.4g}{' (dashed)' if budget in drawn else ''}" for budget in budgets[:MOST_BUDGETS])
     axes.set_xlabel(f"{planned}{memory}{f'; budget {limits}' if limits else ''}")
     axes.set_ylabel(f"{planned}step time (ms)")
-    axes.set_title(f"{planned}step time against memory: no run beats those on the line in both".capitalize())
+    set_title(axes, f"{planned}step time against memory: no run beats those on the line in both".capitalize())
     fix_layout(figure)
     _add_labels(axes, rows, points, spreads, front)
     return figure

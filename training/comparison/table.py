@@ -15,8 +15,8 @@ from training.visible_text import visible
 COMPARED_WITH = "compared with"
 # Columns of words instead of numbers.
 WORDS = ("curve", COMPARED_WITH, "seeds", "status")
-# The characters that Markdown gives a meaning; an underscore within a word has none.
-MARKUP = re.compile(r"[\\`*|~]|(?<![^\W_])_|_(?![^\W_])|(?<=\])\(")
+# The characters that Markdown gives a meaning, GitHub's the dollar sign too; an underscore within a word has none.
+MARKUP = re.compile(r"[\\`*|~$]|(?<![^\W_])_|_(?![^\W_])|(?<=\])\(")
 # With these a spreadsheet begins a formula, in some languages with the wide forms too; `visible` leaves no line break.
 FORMULA_STARTS = "=+-@\uff1d\uff0b\uff0d\uff20"
 # Width of lines, in characters, if the output is not a terminal.

@@ -16,18 +16,21 @@ class RunSummary:
     """Sums up a run, one record after another, without keeping the records.
 
     Each statistic has the name of its metric. Medians of times and rates, and means of transferred GiB, are over the
-    logged records of later steps than `warmup_steps` alone; if there are none, over those that end with such a step,
-    and else over all records. Peaks of memory, and the first and last losses, are over all records. The first loss is
-    that of the first step, which the first record of a logged step has besides its own, if that is a later one. A
-    metric that no record has is left out.
+    logged records of steps behind the warm-up alone; if there are none, over one that ends behind it. Where a resumed
+    run ends in its warm-up, they are over the records from before it that are behind the first warm-up, chosen in the
+    same way; and else over all records. Peaks of memory, and the first and last losses, are over all records. The first
+    loss is that of the first step, which the first record of a logged step has besides its own, if that is a later one.
+    A metric that no record has is left out.
 
     Args:
         warmup_steps: first steps whose times do not count: they allocate, compile and record the access order.
+        start: the step after which the run resumed, with a warm-up of its own.
     """
 
-    def __init__(self, warmup_steps: int):
+    def __init__(self, warmup_steps: int, start: int = 0):
         self._warmup_steps = warmup_steps
-        # The step of the last record of steps, and how far the records in `_values` are from the warm-up: 0 to 2.
+        self._start = start
+        # The step of the last record of steps, and how far from a warm-up the records in `_values` are: `_distance_of`.
         self._last_step = 0
         self._distance = 0
         self._losses: dict[str, float] = {}
@@ -45,10 +48,10 @@ class RunSummary:
         for score in ("loss", "accuracy"):
             if f"eval/{score}" in record:
                 self._losses[f"eval/final_{score}"] = record[f"eval/{score}"]
+        distance = self._distance
         # A record of an evaluation alone has none of the times that are to be replaced.
         if "train/loss" in record:
-            # A record has the mean of all steps since the one before.
-            distance = (record["train/step"] > self._warmup_steps) + (self._last_step >= self._warmup_steps)
+            distance = self._distance_of(record["train/step"])
             self._last_step = record["train/step"]
             if distance > self._distance:
                 self._distance = distance
@@ -58,8 +61,21 @@ class RunSummary:
                 continue
             if metric.summary == "max":
                 self._peaks[key] = max(self._peaks.get(key, record[key]), record[key])
-            else:
+            elif distance == self._distance:
                 self._values[key].append(record[key])
+
+    def _distance_of(self, step: int) -> int:
+        """Returns how far the record of the steps since the last one, up to `step`, is from a warm-up.
+
+        0: it ends in one; 1 and 3: it ends behind one, of an earlier run and of this one; 2 and 4: all of it is behind
+        it. A record has the mean of its steps.
+        """
+        of_this_run = step > self._start
+        start = self._start if of_this_run else 0
+        warm_from = start + self._warmup_steps
+        if step <= warm_from:
+            return 0
+        return 1 + (max(self._last_step, start) >= warm_from) + 2 * of_this_run
 
     @property
     def has_first_loss(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -11,14 +12,19 @@ from hydra._internal.utils import get_args_parser
 
 from training.errors import UserError
 from training.runs.files import CHOICES_FILE, CONFIG_FILE
+from training.runs.paths import home_expanded
 from training.runs.repeat import repeated
+
+# The directory of a run or a sweep in a home directory, whose `~` Hydra takes in quotes alone.
+IN_HOME = re.compile(r"(\+{0,2}hydra\.(?:run|sweep)\.dir)=(['\"]?)(~[\w.-]*)((?:/[^'\"]*)?)\2")
 
 
 def for_hydra(arguments: Sequence[str]) -> list[str]:
     """Returns the arguments that Hydra is to get: the flags, then the overrides, with `repeat=` replaced.
 
+    A leading `~` in the directory of a run or sweep is replaced by the home directory: Hydra would make one named `~`.
     Raises UserError for an unknown flag, such as `--steps 10`; for the directory of a run where Hydra expects one of
-    options; and if the run of `repeat=` cannot be repeated.
+    options; for the home of a user that does not exist; and if the run of `repeat=` cannot be repeated.
     """
     parser = get_args_parser()
     parser.error = _refuse
@@ -28,7 +34,8 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
         raise UserError(f"{flag}: unknown flag: keys have no dashes: write {_as_override(flag, arguments)}")
     overrides = [*options.overrides, *unknown]
     _refuse_run_directories(options)
-    return [*_without(arguments, overrides), *repeated(overrides, options.config_dir)]
+    expanded = [_home_expanded(override) for override in repeated(overrides, options.config_dir)]
+    return [*_without(arguments, overrides), *expanded]
 
 
 def _refuse(message: str) -> NoReturn:
@@ -43,6 +50,15 @@ def _as_override(flag: str, arguments: Sequence[str]) -> str:
         is_value = behind and "=" not in behind[0] and not behind[0].startswith("--")
         value = behind[0] if is_value else "true"
     return f"{name.replace('-', '_')}={value}"
+
+
+def _home_expanded(override: str) -> str:
+    found = IN_HOME.fullmatch(override)
+    if not found:
+        return override
+    key, _, home, behind = found.groups()
+    home = str(home_expanded(key.lstrip("+"), home)).replace("'", "\\'")
+    return f"{key}='{home}{behind}'"
 
 
 def _without(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:

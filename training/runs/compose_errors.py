@@ -80,7 +80,7 @@ def _explained(error: Exception) -> str:
         group, _, option = error.missing_cfg_file.rpartition("/")
         return f"{group}={option}: there is no such option; choose from {', '.join(error.options)}"
     if isinstance(error, OverrideParseException):
-        advice = "put a VALUE with blanks or brackets between two pairs of quotes: KEY=\"'VALUE'\""
+        advice = "put a VALUE with blanks, brackets or other signs between two pairs of quotes: KEY=\"'VALUE'\""
         return f"{error.override}: is not KEY=VALUE; {advice}"
     if several := re.match(r"Ambiguous value for argument '([^']+)'", str(error)):
         return f"{several[1]}: several values are a sweep, one run for each: python train.py -m {several[1]}"

@@ -133,14 +133,19 @@ def locked(run_dir: Path) -> Iterator[None]:
     """Locks the directory for this process; the system releases the lock however the process ends.
 
     The lock file stays: if it were removed, two waiting processes could each lock a different file of that name.
-    Raises UserError if another process has the lock, if a file that a run writes there is a link or a pipe, and for a
-    directory of something else.
+    Raises UserError if another process has the lock, if the lock file cannot be written, if a file that a run writes
+    there is a link or a pipe, and for a directory of something else.
     """
     refuse_strange_files(run_dir)
     refuse_folders_of_others(run_dir)
     path = run_dir / LOCK_FILE
     # O_NOFOLLOW: a link made since the check would let the run truncate another file.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror}): choose a directory that can be, hydra.run.dir=PATH"
+        ) from error
     with open(descriptor, "a+b", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -21,7 +21,7 @@ from training.metrics.files import write_summary
 from training.runs.console import note_failures
 from training.runs.directory import RunDirectory
 from training.runs.files import SUMMARY_FILE
-from training.runs.signals import once_per_request, signals_not_ignored
+from training.runs.signals import Interruption
 from training.visible_text import visible, visible_lines
 
 FAILED = 1
@@ -53,10 +53,7 @@ def failures_recorded(run_dir: Path) -> Iterator[RunDirectory]:
     the run has not taken it. SIGTERM, which schedulers send, ends a run as Ctrl-C does, and so does SIGHUP, which a
     terminal sends when it closes. A console that was lost is noted in the log file.
     """
-    asked_to_end = (signal.SIGTERM, signal.SIGHUP) if signal.SIGHUP in signals_not_ignored() else (signal.SIGTERM,)
-    handler = once_per_request(signal.default_int_handler)
-    for number in asked_to_end:
-        signal.signal(number, handler)
+    handled = Interruption().install()
     # A log line that a full disk refuses does not deserve a traceback of its own.
     logging.raiseExceptions = False
     directory = RunDirectory(run_dir)
@@ -65,13 +62,13 @@ def failures_recorded(run_dir: Path) -> Iterator[RunDirectory]:
     except (Exception, KeyboardInterrupt) as error:
         # Another signal would interrupt the writing below. These stay ignored to the end of the process, because
         # schedulers repeat SIGTERM and it would change the exit status.
-        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for number in asked_to_end:
+        for number in handled:
             signal.signal(number, signal.SIG_IGN)
         exit_status = print_failure(error)
         if directory.taken:
             _record(error, run_dir)
-        signal.signal(signal.SIGINT, interrupt)
+        if signal.SIGINT in handled:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.exit(exit_status)
     finally:
         if directory.taken:
@@ -133,7 +130,8 @@ def explain(error: BaseException) -> Failure:
         return Failure("failed", reason, True)
     if number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in text:
         where = f" ({error.filename})" if number and error.filename else ""
-        reason = f"the disk is full{where}: free some space, or choose another place with hydra.run.dir=PATH"
+        place = "hydra.run.dir=PATH, for a sweep hydra.sweep.dir=PATH"
+        reason = f"the disk is full{where}: free some space, or choose another place with {place}"
         return Failure("failed", reason, True)
     if number and error.filename is not None:
         return Failure("failed", f"{error.filename}: {error.strerror}", True)

@@ -20,6 +20,34 @@ WORTH_SAVING_S = 60.0
 Handler = Callable[[int, FrameType | None], None]
 
 
+class Interruption:
+    """A signal handler that raises KeyboardInterrupt, and remembers that it did: code of libraries may swallow it.
+
+    Ctrl-C raises it each time, SIGTERM and SIGHUP once a request.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._once = once_per_request(signal.default_int_handler)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        handler = signal.default_int_handler if number == signal.SIGINT else self._once
+        handler(number, frame)
+
+    def raise_again(self) -> None:
+        """Raises KeyboardInterrupt if a signal did, which cannot have ended the run."""
+        if self.asked:
+            raise KeyboardInterrupt
+
+    def install(self) -> list[signal.Signals]:
+        """Handles the SIGNALS that are not ignored, and returns them."""
+        numbers = signals_not_ignored()
+        for number in numbers:
+            signal.signal(number, self)
+        return numbers
+
+
 class StopRequest:
     """While open, remembers Ctrl-C, SIGTERM and SIGHUP; a second one ends the run at once, as KeyboardInterrupt.
 
@@ -36,14 +64,24 @@ class StopRequest:
         """The name of the signal that arrived."""
         self._after_s = after_s
         self._opened_s = math.inf
+        self._interruption = Interruption()
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopRequest:
+        """Raises KeyboardInterrupt if a signal asked for it before and something swallowed it."""
+        for number in SIGNALS:
+            if isinstance(handler := signal.getsignal(number), Interruption):
+                self._interruption = handler
+        self.raise_again()
         if self._after_s < math.inf:
             self._opened_s = time.monotonic()
             handler = once_per_request(self._note)
             self._before = {number: signal.signal(number, handler) for number in signals_not_ignored()}
         return self
+
+    def raise_again(self) -> None:
+        """Raises KeyboardInterrupt if a signal was to end the run at once, and something swallowed it."""
+        self._interruption.raise_again()
 
     def settle(self) -> None:
         """Ignores signals until the process ends: the run is complete or saved, and must not end as a failure."""
@@ -58,7 +96,8 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None or not self.saves():
-            signal.default_int_handler(number, frame)
+            self._interruption(number, frame)
+            return
         self.signal = signal.Signals(number).name
         logger.warning("%s: the run ends when this step is done and saved; once more ends it at once", self.signal)
 

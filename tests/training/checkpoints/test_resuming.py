@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -99,3 +100,17 @@ def test_a_dataset_that_is_not_in_memory_is_known_by_its_last_batch(
 def test_numbers_out_of_range_are_refused(tmp_path: Path, run_here, key: str):
     with pytest.raises(UserError, match=rf"{key}=0: must be at least 1"):
         run_here(tmp_path, f"{key}=0")
+
+
+def test_a_finished_run_without_checkpoints_is_not_begun_anew(tmp_path: Path, tiny: tuple[str, ...]):
+    run_dir = tmp_path / "run"
+    unsaved = [override for override in tiny if not override.startswith("checkpoint.")]
+    run_here(run_dir, *unsaved)
+    metrics = (run_dir / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match=r"^resume=auto: .*/run has a finished run and no checkpoint to resume from"):
+        run_here(run_dir, *unsaved, "resume=auto", "steps=9")
+    assert (run_dir / "metrics.jsonl").read_bytes() == metrics
+    # One that did not get so far begins again.
+    summary = json.loads((run_dir / "summary.json").read_text())
+    (run_dir / "summary.json").write_text(json.dumps(summary | {"status": "failed"}))
+    assert run_here(run_dir, *unsaved, "resume=auto")["status"] == "ok"

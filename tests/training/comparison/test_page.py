@@ -13,10 +13,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from matplotlib.text import Text
 
 from tests.training.comparison.conftest import PICTURE, write_sample
+from training.comparison.canvas import style
+from training.comparison.loss_figure import loss_figure
+from training.comparison.memory_figure import memory_figure
 from training.comparison.page import render_figures
 from training.comparison.report import compare
+from training.comparison.time_figure import time_figure
 from training.runs.files import FIGURE_FILES
 
 
@@ -68,6 +73,20 @@ def test_every_figure_is_drawn(write_run, count: int):
         write_run("layer_stream", knobs={"slots": i}, step_ms=10.0 * 2**i, memory__vram_peak_gib=20.0 - i,
                   transfer__stall_ms=3.0, eval__accuracy=0.5, losses=(4.0, 3.0 + i))  # fmt: skip
     assert files(render_figures(write_run.rows())) == list(FIGURE_FILES)
+
+
+@pytest.mark.parametrize("draw", [memory_figure, loss_figure, time_figure])
+def test_a_phone_shows_the_titles_of_figures_whole(write_run, draw):
+    for seed in (0, 1):
+        write_run(seed=seed, step_ms=12345.0 + seed, memory__rss_gib=20.0, transfer__stall_ms=3.0)
+    with style():
+        figure = draw(write_run.rows())
+        figure.draw_without_rendering()
+    titles = [text for text in figure.findobj(Text) if text.get_text() and text.get_fontweight() == "bold"]
+    assert titles
+    for title in titles:
+        # Of 390 pixels 32 are the page's margins; a figure is 640 pixels wide there, and scrolls.
+        assert title.get_window_extent().x1 <= figure.bbox.width * (390 - 32) / 640
 
 
 def test_without_a_gpu_the_memory_is_that_of_the_process(write_run):

@@ -89,6 +89,7 @@ def test_the_resident_run_is_named_if_there_are_several(write_run):
         ("files=texts/*.txt,*norm*", r"files=texts/\*.txt,\*norm\*"),
         ("layer_stream _a_ __b__", r"layer_stream \_a\_ \_\_b\_\_"),
         ("include=[a] [b](http://c) `d`", r"include=[a] [b]\(http://c) \`d\`"),
+        ("files=$A/x $B", r"files=\$A/x \$B"),
         ("a & <b>\nc\\|", r"a &amp; &lt;b> c\\\|"),
     ],
 )

@@ -39,6 +39,29 @@ def test_a_record_over_the_end_of_the_warm_up_counts_only_where_no_later_one_is(
     assert summarise(records, warmup_steps=0, total_steps=30)["perf/step_ms"] == 30.0
 
 
+def summary_of_resumed(start: int, *records, warmup_steps: int = 2) -> float:
+    summary = RunSummary(warmup_steps, start)
+    for each in records:
+        summary.add(each)
+    return summary.values()["perf/step_ms"]
+
+
+def test_a_run_that_resumes_and_ends_in_its_warm_up_counts_the_steps_behind_the_first():
+    earlier = [record(step, perf__step_ms=ms) for step, ms in enumerate((900.0, 800.0, 10.0, 30.0), 1)]
+    warming_up = [record(5, perf__step_ms=700.0), record(6, perf__step_ms=600.0)]
+    assert summary_of_resumed(4, *earlier, *warming_up) == 20.0
+    assert summary_of_resumed(4, *earlier, *warming_up, record(7, perf__step_ms=40.0)) == 40.0
+    # One that ends behind this run's warm-up is of this run's steps.
+    assert summary_of_resumed(4, *earlier, record(8, perf__step_ms=50.0)) == 50.0
+    # Both end in a warm-up: there is nothing better than all.
+    assert summary_of_resumed(1, earlier[0], record(2, perf__step_ms=700.0)) == 800.0
+    # The steps before are in one record, which spans the end of their warm-up.
+    assert summary_of_resumed(4, record(4, perf__step_ms=100.0), *warming_up) == 100.0
+    # It was saved between two records: the steps of its first one are its own.
+    own = [record(step, perf__step_ms=ms) for step, ms in ((10, 30.0), (20, 50.0))]
+    assert summary_of_resumed(7, *own, warmup_steps=0) == 40.0
+
+
 def test_summarise_short_and_empty_runs():
     assert summarise([record(2, perf__step_ms=7.0)], warmup_steps=5, total_steps=2)["perf/step_ms"] == 7.0
     assert summarise([], warmup_steps=5, total_steps=0) == {"steps": 0}

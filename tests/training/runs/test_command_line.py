@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from training.errors import UserError
 from training.runs.command_line import for_hydra
@@ -48,3 +49,23 @@ def test_the_directory_of_a_run_has_no_options(tmp_path: Path, flag: str):
 def test_the_run_to_repeat_is_looked_for(tmp_path: Path):
     with pytest.raises(UserError, match=f"repeat={tmp_path}: no choices.yaml there"):
         for_hydra(["-m", f"repeat={tmp_path}", "offload=none,layer_stream"])
+
+
+@pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir", "++hydra.run.dir"])
+@pytest.mark.parametrize("given", ["~/runs/a", "'~/runs/a'", '"~/runs/a"'])
+def test_a_directory_at_home_is_there_and_not_in_a_folder_named_tilde(monkeypatch, key: str, given: str):
+    monkeypatch.setenv("HOME", "/home/O'Neill $x")
+    (override,) = for_hydra([f"{key}={given}"])
+    (parsed,) = OverridesParser.create().parse_overrides([override])
+    assert parsed.value() == "/home/O'Neill $x/runs/a"
+    assert parsed.key_or_group == key.lstrip("+")
+
+
+def test_a_tilde_elsewhere_stays_as_it_is():
+    given = ["hydra.run.dir='a~b'", "hydra.run.dir=runs/a", "~adapter", "resume='~/runs/a'"]
+    assert for_hydra(given) == given
+
+
+def test_the_home_of_nobody_is_refused():
+    with pytest.raises(UserError, match=r"^hydra.run.dir=~nobody-here: there is no home directory of that name"):
+        for_hydra(["hydra.run.dir=~nobody-here/a"])

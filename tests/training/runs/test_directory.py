@@ -210,3 +210,13 @@ def test_where_locks_are_unknown_the_run_goes_on(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(directory.fcntl, "flock", unknown)
     with locked(tmp_path):
         assert "cannot be locked" in caplog.text
+
+
+def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def read_only(path, *_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+    monkeypatch.setattr(directory.os, "open", read_only)
+    wanted = rf"^{tmp_path / '.lock'}: cannot be written \(Read-only file system\): choose .*, hydra\.run\.dir=PATH$"
+    with pytest.raises(UserError, match=wanted), locked(tmp_path):
+        pass

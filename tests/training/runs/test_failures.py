@@ -36,7 +36,11 @@ def os_error(number, name=None):
         (MemoryError(), "out_of_memory", "the host is out of memory: end"),
         (os_error(errno.ENOMEM), "out_of_memory", "the host is out of memory: end"),
         (os_error(errno.ENOSPC, "/a/b"), "failed", "the disk is full (/a/b): free some space"),
-        (os_error(errno.EDQUOT), "failed", "the disk is full: free some space"),
+        (
+            os_error(errno.EDQUOT),
+            "failed",
+            "the disk is full: free some space, or choose another place with hydra.run.dir=PATH, for a sweep hydra.",
+        ),
         (RuntimeError("write: No space left on device (28)"), "failed", "the disk is full: free some space"),
         (FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "x.txt"), "failed", "x.txt: No such file"),
         (os_error(errno.EACCES, "x.txt"), "failed", "x.txt: Permission denied"),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 import signal
+from contextlib import suppress
 
 import pytest
 
 from tests.training.helpers.in_process import signals_as_before
 from training.runs import signals
-from training.runs.signals import SAME_REQUEST_S, SIGNALS, WORTH_SAVING_S, StopRequest
+from training.runs.signals import SAME_REQUEST_S, SIGNALS, WORTH_SAVING_S, Interruption, StopRequest
 
 
 def test_once_the_run_is_saved_signals_come_too_late():
@@ -34,6 +35,26 @@ def test_the_second_request_ends_at_once(monkeypatch: pytest.MonkeyPatch):
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("after_s", [0.0, math.inf])
+def test_an_interruption_that_a_library_swallowed_comes_again(name: str, after_s: float):
+    with signals_as_before():
+        Interruption().install()
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.Signals[name])
+        with pytest.raises(KeyboardInterrupt), StopRequest(after_s):
+            pass
+
+
+def test_an_interruption_that_is_swallowed_in_a_step_comes_again():
+    with signals_as_before(), StopRequest(after_s=WORTH_SAVING_S) as stop:
+        stop.raise_again()
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            stop.raise_again()
 
 
 def test_a_signal_that_is_ignored_stays_ignored():
