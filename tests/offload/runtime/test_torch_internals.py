@@ -74,6 +74,14 @@ def test_zeros_without_memory_are_known():
     assert not internals.is_zero_tensor(torch.zeros(2, 2))
 
 
+def test_a_view_of_the_same_bytes_stands_for_their_negative():
+    tensor = torch.ones(3)
+    view = internals.negated_view(tensor)
+    assert view.is_neg()
+    assert view.data_ptr() == tensor.data_ptr()
+    assert torch.equal(view, -tensor)
+
+
 def test_the_base_of_a_view_is_the_tensor_it_was_made_of():
     weight = nn.Parameter(torch.zeros(2, 3))
     assert internals.view_base(weight.t()) is weight

@@ -91,6 +91,41 @@ def test_what_leaves_has_its_strides(make: Callable, leave: Callable, strides: t
     assert set(found) == {strides}
 
 
+class Conjugates(nn.Module):
+    """Computes with views of a complex weight that stand for other numbers than its bytes."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "conjugate":
+            return x + torch.tanh(x @ self.weight.conj() + x @ self.weight.mH)
+        return x + torch.complex(x.real @ self.weight.conj().imag, x.imag @ self.weight.real)
+
+
+class OfConjugates(nn.Module):
+    def __init__(self, kind: str):
+        super().__init__()
+        self.blocks = nn.ModuleList(Conjugates(kind) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(torch.complex64)
+        for block in self.blocks:
+            x = block(x)
+        return x.abs()
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("kind", ["conjugate", "negative"])
+def test_lazy_views_that_are_saved_for_backward(make: Callable, kind: str):
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        return [train_step(model, mode, step) for step in range(3)]
+
+    same_as_resident(make, scenario, lambda: OfConjugates(kind))
+
+
 class Codebook(nn.Module):
     """A buffer that forward changes: in place through `.data`, or by another tensor of another dtype or shape."""
 
