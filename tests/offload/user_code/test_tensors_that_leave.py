@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,6 +32,8 @@ class PositionTable(nn.Module):
             "view": lambda: self.weight[:count],
             "buffer": lambda: self.table,
             "nested": lambda: {"cos_sin": (self.table[:count], [self.weight])},
+            "object": lambda: SimpleNamespace(cos=self.table[:count], sin=[self.weight]),
+            "distribution": lambda: torch.distributions.Normal(self.table[:count], self.weight.square()[0]),
         }[self.kind]()
 
 
@@ -44,13 +47,17 @@ class WithPositions(nn.Module):
         if isinstance(positions, dict):
             cos, (sin,) = positions["cos_sin"]
             positions = cos * sin
+        elif isinstance(positions, SimpleNamespace):
+            positions = positions.cos * positions.sin[0]
+        elif isinstance(positions, torch.distributions.Normal):
+            positions = positions.log_prob(x)
         for block in self.blocks[1:]:
             x = torch.tanh(block(x)) + positions
         return x
 
 
 @EVERY_MODE
-@pytest.mark.parametrize("kind", ["parameter", "view", "buffer", "nested"])
+@pytest.mark.parametrize("kind", ["parameter", "view", "buffer", "nested", "object", "distribution"])
 def test_a_module_that_returns_its_own_tensor(make: Callable, kind: str):
     def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
         return [evaluate(model), train_step(model, mode), train_step(model, mode, 1), evaluate(model)]
