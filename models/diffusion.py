@@ -17,6 +17,7 @@ from models.diffusion_families import FAMILIES
 from models.diffusion_family import Family
 from models.diffusion_files import CONFIG_FILE, config_folder, load_diffusion, matched_diffusion
 from models.diffusion_initialise import initialise_diffusion
+from models.diffusion_refused import reason_against
 from models.diffusion_shapes import SHAPES
 from models.json_files import read_object
 from models.quiet_imports import import_quantisers, without_remarks
@@ -114,6 +115,8 @@ def build_diffusion(source: str | Path, overrides: Mapping[str, Any] | None = No
     avoid_cudnn_attention()
     name, config = _described(source)
     family = FAMILIES.get(name)
+    if family is None and (reason := reason_against(name)):
+        raise ValueError(f"{source}: {name} is not supported: {reason}")
     if family is None:
         raise ValueError(f"{source}: {name} is not supported; classes of diffusers that are: {', '.join(FAMILIES)}")
     import_quantisers()

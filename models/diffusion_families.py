@@ -21,6 +21,7 @@ from models.diffusion_inputs import (
     length_of,
     mask_of,
     mask_of_text_and_patches,
+    number,
     one_by_one,
     padding,
     patch_counts,
@@ -75,11 +76,16 @@ _FLUX: dict[str, Any] = {"layout": PAIRS, "steps": 1, "required": {"patch_size":
 _COGVIDEO: dict[str, Any] = {
     "sizes": _text("max_text_seq_length", "text_embed_dim"),
     "layout": FRAMES_FIRST,
-    "inputs": (rotary_of_videos,),
     "sample": OF_VIDEO,
+    "beside": 3,
 }
 _COGVIEW: dict[str, Any] = {"inputs": (sizes_of_image,), "sample": SQUARE}
-_WAN: dict[str, Any] = {"sizes": _text(512, "text_dim"), "required": {"image_dim": None}}
+# The image of image-to-video is 257 tokens of CLIP, and latents beside those of the video.
+_WAN: dict[str, Any] = {
+    "sizes": {**_text(512, "text_dim"), "encoder_hidden_states_image": (257, "image_dim")},
+    "required": {"pos_embed_seq_len": None},
+    "beside": 3,
+}
 
 IMAGES: dict[str, Family] = {
     "AuraFlowTransformer2DModel": Called(sizes=_text(256, _JOINT), steps=1, sample=SQUARE),
@@ -88,7 +94,7 @@ IMAGES: dict[str, Family] = {
     ),
     "ChromaTransformer2DModel": Called(**_FLUX, sizes=_text(512, _JOINT), inputs=(places(), mask_of_text_and_patches)),
     "CogView3PlusTransformer2DModel": Called(**_COGVIEW, sizes=_text(224, "text_embed_dim")),
-    "CogView4Transformer2DModel": Called(**_COGVIEW, sizes=_text(1024, "text_embed_dim")),
+    "CogView4Transformer2DModel": Called(**_COGVIEW, sizes=_text(1024, "text_embed_dim"), beside=2),
     "DiTTransformer2DModel": Dit(),
     "ErnieImageTransformer2DModel": Called(
         sizes={"text_bth": (256, "text_in_dim")}, inputs=(length_of("text_lens", "text_bth"),), rounded=True
@@ -100,6 +106,7 @@ IMAGES: dict[str, Family] = {
         **_FLUX,
         sizes=_pooled(512, _JOINT),
         inputs=(places(), guidance(3.5)),
+        beside=2,
         first_stds={"*.norm.linear": 0.0, **ADALN_ZERO},
     ),
     "HiDreamImageTransformer2DModel": Called(
@@ -221,8 +228,9 @@ VIDEOS: dict[str, Family] = {
         sample=("sample_frames", "sample_height", "sample_width"),
         optional=(TEXT_MASK,),
     ),
-    "CogVideoXTransformer3DModel": Called(**_COGVIDEO, required={"ofs_embed_dim": None}),
-    "ConsisIDTransformer3DModel": Called(**_COGVIDEO, required={"is_train_face": False}),
+    # The pipeline for image-to-video of its version 1.5 gives an offset of 2.
+    "CogVideoXTransformer3DModel": Called(**_COGVIDEO, inputs=(rotary_of_videos, number("ofs", 2.0, "ofs_embed_dim"))),
+    "ConsisIDTransformer3DModel": Called(**_COGVIDEO, inputs=(rotary_of_videos,), required={"is_train_face": False}),
     # Without the preconditioning of EDM.
     "CosmosTransformer3DModel": Called(
         sizes=_text(
@@ -235,10 +243,32 @@ VIDEOS: dict[str, Family] = {
     "EasyAnimateTransformer3DModel": Called(
         sizes={**_text(256, "text_embed_dim"), "encoder_hidden_states_t5": (256, "text_embed_dim_t5")},
     ),
+    "HunyuanVideo15Transformer3DModel": Called(
+        sizes={
+            **_text(1000, "text_embed_dim"),
+            "encoder_hidden_states_2": (256, "text_embed_2_dim"),
+            "image_embeds": (729, "image_embed_dim"),
+        },
+        inputs=(mask_of(TEXT_MASK), mask_of("encoder_attention_mask_2", "encoder_hidden_states_2")),
+        rounded=True,
+        required={"use_meanflow": False},
+        # Latents of the first frame, and a mask.
+        beside=3,
+    ),
     "HunyuanVideoTransformer3DModel": Called(
         sizes=_pooled(256, "text_embed_dim"),
         inputs=(mask_of(TEXT_MASK), guidance(6000.0)),
         required={"image_condition_type": None},
+    ),
+    "I2VGenXLUNet": Called(
+        sizes={
+            **_text(77, "cross_attention_dim"),
+            "image_embeddings": ("cross_attention_dim",),
+        },
+        inputs=(number("fps", 16.0),),
+        latents="sample",
+        beside=3,
+        separate="image_latents",
     ),
     "Kandinsky5Transformer3DModel": Called(
         sizes={**_text(256, "in_text_dim"), "pooled_projections": ("in_text_dim2",)},
@@ -246,9 +276,12 @@ VIDEOS: dict[str, Family] = {
         layout=CHANNELS_LAST,
         rounded=True,
         adapted=rounded_times,
-        in_channels="in_visual_dim",
+        in_channels=lambda config: (
+            2 * config["in_visual_dim"] + 1 if config["visual_cond"] else config["in_visual_dim"]
+        ),
         out_channels="out_visual_dim",
-        required={"visual_cond": False, "attention_type": "regular"},
+        required={"attention_type": "regular"},
+        beside=3,
     ),
     "LatteTransformer3DModel": Called(
         sizes=_text(120, "caption_channels"),
@@ -272,13 +305,28 @@ VIDEOS: dict[str, Family] = {
     "SanaVideoTransformer3DModel": Called(
         sizes=_text(300, "caption_channels"), inputs=(scaled_guidance(4.5),), variance=True, optional=(TEXT_MASK,)
     ),
-    "SkyReelsV2Transformer3DModel": Called(**_WAN | {"required": {"image_dim": None, "inject_sample_info": False}}),
+    "SkyReelsV2Transformer3DModel": Called(
+        **_WAN | {"required": {"pos_embed_seq_len": None, "inject_sample_info": False}}
+    ),
     "UNet3DConditionModel": Called(sizes=_text(77, "cross_attention_dim"), latents="sample"),
     "UNetMotionModel": Called(
         sizes=_text(77, "cross_attention_dim"),
         inputs=(text_for_each_frame,),
         latents="sample",
         required={"addition_embed_type": None, "encoder_hid_dim_type": None},
+    ),
+    # Stable Video Diffusion, without the preconditioning of EDM: an image's embedding, and its latents for each frame.
+    "UNetSpatioTemporalConditionModel": Called(
+        sizes={
+            "encoder_hidden_states": (1, "cross_attention_dim"),
+            # Frames a second, the strength of motion, and of the noise that the image has.
+            "added_time_ids": (
+                lambda config: config["projection_class_embeddings_input_dim"] // config["addition_time_embed_dim"],
+            ),
+        },
+        layout=FRAMES_FIRST,
+        latents="sample",
+        beside=3,
     ),
     "WanTransformer3DModel": Called(
         **_WAN,

@@ -12,17 +12,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from models.diffusion_inputs import AS_THEY_ARE, Given, Layout
 
-Shape = tuple[int, ...]
+Shape = tuple[int | None, ...]
 Config = Mapping[str, Any]
 # A number, the key of the configuration that has it ("caption_channels", or of a list "caption_channels.0"), several
 # keys of which the first that is not null counts ("caption_channels|cross_attention_dim"), or what computes it.
 Size = int | str | Callable[[Config], int]
 # Most models were trained on the numbers of 1000 steps.
 STEPS = 1000
+# The condition with the further channels of a model that takes more than it returns, [B, C', ...]: latents of an image
+# of image-to-video, a mask and the masked image of inpainting.
+OTHER_LATENTS = "other_latents"
 
 
 class Family(ABC):
@@ -39,7 +43,10 @@ class Family(ABC):
         require(config, in_channels=config["out_channels"] or config["in_channels"])
 
     def condition_shapes(self, config: Config) -> dict[str, Shape]:
-        """Returns the shape of one example of each condition that the model needs; that of a label is ()."""
+        """Returns the shape of one example of each condition that the model needs; that of a label is ().
+
+        That of latents beside the noisy ones has None for each size that they share.
+        """
         return {}
 
     def num_labels(self, config: Config) -> int | None:
@@ -82,6 +89,9 @@ class Called(Family):
             does (Ma et al. 2024).
         sample: the sizes of one image after its channels; () where the model takes any.
         one_size: the model takes latents of these sizes only.
+        beside: the dimensions of latents after their channels, where a model may take more channels than it returns:
+            the further ones are the condition `other_latents`. 0: it may not.
+        separate: the argument and condition that has as many channels as latents and the sizes of latents.
         adapted: changes the new model.
         required: the values of keys without which a model needs inputs that are not known here.
     """
@@ -100,6 +110,8 @@ class Called(Family):
     variance: bool = False
     sample: tuple[Size, ...] = ()
     one_size: bool = False
+    beside: int = 0
+    separate: str | None = None
     adapted: Callable[[nn.Module], None] | None = None
     required: Mapping[str, Any] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
@@ -109,7 +121,9 @@ class Called(Family):
         require(config, **self.required)
         taken = size_of(config, self.in_channels)
         made = size_of(config, self.out_channels)
-        if made not in (None, taken) and not (self.variance and made == 2 * taken):
+        if self.beside and made is not None and made < taken:
+            self.layout.check(made)
+        elif made not in (None, taken) and not (self.variance and made == 2 * taken):
             raise ValueError(
                 f"{_name_of(self.out_channels)}={made}: the model must return as many channels as it takes, {taken}"
             )
@@ -117,14 +131,22 @@ class Called(Family):
 
     def condition_shapes(self, config: Config) -> dict[str, Shape]:
         shapes = {name: tuple(size_of(config, size) for size in sizes) for name, sizes in self.sizes.items()}
-        return {name: shape for name, shape in shapes.items() if None not in shape}
+        needed = {name: shape for name, shape in shapes.items() if None not in shape}
+        of_both = self.layout.channels(size_of(config, self.in_channels))
+        if further := of_both - self.channels(config):
+            needed[OTHER_LATENTS] = (further, *[None] * self.beside)
+        if self.separate is not None:
+            needed[self.separate] = (self.channels(config), *[None] * self.beside)
+        return needed
 
     def sample_shape(self, config: Config) -> Shape | None:
         shape = tuple(size_of(config, size) for size in self.sample)
         return None if not shape or None in shape else (self.channels(config), *shape)
 
     def channels(self, config: Config) -> int:
-        return self.layout.channels(size_of(config, self.in_channels))
+        taken = size_of(config, self.in_channels)
+        made = size_of(config, self.out_channels) if self.beside else None
+        return self.layout.channels(taken if made is None else made)
 
     def adapt(self, network: nn.Module) -> None:
         if self.adapted is not None:
@@ -134,10 +156,11 @@ class Called(Family):
         config, shape = network.config, tuple(noisy.shape[1:])
         if self.one_size and shape != self.sample_shape(config):
             raise ValueError(f"the model takes images of shape {list(self.sample_shape(config))}, not {list(shape)}")
+        latents, condition = joined(noisy, condition)
         given = Given(network, noisy, timestep, condition)
         time = (1 - timestep if self.from_noise else timestep) * size_of(config, self.steps)
         arguments = {
-            self.latents: self.layout.packed(noisy),
+            self.latents: self.layout.packed(latents),
             self.time: time.to(noisy.dtype) if self.rounded else time,
             # Some have no default.
             **dict.fromkeys(self.optional),
@@ -164,6 +187,23 @@ def size_of(config: Config, size: Size) -> Any:
         if value is not None:
             return value[int(index)] if index else value
     return None
+
+
+def joined(noisy: Tensor, condition: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns `noisy` with the channels of `other_latents` after its own, and the other conditions.
+
+    Raises ValueError if they have other sizes than `noisy`.
+    """
+    other = condition.get(OTHER_LATENTS)
+    if other is None:
+        return noisy, condition
+    if other.shape[2:] != noisy.shape[2:]:
+        raise ValueError(
+            f"{OTHER_LATENTS} has the shape {list(other.shape[1:])}: its sizes after the channels must be those of the"
+            f" latents, {list(noisy.shape[2:])}"
+        )
+    rest = {name: value for name, value in condition.items() if name != OTHER_LATENTS}
+    return torch.cat([noisy, other], dim=1), rest
 
 
 def require(config: Config, **values: Any) -> None:

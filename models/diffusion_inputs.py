@@ -167,6 +167,17 @@ def length_of(argument: str, text: str) -> Made:
     return made
 
 
+def number(argument: str, value: float, key: str | None = None) -> Made:
+    """Returns a number for each example, [B], unless the caller gives it or `key` is null in the configuration."""
+
+    def made(given: Given) -> dict[str, Any]:
+        if argument in given.condition or (key is not None and given.config[key] is None):
+            return {}
+        return {argument: torch.full_like(given.timestep, value)}
+
+    return made
+
+
 def guidance(scale: float, rounded: bool = False) -> Made:
     """Returns the scale of guidance [B] for models that have an embedding for it, as diffusers' own training gives it.
 

@@ -7,24 +7,35 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from models.diffusion_family import STEPS, Config, Family, Shape, require
+from models.diffusion_family import OTHER_LATENTS, STEPS, Config, Family, Shape, joined, require, square
 
 
 class Unet(Family):
-    """UNet2DModel: times 0 to 1000, class labels."""
+    """UNet2DModel: times 0 to 1000, class labels; further channels than those that it returns are `other_latents`."""
 
     def check(self, config: Config) -> None:
-        super().check(config)
+        if config["out_channels"] > config["in_channels"]:
+            super().check(config)
         # Fourier features take the logarithm of the time, which may be 0; learnt ones take whole numbers.
         require(config, class_embed_type=None, time_embedding_type="positional")
 
     def condition_shapes(self, config: Config) -> dict[str, Shape]:
-        return {} if config["num_class_embeds"] is None else {"labels": ()}
+        shapes = {} if config["num_class_embeds"] is None else {"labels": ()}
+        if further := config["in_channels"] - self.channels(config):
+            shapes[OTHER_LATENTS] = (further, None, None)
+        return shapes
+
+    def sample_shape(self, config: Config) -> Shape | None:
+        return square(self.channels(config), config["sample_size"])
+
+    def channels(self, config: Config) -> int:
+        return min(config["in_channels"], config["out_channels"])
 
     def num_labels(self, config: Config) -> int | None:
         return config["num_class_embeds"]
 
     def velocity(self, network: nn.Module, noisy: Tensor, timestep: Tensor, condition: dict[str, Tensor]) -> Tensor:
+        noisy, condition = joined(noisy, condition)
         return network(noisy, timestep * STEPS, class_labels=condition.get("labels"), return_dict=False)[0]
 
 
@@ -66,8 +77,9 @@ class ConditionedUnet(Unet):
 
     def velocity(self, network: nn.Module, noisy: Tensor, timestep: Tensor, condition: dict[str, Tensor]) -> Tensor:
         added = {key: condition[key] for key in ("text_embeds", "time_ids", "image_embeds") if key in condition}
+        latents, condition = joined(noisy, condition)
         output = network(
-            noisy,
+            latents,
             timestep * STEPS,
             condition.get("encoder_hidden_states"),
             class_labels=condition.get("labels"),

@@ -28,7 +28,13 @@ from offload.runtime.memory.host_memory import HostArena
 from offload.runtime.streams.deferred_free import DeferredFrees, PendingFree, StashedTensors
 from offload.runtime.streams.transfer import Transfer
 from offload.runtime.tensor_parts import parts
-from offload.runtime.torch_internals import is_in_backward, is_zero_tensor, left_out_of_graphs, view_base
+from offload.runtime.torch_internals import (
+    is_function_transform_tensor,
+    is_in_backward,
+    is_zero_tensor,
+    left_out_of_graphs,
+    view_base,
+)
 
 
 class ActivationSwapper:
@@ -175,7 +181,8 @@ class ActivationSwapper:
             and tensor.device == self._streams.device
             and tensor.layout is torch.strided
             and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_inference())
-            and not (is_zero_tensor(tensor) or isinstance(view_base(tensor), nn.Parameter))
+            and not (is_zero_tensor(tensor) or is_function_transform_tensor(tensor))
+            and not isinstance(view_base(tensor), nn.Parameter)
             and tensor.untyped_storage() not in self._step.excluded
         )
 

@@ -68,8 +68,19 @@ class TakenApart:
 
 
 def true_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of the parts of `tensor`. A quantised weight's own `nbytes` are those of what it stands for."""
+    """Returns the bytes of the parts of `tensor`.
+
+    A quantised weight's own `nbytes` are those of what it stands for, and a sparse tensor has none.
+    """
+    if tensor.is_sparse:
+        held = tensor.detach().coalesce()
+        return held.indices().nbytes + held.values().nbytes
     return sum(part.nbytes for part in parts(tensor)) if is_compound(tensor) else tensor.nbytes
+
+
+def lies_flat(tensor: Tensor) -> bool:
+    """Tells whether the bytes of `tensor`, or of its parts, can be laid into a flat buffer and read from there."""
+    return wraps(tensor) or (tensor.layout is torch.strided and not tensor.is_quantized)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -54,6 +54,10 @@ is_zero_tensor = torch.Tensor._is_zerotensor
 # (tensor) -> Tensor | None. The tensor that a differentiable view was made of. Views of parameters are not swapped.
 view_base = attrgetter("_base")
 
+# (tensor) -> Tensor. A view of the same bytes that stands for their negative, as `complex.conj().imag` does. Autograd
+# saves such views of weights, and torch has no public function that makes one of a tensor.
+negated_view = torch._neg_view
+
 # (tensors, versions). Sets the version counters of tensors. Two tensors share a counter if a change to one shows at the
 # other; torch has no other means to tell.
 set_versions = torch._C._autograd._unsafe_set_version_counter

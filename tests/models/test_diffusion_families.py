@@ -128,6 +128,16 @@ def of_sample(name: str, noisy: Tensor, **others: object) -> Arguments:
     return {"sample": noisy, "timestep": STEPS, **others}
 
 
+def beside(name: str, noisy: Tensor, dim: int = 1) -> Tensor:
+    """Latents with the other ones after their channels, which are dimension `dim` of the model's input."""
+    return torch.cat([noisy.movedim(1, dim), inputs_of(name)[1]["other_latents"].movedim(1, dim)], dim=dim)
+
+
+def of_flux_fill(name: str, noisy: Tensor) -> Arguments:
+    both = torch.cat([pairs(noisy), pairs(inputs_of(name)[1]["other_latents"])], dim=2)
+    return of_pairs(name, noisy, hidden_states=both, guidance=torch.full((2,), 3.5))
+
+
 def sizes(name: str, noisy: Tensor) -> Arguments:
     found = pixels(name)
     return of_steps(name, noisy, original_size=found, target_size=found, crop_coords=torch.zeros(2, 2))
@@ -146,14 +156,17 @@ CALLS: dict[str, Callable[[str, Tensor], Arguments]] = {
     "chroma": lambda name, noisy: of_pairs(name, noisy, attention_mask=ones(9)),
     "cogvideox": of_cogvideo,
     "cogvideox15": of_cogvideo,
+    "cogvideox_image": lambda name, noisy: of_steps(name, beside(name, noisy, 2), ofs=torch.full((1,), 2.0)),
     "cogview3": sizes,
     "cogview4": sizes,
+    "cogview4_control": lambda name, noisy: sizes(name, noisy) | {"hidden_states": beside(name, noisy)},
     "consisid": lambda name, noisy: of_steps(name, noisy, hidden_states=noisy.transpose(1, 2)),
     "cosmos": lambda name, noisy: of_steps(name, noisy, timestep=TIMES),
     "easyanimate": of_steps,
     "ernie_image": lambda name, noisy: of_steps(name, noisy, text_lens=torch.tensor([3, 3])),
     "flux": lambda name, noisy: of_pairs(name, noisy, guidance=torch.full((2,), 3.5)),
     "flux2": of_flux2,
+    "flux_fill": of_flux_fill,
     "hidream": lambda name, noisy: {"hidden_states": noisy, "timesteps": STEPS},
     "hunyuan_dit": of_hunyuan_dit,
     "hunyuan_image": lambda name, noisy: of_steps(
@@ -162,8 +175,13 @@ CALLS: dict[str, Callable[[str, Tensor], Arguments]] = {
     "hunyuan_video": lambda name, noisy: of_steps(
         name, noisy, encoder_attention_mask=ones(3), guidance=torch.full((2,), 6000.0)
     ),
+    "hunyuan_video15": lambda name, noisy: of_steps(
+        name, beside(name, noisy), encoder_attention_mask=ones(3), encoder_attention_mask_2=ones(3)
+    ),
+    "i2vgen": lambda name, noisy: of_sample(name, noisy, fps=torch.full((2,), 16.0)),
     "kandinsky3": lambda name, noisy: of_sample(name, noisy, encoder_attention_mask=ones(3)),
     "kandinsky5": of_kandinsky5,
+    "kandinsky5_image": lambda name, noisy: of_kandinsky5(name, beside(name, noisy)),
     "latte": of_steps,
     "longcat": of_longcat,
     "ltx": of_ltx,
@@ -182,7 +200,9 @@ CALLS: dict[str, Callable[[str, Tensor], Arguments]] = {
     "sana_video": of_steps,
     "sd3": of_steps,
     "skyreels": of_steps,
+    "skyreels_image": lambda name, noisy: of_steps(name, beside(name, noisy)),
     "stable_audio": of_stable_audio,
+    "svd": lambda name, noisy: of_sample(name, beside(name, noisy, 2)),
     "unet_1d": lambda name, noisy: of_sample(name, noisy, timestep=TIMES),
     "unet_3d": of_sample,
     # Its text is that of each frame.
@@ -190,6 +210,7 @@ CALLS: dict[str, Callable[[str, Tensor], Arguments]] = {
         name, noisy, encoder_hidden_states=inputs_of(name)[1]["encoder_hidden_states"].repeat_interleave(2, dim=0)
     ),
     "wan": of_steps,
+    "wan_image": lambda name, noisy: of_steps(name, beside(name, noisy)),
     "z_image": lambda name, noisy: {"x": list(noisy[:, :, None]), "t": 1 - TIMES},
 }
 # Conditions that a model takes in another form.
@@ -207,22 +228,22 @@ def back(name: str, output: object, noisy: Tensor) -> Tensor:
     if name == "flux2":
         patches = output.transpose(1, 2).reshape(2, -1, height // 2, width // 2)
         return diffusers.Flux2Pipeline._unpatchify_latents(patches)
-    if name in ("bria", "chroma", "flux", "longcat", "ovis", "qwen"):
+    if name in ("bria", "chroma", "flux", "flux_fill", "longcat", "ovis", "qwen"):
         # The pipeline's sizes are in pixels: eight a latent.
         found = diffusers.FluxPipeline._unpack_latents(output, 8 * height, 8 * width, 8)
         return found.reshape(noisy.shape)
     if name == "ltx":
         return diffusers.LTXPipeline._unpack_latents(output, *noisy.shape[2:])
-    if name.startswith("cogvideox") or name == "consisid":
+    if name.startswith("cogvideox") or name in ("consisid", "svd"):
         return output.transpose(1, 2)
-    if name == "kandinsky5":
+    if name.startswith("kandinsky5"):
         return output.permute(0, 4, 1, 2, 3)
     return torch.stack(list(output)).squeeze(2) if name == "z_image" else output[:, : noisy.shape[1]]
 
 
 def test_every_class_is_tested() -> None:
     assert {kind for kind, _, _ in SMALL.values()} == set(FAMILIES)
-    of_labels = {"dit", "kandinsky", "sdxl", "text_unet", "unet"}
+    of_labels = {"dit", "inpainting_unet", "kandinsky", "sdxl", "text_unet", "unet", "upscaling_unet"}
     assert SMALL.keys() - of_labels == CALLS.keys()
 
 
@@ -231,7 +252,10 @@ def test_a_class_is_called_as_its_pipeline_calls_it(name: str) -> None:
     noisy, condition = inputs_of(name)
     given = {key: FORMS.get(key, lambda value: value)(value) for key, value in condition.items()}
     with torch.no_grad():
-        output = small(name).network(**given | CALLS[name](name, noisy), return_dict=False)
+        arguments = given | CALLS[name](name, noisy)
+        # It is among the channels.
+        arguments.pop("other_latents", None)
+        output = small(name).network(**arguments, return_dict=False)
         found = small(name)(noisy, TIMES, **condition)
     expected = back(name, output[0] if isinstance(output, tuple) else output, noisy)
     assert torch.allclose(found, -expected if name in BACKWARDS else expected, atol=1e-6)
@@ -281,6 +305,13 @@ def test_flux_refuses_odd_sizes() -> None:
         small("flux")(torch.zeros(2, 2, 4, 5), TIMES, **condition)
 
 
+def test_other_latents_of_another_size_are_refused() -> None:
+    noisy, condition = inputs_of("wan_image")
+    condition["other_latents"] = condition["other_latents"][..., :2]
+    with pytest.raises(ValueError, match=r"other_latents has the shape \[5, 2, 4, 2\]: .* latents, \[2, 4, 4\]"):
+        small("wan_image")(noisy, TIMES, **condition)
+
+
 def test_latte_refuses_other_numbers_of_frames() -> None:
     _, condition = inputs_of("latte")
     with pytest.raises(ValueError, match=r"takes images of shape \[4, 2, 4, 4\], not \[4, 3, 4, 4\]"):
@@ -294,8 +325,9 @@ def test_latte_refuses_other_numbers_of_frames() -> None:
         ("flux", {"patch_size": 2}, "patch_size=2: only patch_size=1"),
         ("flux", {"in_channels": "many"}, "FluxTransformer2DModel cannot be built with"),
         ("ltx", {"patch_size_t": 2}, "patch_size_t=2: only"),
-        ("wan", {"image_dim": 4}, "image_dim=4: only"),
-        ("wan", {"in_channels": 8}, "out_channels=4: the model must return as many channels as it takes, 8"),
+        ("wan", {"pos_embed_seq_len": 4}, "pos_embed_seq_len=4: only"),
+        ("wan", {"out_channels": 8}, "out_channels=8: the model must return as many channels as it takes, 4"),
+        ("mochi", {"out_channels": 2}, "out_channels=2: the model must return as many channels as it takes, 4"),
         ("consisid", {"is_train_face": True}, "is_train_face=True: only"),
         ("cascade", {"effnet_in_channels": 4}, "effnet_in_channels=4: only"),
         ("bria", {"guidance_embeds": True}, "guidance_embeds=True: only"),

@@ -21,6 +21,15 @@ def velocity_by_hand(kind: str, **inputs) -> Tensor:
     return small(kind).network(**inputs, return_dict=False)[0]
 
 
+@pytest.mark.parametrize("name", ["upscaling_unet", "inpainting_unet"])
+def test_further_channels_are_other_latents(name: str) -> None:
+    noisy, condition = inputs_of(name)
+    others = {key: value for key, value in condition.items() if key != "other_latents"}
+    both = torch.cat([noisy, condition["other_latents"]], dim=1)
+    expected = velocity_by_hand(name, sample=both, timestep=STEPS, **others)
+    assert torch.equal(called(name), expected)
+
+
 def test_unet() -> None:
     noisy, condition = inputs_of("unet")
     expected = velocity_by_hand("unet", sample=noisy, timestep=STEPS, class_labels=condition["labels"])

@@ -61,7 +61,11 @@ class DeviceSlots:
             return next(filter(None, map(self.slot_of, parts(tensor))), None)
         if tensor.layout is not torch.strided:
             return None
-        storage = tensor.untyped_storage()
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:
+            # It wraps another inside a transform of torch.func, which a window refuses.
+            return None
         return self._by_address.get(storage.data_ptr() or storage_address(storage))
 
 

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from offload.runtime.byte_sizes import parse_bytes
 from offload.runtime.errors import KnobError
-from offload.runtime.tensor_parts import true_bytes, wraps
+from offload.runtime.tensor_parts import lies_flat, true_bytes, wraps
 from offload.weights.units.layouts import check_buffer, check_frozen
 from offload.weights.units.placement import ModuleAttribute
 from offload.weights.units.unit import SHARED_ALIGNMENT_BYTES, OffloadUnit
@@ -113,7 +113,8 @@ def cut(model: nn.Module, cut_points: Sequence[CutPoint], trained_stays: bool = 
 
     Changes nothing, so it works on a model of the meta device too. A module without tensors makes no unit; a module
     that is named twice makes one, under its first name. Tensors that a module outside every cut uses as well stay
-    resident. A tensor that two units use belongs to the first. `trained_stays`: parameters that train stay resident.
+    resident, and so do sparse tensors and those of torch's quantised dtypes, which have no bytes that could be laid
+    flat. A tensor that two units use belongs to the first. `trained_stays`: parameters that train stay resident.
 
     Raises ValueError when one cut point lies inside another, and for a scripted module that is cut inside: TorchScript
     calls and reads what is in it. It raises it for a parameter to be streamed that trains and wraps other tensors.
@@ -135,7 +136,7 @@ def cut(model: nn.Module, cut_points: Sequence[CutPoint], trained_stays: bool = 
     resident = []
     for tensor, holders in attributes.items():
         owners = [point_of.get(holder.module) for holder in holders]
-        if None in owners or (trained_stays and tensor.requires_grad):
+        if None in owners or (trained_stays and tensor.requires_grad) or not lies_flat(tensor):
             resident.append((tensor, holders))
             continue
         check_frozen(names[tensor], tensor)

@@ -24,6 +24,7 @@ from offload.runtime.torch_internals import (
     is_in_backward,
     is_in_selective_checkpoint,
     left_out_of_graphs,
+    negated_view,
     selectively_saved,
 )
 from offload.weights.prefetching.prefetcher import Prefetcher
@@ -35,7 +36,8 @@ class _SavedWeight(NamedTuple):
     """A view of a unit's flat buffer: `offset` counts elements of `dtype` from its start.
 
     `tensor` is the weight in which the view starts, `version` its version counter when it was saved, and `address`
-    where its data was at home.
+    where its data was at home. `conjugated` and `negated` tell of views that stand for other numbers than their bytes,
+    such as `weight.conj()`.
     """
 
     unit: OffloadUnit
@@ -46,6 +48,8 @@ class _SavedWeight(NamedTuple):
     tensor: UnitTensor
     version: int
     address: int
+    conjugated: bool
+    negated: bool
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,8 @@ class SavedWeights:
         unit = slot.content
         offset = tensor.storage_offset()
         whole = unit.tensor_at(offset * tensor.itemsize)
-        return _SavedWeight(unit, tensor.dtype, offset, tensor.shape, tensor.stride(), whole, *whole.state)
+        flags = tensor.is_conj(), tensor.is_neg()
+        return _SavedWeight(unit, tensor.dtype, offset, tensor.shape, tensor.stride(), whole, *whole.state, *flags)
 
     def _saved_part(self, part: torch.Tensor) -> _SavedWeight | _SavedParts | Kept:
         slot = self._slots.slot_of(part)
@@ -157,5 +162,9 @@ class SavedWeights:
             )
         slot = self._prefetcher.fetch(saved.unit)
         view = slot.viewed_as(saved.dtype).as_strided(saved.shape, saved.strides, saved.offset)
+        if saved.conjugated:
+            view = view.conj()
+        if saved.negated:
+            view = negated_view(view)
         # With create_graph, the unpacked tensor is saved again, outside any window: that copy must not live in a slot.
         return view.clone() if torch.is_grad_enabled() else view

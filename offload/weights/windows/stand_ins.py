@@ -13,7 +13,7 @@ from torch import nn
 from offload.runtime.forward.block_attributes import STANDS_FOR
 from offload.runtime.forward.buffer_states import changes_unseen, may_change, version
 from offload.runtime.forward.running_microbatch import SideBySideError, running_microbatch
-from offload.runtime.memory.device_slots import DeviceSlot, DeviceSlots
+from offload.runtime.memory.device_slots import DeviceSlot
 from offload.runtime.tensor_parts import STATE, parts, replaced_in, state_of, wraps
 from offload.runtime.torch_internals import (
     AS_IT_IS,
@@ -21,15 +21,12 @@ from offload.runtime.torch_internals import (
     left_out_of_graphs,
     set_sequence_number,
     storage_address,
-    tree_leaves,
-    tree_map,
 )
 from offload.weights.units.layouts import over
 from offload.weights.units.placement import ModuleAttribute, give_memory
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 from offload.weights.windows.stand_in_class import class_like, data_was_taken, forget_data_taken, give_data, like_host
-from offload.weights.windows.strided_copies import copied_with_strides
 
 
 class GradientSink(Protocol):
@@ -154,24 +151,6 @@ def copy_of_stand_in(unit: OffloadUnit, tensor: UnitTensor, slot: DeviceSlot, si
             # Its gradient is added to those of other uses when it is made, as without the copy.
             set_sequence_number(copy.grad_fn, AT_ONCE)
         return like_host(copy, tensor.host)
-
-
-def copy_what_leaves(result: object, slots: DeviceSlots, closing: Callable[[OffloadUnit], bool]) -> object:
-    """Returns what a forward returned, tensors in a slot of a unit that is `closing` replaced by copies.
-
-    A module may return its own parameter or buffer, or a view of one (a table of positions, say). Gradients flow
-    through the copies.
-    """
-
-    def leaves(leaf: object) -> bool:
-        slot = slots.slot_of(leaf) if isinstance(leaf, torch.Tensor) else None
-        return slot is not None and slot.content is not None and closing(slot.content)
-
-    if isinstance(result, torch.Tensor):
-        return copied_with_strides(result) if leaves(result) else result
-    if isinstance(result, (tuple, list, dict)) and any(map(leaves, tree_leaves(result))):
-        return tree_map(lambda leaf: copied_with_strides(leaf) if leaves(leaf) else leaf, result)
-    return result
 
 
 class _OnDevice(torch.autograd.Function):

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from offload.runtime.torch_internals import negated_view
+
 
 def copied_with_strides(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy with the values and strides of `tensor`, through which gradients flow."""
+    """Returns a copy with the values and strides of `tensor`, through which gradients flow.
+
+    The copy of a view that stands for conjugate or negative numbers is such a view, too: kernels resolve it first.
+    """
+    if tensor.is_conj():
+        return copied_with_strides(tensor.conj()).conj()
+    if tensor.is_neg():
+        return negated_view(copied_with_strides(negated_view(tensor)))
     copy = tensor.clone()
     return copy if copy.stride() == tensor.stride() or not tensor.numel() else _CopyOfStrided.apply(tensor)
 

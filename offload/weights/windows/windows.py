@@ -47,12 +47,12 @@ from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 from offload.weights.windows.held_tensors import LeavesSlots, end_watch, watch_reads
 from offload.weights.windows.kept_by_functions import name_kept_weights
+from offload.weights.windows.leaving import copy_what_leaves
 from offload.weights.windows.saved_weights import SavedWeights
 from offload.weights.windows.scopes import RunningForwards, Scope, ThreadForwards
 from offload.weights.windows.stand_ins import (
     GradientSink,
     copy_of_stand_in,
-    copy_what_leaves,
     differs_from_home,
     drop_stand_ins,
     forget_stand_ins,

@@ -34,6 +34,10 @@ def inputs_of(name: str, tokens: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
         if key == "labels":
             condition[key] = torch.tensor([0, 2])
             continue
+        if None in shape:
+            # Latents beside the noisy ones.
+            condition[key] = torch.randn(2, shape[0], *SMALL[name][2][1:], generator=generator)
+            continue
         # A text is [tokens, width], of all layers [layers, tokens, width]; one state has no tokens.
         few = tuple(min(size, tokens) for size in shape[:-1])
         condition[key] = torch.randn(2, *few, shape[-1], generator=generator)

@@ -51,6 +51,19 @@ IMAGES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
         },
         (1, 8, 8),
     ),
+    # Latents of a small image beside the noisy ones; a mask and latents of the masked image.
+    "upscaling_unet": (
+        "UNet2DModel",
+        {
+            **UNET,
+            "in_channels": 2,
+            "out_channels": 1,
+            "down_block_types": ("DownBlock2D", "DownBlock2D"),
+            "up_block_types": ("UpBlock2D", "UpBlock2D"),
+        },
+        (1, 8, 8),
+    ),
+    "inpainting_unet": ("UNet2DConditionModel", {**TEXT_UNET, "in_channels": 9}, IMAGE),
     "text_unet": ("UNet2DConditionModel", TEXT_UNET, IMAGE),
     "sdxl": (
         "UNet2DConditionModel",
@@ -92,6 +105,11 @@ IMAGES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
         IMAGE,
     ),
     "flux": ("FluxTransformer2DModel", {**PACKED, **JOINT, "guidance_embeds": True}, (2, 4, 6)),
+    "flux_fill": (
+        "FluxTransformer2DModel",
+        {**PACKED, **JOINT, "guidance_embeds": True, "in_channels": 24, "out_channels": 8},
+        (2, 4, 6),
+    ),
     "flux2": (
         "Flux2Transformer2DModel",
         {
@@ -150,6 +168,11 @@ IMAGES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "cogview4": (
         "CogView4Transformer2DModel",
         {**COGVIEW, "attention_head_dim": 8, "rope_axes_dim": (8, 8)},
+        IMAGE,
+    ),
+    "cogview4_control": (
+        "CogView4Transformer2DModel",
+        {**COGVIEW, "in_channels": 8, "attention_head_dim": 8, "rope_axes_dim": (8, 8)},
         IMAGE,
     ),
     "hidream": (

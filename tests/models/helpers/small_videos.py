@@ -25,6 +25,8 @@ WAN = {
     "ffn_dim": 32,
     "num_layers": 2,
 }
+# Of image-to-video: a mask and latents of the image beside the noisy ones, and its tokens.
+WAN_IMAGE = {"in_channels": 9, "image_dim": 6, "added_kv_proj_dim": 24}
 COGVIDEO = {
     **WIDE_HEADS,
     **CHANNELS,
@@ -35,6 +37,18 @@ COGVIDEO = {
     "sample_height": 4,
     "sample_frames": 5,
     "max_text_seq_length": 3,
+}
+KANDINSKY = {
+    "in_visual_dim": 4,
+    "out_visual_dim": 4,
+    "in_text_dim": TEXT_WIDTH,
+    "in_text_dim2": POOLED_WIDTH,
+    "time_dim": 8,
+    "model_dim": 32,
+    "ff_dim": 32,
+    "num_text_blocks": 1,
+    "num_visual_blocks": 2,
+    "axes_dims": (8, 4, 4),
 }
 
 VIDEOS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
@@ -59,6 +73,7 @@ VIDEOS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
         {**COGVIDEO, "use_rotary_positional_embeddings": True, "patch_size_t": 2, "patch_bias": False},
         VIDEO,
     ),
+    "cogvideox_image": ("CogVideoXTransformer3DModel", {**COGVIDEO, "in_channels": 8, "ofs_embed_dim": 8}, VIDEO),
     "consisid": ("ConsisIDTransformer3DModel", COGVIDEO, VIDEO),
     # Its masks of padding are resized by torchvision.
     "cosmos": (
@@ -105,22 +120,38 @@ VIDEOS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
         },
         VIDEO,
     ),
-    "kandinsky5": (
-        "Kandinsky5Transformer3DModel",
+    "hunyuan_video15": (
+        "HunyuanVideo15Transformer3DModel",
         {
-            "in_visual_dim": 4,
-            "out_visual_dim": 4,
-            "in_text_dim": TEXT_WIDTH,
-            "in_text_dim2": POOLED_WIDTH,
-            "time_dim": 8,
-            "model_dim": 32,
-            "ff_dim": 32,
-            "num_text_blocks": 1,
-            "num_visual_blocks": 2,
-            "axes_dims": (8, 4, 4),
+            # Its projection of the second text has 2048 channels, beside which narrower blocks would be too small.
+            "num_attention_heads": 4,
+            "attention_head_dim": 16,
+            "in_channels": 9,
+            "out_channels": 4,
+            "num_layers": 2,
+            "num_refiner_layers": 1,
+            "text_embed_dim": TEXT_WIDTH,
+            "text_embed_2_dim": TEXT_WIDTH,
+            "image_embed_dim": TEXT_WIDTH,
+            "rope_axes_dim": (8, 4, 4),
         },
         VIDEO,
     ),
+    "i2vgen": (
+        "I2VGenXLUNet",
+        {
+            **VIDEO_UNET,
+            # Its encoder of frames has two heads of as many channels as latents.
+            **CHANNELS,
+            "attention_head_dim": 4,
+            "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"),
+            "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D"),
+        },
+        # As for UNet3DConditionModel.
+        (4, 3, 4, 4),
+    ),
+    "kandinsky5": ("Kandinsky5Transformer3DModel", KANDINSKY, VIDEO),
+    "kandinsky5_image": ("Kandinsky5Transformer3DModel", {**KANDINSKY, "visual_cond": True}, VIDEO),
     "latte": (
         "LatteTransformer3DModel",
         {
@@ -159,6 +190,23 @@ VIDEOS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     ),
     "sana_video": ("SanaVideoTransformer3DModel", {**SANA, "attention_head_dim": 12, "cross_attention_dim": 24}, VIDEO),
     "skyreels": ("SkyReelsV2Transformer3DModel", WAN, VIDEO),
+    "skyreels_image": ("SkyReelsV2Transformer3DModel", {**WAN, **WAN_IMAGE}, VIDEO),
+    "svd": (
+        "UNetSpatioTemporalConditionModel",
+        {
+            # Its normalisations have 32 groups.
+            "block_out_channels": (32, 32),
+            "layers_per_block": 1,
+            "cross_attention_dim": TEXT_WIDTH,
+            "num_attention_heads": (2, 2),
+            "addition_time_embed_dim": 4,
+            "projection_class_embeddings_input_dim": 12,
+            "down_block_types": ("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+            "up_block_types": ("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+        },
+        # As for UNet3DConditionModel.
+        (4, 3, 4, 4),
+    ),
     "unet_3d": (
         "UNet3DConditionModel",
         {
@@ -183,6 +231,7 @@ VIDEOS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
         VIDEO,
     ),
     "wan": ("WanTransformer3DModel", WAN, VIDEO),
+    "wan_image": ("WanTransformer3DModel", {**WAN, **WAN_IMAGE}, VIDEO),
     "prior": (
         "PriorTransformer",
         {**HEADS, "num_layers": 2, "embedding_dim": POOLED_WIDTH, "num_embeddings": 3},

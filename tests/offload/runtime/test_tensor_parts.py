@@ -14,6 +14,7 @@ from offload.runtime.tensor_parts import (
     dressed,
     give_state,
     is_compound,
+    lies_flat,
     mapped,
     parts,
     replaced_in,
@@ -45,6 +46,18 @@ def test_a_plain_tensor_is_its_only_part():
         assert not is_compound(tensor)
         assert true_bytes(tensor) == 8
         assert version_of(tensor.detach().add_(1)) == 1
+
+
+def test_sparse_and_quantised_tensors_do_not_lie_flat():
+    table = torch.eye(4)
+    sparse = table.to_sparse()
+    # Two indices of eight bytes and a number of four for each of four elements.
+    assert true_bytes(sparse) == 4 * (2 * 8 + 4)
+    assert not any(
+        map(lies_flat, (sparse, table.to_sparse_csr(), torch.quantize_per_tensor(table, 1.0, 0, torch.qint8)))
+    )
+    assert lies_flat(table)
+    assert lies_flat(nn.Parameter(Nested.of(torch.randn(5, 7)), requires_grad=False))
 
 
 def test_other_parts_are_noticed_wherever_they_are_assigned():

@@ -74,6 +74,10 @@ def test_zeros_without_memory_are_known():
     assert not internals.is_zero_tensor(torch.zeros(2, 2))
 
 
+def test_a_view_of_the_same_bytes_stands_for_their_negative():
+    assert (lambda view: (view.is_neg(), view[0].item()))(internals.negated_view(torch.ones(1))) == (True, -1.0)
+
+
 def test_the_base_of_a_view_is_the_tensor_it_was_made_of():
     weight = nn.Parameter(torch.zeros(2, 3))
     assert internals.view_base(weight.t()) is weight

@@ -323,6 +323,22 @@ def test_a_weight_that_a_recompute_would_change_again_is_refused():
         train_step(model, mode)
 
 
+class MapsItsBlocks(Stack):
+    """Calls each block inside a transform."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.func.vmap(block)(x)
+        return x
+
+
+@EVERY_MODE
+def test_a_block_under_a_transform_is_refused_in_one_line(make: Callable):
+    model, mode = MapsItsBlocks(), make()
+    with under(mode, model), pytest.raises(RuntimeError, match=r"^torch\.func .* do not work on a model whose weights"):
+        train_step(model, mode)
+
+
 TRANSFORMS = {
     "grad": lambda model, x: torch.func.grad(lambda x: model(x).sum())(x),
     "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,)),

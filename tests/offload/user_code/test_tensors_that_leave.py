@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,6 +32,8 @@ class PositionTable(nn.Module):
             "view": lambda: self.weight[:count],
             "buffer": lambda: self.table,
             "nested": lambda: {"cos_sin": (self.table[:count], [self.weight])},
+            "object": lambda: SimpleNamespace(cos=self.table[:count], sin=[self.weight]),
+            "distribution": lambda: torch.distributions.Normal(self.table[:count], self.weight.square()[0]),
         }[self.kind]()
 
 
@@ -44,13 +47,17 @@ class WithPositions(nn.Module):
         if isinstance(positions, dict):
             cos, (sin,) = positions["cos_sin"]
             positions = cos * sin
+        elif isinstance(positions, SimpleNamespace):
+            positions = positions.cos * positions.sin[0]
+        elif isinstance(positions, torch.distributions.Normal):
+            positions = positions.log_prob(x)
         for block in self.blocks[1:]:
             x = torch.tanh(block(x)) + positions
         return x
 
 
 @EVERY_MODE
-@pytest.mark.parametrize("kind", ["parameter", "view", "buffer", "nested"])
+@pytest.mark.parametrize("kind", ["parameter", "view", "buffer", "nested", "object", "distribution"])
 def test_a_module_that_returns_its_own_tensor(make: Callable, kind: str):
     def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
         return [evaluate(model), train_step(model, mode), train_step(model, mode, 1), evaluate(model)]
@@ -89,6 +96,41 @@ def test_what_leaves_has_its_strides(make: Callable, leave: Callable, strides: t
 
     same_as_resident(make, scenario, Model)
     assert set(found) == {strides}
+
+
+class Conjugates(nn.Module):
+    """Computes with views of a complex weight that stand for other numbers than its bytes."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "conjugate":
+            return x + torch.tanh(x @ self.weight.conj() + x @ self.weight.mH)
+        return x + torch.complex(x.real @ self.weight.conj().imag, x.imag @ self.weight.real)
+
+
+class OfConjugates(nn.Module):
+    def __init__(self, kind: str):
+        super().__init__()
+        self.blocks = nn.ModuleList(Conjugates(kind) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(torch.complex64)
+        for block in self.blocks:
+            x = block(x)
+        return x.abs()
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("kind", ["conjugate", "negative"])
+def test_lazy_views_that_are_saved_for_backward(make: Callable, kind: str):
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        return [train_step(model, mode, step) for step in range(3)]
+
+    same_as_resident(make, scenario, lambda: OfConjugates(kind))
 
 
 class Codebook(nn.Module):

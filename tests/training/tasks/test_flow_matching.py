@@ -98,15 +98,17 @@ class TestPrepared:
         others = {
             "labels": torch.zeros(count, dtype=torch.int64),
             "encoder_hidden_states": torch.ones(count, 2, 3),
-            "time_ids": torch.ones(count, 6),
         }
+        facts = ("time_ids", "added_time_ids", "encoder_attention_mask", "other_latents", "image_latents")
+        others |= {name: torch.ones(count, 6) for name in facts}
         batch = {"images": torch.zeros(count, 1, 1, 1), **others}
         prepared = FlowMatching(null_class=CLASSES, drop_condition=0.25).prepared(batch, 0)
         dropped = prepared["labels"] == CLASSES
         assert dropped.float().mean().item() == pytest.approx(0.25, abs=0.03)
         assert (prepared["labels"][~dropped] == 0).all()
         assert torch.equal(prepared["encoder_hidden_states"], (~dropped).float().view(-1, 1, 1).expand(-1, 2, 3))
-        assert torch.equal(prepared["time_ids"], others["time_ids"])
+        for name in facts:
+            assert torch.equal(prepared[name], others[name]), name
         assert torch.equal(batch["labels"], torch.zeros(count, dtype=torch.int64))
 
     def test_without_dropping_labels_stay(self) -> None:
