@@ -30,7 +30,12 @@ from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from torch.utils.checkpoint import (
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    _checkpoint_hook,
+    _recomputation_hook,
+)
 
 # Imported above under the names that torch gives them:
 # StorageWeakRef: a weak reference to a storage, with `expired()` and `cdata`, a pointer that stays valid while the
@@ -90,6 +95,11 @@ fused_adamw_ = torch._fused_adamw_
 # A context that changes nothing. One serves everywhere: a step enters thousands.
 AS_IT_IS = nullcontext()
 
+# The names of the hooks with which torch's checkpoint notes what is saved: in forward, and in the recompute.
+_CHECKPOINT_PACKS = {
+    f"{hooks.__qualname__}.__init__.<locals>.pack_hook" for hooks in (_checkpoint_hook, _recomputation_hook)
+}
+
 # The dispatch modes of a selective activation checkpoint: in forward, and in the recompute.
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
@@ -142,6 +152,14 @@ def sees_every_operation() -> bool:
         or forward_ad._current_level >= 0
         or bool(torch._C._len_torch_dispatch_stack())
     )
+
+
+def is_checkpoint_pack(pack: Callable) -> bool:
+    """Tells whether `pack` is the hook on saved tensors of torch's checkpoint, in its forward or in its recompute.
+
+    Such a hook counts the tensors that are saved: a recompute ends at the last one of the forward.
+    """
+    return getattr(pack, "__qualname__", "") in _CHECKPOINT_PACKS and pack.__module__ == _checkpoint_hook.__module__
 
 
 def check_no_transform(even_vmap: bool = False) -> None:
