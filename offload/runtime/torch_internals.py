@@ -287,6 +287,20 @@ def is_in_selective_checkpoint() -> bool:
     )
 
 
+def with_autocast_of_caller(function: torch._ops.OpOverload) -> AbstractContextManager:
+    """Returns the context in which a dispatch mode calls an operation as if it stood in nobody's way.
+
+    While a mode handles an operation, torch hides autocast from it. Most of torch's own are past it by then. But a
+    kernel that a package has written in Python, and that of nn.Bilinear, which calls products, see the autocast of
+    their caller where no mode is.
+    """
+    if function.namespace == "aten" and function is not torch.ops.aten._trilinear.default:
+        return AS_IT_IS
+    with torch._C._RestorePythonTLSSnapshot():
+        autocast = torch.is_autocast_enabled("cpu")
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutocastCPU, not autocast)
+
+
 def unseen_by_selective_checkpoints() -> AbstractContextManager:
     """Hides the operations of the block from selective checkpoints: forward and recompute make different copies.
 
