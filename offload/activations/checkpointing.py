@@ -15,6 +15,7 @@ from offload.activations.caches import CacheBefore
 from offload.runtime.forward.block_attributes import BlockAttributes
 from offload.runtime.forward.block_buffers import BlockBuffers
 from offload.runtime.forward.module_contexts import ReplacedForward
+from offload.runtime.forward.saved_tensor_hooks import active_hooks, counting_checkpoint, leave_weights_uncounted
 from offload.runtime.torch_internals import tree_flatten, tree_unflatten
 
 
@@ -28,6 +29,8 @@ def recompute(blocks: Iterable[nn.Module]) -> Callable[[], None]:
     Module hooks on the block run once, outside of the checkpoint; those on modules within the block run again in the
     recompute. Call this after an offload mode has attached, so that the recompute, too, has the mode's weights in
     place; attaching afterwards is refused for blocks with buffers of their own.
+
+    In a checkpoint of torch around it a block is left to that one.
 
     Copies of a block (deepcopy, `torch.save`) do not recompute.
 
@@ -53,7 +56,8 @@ class _Recomputed(ReplacedForward):
         self._stops_early = not any(isinstance(module, torch.jit.ScriptModule) for module in block.modules())
 
     def run(self, *arguments: object, **keywords: object) -> object:
-        if not torch.is_grad_enabled():
+        # A checkpoint of the user's own around the block computes it again, and changes its buffers again, by itself.
+        if not torch.is_grad_enabled() or counting_checkpoint(active_hooks()) is not None:
             return self._forward(*arguments, **keywords)
         # All tensors are passed as positional arguments, for which checkpoint calls the hooks on saved tensors. Tensors
         # in keyword and nested arguments it would keep by itself, and no hook could swap them.
@@ -63,6 +67,7 @@ class _Recomputed(ReplacedForward):
         found, failed = [(arguments, keywords)], []
 
         def run(*leaves: object) -> object:
+            leave_weights_uncounted()
             if not found:
                 leaves = [leaf.again() if isinstance(leaf, CacheBefore) else leaf for leaf in leaves]
                 arguments, keywords = tree_unflatten(leaves, structure)

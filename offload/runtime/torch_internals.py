@@ -30,7 +30,12 @@ from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from torch.utils.checkpoint import (
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    _checkpoint_hook,
+    _recomputation_hook,
+)
 
 # Imported above under the names that torch gives them:
 # StorageWeakRef: a weak reference to a storage, with `expired()` and `cdata`, a pointer that stays valid while the
@@ -94,6 +99,11 @@ fused_adamw_ = torch._fused_adamw_
 # A context that changes nothing. One serves everywhere: a step enters thousands.
 AS_IT_IS = nullcontext()
 
+# The names of the hooks with which torch's checkpoint notes what is saved: in forward, and in the recompute.
+_CHECKPOINT_PACKS = {
+    f"{hooks.__qualname__}.__init__.<locals>.pack_hook" for hooks in (_checkpoint_hook, _recomputation_hook)
+}
+
 # The dispatch modes of a selective activation checkpoint: in forward, and in the recompute.
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
@@ -146,6 +156,14 @@ def sees_every_operation() -> bool:
         or forward_ad._current_level >= 0
         or bool(torch._C._len_torch_dispatch_stack())
     )
+
+
+def is_checkpoint_pack(pack: Callable) -> bool:
+    """Tells whether `pack` is the hook on saved tensors of torch's checkpoint, in its forward or in its recompute.
+
+    Such a hook counts the tensors that are saved: a recompute ends at the last one of the forward.
+    """
+    return getattr(pack, "__qualname__", "") in _CHECKPOINT_PACKS and pack.__module__ == _checkpoint_hook.__module__
 
 
 def check_no_transform(even_vmap: bool = False) -> None:
@@ -271,6 +289,20 @@ def is_in_selective_checkpoint() -> bool:
     return bool(torch._C._len_torch_dispatch_stack()) and any(
         isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()
     )
+
+
+def with_autocast_of_caller(function: torch._ops.OpOverload) -> AbstractContextManager:
+    """Returns the context in which a dispatch mode calls an operation as if it stood in nobody's way.
+
+    While a mode handles an operation, torch hides autocast from it. Most of torch's own are past it by then. But a
+    kernel that a package has written in Python, and that of nn.Bilinear, which calls products, see the autocast of
+    their caller where no mode is.
+    """
+    if function.namespace == "aten" and function is not torch.ops.aten._trilinear.default:
+        return AS_IT_IS
+    with torch._C._RestorePythonTLSSnapshot():
+        autocast = torch.is_autocast_enabled("cpu")
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutocastCPU, not autocast)
 
 
 def unseen_by_selective_checkpoints() -> AbstractContextManager:

@@ -1,6 +1,7 @@
 """For any model, mode and knobs, the numbers are those of the resident model, bit for bit.
 
-Examples come from a fixed seed. To try others: HYPOTHESIS_PROFILE=hunt pytest tests/offload/test_properties.py
+Examples come from a fixed seed. To try others: HYPOTHESIS_PROFILE=hunt pytest tests/offload/test_properties.py, and for
+programmes of updates UPDATE_SEEDS=1000:2000.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from offload.modes.none import Resident
 from tests.offload.helpers import updates
 from tests.offload.helpers.models import assert_same, same_as_resident, with_copy
 from tests.offload.helpers.random_models import Assembled, Spec, activation_modes, built, shards, specs, weight_modes
+from tests.offload.helpers.random_updates import assert_same_as_in_turn
 from tests.offload.helpers.small import make_small
 
 COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
@@ -114,3 +116,14 @@ def test_updates_behind_the_step_are_the_resident_models(spec, mode, microbatche
     # Losses, weights and buffers. The states between them differ: those on the device have masters.
     losses, ends = 3 * microbatches, len(moved.state_dict())
     assert_same(seen[:losses] + seen[-ends:], expected[:losses] + expected[-ends:])
+
+
+SEEDS = range(*map(int, os.environ.get("UPDATE_SEEDS", "0:20").split(":")))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("pace", ["as it is", pytest.param("slow", marks=pytest.mark.slow)])
+def test_programmes_of_updates_see_what_they_see_in_turn(seed: int, pace: str, monkeypatch: pytest.MonkeyPatch):
+    if pace == "slow":
+        updates.sleepy(monkeypatch, seconds=0.002)
+    assert_same_as_in_turn(seed)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from offload.runtime.torch_internals import innermost_saved_tensor_hooks, left_out_of_graphs
+from offload.runtime.torch_internals import innermost_saved_tensor_hooks, is_checkpoint_pack, left_out_of_graphs
 
 Hooks = tuple[Callable, Callable]
 
@@ -97,3 +97,24 @@ def claimed(hooks: Hooks | None, tensor: torch.Tensor) -> bool:
             return True
         hooks = hooks[0].outer
     return False
+
+
+def leave_weights_uncounted() -> None:
+    """Notes that the checkpoint whose hooks are innermost does without the weights that a mode saves.
+
+    Its recompute then ends at the last other tensor, and does not begin where only weights were saved.
+    """
+    hooks = active_hooks()
+    if hooks is not None:
+        hooks[0].counts_no_weights = True
+
+
+def counting_checkpoint(hooks: Hooks | None) -> Hooks | None:
+    """Returns the hooks of torch's checkpoint if it is the first, from `hooks` outwards, that saves what is unclaimed.
+
+    It has to be told of the weights that a mode saves, too; of those that do without (above) the answer is None.
+    """
+    around = beneath_claims(hooks)
+    if around is None or hasattr(around[0], "counts_no_weights") or not is_checkpoint_pack(around[0]):
+        return None
+    return around

@@ -13,7 +13,12 @@ from collections.abc import Callable, Iterable
 import torch
 
 from offload.runtime.tensor_parts import any_wraps
-from offload.runtime.torch_internals import StorageWeakRef, TorchDispatchMode, is_in_selective_checkpoint
+from offload.runtime.torch_internals import (
+    StorageWeakRef,
+    TorchDispatchMode,
+    is_in_selective_checkpoint,
+    with_autocast_of_caller,
+)
 
 # Host memory of weights, and their name. The tensor keeps its addresses from being used for anything else.
 Home = tuple[torch.Tensor, str]
@@ -55,7 +60,8 @@ class DeviceWork(TorchDispatchMode):
                 " Read a weight as an attribute of its module while the model's forward runs, or leave its module out"
                 " of the mode with `exclude`"
             )
-        result = function(*arguments, **keywords)
+        with with_autocast_of_caller(function):
+            result = function(*arguments, **keywords)
         if False not in sides:
             for tensor in _tensors(result if isinstance(result, (tuple, list)) else (result,)):
                 self._note(tensor, is_host=True in sides)

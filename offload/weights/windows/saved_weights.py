@@ -3,7 +3,9 @@
 By the time backward runs, a slot has other weights. So a view of a slot that autograd would save is replaced by its
 origin (unit, offset, shape, strides). When backward asks for it, the unit is brought back into any slot, and the view
 is made there. All other tensors are passed to the hooks that were active before. Activation checkpointing is built on
-the same hooks, and so sees in its recompute exactly the tensors that it saw in forward.
+the same hooks, and so sees in its recompute exactly the tensors that it saw in forward. A checkpoint of the user's own
+sees the weights, too: it counts the tensors that are saved, and backward that asks for one of them runs its recompute,
+in which forward changes buffers again, to the last of them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from offload.runtime.forward.saved_tensor_hooks import Kept, PackHook, Passed, active_hooks
+from offload.runtime.forward.saved_tensor_hooks import (
+    Kept,
+    PackHook,
+    Passed,
+    active_hooks,
+    counting_checkpoint,
+)
 from offload.runtime.memory.device_slots import DeviceSlot, DeviceSlots
 from offload.runtime.tensor_parts import parts, wraps
 from offload.runtime.torch_internals import (
@@ -63,6 +71,13 @@ class _SavedParts:
     inner: dict[str, object]
 
 
+class _Counted(NamedTuple):
+    """A weight by name, and what a checkpoint of the user's own keeps of it: nothing, but it is asked for it."""
+
+    name: object
+    by_checkpoint: Passed
+
+
 class SavedWeights:
     """The pack and unpack hooks of one attached model. `note_use` is called for every weight that backward asks for."""
 
@@ -82,12 +97,14 @@ class SavedWeights:
         if self.are_innermost:
             return AS_IT_IS
         outer = active_hooks()
+        checkpoint = counting_checkpoint(outer)
         slot_of = self._slots.slot_of
 
         def pack(tensor: torch.Tensor) -> object:
             slot = slot_of(tensor)
             if slot is not None:
-                return self._saved(tensor, slot)
+                name = self._saved(tensor, slot)
+                return name if checkpoint is None else _Counted(name, Passed.to(checkpoint, tensor.detach()))
             if outer is not None:
                 return Passed.to(outer, tensor)
             return Kept(tensor)
@@ -149,6 +166,9 @@ class SavedWeights:
         if isinstance(saved, _SavedParts):
             inner = {name: self._unpack(part) for name, part in saved.inner.items()}
             return saved.kind.__tensor_unflatten__(inner, saved.context, saved.shape, saved.strides)
+        if isinstance(saved, _Counted):
+            self._unpack(saved.by_checkpoint)
+            return self._unpack(saved.name)
         # Unpacking may recompute a block, and a weight unpacked just before belongs to the same operation.
         with self._prefetcher.retain_recent():
             return saved.unpack(saved.packed)

@@ -186,13 +186,19 @@ def train(
     between: Callable[[Model], None] = lambda model: None,
     recomputes: bool = False,
     device: str = "cpu",
+    autocast: bool = False,
 ) -> list[Tensor]:
     """Trains what trains for two steps of two microbatches, with SGD, and calls `between` before the second.
 
     Returns losses, gradients of inputs and parameters, and an evaluation after it all. `recomputes`: backward computes
-    the blocks again.
+    the blocks again. `autocast`: forwards run in bfloat16 as torch.autocast has it.
     """
     seen: list[Tensor] = []
+
+    def forward(given: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            return model(given.to(device)).float()
+
     with attached(mode, model, device):
         undo = recompute(model.blocks if recomputes else ())
         for step in range(2):
@@ -200,7 +206,7 @@ def train(
                 between(model)
             given = [inputs(step, microbatch).to(device).detach().requires_grad_() for microbatch in range(2)]
             with mode.step():
-                losses = [lambda each=each: model(each.to(device)).square().mean() for each in given]
+                losses = [lambda each=each: forward(each).square().mean() for each in given]
                 seen += [loss.cpu() for loss in mode.accumulate(losses)]
             seen += [each.grad.clone() for each in given]
             for parameter in model.parameters():
@@ -212,7 +218,7 @@ def train(
                         parameter -= 0.1 * parameter.grad.to(parameter.device)
                     parameter.grad = None
         with torch.no_grad():
-            seen.append(model(inputs(9, 9).to(device)).cpu())
+            seen.append(forward(inputs(9, 9)).cpu())
         undo()
     return seen
 

@@ -387,10 +387,11 @@ def test_selective_checkpoints_do_not_see_what_is_hidden_from_them():
     assert next(numbers) == 4
 
 
-def test_what_a_selective_checkpoint_keeps_is_listed():
+def test_what_a_selective_checkpoint_keeps_is_listed_and_its_hooks_are_known():
     found = []
 
     def look() -> None:
+        assert internals.is_checkpoint_pack(internals.innermost_saved_tensor_hooks(True)[0])
         found.append([(name, value.tolist()) for name, value in internals.selectively_saved()])
 
     x = torch.zeros(2, requires_grad=True)
@@ -398,3 +399,4 @@ def test_what_a_selective_checkpoint_keeps_is_listed():
     # In forward; in the recompute it has been taken out by then.
     assert found[0] == [("aten.sin.default", [0.0, 0.0])]
     assert list(internals.selectively_saved()) == []
+    assert not internals.is_checkpoint_pack(look)

@@ -17,7 +17,15 @@ from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from tests.offload.helpers.models import Block, Stack, stack_inputs
-from tests.offload.helpers.user_code import EVERY_MODE_OR_NONE, NoMode, evaluate, same_as_resident, train_step, under
+from tests.offload.helpers.user_code import (
+    EVERY_MODE_OR_NONE,
+    NoMode,
+    descend,
+    evaluate,
+    same_as_resident,
+    train_step,
+    under,
+)
 
 # Refusals are tried on the CPU alone: torch 2.11 leaves the contexts of a checkpoint open when its function raises.
 ON_EVERY_DEVICE = pytest.mark.usefixtures("device")
@@ -268,3 +276,94 @@ def test_a_recomputed_block_that_takes_a_gradient(make: Callable):
         return seen
 
     same_as_resident(make, scenario, penalised)
+
+
+class EndsFrozen(nn.Module):
+    """Changes a buffer after the last tensor, other than frozen weights, that backward needs.
+
+    `trains`: a part before that has such tensors.
+    """
+
+    def __init__(self, trains: bool):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(16, 16), nn.Tanh()) if trains else nn.Linear(16, 16)
+        self.last = nn.Linear(16, 16)
+        self.register_buffer("count", torch.tensor(0.0))
+        for frozen in (self.last,) if trains else (self.first, self.last):
+            frozen.requires_grad_(False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(hidden)
+        self.count += 1
+        return self.last(hidden) + self.count
+
+
+class EndsSaved(EndsFrozen):
+    """Saves an activation after the change of the buffer."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(super().forward(hidden))
+
+
+class Around(nn.Module):
+    """A block that calls `part` in a checkpoint."""
+
+    def __init__(self, part: nn.Module):
+        super().__init__()
+        self.part, self.rest = part, Block(16)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.rest(checkpoint(self.part, hidden, use_reentrant=False))
+
+
+def checkpointed(part: Callable[[], nn.Module], inside: bool) -> Stack:
+    """Blocks in checkpoints around them, or with checkpoints `inside` them."""
+    model = Stack(recompute=None if inside else "non-reentrant")
+    model.blocks = nn.ModuleList(Around(part()) if inside else part() for _ in range(4))
+    return model
+
+
+def accumulated(model: nn.Module, mode) -> list[torch.Tensor]:
+    """Two steps of two microbatches, the second through a graph that is kept."""
+    found = []
+    for step in range(2):
+        with mode.step():
+            for microbatch in range(2):
+                loss = model(stack_inputs(step, microbatch)).square().mean()
+                loss.backward(retain_graph=step == 1)
+                if step == 1:
+                    loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        found += [buffer.clone() for buffer in model.buffers()]
+        descend(model)
+    return found
+
+
+PARTS = {
+    "trains, then frozen": partial(EndsFrozen, True),
+    "frozen": partial(EndsFrozen, False),
+    "an activation last": partial(EndsSaved, True),
+}
+
+
+@EVERY_MODE_OR_NONE
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS.keys())
+@ON_EVERY_DEVICE
+def test_a_buffer_changes_as_often_as_under_torch(make: Callable, part: Callable[[], nn.Module], inside: bool):
+    """A recompute goes as far as torch's, which counts the weights that it saves."""
+    same_as_resident(make, accumulated, lambda: checkpointed(part, inside))
+
+
+@pytest.mark.parametrize("make", [Resident, LayerStream])
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS.keys())
+@ON_EVERY_DEVICE
+def test_recomputed_blocks_in_checkpoints_of_the_user(make: Callable, part: Callable[[], nn.Module]):
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        undo = recompute(model.blocks) if mode is not NoMode else None
+        found = accumulated(model, mode)
+        if undo is not None:
+            undo()
+        return found
+
+    same_as_resident(make, scenario, lambda: checkpointed(part, inside=False))

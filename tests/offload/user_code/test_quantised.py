@@ -52,6 +52,13 @@ def test_modes_combine(name: str):
     same_as_resident(Model("nf4"), MODES[name](), recomputes=name == "layers")
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nested"])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_under_autocast(kind: str, recomputes: bool):
+    """Some compute the weight, and the product with it, in operations of their own."""
+    same_as_resident(Model(kind), LayerStream(slots=1), autocast=True, recomputes=recomputes)
+
+
 class Selective(Model):
     """Blocks in selective checkpoints, which keep the products."""
 

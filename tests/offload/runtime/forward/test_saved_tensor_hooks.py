@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from offload.runtime.forward.saved_tensor_hooks import (
     Hooks,
@@ -15,6 +16,8 @@ from offload.runtime.forward.saved_tensor_hooks import (
     beneath_claims,
     check_version,
     claimed,
+    counting_checkpoint,
+    leave_weights_uncounted,
 )
 
 
@@ -98,3 +101,23 @@ def test_a_pack_hook_has_the_attributes_that_it_is_given():
     hooks = claiming, None
     assert beneath_claims(hooks) == claiming.outer
     assert (claimed(hooks, 1), claimed(hooks, 2)) == (False, True)
+
+
+def test_a_checkpoint_is_known_in_forward_and_recompute_unless_it_does_without_weights():
+    x, seen = torch.ones(2, requires_grad=True), []
+
+    def look(x: torch.Tensor, without: bool) -> torch.Tensor:
+        if without:
+            leave_weights_uncounted()
+        hooks = active_hooks()
+        claiming = pair("claiming", hooks, claims=lambda tensor: False)
+        seen.append((counting_checkpoint(hooks) is hooks, counting_checkpoint(claiming) is hooks))
+        assert counting_checkpoint(pair("hiding", hooks)) is None
+        return x.exp()
+
+    checkpoint(look, x, False, use_reentrant=False).sum().backward()
+    assert seen == [(True, True)] * 2
+    checkpoint(look, x, True, use_reentrant=False).sum().backward()
+    assert seen[2:] == [(False, False)] * 2
+    leave_weights_uncounted()
+    assert counting_checkpoint(active_hooks()) is None

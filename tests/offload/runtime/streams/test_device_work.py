@@ -65,3 +65,38 @@ def test_memory_that_is_used_again_is_not_taken_for_the_hosts(home: torch.Tensor
 def test_work_on_other_streams_is_the_engines_own(home: torch.Tensor, on_device: torch.Tensor):
     with DeviceWork([(home, "layer")], lambda: False):
         on_device + home
+
+
+@torch.library.custom_op("offload_tests::product", mutates_args=())
+def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return torch.mm(left, right).float()
+
+
+@torch.library.custom_op("offload_tests::cast_product", mutates_args=())
+def cast_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return torch.mm(left, right).float()
+
+
+cast_product.register_autocast("cpu", torch.float32)
+
+
+OPERATIONS = {
+    "none": product,
+    "a rule": cast_product,
+    "bilinear": lambda left, right: F.bilinear(left, right, torch.stack([left, right])),
+    "inverse": lambda left, right: torch.pinverse(left),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS.keys())
+@pytest.mark.parametrize("enabled", [False, True])
+def test_operations_made_of_others_see_the_autocast_of_their_caller(
+    operation, enabled: bool, home: torch.Tensor, on_device: torch.Tensor
+):
+    """Also where a rule of theirs, or of torch, keeps autocast from what they are made of."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        expected = operation(home, on_device)
+        with watched(torch.zeros(2)):
+            assert torch.equal(operation(home, on_device), expected)
+            with torch.autocast("cpu", enabled=False):
+                assert torch.equal(product(home, on_device), torch.mm(home, on_device))

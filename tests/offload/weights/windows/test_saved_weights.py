@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from offload.activations.checkpointing import recompute
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
@@ -88,3 +90,19 @@ def test_an_in_place_edit_of_a_saved_activation_raises_as_autograd_does():
         hidden.detach().add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
+
+
+@pytest.mark.parametrize("of_the_user", [False, True])
+def test_a_recompute_of_frozen_blocks_is_made_for_a_checkpoint_of_the_user_alone(of_the_user: bool):
+    """torch's begins where a weight is asked for; that of `recompute` need not, for weights come back by name."""
+    model, mode, calls = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).requires_grad_(False), LayerStream(), []
+    model[1].register_forward_pre_hook(lambda *_: calls.append(1))
+    block = nn.Sequential(model[1])
+    with attached(mode, model), mode.step():
+        undo = recompute([block])
+        inputs = stack_inputs(0, 0).requires_grad_()
+        hidden = checkpoint(model[1], inputs, use_reentrant=False) if of_the_user else block(inputs)
+        model[2](hidden).sum().backward()
+        undo()
+    assert len(calls) == 1 + of_the_user
+    assert torch.equal(inputs.grad, torch.ones(5, 8) @ model[2].weight @ model[1].weight)
