@@ -21,7 +21,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from offload import NO_SHARERS, HostAdamW, SharerLostError, Sharers, meet
+from offload import NO_SHARERS, HostAdamW, SharerLostError, Sharers, Speculation, meet
 from training.batches import Batch, examples_in, split_into
 from training.errors import UserError
 from training.parallel.copies import Copies, fingerprint, refuse_statistics
@@ -195,8 +195,8 @@ class Group(Ranks):
     def check_model(self, model: nn.Module) -> None:
         refuse_statistics(model)
 
-    def begin(self, config: DictConfig, invocation: Invocation) -> None:
-        self.tell("build", config, invocation)
+    def begin(self, config: DictConfig, invocation: Invocation, speculation: Speculation | None) -> None:
+        self.tell("build", config, invocation, speculation)
 
     def equalise(
         self, model: nn.Module, optimizer: HostAdamW, step: int, shared: Collection[nn.Parameter] = ()
