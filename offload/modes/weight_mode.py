@@ -248,7 +248,8 @@ class WeightMode(Mode, ABC):
 
     @staticmethod
     def _check_release(streamed: CutModel, sharers: Sharers) -> None:
-        shared = "processes that share the weights sum gradients first" if sharers.count > 1 else None
+        late = "processes that share the weights sum some gradients after backward, from their homes"
+        shared = late if sharers.count > 1 else None
         if reason := shared or why_kept(streamed.units):
             raise KnobError("gradients", "release", f"{reason}: take keep")
 

@@ -28,7 +28,7 @@ from training.parallel.copies import Copies, fingerprint, refuse_statistics
 from training.parallel.messages import encoded, from_bytes
 from training.parallel.ranks import RankLostError, Ranks, Share
 from training.parallel.reduce import SUMS, SUMS_OF_HOSTS, Sum, reduce_gradients
-from training.parallel.sharers import GroupSharers, HostGroups
+from training.parallel.sharers import GroupSharers, HostGroups, of_first
 from training.parallel.waiting import Waiter
 from training.runs.failures import is_device_memory, is_host_memory
 from training.runs.invocation import Invocation
@@ -256,6 +256,9 @@ class Group(Ranks):
         return dict(norms) | self._collective(
             lambda: reduce_gradients(parameters, some, self.device, self._data, self._sum)
         )
+
+    def agreed(self, norm: float) -> float:
+        return of_first(self._sharers, norm, "the norm of the gradients")
 
     def finish_updates(self, optimizer: HostAdamW) -> None:
         optimizer.finish()

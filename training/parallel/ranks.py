@@ -103,6 +103,13 @@ class Ranks:
         """
         return norms
 
+    def agreed(self, norm: float) -> float:
+        """Returns the norm of the gradients by which all ranks that share weights decide on their slices: rank 0's.
+
+        Other devices, or other numbers of threads, may round it otherwise.
+        """
+        return norm
+
     def finish_updates(self, optimizer: HostAdamW) -> None:
         """Waits for the updates that are under way of all weights that this rank will read."""
         optimizer.finish()

@@ -103,6 +103,17 @@ def test_a_run_moves_to_ranks_that_speculate_and_back(tmp_path: Path, one: Path)
     assert content(at(back, 6)) == content(at(one, 6))
 
 
+@pytest.mark.slow
+def test_all_ranks_go_by_the_norm_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The other rounds it otherwise, as a device of another kind may."""
+    norm_of = loop.gradient_norm
+    monkeypatch.setattr(loop, "gradient_norm", lambda *of: norm_of(*of) * 1.01)
+    one, two = tmp_path / "one", tmp_path / "two"
+    run_here(one, *RUN, *CLIPPED, "microbatches=2", "steps=4")
+    run_ranks(two, *CLIPPED, *TWO, "offload=layer_stream", "steps=4")
+    assert content(at(two, 4)) == content(at(one, 4))
+
+
 class _Spoil(torch.autograd.Function):
     """The weight as it is; the last element of its gradient is infinite."""
 
