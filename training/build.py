@@ -93,14 +93,15 @@ def build(
         explained = memory_explained(components, plan)
         with tracker.failing_with():
             base_loss = None if checkpoint is not None else loss_of_base(components, streams, run.dataset, run.weights)
-        ranks.begin(components.config, invocation)
+        speculation = planned_speculation(components, plan)
+        ranks.begin(components.config, invocation, speculation)
         sharers = ranks.sharers(components.shares_homes)
         with tracker.failing_with(), explained, keys_under("offload"), attached(components, streams, sharers) as model:
             fill_model(run, model)
             if base_loss is not None:
                 report(components, loss_of_first(components, model, streams, run.dataset), base_loss)
             with phase("allocating the optimizer's states, choosing its kernel"):
-                optimizer = build_optimizer(components, planned_speculation(components, plan))
+                optimizer = build_optimizer(components, speculation)
             warn_of_warmup(run.config)
             schedule = build_schedule(run.config, optimizer)
             if checkpoint is not None:

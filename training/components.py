@@ -136,15 +136,20 @@ class Components:
         ranks share, if each rank has its gradients in one go.
         """
         one_by_one = self.config.clip_norm is None and self.config.on_nonfinite == OnNonfinite.stop
-        at_once = self.config.microbatches == 1 or self.footprint.layer_major
-        return one_by_one and (self.config.devices == 1 or (self.shares_homes and at_once))
+        return one_by_one and self._gradients_are_whole_inside
 
     @property
     def may_speculate(self) -> bool:
         """True if updates of what streams wait for the norm of the gradients, and the user lets them begin before."""
         wanted = str(self.config.optimizer.get("speculate", "off")) not in ("off", "False")
         waits = self.updates_overlap and bool(self.footprint.host_gradient_bytes) and not self.updates_begin_early
-        return wanted and waits and self.config.devices == 1 and not self.mode.owns_update
+        return wanted and waits and self._gradients_are_whole_inside and not self.mode.owns_update
+
+    @property
+    def _gradients_are_whole_inside(self) -> bool:
+        """True if backward makes gradients of the whole batch: on one device, or sums over ranks that share weights."""
+        at_once = self.config.microbatches == 1 or self.footprint.layer_major
+        return self.config.devices == 1 or (self.shares_homes and at_once)
 
     @property
     def speculates(self) -> bool:

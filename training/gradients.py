@@ -9,6 +9,7 @@ from torch import nn
 
 from offload import Footprint, Mode
 from training.config.auto import AUTO
+from training.config.parallel import Homes
 from training.config.schema import OnNonfinite
 from training.errors import UserError
 
@@ -54,7 +55,7 @@ def _why_kept(config: DictConfig, mode: Mode, model: nn.Module, kept: Footprint)
     if (reason := mode.why_gradients_stay(model)) is not None:
         return reason
     if config.devices > 1:
-        return f"devices={config.devices} sum them after backward: take devices=1"
+        return f"{_why_ranks_keep(config)}: take devices=1"
     if config.clip_norm is not None:
         return f"clip_norm={config.clip_norm:g} needs the norm of all before the first update: take clip_norm=null"
     if config.on_nonfinite != OnNonfinite.stop:
@@ -65,6 +66,15 @@ def _why_kept(config: DictConfig, mode: Mode, model: nn.Module, kept: Footprint)
             " offload=shard_offload, which adds them up on the device"
         )
     return None
+
+
+def _why_ranks_keep(config: DictConfig) -> str:
+    if config.parallel.homes == Homes.own:
+        return f"devices={config.devices} sum them after backward"
+    return (
+        f"the sums of devices={config.devices} go home, because a unit of which one device lacks a gradient is summed"
+        " after backward, and no plan shows which"
+    )
 
 
 KEPT = GradientChoice()

@@ -173,7 +173,7 @@ def run_share(job: RankJob, step: int, share: Share) -> StepResult:
     known = ranks.reduce(model, mode.gradient_norms(), mode.summed_parameters())
     if has_adapter(config) and isinstance(job, Job) and step == job.start.step + 1:
         warn_of_unused(model)
-    norm = gradient_norm(model, known)
+    norm = ranks.agreed(gradient_norm(model, known))
     lr = job.schedule.get_last_lr()[0]
     finite = math.isfinite(norm)
     if finite:

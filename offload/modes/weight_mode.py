@@ -132,7 +132,8 @@ class WeightMode(Mode, ABC):
             streamed = cut_for_sharers(streamed)
         if self.source == "mapped":
             ring_bytes = math.prod(ring_size(streamed.units, self.ring_bytes))
-        return Footprint.of(streamed, self._slots_for(streamed), recompute, ring_bytes, self._releases)
+        sharers = self._expected_sharers
+        return Footprint.of(streamed, self._slots_for(streamed), recompute, ring_bytes, self._releases, sharers)
 
     def attach(self, model: nn.Module, streams: Streams, sharers: Sharers = NO_SHARERS) -> None:
         """Takes `model` over: its units go to host memory, the rest to the device of `streams`.
@@ -204,13 +205,11 @@ class WeightMode(Mode, ABC):
         """Hides the updates of `optimizer` behind the step; see `Overlap`.
 
         Raises KnobError for what does not go together with released gradients. Where processes share the weights, call
-        it after `divide`: `device_share` is for this process's slices, and no update speculates, because another
-        process may have to undo what this one keeps.
+        it after `divide`: `device_share` and `speculation` are for this process's slices, and all processes end a step
+        alike, by `optimizer.step` with one scale or by `optimizer.skip`.
         """
         if self._releases and not early:
             raise KnobError("early", early, "must be true where gradients are released to updates inside backward")
-        if self._streamer.sharers.count > 1:
-            speculation = None
         if self._overlap is not None:
             self._overlap.close()
         self._overlap = Overlap(optimizer, self._streamer, early, device_share, speculation)
@@ -249,7 +248,8 @@ class WeightMode(Mode, ABC):
 
     @staticmethod
     def _check_release(streamed: CutModel, sharers: Sharers) -> None:
-        shared = "processes that share the weights sum gradients first" if sharers.count > 1 else None
+        late = "processes that share the weights sum some gradients after backward, from their homes"
+        shared = late if sharers.count > 1 else None
         if reason := shared or why_kept(streamed.units):
             raise KnobError("gradients", "release", f"{reason}: take keep")
 

@@ -299,11 +299,11 @@ class HostAdamW(torch.optim.AdamW):
         if self._shared is not None:
             self._shared.allocate()
         missing = [p for p in self._group_of if p.requires_grad and not self.state.get(p)]
-        on_host = [p for p in missing if p.device.type == "cpu" and not self.is_elsewhere(p)]
+        on_host = [p for p in missing if p.device.type == "cpu" and not (self.is_elsewhere(p) or self._is_shared(p))]
         require_host_memory(on_host, self.format)
         with torch_threads(self.threads):
             for parameter in missing:
-                self._prepare(parameter, self.state[parameter])
+                self._owner(parameter).prepare(parameter, self.state[parameter])
         if self._shared is not None:
             self._shared.settle()
 
@@ -333,8 +333,7 @@ class HostAdamW(torch.optim.AdamW):
         super().load_state_dict({**state_dict, "state": {}})
         self._claimed.clear()
         for parameter, state in loaded.items():
-            owner = self._shared if self._is_shared(parameter) else self._placement
-            self.state[parameter] = owner.adopt(parameter, state)
+            self.state[parameter] = self._owner(parameter).adopt(parameter, state)
 
     @torch.no_grad()
     def load_state(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
@@ -349,7 +348,7 @@ class HostAdamW(torch.optim.AdamW):
 
     def _apply(self, claim: Claim, scale: float) -> None:
         parameter, is_shared = claim.parameter, self._is_shared(claim.parameter)
-        owner = self._shared if is_shared else self._placement
+        owner = self._owner(parameter)
         if owner.is_placed(parameter):
             gradient = self._shared.own_part(parameter, claim.gradient) if is_shared else claim.gradient
             for home, weight in self.apply_on_device(claim, gradient.to(owner.device_of(parameter)), scale):
@@ -363,25 +362,26 @@ class HostAdamW(torch.optim.AdamW):
     def begin_update(self, parameter: Tensor) -> State:
         """Counts an update that is about to be made; returns the parameter's state."""
         state = self.state[parameter]
-        self._prepare(parameter, state)
+        self._owner(parameter).prepare(parameter, state)
         state["step"] += 1
         # The kernels that write the weight themselves do not raise its version.
         torch.autograd.graph.increment_version(parameter)
         self._placement.note_update(parameter)
         return state
 
-    def _prepare(self, parameter: Tensor, state: State) -> None:
-        if not self._is_shared(parameter):
-            self._placement.prepare(parameter, state)
-        elif not state:
-            state |= self._shared.make(parameter)
+    def own_parts(self, parameter: Tensor) -> Sequence[range]:
+        """Returns the ranges of elements of a parameter's flat form that this process updates: all, or its slices."""
+        return self._shared.slices(parameter) if self._is_shared(parameter) else (range(parameter.numel()),)
+
+    def _owner(self, parameter: Tensor) -> SharedStates | StatePlacement:
+        return self._shared if self._is_shared(parameter) else self._placement
 
     def _is_shared(self, parameter: Tensor) -> bool:
         return self._shared is not None and parameter in self._shared
 
     def is_elsewhere(self, parameter: Tensor) -> bool:
-        """True if the state of a parameter is on another device than its weight, or several processes share it."""
-        return self._placement.is_placed(parameter) or self._is_shared(parameter)
+        """True if what this process has of a parameter's state was placed on a device, and is updated there."""
+        return self._owner(parameter).is_placed(parameter)
 
     @property
     def _updates_on_host(self) -> bool:

@@ -53,7 +53,7 @@ class Overlap:
     ):
         self._speculative = None
         if speculation is not None and not early and optimizer.speculate != "off":
-            self._speculative = SpeculativeUpdates(optimizer, speculation)
+            self._speculative = SpeculativeUpdates(optimizer, speculation, streamer.sharers.count)
         self.early = early or self._speculative is not None
         self._optimizer = optimizer
         self._streamer = streamer

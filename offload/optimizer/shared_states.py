@@ -90,6 +90,11 @@ class SharedStates:
                 part_of(state[MASTER], parameter, part).copy_(part_of(parameter.detach(), parameter, part))
         return state
 
+    def prepare(self, parameter: Tensor, state: State) -> None:
+        """Makes the parameter's state if it has none."""
+        if not state:
+            state |= self.make(parameter)
+
     def adopt(self, parameter: Tensor, loaded: State) -> State:
         """Returns the state of a parameter with the values of `loaded`, which every sharer loads."""
         state = self.make(parameter)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -35,7 +35,7 @@ class Speculation:
     """Allows updates that may have to be undone: given to `Mode.overlap`.
 
     `limit`: gradients whose norm is above it will not count in full; math.inf where only those that are not finite will
-    not. `undo_bytes`: host memory that the logs of a step may take.
+    not. `undo_bytes`: host memory that the logs of a step may take in this process.
     """
 
     limit: float
@@ -44,10 +44,14 @@ class Speculation:
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """A claimed update that was made and can be undone."""
+    """A claimed update that was made and can be undone.
+
+    `logs` are those of the ranges of elements that were updated, `step` is the count of updates before this one.
+    """
 
     claim: Claim
-    log: UndoLog
+    logs: Sequence[tuple[range, UndoLog]]
+    step: float
     # Autograd's version counters as the update leaves them, which show whether somebody else has written since.
     parameter_version: int
     gradient_version: int
@@ -86,9 +90,13 @@ class SpeculativeUpdates:
 
     The worker makes and undoes, one thread at a time; the thread that makes the steps begins and ends them. Raises
     KnobError for states of a format that cannot be undone.
+
+    Where `processes` share the parameters, each makes and undoes trials of its own slices. When it stops or takes back
+    is its own affair. Whether trials are kept is not: `scale` and `skip` follow from the norm of all gradients, which
+    is the same on all of them.
     """
 
-    def __init__(self, optimizer: HostAdamW, speculation: Speculation):
+    def __init__(self, optimizer: HostAdamW, speculation: Speculation, processes: int = 1):
         if not can_be_undone(optimizer.format):
             problem = (
                 "updates of such states cannot be undone: give speculate=off, or master compact or fp32 and moments in"
@@ -99,7 +107,7 @@ class SpeculativeUpdates:
         self.undo_ms = 0.0
         self._optimizer = optimizer
         self._limit = speculation.limit
-        self._arena = UndoArena(speculation.undo_bytes)
+        self._arena = UndoArena(speculation.undo_bytes, processes)
         self._squares = 0.0
         self._goes_on = False
         # For each of the last steps: True if it was not clipped and nothing was taken back in it.
@@ -172,22 +180,28 @@ class SpeculativeUpdates:
     @torch.no_grad()
     def _try(self, claim: Claim) -> Trial | None:
         optimizer, parameter = self._optimizer, claim.parameter
-        log = self._arena.take(parameter.numel()) if can_undo(optimizer, parameter) else None
-        if log is None:
+        parts = optimizer.own_parts(parameter)
+        logs = self._arena.take(list(map(len, parts))) if can_undo(optimizer, parameter) else None
+        if logs is None:
             self.stop()
             return None
-        if "step" in (state := optimizer.state[parameter]):
-            log.step = state["step"].item()
+        step = state["step"].item() if "step" in (state := optimizer.state[parameter]) else 0.0
         # Noted before anything is read. The update itself raises the parameter's counter by one.
-        trial = Trial(claim, log, parameter._version + 1, claim.gradient._version)
-        state = optimizer.begin_update(parameter)
+        begun: list[tuple[range, UndoLog]] = []
+        trial = Trial(claim, begun, step, parameter._version + 1, claim.gradient._version)
+        state, is_complete = optimizer.begin_update(parameter), True
         # `.data` has a version counter of its own: the kernel's writes are no changes by somebody else.
         operands = operands_of(claim, state, parameter.data, claim.gradient)
+        kernel = self._kernel_of(optimizer)
         with torch_threads(optimizer.threads):
-            squares, is_complete = self._kernel_of(optimizer).update(
-                operands, state["step"], claim.hyperparameters, log
-            )
-        self._squares += squares
+            for part, log in zip(parts, logs, strict=True):
+                # Logs behind the one that is full are not written, and cannot be undone.
+                begun.append((part, log))
+                arguments = operands.part(part), state["step"], claim.hyperparameters, log
+                squares, is_complete = kernel.update(*arguments)
+                self._squares += squares
+                if not is_complete:
+                    break
         # A sum that is not a number passes no limit, and stops as well.
         if not math.sqrt(self._squares) <= self._limit or self._squares == math.inf:
             self.stop()
@@ -201,7 +215,7 @@ class SpeculativeUpdates:
 
     @torch.no_grad()
     def _undo(self, trial: Trial) -> None:
-        optimizer, claim, log = self._optimizer, trial.claim, trial.log
+        optimizer, claim = self._optimizer, trial.claim
         parameter = claim.parameter
         if not trial.is_untouched:
             raise RuntimeError(
@@ -211,10 +225,12 @@ class SpeculativeUpdates:
             )
         state = optimizer.state[parameter]
         operands = operands_of(claim, state, parameter.data, claim.gradient)
+        kernel = self._kernel_of(optimizer)
         with torch_threads(optimizer.threads):
-            self._kernel_of(optimizer).undo(operands, state["step"], claim.hyperparameters, log)
+            for part, log in trial.logs:
+                kernel.undo(operands.part(part), state["step"], claim.hyperparameters, log)
         # The old count is written, not subtracted: from 2^24 on a float32 counts no further.
-        optimizer.begin_update(parameter)["step"].fill_(log.step)
+        optimizer.begin_update(parameter)["step"].fill_(trial.step)
 
     @staticmethod
     def _kernel_of(optimizer: HostAdamW) -> ReversibleUpdate:

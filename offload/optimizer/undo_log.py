@@ -10,7 +10,7 @@ same way by Maclaurin et al. (2015), "Gradient-based hyperparameter optimization
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -44,7 +44,12 @@ def can_be_undone(format: StateFormat) -> bool:
 
 def log_bytes(parameters: Iterable[Tensor]) -> int:
     """Returns the bytes of the logs of one update of those `parameters` that train; meta ones will do."""
-    return sum(UndoLog.nbytes(parameter.numel()) for parameter in parameters if parameter.requires_grad)
+    return bytes_of_logs(parameter.numel() for parameter in parameters if parameter.requires_grad)
+
+
+def bytes_of_logs(counts: Iterable[int]) -> int:
+    """Returns the bytes of logs for ranges of so many elements."""
+    return sum(map(UndoLog.nbytes, counts))
 
 
 @dataclass
@@ -56,13 +61,11 @@ class UndoLog:
             those of their estimates. Each row begins with a cache line.
         entries: int32 [entries, 5]: those of the first block, then those of the second, and so on.
         progress: int32 [blocks, 2]: elements that were updated, and entries in use, of each block.
-        step: the count of updates before this one, which the optimizer notes.
     """
 
     codes: Tensor
     entries: Tensor
     progress: Tensor
-    step: float = 0.0
 
     @classmethod
     def over(cls, memory: Tensor, count: int) -> UndoLog:
@@ -130,32 +133,35 @@ class ReversibleUpdate(Protocol):
 class UndoArena:
     """Host memory of at most `limit` bytes for the logs of one step at a time; it may be used by several threads.
 
-    The memory is reserved with the first log: at most half of what the host has free then. The system gives pages to
-    what is written alone.
+    The memory is reserved with the first log: at most half of what the host has free then, divided among the
+    `processes` that do so at the same time. The system gives pages to what is written alone.
     """
 
-    def __init__(self, limit: int):
+    def __init__(self, limit: int, processes: int = 1):
         self.limit = limit
+        self._processes = processes
         self._memory: Tensor | None = None
-        self._used = self._logs = 0
+        self._used = self._taken = 0
         self._lock = threading.Lock()
 
-    def take(self, count: int) -> UndoLog | None:
-        """Returns a log for `count` elements; None where there is no room left."""
-        nbytes = UndoLog.nbytes(count)
+    def take(self, counts: Sequence[int]) -> list[UndoLog] | None:
+        """Returns logs for ranges of so many elements; None where there is no room left for all of them."""
+        sizes = [UndoLog.nbytes(count) for count in counts]
         with self._lock:
             if self._memory is None:
                 free = free_host_bytes()
-                size = self.limit if free is None else min(self.limit, free // 2)
+                size = self.limit if free is None else min(self.limit, free // (2 * self._processes))
                 self._memory = torch.empty(size, dtype=torch.uint8)
-            if self._used + nbytes > self._memory.numel():
+            begin, end = self._used, self._used + sum(sizes)
+            if end > self._memory.numel():
                 return None
-            begin, self._used, self._logs = self._used, self._used + nbytes, self._logs + 1
-            return UndoLog.over(self._memory[begin : begin + nbytes], count)
+            self._used, self._taken = end, self._taken + 1
+            pieces = self._memory[begin:end].split(sizes)
+            return [UndoLog.over(piece, count) for piece, count in zip(pieces, counts, strict=True)]
 
     def give_back(self) -> None:
-        """Takes a log back, which nobody uses any more; with the last one all memory is free again."""
+        """Takes back what one `take` returned, which nobody uses any more; with the last all memory is free again."""
         with self._lock:
-            self._logs -= 1
-            if not self._logs:
+            self._taken -= 1
+            if not self._taken:
                 self._used = 0

@@ -12,16 +12,16 @@ The names in `__all__` are public, beside those of `offload`.
   activations compute hides, and `update_work` when a step updates.
 - `Bandwidth` and `measure_bandwidth` are of the bus, `measure_update_rate` is of the optimizer on the host, and
   `StateFormat` is how its states are held: one of `MASTER_DTYPES` and one of `STATE_DTYPES`. Updates of
-  some formats `can_be_undone`, by logs of `log_bytes`. `usable_host_bytes` is the
-  host memory that this process may use, `free_host_bytes` what is left of it, and `GRADIENT_SLOTS` the gradients that
-  wait on the device for their copies.
+  some formats `can_be_undone`, by logs of `log_bytes`, or `bytes_of_logs` where processes update slices.
+  `usable_host_bytes` is the host memory that this process may use, `free_host_bytes` what is left of it, and
+  `GRADIENT_SLOTS` the gradients that wait on the device for their copies.
 
 Read `dry_run` first, then `memory_tracker` (bytes), `simulated_streams` (times) and `cost_model` (the whole step).
 """
 
 from offload.optimizer.formats import MASTER_DTYPES, STATE_DTYPES, StateFormat
 from offload.optimizer.kernel_choice import measure_update_rate
-from offload.optimizer.undo_log import can_be_undone, log_bytes
+from offload.optimizer.undo_log import bytes_of_logs, can_be_undone, log_bytes
 from offload.planning.cost_model import (
     Forecast,
     UpdateTimes,
@@ -59,6 +59,7 @@ __all__ = [
     "UpdateTimes",
     "Work",
     "bounded_by_files",
+    "bytes_of_logs",
     "can_be_undone",
     "dry_run",
     "dry_run_forwards",

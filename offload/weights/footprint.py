@@ -8,6 +8,7 @@ from torch import Tensor
 
 from offload.weights.gradients.ring import gradient_ring_bytes
 from offload.weights.units.partition import CutModel
+from offload.weights.units.slices import slices_of
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Footprint:
     A dry run (`offload.planning.dry_run`) tells the bytes that depend on the order of use and on activations.
     `layer_major`: all microbatches of a step share its traffic. `activation_budget_bytes` of swapped activations stay
     on the device (None: as many as copies would not hide). `resident` are the tensors that stay on the device,
-    `trained` the parameters of each unit that train.
+    `trained` the parameters of each unit that train. Where processes share the homes, `slices` has for each of them,
+    and for each unit, the elements of the ranges that it updates.
     """
 
     units: int
@@ -34,12 +36,21 @@ class Footprint:
     activation_budget_bytes: int | None = 0
     resident: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
     trained: tuple[tuple[Tensor, ...], ...] = field(default=(), compare=False, repr=False)
+    slices: tuple[tuple[tuple[int, ...], ...], ...] = field(default=(), compare=False, repr=False)
 
     @classmethod
-    def of(cls, model: CutModel, slots: int, recompute: bool, ring_bytes: int = 0, releases: bool = False) -> Footprint:
+    def of(
+        cls,
+        model: CutModel,
+        slots: int,
+        recompute: bool,
+        ring_bytes: int = 0,
+        releases: bool = False,
+        sharers: int = 1,
+    ) -> Footprint:
         """Returns the footprint of a cut model that streams through `slots` device slots, and `ring_bytes` from files.
 
-        `releases`: gradients on the host have a ring, and no homes.
+        `releases`: gradients on the host have a ring, and no homes. `sharers` processes share the homes.
 
         Weights come in for forward and for backward, with recompute once more in between. Units that are still in slots
         when forward turns to backward are not copied again; their number depends on the order of use, so the traffic in
@@ -58,6 +69,7 @@ class Footprint:
             ring_bytes=ring_bytes,
             resident=tuple(tensor for tensor, _ in model.resident),
             trained=tuple(tuple(tensor.host for tensor in unit.trained) for unit in model.units),
+            slices=_slices(model, sharers) if sharers > 1 else (),
         )
 
     @property
@@ -80,3 +92,15 @@ class Footprint:
             return self
         h2d_bytes = self.h2d_bytes * count + self.d2h_bytes * (count - 1)
         return replace(self, h2d_bytes=h2d_bytes, d2h_bytes=self.d2h_bytes * count)
+
+
+def _slices(model: CutModel, sharers: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Returns for each sharer, and for each unit, the elements of the ranges of trained tensors that it updates."""
+    divided = [(unit, slices_of(unit, sharers)) for unit in model.units]
+    return tuple(
+        tuple(
+            tuple(len(part) for tensor in unit.trained for part in slices.elements(tensor, rank))
+            for unit, slices in divided
+        )
+        for rank in range(sharers)
+    )

@@ -27,19 +27,21 @@ NEEDED = {
     "on_nonfinite=skip": "on_nonfinite=skip needs to know first that all are finite: take on_nonfinite=stop",
     "microbatches=2": "those of microbatches=2 are added up in host memory: take microbatches=1, or",
     "devices=2": "devices=2 sum them after backward: take devices=1",
+    "devices=2 parallel.homes=shared": "the sums of devices=2 go home, because a unit of which one device lacks a",
 }
 
 
 @pytest.mark.parametrize("override", NEEDED)
 def test_what_needs_gradients_keeps_them_and_refuses_their_release(override: str):
-    components = components_of(*EARLY, override)
+    overrides = override.split()
+    components = components_of(*EARLY, *overrides)
     assert not components.gradients.released
     assert not components.mode.releases_gradients
     assert components.gradients.why.startswith(NEEDED[override])
     with pytest.raises(
         UserError, match=r"^optimizer\.gradients=release: .*; or take optimizer\.gradients=keep$"
     ) as found:
-        components_of(*EARLY, override, "optimizer.gradients=release")
+        components_of(*EARLY, *overrides, "optimizer.gradients=release")
     assert NEEDED[override] in str(found.value)
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
+from offload import Speculation
 from training.build import RankJob, build_optimizer, build_schedule, place_states_in_spare_vram
 from training.components import Components, acquired, attached
 from training.config import schema
@@ -99,12 +100,12 @@ def join(world: World) -> tuple[Group, int | None]:
 def obey(ranks: Group, cores: int | None) -> None:
     """Builds this rank's part of the run, and carries out orders until the one to end. Raises FirstLostError."""
     match ranks.order():
-        case ("build", config, invocation):
+        case ("build", config, invocation, speculation):
             if cores is not None and "threads" in config.optimizer:
                 # In place of what rank 0 has chosen for its host.
                 config.optimizer.threads = None
                 share_update_cores(config, cores)
-            with built(config, invocation, ranks) as job:
+            with built(config, invocation, ranks, speculation) as job:
                 carry_out(job, ranks)
         case ("end",):
             ranks.leave()
@@ -142,7 +143,9 @@ def carry_out(job: RankJob, ranks: Group) -> None:
 
 
 @contextmanager
-def built(config: DictConfig, invocation: Invocation, ranks: Group) -> Iterator[RankJob]:
+def built(
+    config: DictConfig, invocation: Invocation, ranks: Group, speculation: Speculation | None
+) -> Iterator[RankJob]:
     """Builds what `training.build.build` does, but for what only rank 0 has. Weights and states are those of rank 0."""
     torch.manual_seed(config.seed)
     components = Components.of(config, invocation, ranks.device)
@@ -152,7 +155,7 @@ def built(config: DictConfig, invocation: Invocation, ranks: Group) -> Iterator[
         attached(components, streams, ranks.sharers(components.shares_homes)) as model,
     ):
         fill_buffers(model)
-        optimizer = build_optimizer(components)
+        optimizer = build_optimizer(components, speculation)
         schedule = build_schedule(config, optimizer)
         ranks.report()
         word, step = ranks.order()

@@ -21,14 +21,14 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from offload import NO_SHARERS, HostAdamW, SharerLostError, Sharers, meet
+from offload import NO_SHARERS, HostAdamW, SharerLostError, Sharers, Speculation, meet
 from training.batches import Batch, examples_in, split_into
 from training.errors import UserError
 from training.parallel.copies import Copies, fingerprint, refuse_statistics
 from training.parallel.messages import encoded, from_bytes
 from training.parallel.ranks import RankLostError, Ranks, Share
 from training.parallel.reduce import SUMS, SUMS_OF_HOSTS, Sum, reduce_gradients
-from training.parallel.sharers import GroupSharers, HostGroups
+from training.parallel.sharers import GroupSharers, HostGroups, of_first
 from training.parallel.waiting import Waiter
 from training.runs.failures import is_device_memory, is_host_memory
 from training.runs.invocation import Invocation
@@ -195,8 +195,8 @@ class Group(Ranks):
     def check_model(self, model: nn.Module) -> None:
         refuse_statistics(model)
 
-    def begin(self, config: DictConfig, invocation: Invocation) -> None:
-        self.tell("build", config, invocation)
+    def begin(self, config: DictConfig, invocation: Invocation, speculation: Speculation | None) -> None:
+        self.tell("build", config, invocation, speculation)
 
     def equalise(
         self, model: nn.Module, optimizer: HostAdamW, step: int, shared: Collection[nn.Parameter] = ()
@@ -256,6 +256,9 @@ class Group(Ranks):
         return dict(norms) | self._collective(
             lambda: reduce_gradients(parameters, some, self.device, self._data, self._sum)
         )
+
+    def agreed(self, norm: float) -> float:
+        return of_first(self._sharers, norm, "the norm of the gradients")
 
     def finish_updates(self, optimizer: HostAdamW) -> None:
         optimizer.finish()

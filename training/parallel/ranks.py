@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from offload import NO_SHARERS, HostAdamW, Sharers
+from offload import NO_SHARERS, HostAdamW, Sharers, Speculation
 from training.batches import Batch, examples_in
 from training.errors import UserError
 from training.runs.invocation import Invocation
@@ -57,8 +57,11 @@ class Ranks:
     def check_model(self, model: nn.Module) -> None:
         """Raises UserError for a model that the ranks cannot train together."""
 
-    def begin(self, config: DictConfig, invocation: Invocation) -> None:
-        """Makes the other ranks build model, mode and optimizer, as this one does now; nothing in `config` is auto."""
+    def begin(self, config: DictConfig, invocation: Invocation, speculation: Speculation | None) -> None:
+        """Makes the other ranks build model, mode and optimizer, as this one does now; nothing in `config` is auto.
+
+        `speculation` is that of every rank.
+        """
 
     def equalise(
         self, model: nn.Module, optimizer: HostAdamW, step: int, shared: Collection[nn.Parameter] = ()
@@ -99,6 +102,13 @@ class Ranks:
         for some parameters.
         """
         return norms
+
+    def agreed(self, norm: float) -> float:
+        """Returns the norm of the gradients by which all ranks that share weights decide on their slices: rank 0's.
+
+        Other devices, or other numbers of threads, may round it otherwise.
+        """
+        return norm
 
     def finish_updates(self, optimizer: HostAdamW) -> None:
         """Waits for the updates that are under way of all weights that this rank will read."""

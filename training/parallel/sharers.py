@@ -6,6 +6,7 @@ within a host. Gradients are summed within each host first, and then slice by sl
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload import ExchangeBoard
+from offload import ExchangeBoard, Sharers
 from training.errors import UserError
 from training.parallel.collectives import gather_into
 from training.parallel.reduce import Sum, SumOfHosts
@@ -24,6 +25,13 @@ from training.parallel.reduce import Sum, SumOfHosts
 Attempt = Callable[[Callable[[], Any], str], Any]
 """makes a call for the purpose named, and turns the errors of torch.distributed into those of the run"""
 Wait = Callable[[dist.Work, timedelta], None]
+
+
+def of_first(sharers: Sharers, number: float, what: str) -> float:
+    """Returns the `number` of the first sharer of all hosts, on each of them. `what` names it."""
+    (bits,) = struct.unpack("q", struct.pack("d", number))
+    (first, *_), *_ = sharers.exchange((bits,), what, everywhere=True)
+    return struct.unpack("d", struct.pack("q", first))[0]
 
 
 @dataclass(frozen=True)

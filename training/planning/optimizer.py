@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload import HostAdamW, parse_bytes
-from offload.planning import StateFormat, UpdateTimes, log_bytes
+from offload import Footprint, HostAdamW, parse_bytes
+from offload.planning import StateFormat, UpdateTimes, bytes_of_logs, log_bytes
 from training.components import STATES_OF_SPARE, Components
 from training.parallel.world import ranks_of_host
 from training.planning.machine import Machine
@@ -29,7 +29,7 @@ class PlannedUpdate:
 
     `device_bytes` and `host_bytes` are states. `placed_gradient_bytes` are gradients of streamed units that stay on the
     device beside their states; as many bytes of new weights are copied out. `log_bytes` are the logs of all updates on
-    the host, for undoing them. All that is on a device is that of one device.
+    the host, for undoing them, those of all ranks that share the states. All that is on a device is that of one device.
     """
 
     device_bytes: int
@@ -62,7 +62,7 @@ class PlannedUpdate:
             placed_gradient_bytes=on_device // ranks * components.dtype.itemsize,
             host_parameters=sum(sizes) - on_device,
             device_parameters=on_device // ranks + _count(plan.resident),
-            log_bytes=sum(log_bytes(unit) for unit in plan.trained[placed:]),
+            log_bytes=_log_bytes(plan, placed),
         )
 
     def time(
@@ -109,6 +109,16 @@ def speed_of(form: StateFormat) -> float:
     """
     computes = form.state_dtype == "int8" or form.rounds_moments or form.master == "stochastic"
     return StateFormat("fp32", "fp32").update_bytes / (StateFormat() if computes else form).update_bytes
+
+
+def _log_bytes(plan: Footprint, placed: int) -> int:
+    """Returns the bytes of the logs of updates of all units behind the first `placed`.
+
+    Where ranks share the units, each has as much as the one whose slices take most.
+    """
+    if not plan.slices:
+        return sum(map(log_bytes, plan.trained[placed:]))
+    return len(plan.slices) * max(sum(map(bytes_of_logs, units[placed:])) for units in plan.slices)
 
 
 def _count(parameters: Sequence[Tensor]) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from offload import GIB, Speculation, parse_bytes
 from training.components import Components
+from training.parallel.world import ranks_of_host
 from training.planning.machine import Machine
 from training.planning.optimizer import PlannedUpdate
 from training.planning.report import RunPlan
@@ -35,8 +36,12 @@ def log_share(host: Mapping[str, int], update: PlannedUpdate) -> float:
 
 
 def planned_speculation(components: Components, plan: RunPlan) -> Speculation | None:
-    """Returns what the mode is told of updates that may have to be undone; None where there are none."""
-    undo_bytes = plan.host_bytes.get(UNDO_LOG, 0)
+    """Returns what the mode is told of updates that may have to be undone; None where there are none.
+
+    The ranks that share the homes have equal parts of the memory for logs, and all are told the same.
+    """
+    ranks = ranks_of_host(components.config) if components.shares_homes else 1
+    undo_bytes = plan.host_bytes.get(UNDO_LOG, 0) // ranks
     return Speculation(components.largest_norm, undo_bytes) if components.speculates and undo_bytes else None
 
 

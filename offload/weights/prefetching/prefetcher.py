@@ -167,7 +167,7 @@ class Prefetcher:
             self._remember(unit)
         slot = self._slot_of.get(unit)
         by_user = in_window and not unit.open_windows and not (unit.has_begun_updates and is_in_backward())
-        if slot is not None and by_user and slot.source != unit.weights_now():
+        if slot is not None and by_user and self._may_have_changed(unit, slot):
             # Its user has changed the weights since: LBFGS or SAM, with the step around all of their passes.
             self._contents.evict(unit)
             slot = None
@@ -179,6 +179,11 @@ class Prefetcher:
         self._fetch_ahead(self._prefetch)
         self._read_ahead()
         return slot
+
+    def _may_have_changed(self, unit: OffloadUnit, slot: DeviceSlot) -> bool:
+        # Updates that are taken back have not begun on all sharers, and these fetch alike.
+        was_updated = self._gatherer is not None and unit.has_begun_updates
+        return was_updated or slot.source != unit.weights_now()
 
     def _let_compute_read(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
         """Makes the current compute stream wait for what is being copied into and out of the slot of `unit`."""

@@ -76,6 +76,17 @@ class ThreadSharers:
         """Returns the values of the threads of all hosts; each waits for the others."""
         return self._everyone.laid_down(self.number, value)
 
+    def break_off(self) -> None:
+        """Raises BrokenBarrierError in those of the host that wait, as an exchange does whose sharer has ended."""
+        self._here.barrier.abort()
+
+    def mend(self, met: threading.Barrier) -> None:
+        """Makes the exchanges of the host possible again; all call it, and wait for each other at `met`."""
+        met.wait()
+        if not self.rank:
+            self._here.barrier.reset()
+        met.wait()
+
 
 def as_sharers(count: int, work: Callable[[ThreadSharers], Any], hosts: int = 1) -> list[Any]:
     """Calls `work` in a thread for each of `count` sharers of each host; returns what they return.

@@ -61,23 +61,41 @@ def test_bytes_of_parameters_are_those_that_train():
 def test_an_arena_gives_its_bytes_and_has_them_again_when_all_logs_are_back():
     arena = UndoArena(2 * UndoLog.nbytes(100))
     for _ in range(3):
-        first, second = arena.take(100), arena.take(100)
+        first, second = arena.take([100])[0], arena.take([100])[0]
         assert first.codes.data_ptr() != second.codes.data_ptr()
-        assert arena.take(1) is None
+        assert arena.take([1]) is None
         arena.give_back()
-        assert arena.take(1) is None
+        assert arena.take([1]) is None
         arena.give_back()
 
 
 def test_an_arena_takes_at_most_half_of_what_the_host_has_free(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(undo_log, "free_host_bytes", lambda: 2 * UndoLog.nbytes(100))
     arena = UndoArena(1 << 40)
-    assert arena.take(100) is not None
-    assert arena.take(1) is None
+    assert arena.take([100]) is not None
+    assert arena.take([1]) is None
+
+
+def test_processes_of_one_host_divide_what_it_has_free(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(undo_log, "free_host_bytes", lambda: 6 * UndoLog.nbytes(100))
+    arena = UndoArena(1 << 40, processes=3)
+    assert arena.take([100]) is not None
+    assert arena.take([1]) is None
+
+
+def test_logs_of_several_ranges_are_taken_and_given_back_together():
+    arena = UndoArena(UndoLog.nbytes(100) + UndoLog.nbytes(30))
+    assert arena.take([100, 31, 30]) is None
+    for _ in range(2):
+        logs = arena.take([100, 30])
+        assert [log.codes.shape[1] for log in logs] == [100, 30]
+        assert logs[0].codes.data_ptr() != logs[1].codes.data_ptr()
+        assert arena.take([1]) is None
+        arena.give_back()
 
 
 def test_an_arena_without_bytes_has_no_logs():
-    assert UndoArena(0).take(1) is None
+    assert UndoArena(0).take([1]) is None
 
 
 def test_exact_masters_and_moments_that_are_rounded_to_nearest_can_be_undone():

@@ -58,3 +58,14 @@ def test_slots_that_do_not_suffice_are_refused_before_the_first_step():
     with pytest.raises(ValueError, match=r"slots=1: must be at least 2, because up and down are used"):
         BounceLinear(slots=1, outside="stream").footprint(block)
     BounceLinear(slots=2, outside="stream").footprint(block)
+
+
+def test_the_slices_of_processes_are_all_that_trains():
+    model, mode = Stack(width=64), LayerStream(slots=2)
+    assert mode.footprint(model).slices == ()
+    mode.expect_sharers(3)
+    plan = mode.footprint(model)
+    assert len(plan.slices) == 3
+    for number, unit in enumerate(plan.trained):
+        assert sum(sum(units[number]) for units in plan.slices) == sum(tensor.numel() for tensor in unit)
+        assert all(units[number] for units in plan.slices)

@@ -38,4 +38,5 @@ def test_one_device_computes_all_and_adds_nothing():
     norms = {}
     assert ALONE.reduce(nn.Linear(1, 1), norms) is norms
     assert ALONE.measured({"a": 1.0}) == [{"a": 1.0}]
+    assert ALONE.agreed(0.5) == 0.5
     assert ALONE.total(torch.tensor([1.0, 2.0])) == 3

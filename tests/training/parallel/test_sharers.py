@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -91,6 +92,8 @@ def sharing(rank: int, folder: Path, count: int) -> None:
         "patient": sharers.exchange((rank,), "test", patient=True),
         "everywhere": sharers.exchange((rank,), "test", everywhere=True),
         "gathered": whole.tolist(),
+        "norm": ranks.agreed(0.1 + rank),
+        "not finite": ranks.agreed(math.nan if rank == 0 else 1.0),
         "sum": flat.tolist(),
     }
     if sharers.rank == 0:
@@ -112,6 +115,9 @@ def test_ranks_of_a_host_share_and_all_hosts_sum(tmp_path: Path, hosts: int):
         assert found["host"] == [[first, -1], [first + 1, -1]]
         assert found["patient"] == [[first], [first + 1]]
         assert found["everywhere"] == [[other] for other in everyone]
+        # As rank 0 has it, on all hosts.
+        assert found["norm"] == 0.1
+        assert math.isnan(found["not finite"])
         assert found["gathered"] == [first] * 4 + [first + 1] * 4
         assert found["sum"] == [sum(10.0**other for other in everyone)] * 4
         if rank == 0:

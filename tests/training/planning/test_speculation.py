@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from offload.planning import log_bytes
+from offload.planning import bytes_of_logs, log_bytes
 from tests.training.helpers.in_process import components_of
 from training.planning.speculation import KEY, UNDO_LOG, planned_speculation, speculation_line
 
@@ -24,6 +24,21 @@ def test_the_plan_counts_the_logs_of_all_updates_and_hides_these(planned):
     found = planned_speculation(components, speculating)
     assert (found.limit, found.undo_bytes) == (1.0, needed)
     assert planned_speculation(components_of(*JOB, "optimizer.speculate=off"), waiting) is None
+
+
+def test_ranks_that_share_homes_have_equal_parts_of_the_logs(planned):
+    job = (*JOB, "clip_norm=1", "microbatches=1", "batch_size=2", "devices=2", "parallel.homes=shared")
+    plan, components = planned(*job), components_of(*job)
+    whole = log_bytes(components.model.parameters())
+    found = planned_speculation(components, plan)
+    assert plan.host_bytes[UNDO_LOG] == 2 * found.undo_bytes
+    # Slices have tables and padding of their own.
+    assert whole / 2 <= found.undo_bytes < whole / 2 * 1.1
+    for slices in components.footprint.slices:
+        assert sum(map(bytes_of_logs, slices)) <= found.undo_bytes
+    # Units with states on the devices have none.
+    placed = planned(*job, "optimizer.device_share=1GiB")
+    assert not placed.host_bytes.get(UNDO_LOG)
 
 
 def test_the_logs_take_at_most_what_a_host_budget_leaves(planned):
@@ -47,6 +62,8 @@ def test_the_logs_take_at_most_what_a_host_budget_leaves(planned):
         (("optimizer.speculate=off",), None),
         (("optimizer=adamw",), None),
         (("devices=2",), None),
+        (("devices=2", "parallel.homes=shared", "microbatches=1"), "updates begin inside backward, and are undone"),
+        (("devices=2", "parallel.homes=shared", "microbatches=2"), None),
     ],
     ids=str,
 )

@@ -1,0 +1,127 @@
+"""Steps of sharers whose updates may begin before the norm of the gradients is known."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from offload.modes.layer_stream import LayerStream
+from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.speculation import Speculation
+from offload.runtime.streams.counters import Counters
+from offload.runtime.streams.stream_checker import CheckedStreams
+from tests.offload.helpers.models import stack_inputs
+from tests.offload.helpers.sharers import ThreadSharers
+from tests.offload.helpers.updates import host_adamw, states_of
+from training.loop import clip_scale, gradient_norm
+
+PLENTY = 1 << 24
+
+Change = Callable[[int, int, Tensor], Tensor]
+"""returns another loss for a step and a microbatch"""
+
+
+def unchanged(step: int, microbatch: int, loss: Tensor) -> Tensor:
+    return loss
+
+
+@dataclass
+class Sharer:
+    """A thread that trains its copy of a model, of which what streams is shared."""
+
+    sharers: ThreadSharers
+    model: nn.Module
+    mode: object
+    optimizer: HostAdamW
+    microbatches: int
+    clip_norm: float | None
+    losses: list[Tensor] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+
+    def backward(self, step: int, change: Change = unchanged, waits: bool = True) -> None:
+        """Computes the gradients of this sharer's microbatches, whose losses `change` may change.
+
+        `waits`: returns when the worker has made what was offered, so that it does not depend on its pace.
+        """
+        count = self.sharers.count * self.sharers.hosts * self.microbatches
+
+        def loss_of(index: int) -> Tensor:
+            microbatch = self.sharers.number * self.microbatches + index
+            given = stack_inputs(step, microbatch).to(next(self.model.parameters()).dtype)
+            return change(step, microbatch, self.model(given).float().square().mean() / count)
+
+        with self.mode.step(norms=True):
+            self.losses += self.mode.accumulate([functools.partial(loss_of, i) for i in range(self.microbatches)])
+        if waits:
+            self.wait_for_worker()
+
+    def wait_for_worker(self) -> None:
+        overlap = getattr(getattr(self.mode, "weights", self.mode), "_overlap", None)
+        while overlap is not None and (overlap._worker._coming or overlap._worker._landed):
+            time.sleep(0.0005)
+
+    def update(self, step: int) -> float:
+        """Sums what is not summed yet, and ends the step as the loop does; returns the norm."""
+        summed = self.mode.summed_parameters()
+        for parameter in self.model.parameters():
+            if parameter not in summed:
+                first, *others = self.sharers.laid_down(parameter.grad.clone())
+                parameter.grad.copy_(functools.reduce(Tensor.add_, others, first.clone()))
+        norm = gradient_norm(self.model, self.mode.gradient_norms())
+        if math.isfinite(norm):
+            self.optimizer.step(scale=clip_scale(norm, self.clip_norm))
+        else:
+            self.optimizer.skip()
+            self.skipped.append(step)
+        self.optimizer.zero_grad()
+        return norm
+
+    def result(self) -> list[Tensor]:
+        """Returns copies of states and weights, when the updates of all sharers are done."""
+        self.optimizer.bring_states_home()
+        self.sharers.laid_down(None)
+        found = self.tensors()
+        self.sharers.laid_down(None)
+        return found
+
+    def tensors(self) -> list[Tensor]:
+        """Returns copies of states and weights, after this sharer's own updates."""
+        return states_of(self.optimizer) + [tensor.detach().clone() for tensor in self.model.state_dict().values()]
+
+    @property
+    def counters(self) -> Counters:
+        return self.mode.counters()
+
+
+@contextmanager
+def sharing(
+    sharers: ThreadSharers,
+    model: nn.Module,
+    mode: object | None = None,
+    *,
+    clip_norm: float | None = None,
+    microbatches: int = 1,
+    device_share: int = 0,
+    undo_bytes: int = PLENTY,
+    **options,
+) -> Iterator[Sharer]:
+    """Attaches a copy of `model` to `mode` for the length of the block; yields the sharer that trains it."""
+    model, mode = copy.deepcopy(model), mode or LayerStream(slots=2)
+    mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+    optimizer = host_adamw(model, **{"speculate": "on"} | options)
+    mode.divide(optimizer)
+    limit = math.inf if clip_norm is None else clip_norm
+    mode.overlap(optimizer, False, device_share, Speculation(limit, undo_bytes))
+    optimizer.allocate()
+    yield Sharer(sharers, model, mode, optimizer, microbatches, clip_norm)
+    # Others may still read what is shared.
+    sharers.laid_down(None)
+    mode.detach()

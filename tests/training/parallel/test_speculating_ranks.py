@@ -1,0 +1,195 @@
+"""Ranks that share homes update before the norm is known, and save what one device does that waits for it."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from offload.optimizer.overlap import Overlap
+from offload.optimizer.worker import UpdateWorker
+from tests.training.helpers.in_process import components_of, run_here
+from tests.training.helpers.results import content, curve
+from tests.training.parallel.conftest import RUN, run_ranks
+from training import loop
+from training.metrics.files import read_metrics
+from training.parallel.ranks import RankLostError, Ranks
+
+# The logs of the head are full in the first steps, and its update would be the first.
+MODES: Mapping[str, tuple[str, ...]] = {
+    "layer_stream": (),
+    "bounce_linear": ("offload.slots=4", "offload.exclude=[lm_head]"),
+    "shard_offload": ("offload.shards=2",),
+    "layer_stream_swap": (),
+    "bounce_linear_swap": ("offload.weights.slots=4", "offload.weights.exclude=[lm_head]"),
+}
+STREAMED = ("optimizer=host_adamw", "precision=bf16", "eval.every=null", "checkpoint.every=1")
+# The norms of the six steps are 0.355, 0.355, 0.354, 0.349, 0.354 and 0.348. From the third on updates begin early.
+CLIPPED = (*STREAMED, "clip_norm=0.351")
+TWO = ("parallel.homes=shared", "devices=2", "microbatches=1", "optimizer.speculate=on")
+
+
+def at(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step-{step:08d}"
+
+
+@pytest.fixture(autouse=True)
+def rank_0_is_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets rank 0 make the updates that it was offered before it knows whether they count."""
+    decide = UpdateWorker.decide
+
+    def decide_later(self, decision) -> None:
+        while self._coming or self._landed:
+            time.sleep(0.001)
+        decide(self, decision)
+
+    monkeypatch.setattr(UpdateWorker, "decide", decide_later)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one device with two microbatches, whose updates wait for the norm."""
+    folder = tmp_path_factory.mktemp("speculating") / "one"
+    run_here(folder, *RUN, *CLIPPED, "microbatches=2", "optimizer.speculate=off")
+    assert [record["train/grad_norm"] > 0.351 for record in read_metrics(folder)] == [
+        True,
+        True,
+        True,
+        False,
+        True,
+        False,
+    ]
+    return folder
+
+
+@pytest.mark.parametrize("mode", ["layer_stream", *(pytest.param(m, marks=pytest.mark.slow) for m in list(MODES)[1:])])
+def test_ranks_that_speculate_save_what_one_device_does(
+    tmp_path: Path, one: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+):
+    orders = []
+
+    def watch(ranks: Ranks) -> None:
+        tell = ranks.tell
+        monkeypatch.setattr(ranks, "tell", lambda *order: (orders.append(order), tell(*order)))
+
+    run_ranks(tmp_path, *CLIPPED, *TWO, f"offload={mode}", *MODES[mode], watch=watch)
+    # The other rank has the plan of rank 0.
+    speculation = orders[0][-1]
+    assert speculation.limit == 0.351
+    assert speculation.undo_bytes > 0
+    for step in range(1, 7):
+        assert content(at(tmp_path, step)) == content(at(one, step))
+    assert curve(tmp_path) == curve(one)
+    records = read_metrics(tmp_path)
+    assert [record.get("optimizer/undone", 0.0) for record in records] == [0.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+    assert all(record["optimizer/speculated"] > 0 for record in records[2:])
+
+
+@pytest.mark.slow
+def test_a_run_moves_to_ranks_that_speculate_and_back(tmp_path: Path, one: Path):
+    two, back = tmp_path / "two", tmp_path / "back"
+    streamed = (*CLIPPED, "offload=layer_stream", "optimizer.speculate=on")
+    run_ranks(two, *streamed, *TWO, f"resume={at(one, 1)}", "steps=4")
+    assert content(at(two, 4)) == content(at(one, 4))
+    run_here(back, *RUN, *streamed, "microbatches=2", f"resume={two}")
+    assert content(at(back, 6)) == content(at(one, 6))
+
+
+@pytest.mark.slow
+def test_all_ranks_go_by_the_norm_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The other rounds it otherwise, as a device of another kind may."""
+    norm_of = loop.gradient_norm
+    monkeypatch.setattr(loop, "gradient_norm", lambda *of: norm_of(*of) * 1.01)
+    one, two = tmp_path / "one", tmp_path / "two"
+    run_here(one, *RUN, *CLIPPED, "microbatches=2", "steps=4")
+    run_ranks(two, *CLIPPED, *TWO, "offload=layer_stream", "steps=4")
+    assert content(at(two, 4)) == content(at(one, 4))
+
+
+class _Spoil(torch.autograd.Function):
+    """The weight as it is; the last element of its gradient is infinite."""
+
+    @staticmethod
+    def forward(ctx, weight: torch.Tensor) -> torch.Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        spoilt = gradient.clone()
+        spoilt[-1, -1] = math.inf
+        return spoilt
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clip_norm", ["null", "0.351"])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_undone_on_all(
+    tmp_path: Path, clip_norm: str, monkeypatch: pytest.MonkeyPatch
+):
+    """One element, by the first microbatch of the fourth step, of whose updates none would be clipped."""
+    compute, linear = loop.forward_backward, nn.functional.linear
+
+    def spoilt_in_fourth_step(*arguments):
+        step, spoilt = arguments[-1], []
+
+        def spoils_once(inputs, weight, bias=None):
+            # That of a projection down, in the first block.
+            if step == 4 and weight.shape == (16, 32) and not spoilt:
+                spoilt.append(weight)
+                weight = _Spoil.apply(weight)
+            return linear(inputs, weight, bias)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.functional, "linear", spoils_once)
+            return compute(*arguments)
+
+    monkeypatch.setattr(loop, "forward_backward", spoilt_in_fourth_step)
+    keys = (*STREAMED, f"clip_norm={clip_norm}", "on_nonfinite=skip")
+    one, two = tmp_path / "one", tmp_path / "two"
+    run_here(one, *RUN, *keys, "microbatches=2", "optimizer.speculate=off")
+    run_ranks(two, *keys, *TWO, "offload=layer_stream")
+    assert [record["train/skipped_steps"] for record in read_metrics(one)] == [0, 0, 0, 1, 1, 1]
+    for step in range(3, 7):
+        assert content(at(two, step)) == content(at(one, step))
+    assert read_metrics(two)[3]["optimizer/undone"] == 1.0
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_before_it_undoes_leaves_its_checkpoint_to_resume_from(
+    tmp_path: Path, one: Path, monkeypatch: pytest.MonkeyPatch
+):
+    begun, offer_all = [], Overlap.offer_all
+
+    def kill_in_third_step(self, scale: float) -> None:
+        begun.append(scale)
+        if len(begun) == 3:
+            assert self._worker.undecided_units
+            (other,) = psutil.Process().children()
+            os.kill(other.pid, signal.SIGKILL)
+        offer_all(self, scale)
+
+    keys = (*CLIPPED, *TWO, "offload=layer_stream")
+    with monkeypatch.context() as patch:
+        patch.setattr(Overlap, "offer_all", kill_in_third_step)
+        with pytest.raises(RankLostError, match=r"^rank 1: its process was killed \(SIGKILL\)"):
+            run_ranks(tmp_path, *keys)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001", "step-00000002"]
+    run_ranks(tmp_path, *keys, "resume=auto")
+    assert content(at(tmp_path, 6)) == content(at(one, 6))
+
+
+def test_ranks_speculate_where_they_sum_inside_backward():
+    waiting = ("offload=layer_stream", "devices=2", "clip_norm=1")
+    shared = (*waiting, "parallel.homes=shared")
+    assert components_of(*shared, "microbatches=1").speculates
+    assert components_of(*shared, "offload=shard_offload", "microbatches=2").speculates
+    assert not components_of(*shared, "microbatches=2").may_speculate
+    assert not components_of(*waiting, "microbatches=1").may_speculate
+    assert not components_of(*shared, "microbatches=1", "clip_norm=null").may_speculate
