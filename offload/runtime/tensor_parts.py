@@ -24,12 +24,12 @@ STATE = "quant_state"
 
 def wraps(tensor: Tensor) -> bool:
     """Tells whether `tensor` is of a subclass that wraps other tensors."""
-    return _wraps(type(tensor))
+    return kind_wraps(type(tensor))
 
 
 def any_wraps(kinds: Iterable[type]) -> bool:
     """Tells whether a class among `kinds`, as a dispatch mode gets them, wraps other tensors."""
-    return any(map(_wraps, kinds))
+    return any(map(kind_wraps, kinds))
 
 
 def state_of(tensor: Tensor) -> object | None:
@@ -157,7 +157,8 @@ def _attributes_of(value: object, seen: set[int]) -> Iterator[dict[str, object]]
 
 
 @functools.cache
-def _wraps(kind: type) -> bool:
+def kind_wraps(kind: type) -> bool:
+    """Tells whether `kind` is such a subclass."""
     return kind not in (Tensor, nn.Parameter) and hasattr(kind, "__tensor_flatten__")
 
 

@@ -76,10 +76,10 @@ innermost_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hoo
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 # () -> bool. Whether torch.compile traces this call: the compiler answers for the function, which itself says no.
-_is_traced = torch.compiler.is_dynamo_compiling
+is_traced = torch.compiler.is_dynamo_compiling
 
 # () -> object. torch.compile's answer to frames of this thread, None where no compiled function runs.
-_compiles_frames = torch._C._dynamo.eval_frame.get_eval_frame_callback
+compiles_frames = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 # () -> int. The number that the next autograd node recorded in this thread gets. A microbatch that runs in a thread of
 # its own notes it at each turn.
@@ -120,7 +120,7 @@ def left_out_of_graphs(function: Callable) -> Callable:
     def run(*arguments: object, **keywords: object) -> object:
         # A step has thousands of these calls, and torch's wrapper takes longer than what many of them do. It is needed
         # while a call is traced, and where the functions that it calls would be compiled.
-        if _is_traced() or _compiles_frames() is not None:
+        if is_traced() or compiles_frames() is not None:
             return uncompiled(*arguments, **keywords)
         return function(*arguments, **keywords)
 

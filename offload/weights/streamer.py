@@ -115,11 +115,9 @@ class WeightStreamer:
         self._gatherer, poison = gatherer, not streams.asynchronous
         self.prefetcher = Prefetcher(cut.units, self._slots, self.transfer, prefetch, poison, self._files, gatherer)
         self.gradients.copy_in = self.prefetcher.unawaited_copy
-        note_use = self.gradients.final.use
-        saved = SavedWeights(self._slots, self.prefetcher, note_use)
-        self._windows = Windows(
-            cut, self._slots, self.prefetcher, saved, streams, sink=self.gradients, note_use=note_use
-        )
+        final = self.gradients.final
+        saved = SavedWeights(self._slots, self.prefetcher, final)
+        self._windows = Windows(cut, self._slots, self.prefetcher, saved, streams, sink=self.gradients, final=final)
 
     def use_updates(self, updates: Updates) -> None:
         """Calls `updates` at the points of a step from now on; `detach` closes it."""

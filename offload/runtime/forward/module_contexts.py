@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offload.runtime.torch_internals import left_out_of_graphs
+from offload.runtime.torch_internals import compiles_frames, is_traced, left_out_of_graphs
 
 
 class ReplacedForward(ABC):
@@ -46,8 +46,10 @@ class ReplacedForward(ABC):
     def run(self, *arguments: object, **keywords: object) -> object:
         """Returns the result of a call of the module."""
 
-    @left_out_of_graphs
     def __call__(self, *arguments: object, **keywords: object) -> object:
+        # What `left_out_of_graphs` does, without its call.
+        if is_traced() or compiles_frames() is not None:
+            return _run(self, arguments, keywords)
         return self.run(*arguments, **keywords)
 
     @property
@@ -79,6 +81,11 @@ class ReplacedForward(ABC):
             return copy.deepcopy(self._replaced, memo)
         module = memo[id(self._module)]
         return types.MethodType(type(module).forward, module)
+
+
+@left_out_of_graphs
+def _run(forward: ReplacedForward, arguments: tuple, keywords: dict) -> object:
+    return forward.run(*arguments, **keywords)
 
 
 def check_recompute_is_outside(model: nn.Module) -> None:

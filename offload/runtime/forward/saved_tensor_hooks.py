@@ -15,7 +15,13 @@ from typing import NamedTuple
 
 import torch
 
-from offload.runtime.torch_internals import innermost_saved_tensor_hooks, is_checkpoint_pack, left_out_of_graphs
+from offload.runtime.torch_internals import (
+    compiles_frames,
+    innermost_saved_tensor_hooks,
+    is_checkpoint_pack,
+    is_traced,
+    left_out_of_graphs,
+)
 
 Hooks = tuple[Callable, Callable]
 
@@ -30,14 +36,21 @@ class PackHook:
         outer: Hooks | None = None,
         claims: Callable[[torch.Tensor], bool] | None = None,
     ):
-        self._pack = pack
+        self.pack = pack
         self.owner = owner
         if claims is not None:
             self.outer, self.claims = outer, claims
 
-    @left_out_of_graphs
     def __call__(self, tensor: torch.Tensor) -> object:
-        return self._pack(tensor)
+        # What `left_out_of_graphs` does, without its call.
+        if is_traced() or compiles_frames() is not None:
+            return _packed(self, tensor)
+        return self.pack(tensor)
+
+
+@left_out_of_graphs
+def _packed(hook: PackHook, tensor: torch.Tensor) -> object:
+    return hook.pack(tensor)
 
 
 class Kept:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import torch
 from torch import nn
 
 from offload.runtime.streams.registry import Event, Stream, Streams
-from offload.runtime.tensor_parts import parts, wraps
+from offload.runtime.tensor_parts import kind_wraps, parts
 from offload.runtime.torch_internals import storage_address
 
 _PLAIN = {torch.Tensor, nn.Parameter}
@@ -47,6 +49,9 @@ class DeviceSlots:
     def __init__(self, count: int, nbytes: int, streams: Streams):
         self.all = [DeviceSlot(index, nbytes, streams) for index in range(count)]
         self._by_address = {_address(slot.bytes): slot for slot in self.all if nbytes}
+        self._nbytes = nbytes
+        self._starts = sorted(self._by_address)
+        self._tells_by_address = all(slot.bytes.data_ptr() for slot in self.all)
 
     def __iter__(self):
         return iter(self.all)
@@ -57,13 +62,20 @@ class DeviceSlots:
 
     def slot_of(self, tensor: torch.Tensor) -> DeviceSlot | None:
         """Returns the slot in which the storage of `tensor` lies, or that of a tensor which it wraps; or None."""
-        if type(tensor) not in _PLAIN and wraps(tensor):
+        kind = type(tensor)
+        if kind not in _PLAIN and kind_wraps(kind):
             return next(filter(None, map(self.slot_of, parts(tensor))), None)
         if tensor.layout is not torch.strided:
             return None
         try:
+            # Most tensors that are asked for lie in no slot, which their own address tells in a third of the time.
+            # On the meta device all have the same.
+            if self._tells_by_address and (address := tensor.data_ptr()):
+                index = bisect_right(self._starts, address) - 1
+                if index < 0 or address >= self._starts[index] + self._nbytes:
+                    return None
             storage = tensor.untyped_storage()
-        except NotImplementedError:
+        except RuntimeError:
             # It wraps another inside a transform of torch.func, which a window refuses.
             return None
         return self._by_address.get(storage.data_ptr() or storage_address(storage))

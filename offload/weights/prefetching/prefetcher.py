@@ -71,8 +71,8 @@ class Prefetcher:
         self._retained: set[OffloadUnit] = set()
         # The unit of the last fetch, if that was outside of windows.
         self._latest: OffloadUnit | None = None
-        # The last fetch ahead ended at a unit that was not ready.
-        self._put_off = False
+        self.is_put_off = False
+        """the last fetch ahead ended at a unit that was not ready: its update or its read had not ended"""
 
     def begin_step(self) -> None:
         """Starts fetching the units that the step will use first."""
@@ -146,10 +146,13 @@ class Prefetcher:
         until as many other units have been fetched as one operation may read. Raises RuntimeError when every slot has a
         unit in use.
         """
-        if unit is self._latest and not in_window and (slot := self._slot_in_use(unit)) is not None:
-            # One operation of backward after the other asks for the weights of the same unit.
-            self.try_again()
-            return slot
+        if unit is self._latest and not in_window:
+            slot = self._slot_of.get(unit)
+            if slot is not None and slot.read_by is None and slot.readers == [self._streams.compute]:
+                # One operation of backward after the other asks for the weights of the same unit.
+                if self.is_put_off:
+                    self.try_again()
+                return slot
         self._latest = None if in_window else unit
         if self._followed is self._access_order:
             in_backward = is_in_backward()
@@ -197,21 +200,18 @@ class Prefetcher:
         self._streams.reads(stream, slot, f"use of {unit.name}")
         self._contents.unawaited.pop(unit, None)
 
-    def _slot_in_use(self, unit: OffloadUnit) -> DeviceSlot | None:
-        """Returns the slot of a unit that was fetched last, if compute may read it on, and no other stream reads it."""
-        slot = self._slot_of.get(unit)
-        in_use = slot is not None and slot.read_by is None and slot.readers == [self._streams.compute]
-        return slot if in_use else None
-
     def are_read_here(self, units: Iterable[OffloadUnit]) -> bool:
         """Tells whether the current compute stream has waited for the copies of units that have open windows."""
         compute = self._streams.compute
-        return all(compute in self._slot_of[unit].readers for unit in units)
+        # Each module's forward asks: a generator takes as long again.
+        for unit in units:  # noqa: SIM110
+            if compute not in self._slot_of[unit].readers:
+                return False
+        return True
 
     def try_again(self) -> None:
-        """Fetches ahead where a fetch was put off, because an update or a read of its unit had not ended."""
-        if self._put_off:
-            self._fetch_ahead(self._prefetch)
+        """Fetches ahead after a fetch that was put off."""
+        self._fetch_ahead(self._prefetch)
 
     def close_window(self, unit: OffloadUnit) -> bool:
         """Closes a window on `unit` that `fetch` opened. Returns True if no other is open."""
@@ -287,7 +287,7 @@ class Prefetcher:
         self._recent.append(unit)
 
     def _fetch_ahead(self, count: int) -> None:
-        self._put_off = False
+        self.is_put_off = False
         if self._followed is None:
             return
         for index in self._followed.upcoming(count):
@@ -304,7 +304,7 @@ class Prefetcher:
             if pending:
                 # The host goes on and queues other work for compute. The slot was given up before: given up later, it
                 # would be free only behind that work.
-                self._put_off = True
+                self.is_put_off = True
                 return
             self._fill(unit, slot)
 

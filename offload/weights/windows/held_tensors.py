@@ -42,7 +42,7 @@ class HeldTensors(dict):
     def __getitem__(self, name: str) -> torch.Tensor | None:
         streamed = self._streamed.get(name)
         instead = None if streamed is None else self._on_read(*streamed)
-        return super().__getitem__(name) if instead is None else instead
+        return dict.__getitem__(self, name) if instead is None else instead
 
     def __deepcopy__(self, memo: dict) -> dict:
         return copy.deepcopy(dict(self), memo)

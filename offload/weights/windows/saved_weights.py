@@ -10,7 +10,7 @@ in which forward changes buffers again, to the last of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,12 +29,16 @@ from offload.runtime.memory.device_slots import DeviceSlot, DeviceSlots
 from offload.runtime.tensor_parts import parts, wraps
 from offload.runtime.torch_internals import (
     AS_IT_IS,
+    compiles_frames,
+    innermost_saved_tensor_hooks,
     is_in_backward,
     is_in_selective_checkpoint,
+    is_traced,
     left_out_of_graphs,
     negated_view,
     selectively_saved,
 )
+from offload.weights.gradients.final import FinalGradients
 from offload.weights.prefetching.prefetcher import Prefetcher
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
@@ -79,17 +83,17 @@ class _Counted(NamedTuple):
 
 
 class SavedWeights:
-    """The pack and unpack hooks of one attached model. `note_use` is called for every weight that backward asks for."""
+    """The pack and unpack hooks of one attached model. `final` is told of every weight that backward asks for."""
 
-    def __init__(self, slots: DeviceSlots, prefetcher: Prefetcher, note_use: Callable[[OffloadUnit, UnitTensor], None]):
+    def __init__(self, slots: DeviceSlots, prefetcher: Prefetcher, final: FinalGradients):
         self._slots = slots
         self._prefetcher = prefetcher
-        self._note_use = note_use
+        self._final = final
 
     @property
     def are_innermost(self) -> bool:
         """True if the hooks are open in this thread, and no others inside them."""
-        active = active_hooks()
+        active = innermost_saved_tensor_hooks(True)
         return active is not None and getattr(active[0], "owner", None) is self
 
     def hooks(self) -> AbstractContextManager:
@@ -105,9 +109,7 @@ class SavedWeights:
             if slot is not None:
                 name = self._saved(tensor, slot)
                 return name if checkpoint is None else _Counted(name, Passed.to(checkpoint, tensor.detach()))
-            if outer is not None:
-                return Passed.to(outer, tensor)
-            return Kept(tensor)
+            return Kept(tensor) if outer is None else Passed.to(outer, tensor)
 
         def claims(tensor: torch.Tensor) -> bool:
             return slot_of(tensor) is not None
@@ -157,14 +159,22 @@ class SavedWeights:
         slot = self._slots.slot_of(part)
         return Kept(part) if slot is None else self._saved(part, slot)
 
-    @left_out_of_graphs
     def _unpack(self, saved: object) -> torch.Tensor:
+        # What `left_out_of_graphs` does, without its call.
+        if is_traced() or compiles_frames() is not None:
+            return self._unpacked(saved)
+        if type(saved) is Kept and saved.tensor._version == saved.version:
+            return saved.tensor
+        return self._bring_back(saved) if type(saved) is _SavedWeight else self._unpacked(saved)
+
+    @left_out_of_graphs
+    def _unpacked(self, saved: object) -> torch.Tensor:
         if isinstance(saved, Kept):
             return saved.checked()
         if isinstance(saved, _SavedWeight):
             return self._bring_back(saved)
         if isinstance(saved, _SavedParts):
-            inner = {name: self._unpack(part) for name, part in saved.inner.items()}
+            inner = {name: self._unpacked(part) for name, part in saved.inner.items()}
             return saved.kind.__tensor_unflatten__(inner, saved.context, saved.shape, saved.strides)
         if isinstance(saved, _Counted):
             self._unpack(saved.by_checkpoint)
@@ -174,17 +184,19 @@ class SavedWeights:
             return saved.unpack(saved.packed)
 
     def _bring_back(self, saved: _SavedWeight) -> torch.Tensor:
-        self._note_use(saved.unit, saved.tensor)
-        if (saved.version, saved.address) != saved.tensor.state:
+        unit, dtype, offset, shape, strides, tensor, version, address, conjugated, negated = saved
+        if self._final.counting:
+            self._final.use(unit, tensor)
+        if tensor.state != (version, address):
             raise RuntimeError(
-                f"{saved.tensor.name}, needed for gradient computation, has been modified since forward:"
+                f"{tensor.name}, needed for gradient computation, has been modified since forward:"
                 " run backward before the optimizer's step"
             )
-        slot = self._prefetcher.fetch(saved.unit)
-        view = slot.viewed_as(saved.dtype).as_strided(saved.shape, saved.strides, saved.offset)
-        if saved.conjugated:
+        slot = self._prefetcher.fetch(unit)
+        view = slot.viewed_as(dtype).as_strided(shape, strides, offset)
+        if conjugated:
             view = view.conj()
-        if saved.negated:
+        if negated:
             view = negated_view(view)
         # With create_graph, the unpacked tensor is saved again, outside any window: that copy must not live in a slot.
         return view.clone() if torch.is_grad_enabled() else view

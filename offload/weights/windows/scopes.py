@@ -53,7 +53,10 @@ class RunningForwards:
 
     def end(self, scope: Scope) -> None:
         """Ends the forward of `scope`."""
-        self.scopes.remove(scope)
+        if self.scopes[-1] is scope:
+            self.scopes.pop()
+        else:
+            self.scopes.remove(scope)
         if scope.units:
             self.units = {unit for other in self.scopes for unit in other.units}
 

@@ -33,14 +33,17 @@ from offload.runtime.streams.registry import Streams
 from offload.runtime.torch_internals import (
     AS_IT_IS,
     check_no_transform,
+    compiles_frames,
     has_hooks_around_forward,
     is_in_backward,
     is_in_selective_checkpoint,
+    is_traced,
     left_out_of_graphs,
     node_in_progress,
     sees_every_operation,
     unseen_by_selective_checkpoints,
 )
+from offload.weights.gradients.final import FinalGradients
 from offload.weights.prefetching.prefetcher import Prefetcher
 from offload.weights.units.partition import CutModel, open_at_once
 from offload.weights.units.unit import OffloadUnit
@@ -64,7 +67,7 @@ Read = Sequence[tuple[OffloadUnit, UnitTensor]]
 
 
 class Windows:
-    """The windows of one attached model. `note_use` is called for every weight that a forward may read."""
+    """The windows of one attached model. `final` is told of every weight that a forward may read."""
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class Windows:
         streams: Streams,
         *,
         sink: GradientSink,
-        note_use: Callable[[OffloadUnit, UnitTensor], None],
+        final: FinalGradients,
     ):
         self._units, self._around = cut.units, set(cut.around)
         self._slots = slots
@@ -83,7 +86,7 @@ class Windows:
         self._saved = saved
         self._streams = streams
         self._sink = sink
-        self._note_use = note_use
+        self._final = final
         # `_in_forward`: in a forward outside of steps and inference.
         self._in_step = self._in_inference = self._in_forward = False
         # Units that had windows since it began.
@@ -160,14 +163,22 @@ class Windows:
     ) -> object:
         """Runs the forward of a module that may read these tensors, which are those of `units`."""
         scope, running = Scope(module), self._threads.running
-        if self._is_inside(running, units):
+        # Forwards that are running do as a rule all that windows of its own would do, where units are blocks.
+        if (
+            running.scopes
+            and running.units.issuperset(units)
+            and (self._in_step or self._in_inference or self._in_forward)
+            and self._saved.are_innermost
+            and not is_in_selective_checkpoint()
+            and self._prefetcher.are_read_here(units)
+        ):
             return self._forward_inside(scope, running, read, forward, arguments, keywords)
         check_no_transform()
         with AS_IT_IS if self._keeps_units else self._kept(), self._scope(scope):
             for unit in units:
                 self._open(unit, scope)
-            for unit, tensor in read:
-                self._note_use(unit, tensor)
+            for unit, tensor in read if self._final.counting else ():
+                self._final.use(unit, tensor)
             since = function_contexts.begin()
             try:
                 with self._saved.hooks():
@@ -176,17 +187,6 @@ class Windows:
                 function_contexts.end()
             self._saved.check_selective_checkpoints()
             return result
-
-    def _is_inside(self, running: RunningForwards, units: Sequence[OffloadUnit]) -> bool:
-        """Tells whether forwards that are running do for `units` all that a window of their own would do."""
-        return (
-            bool(running.scopes)
-            and running.units.issuperset(units)
-            and self._keeps_units
-            and self._saved.are_innermost
-            and not is_in_selective_checkpoint()
-            and self._prefetcher.are_read_here(units)
-        )
 
     def _forward_inside(
         self,
@@ -197,10 +197,12 @@ class Windows:
         arguments: tuple,
         keywords: dict,
     ) -> object:
-        """Runs a forward that needs no windows of its own, as most do where units are blocks; the host is fast then."""
-        for unit, tensor in read:
-            self._note_use(unit, tensor)
-        self._prefetcher.try_again()
+        """Runs a forward that needs no windows of its own."""
+        if self._final.counting:
+            for unit, tensor in read:
+                self._final.use(unit, tensor)
+        if self._prefetcher.is_put_off:
+            self._prefetcher.try_again()
         since = len(function_contexts.made)
         running.scopes.append(scope)
         try:
@@ -321,9 +323,22 @@ class Windows:
         with unseen_by_selective_checkpoints():
             return copy_what_leaves(result, self._slots, closing=closing.__contains__)
 
-    @left_out_of_graphs
     def _read(self, unit: OffloadUnit, tensor: UnitTensor) -> torch.Tensor | None:
         """Answers the read of a tensor; see `OnRead`."""
+        # What `left_out_of_graphs` does, without its call. As a rule the forward that reads has a window on the unit.
+        if (
+            is_traced()
+            or compiles_frames() is not None
+            or unit not in self._threads.running.units
+            or sees_every_operation()
+        ):
+            return self._answered(unit, tensor)
+        if self._final.counting:
+            self._final.use(unit, tensor)
+        return None
+
+    @left_out_of_graphs
+    def _answered(self, unit: OffloadUnit, tensor: UnitTensor) -> torch.Tensor | None:
         if sees_every_operation():
             check_no_transform()
             self._saved.check_selective_checkpoints()
@@ -339,7 +354,7 @@ class Windows:
                 with unseen_by_selective_checkpoints():
                     return self._copy_for(innermost, unit, tensor)
             self._open(unit, innermost)
-        self._note_use(unit, tensor)
+        self._final.use(unit, tensor)
         return None
 
     def _has_room(self, unit: OffloadUnit, scope: Scope) -> bool:
@@ -360,7 +375,7 @@ class Windows:
 
     def _copy(self, unit: OffloadUnit, tensor: UnitTensor) -> torch.Tensor:
         check_no_transform(even_vmap=True)
-        self._note_use(unit, tensor)
+        self._final.use(unit, tensor)
         slot = self._prefetcher.fetch(unit, in_window=True)
         self._opened[unit] = None
         try:
