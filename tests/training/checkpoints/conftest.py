@@ -10,6 +10,7 @@ import pytest
 
 from tests.training.helpers import results
 from tests.training.helpers.in_process import TINY_RUN, run_here
+from training.runs.files import SUMMARY_FILE
 
 TINY = (*TINY_RUN, "dataset=stdlib", "dataset.max_tokens=20000", "checkpoint.every=3")
 
@@ -66,6 +67,8 @@ def killed_after(finished: Path, tmp_path: Path) -> Callable[[int], Path]:
     def killed_after(step: int) -> Path:
         folder = tmp_path / f"killed-{step}"
         shutil.copytree(finished, folder)
+        # A run removes it when it begins.
+        (folder / SUMMARY_FILE).unlink()
         for checkpoint in (folder / "checkpoints").iterdir():
             if int(checkpoint.name[5:]) > step:
                 shutil.rmtree(checkpoint)
