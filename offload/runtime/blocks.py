@@ -13,6 +13,8 @@ from offload.runtime.tensor_parts import true_bytes
 
 # A block of a larger share of the model (a stage of a U-Net) is taken apart where lists in it hold nearly all of it.
 LARGE, NEARLY_ALL = 1 / 8, 3 / 4
+# Blocks that have a larger share of their bytes in common with an earlier one are not blocks of their own.
+COMMON = 1 / 4
 # Lists of a smaller share of the model are no blocks: prediction heads, upsamplers.
 SMALL = 1 / 100
 
@@ -75,12 +77,18 @@ def _taken_apart(block: nn.Module, path: str, total: int) -> Iterable[Named]:
 
 
 def _without_overlap(blocks: Iterable[Named]) -> Iterator[Named]:
-    """Leaves out blocks that have modules in common with an earlier one."""
+    """Leaves out blocks of which a large part is of modules that are in an earlier one, or that an earlier one is in.
+
+    Blocks may have a small module in common, as the layers of some adapters do (VeRA).
+    """
     taken: set[nn.Module] = set()
+    found: set[nn.Module] = set()
     for name, block in blocks:
         modules = set(block.modules())
-        if taken.isdisjoint(modules):
+        common = nn.ModuleList(modules & taken)
+        if block not in taken and found.isdisjoint(modules) and _nbytes(common) <= COMMON * _nbytes(block):
             taken |= modules
+            found.add(block)
             yield name, block
 
 

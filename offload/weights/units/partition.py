@@ -112,9 +112,10 @@ def cut(model: nn.Module, cut_points: Sequence[CutPoint], trained_stays: bool = 
     """Cuts `model` at the cut points: one unit for the parameters and buffers of each name.
 
     Changes nothing, so it works on a model of the meta device too. A module without tensors makes no unit; a module
-    that is named twice makes one, under its first name. Tensors that a module outside every cut uses as well stay
-    resident, and so do sparse tensors and those of torch's quantised dtypes, which have no bytes that could be laid
-    flat. A tensor that two units use belongs to the first. `trained_stays`: parameters that train stay resident.
+    that is named twice makes one, under its first name. A tensor that two units use belongs to the first.
+    `trained_stays`: parameters that train stay resident. So do tensors of a module that several cut points have in
+    common, those that a module outside every cut uses as well, and sparse tensors and those of torch's quantised
+    dtypes, which have no bytes that could be laid flat.
 
     Raises ValueError when one cut point lies inside another, and for a scripted module that is cut inside: TorchScript
     calls and reads what is in it. It raises it for a parameter to be streamed that trains and wraps other tensors.
@@ -192,14 +193,20 @@ def cut_for_sharers(parts: CutModel) -> CutModel:
 
 
 def _cut_points_by_module(cut_points: Sequence[CutPoint]) -> dict[nn.Module, CutPoint]:
+    """Returns the cut point of each module, without modules that several cut points have in common."""
     point_of: dict[nn.Module, CutPoint] = {}
+    common: set[nn.Module] = set()
     for point in cut_points:
         if not point.deep and isinstance(point.module, torch.jit.ScriptModule):
             raise ValueError(f"{point.name} is a scripted module, which streams as a whole or not: `exclude` it")
         for module in point.modules():
-            if point_of.setdefault(module, point) is not point:
-                raise ValueError(f"{point.name} lies inside {point_of[module].name}: units must not overlap")
-    return point_of
+            other = point_of.setdefault(module, point)
+            if other is point:
+                continue
+            if module in (point.module, other.module) and point.deep and other.deep:
+                raise ValueError(f"{point.name} lies inside {other.name}: units must not overlap")
+            common.add(module)
+    return {module: point for module, point in point_of.items() if module not in common}
 
 
 def _windows(

@@ -78,6 +78,14 @@ def test_a_module_of_two_lists_is_in_one_block():
     assert names(model) == ["first.0", "first.1", "second.1"]
 
 
+def test_blocks_may_have_a_small_module_in_common():
+    for common in (nn.GELU(), nn.Linear(2, 2)):
+        model = Model(blocks=nn.ModuleList(Model(layer=layer, common=common) for layer in layers(3)))
+        assert names(model) == ["blocks.0", "blocks.1", "blocks.2"]
+    model = Model(blocks=nn.ModuleList(Model(layer=layer, common=layers(1)[0]) for layer in layers(1) * 3))
+    assert names(model) == ["blocks.0"]
+
+
 def test_without_a_module_list_the_largest_sequential_has_the_blocks():
     model = Model(first=nn.Sequential(*layers(1)), second=nn.Sequential(*layers(2)))
     assert names(model) == ["second.0", "second.1"]

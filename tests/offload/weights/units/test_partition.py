@@ -23,6 +23,18 @@ def test_a_unit_has_the_parameters_below_its_cut_point():
     assert model.blocks[0].up in windows
 
 
+def test_a_module_that_two_cut_points_have_in_common_stays_resident():
+    common = nn.Linear(2, 2)
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), common), nn.Sequential(nn.Linear(2, 2), common))
+    for points in (
+        [CutPoint("0", model[0]), CutPoint("1", model[1])],
+        [CutPoint("0", model[0]), CutPoint("common", common, deep=False)],
+    ):
+        parts = cut(model, points)
+        assert {tensor for tensor, _ in parts.resident} >= {common.weight, common.bias}
+        assert not any(tensor.host is common.weight for unit in parts.units for tensor in unit.tensors)
+
+
 def test_weights_shared_between_cut_points_have_one_home_and_two_windows():
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = first.weight

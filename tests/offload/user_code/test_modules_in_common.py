@@ -1,0 +1,54 @@
+"""Blocks that have modules in common: an activation, rotary places, a norm, the banks of some adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from offload.runtime.blocks import find_blocks
+from tests.offload.helpers.user_code import EVERY_MODE, same_as_resident, train_step
+
+
+class Places(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factors", torch.randn(8))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factors
+
+
+class Layer(nn.Module):
+    def __init__(self, **common: nn.Module):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        for name, module in common.items():
+            setattr(self, name, module)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.activation(self.linear(self.places(self.norm(x))))
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        common = {"activation": nn.GELU(), "places": Places(), "norm": nn.LayerNorm(8)}
+        self.blocks = nn.ModuleList(Layer(**common) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@EVERY_MODE
+def test_every_block_streams_but_for_what_they_have_in_common(make: Callable):
+    assert len(find_blocks(Layers())) == 4
+
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        return [train_step(model, mode, step) for step in range(3)]
+
+    same_as_resident(make, scenario, Layers)
