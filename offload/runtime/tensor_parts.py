@@ -61,10 +61,11 @@ class TakenApart:
     @property
     def is_current(self) -> bool:
         """True if no attribute of the tensor, of its state or of a tensor that it wraps was assigned since."""
-        return all(
-            len(attributes) == len(values) and all(map(operator.is_, attributes.values(), values))
-            for attributes, values in self._held
-        )
+        # A generator would take longer than what it does.
+        for attributes, values in self._held:
+            if len(attributes) != len(values) or not all(map(operator.is_, attributes.values(), values)):
+                return False
+        return True
 
 
 def true_bytes(tensor: Tensor) -> int:

@@ -103,6 +103,9 @@ AS_IT_IS = nullcontext()
 _CHECKPOINT_PACKS = {
     f"{hooks.__qualname__}.__init__.<locals>.pack_hook" for hooks in (_checkpoint_hook, _recomputation_hook)
 }
+# (tensor) -> pair of dictionaries or None: the hooks of `register_hook` and of `register_post_accumulate_grad_hook`. As
+# `any(gradient_hooks(tensor))` it is `has_gradient_hooks` for code that asks for every gradient.
+gradient_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 # The dispatch modes of a selective activation checkpoint: in forward, and in the recompute.
 _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
@@ -212,7 +215,7 @@ def set_sequence_number(node: torch.autograd.graph.Node, number: int) -> None:
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Tells whether hooks of `register_hook` or `register_post_accumulate_grad_hook` wait for the gradient."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+    return any(gradient_hooks(tensor))
 
 
 def refresh_flat_weights(module: nn.RNNBase) -> None:

@@ -113,7 +113,9 @@ class WrappedForward(ReplacedForward):
         self._runner = runner
 
     def run(self, *arguments: object, **keywords: object) -> object:
-        return self._runner(self._forward, arguments, keywords)
+        # `_forward`, without the call.
+        is_found = self._replaced is not None or type(self._module) is self._kind
+        return self._runner(self._found if is_found else self._forward, arguments, keywords)
 
 
 class OwnHook:

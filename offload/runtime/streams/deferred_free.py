@@ -12,7 +12,6 @@ soon stay there as long as there is room, and compute does not wait for their co
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,13 +45,14 @@ class DeferredFrees:
     def __init__(self, transfer: Transfer, limit_bytes: int):
         self._transfer = transfer
         self._limit_bytes = limit_bytes
-        self._queue: deque[tuple[PendingFree, ...]] = deque()
+        self._queue: deque[tuple[int, tuple[PendingFree, ...]]] = deque()
         self._bytes = 0
 
     def add(self, *pending: PendingFree) -> None:
         """Takes over the last references to some memory, all with the same `owner` and `done`, which is recorded."""
-        self._queue.append(pending)
-        self._bytes += _nbytes(pending)
+        nbytes = sum([each.tensor.nbytes for each in pending])
+        self._queue.append((nbytes, pending))
+        self._bytes += nbytes
         while len(self._queue) > 1 and self._bytes > self._limit_bytes:
             self._release_oldest()
 
@@ -62,16 +62,12 @@ class DeferredFrees:
             self._release_oldest()
 
     def _release_oldest(self) -> None:
-        oldest = self._queue.popleft()
-        self._bytes -= _nbytes(oldest)
+        nbytes, oldest = self._queue.popleft()
+        self._bytes -= nbytes
         owner = oldest[0].owner
         self._transfer.await_on(owner, oldest[0].done)
         for pending in oldest:
             self._transfer.streams.writes(owner, pending, "reuse")
-
-
-def _nbytes(pending: Sequence[PendingFree]) -> int:
-    return sum(each.tensor.nbytes for each in pending)
 
 
 class StashedTensors:

@@ -1,6 +1,6 @@
 """Sends each gradient where it belongs: home, to a sum over sharers, to its update alone, or to autograd on the host.
 
-A gradient lands when autograd has summed all uses of a stand-in (`GradientSink` of `stand_ins`).
+A gradient lands when autograd has summed all uses of a stand-in (`GradientSink` of `gradient_nodes`).
 """
 
 from __future__ import annotations
@@ -166,18 +166,18 @@ class GradientLanding:
     ) -> torch.Tensor | None:
         """Sends a gradient where it is wanted; see `GradientSink`."""
         with self._lock:
-            return self._land(unit, tensor, gradient, node)
+            if not tensor.host.requires_grad:
+                # Frozen since forward: autograd gives a resident parameter no gradient then.
+                return None
+            if is_captured(node):
+                return self._on_host(gradient)
+            # First, because it raises where an update may be reading the host memory that the gradient goes to.
+            is_final = self.final.counting and self.final.land(unit, tensor)
+            return self._land(unit, tensor, gradient, is_final)
 
     def _land(
-        self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor, node: torch.autograd.graph.Node
+        self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor, is_final: bool
     ) -> torch.Tensor | None:
-        if not tensor.trains:
-            # Frozen since forward: autograd gives a resident parameter no gradient then.
-            return None
-        if is_captured(node):
-            return self._on_host(gradient)
-        # First, because it raises where an update may be reading the host memory that the gradient goes to.
-        is_final = self.final.land(unit, tensor)
         if self._released is not None:
             self._released.land(unit, tensor, gradient, is_final, self._updates, after=self.copy_in(unit))
             return None
@@ -186,13 +186,14 @@ class GradientLanding:
         if tensor.leaves_to_autograd(gradient):
             tensor.landed_in = None
             return self._on_host(gradient)
-        if self.sum is not None and self.sum.takes(unit, tensor, self._are_final):
-            self.sum.land(unit, tensor, gradient)
-        elif self.sum is not None:
-            self._land_alone(unit, tensor, gradient)
-        else:
+        if self.sum is None:
             self._land_at_home(unit, tensor, gradient, is_final)
-        self._settle_in_time()
+        elif self.sum.takes(unit, tensor, self._are_final):
+            self.sum.land(unit, tensor, gradient)
+        else:
+            self._land_alone(unit, tensor, gradient)
+        if not (self._in_step and self._will_settle):
+            self._settle_in_time()
         return None
 
     @left_out_of_graphs
@@ -243,7 +244,8 @@ class GradientLanding:
                 tensor.gradient = None
         if tensor.gradient is None:
             unit.ensure_gradient(tensor, self._arena)
-        self._have_left(self.offloader.land(unit, tensor, gradient, is_final))
+        if sent := self.offloader.land(unit, tensor, gradient, is_final):
+            self._have_left(sent)
 
     def _send(self) -> None:
         """Sends home the gradients that wait for others."""
@@ -273,7 +275,7 @@ class GradientLanding:
         """Makes the gradient that has landed readable when its backward, or the step, returns."""
         if not self._in_step:
             self.settle()
-        elif not self._will_settle:
+        else:
             self._will_settle = True
             call_after_backward(self._after_backward)
 

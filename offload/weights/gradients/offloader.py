@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from offload.runtime.streams.deferred_free import DeferredFrees, PendingFree
-from offload.runtime.streams.registry import Event, Stream
+from offload.runtime.streams.registry import Stream
 from offload.runtime.streams.transfer import Transfer
 from offload.weights.gradients.ring import RingBlock
 from offload.weights.units.unit import OffloadUnit
@@ -45,12 +45,11 @@ class GradientOffloader:
         self._batch_bytes = min(BATCH_BYTES, limit_bytes // 8)
         self._deferred_frees = DeferredFrees(transfer, limit_bytes - self._batch_bytes)
         self._takes_norms = False
-        # Those that have not left, with the stream on which they were made.
-        self._waiting: dict[UnitTensor, Landing] = {}
+        # Those that have not left: unit, gradient, and whether it is final.
+        self._waiting: dict[UnitTensor, tuple[OffloadUnit, torch.Tensor, bool]] = {}
         self._waiting_bytes = 0
+        # The stream on which they were made.
         self._made_on: Stream | None = None
-        # Ends the copies of those that wait.
-        self._done: Event = transfer.streams.event()
 
     def begin_step(self, units: Iterable[OffloadUnit], norms: bool) -> None:
         """Forgets the norms of the last step. `norms`: take those of this step, on the device, whose memory is fast."""
@@ -68,14 +67,13 @@ class GradientOffloader:
 
         Returns the gradients that have left now, as `send` does: none, until there are enough.
         """
-        sent = []
-        if self._made_on is not self._streams.compute:
+        sent, compute = [], self._streams.compute
+        if self._made_on is not compute:
             sent = self.send()
-            self._made_on = self._streams.compute
-        leaving = self._made_by_backward(tensor, gradient, self._done)
-        if tensor.host.grad is None:
+            self._made_on = compute
+        if self._takes_norms and tensor.host.grad is None:
             self._take_norm(tensor, gradient)
-        self._waiting[tensor] = Landing(unit, tensor, leaving, is_final)
+        self._waiting[tensor] = unit, gradient, is_final
         self._waiting_bytes += gradient.nbytes
         return sent + self.send() if self._waiting_bytes > self._batch_bytes else sent
 
@@ -85,10 +83,15 @@ class GradientOffloader:
         The bytes are there once `tensor.landed` is past. Returns them; the device's copies are for `free`, or for
         somebody who still needs them.
         """
-        batch, self._waiting, self._waiting_bytes = list(self._waiting.values()), {}, 0
-        if not batch:
-            return batch
-        streams, d2h = self._streams, self._streams.d2h
+        if not self._waiting:
+            return []
+        streams, d2h, done = self._streams, self._streams.d2h, self._streams.event()
+        waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
+        batch = []
+        for tensor, (unit, gradient, is_final) in waiting.items():
+            leaving = PendingFree(gradient, done, f"device gradient of {tensor.name}", self._made_on)
+            streams.writes(self._made_on, leaving, "backward")
+            batch.append(Landing(unit, tensor, leaving, is_final))
         earlier = {landing.tensor: landing.tensor.host.grad for landing in batch}
         added_to = [landing for landing in batch if earlier[landing.tensor] is not None]
         made = streams.event()
@@ -96,7 +99,7 @@ class GradientOffloader:
         d2h.wait_event(made)
         if added_to:
             self._fetch_and_add(added_to)
-        done, self._done, copies = self._done, streams.event(), []
+        copies = []
         for landing in batch:
             tensor, leaving = landing.tensor, landing.leaving
             streams.reads(d2h, leaving, "copy out")
@@ -114,7 +117,9 @@ class GradientOffloader:
 
     def hand_over(self, tensor: UnitTensor, gradient: torch.Tensor) -> PendingFree:
         """Returns a final gradient for work on the d2h stream: its update, or its copy to the memory of the update."""
-        leaving = self._made_by_backward(tensor, gradient, self._streams.event())
+        streams, compute = self._streams, self._streams.compute
+        leaving = PendingFree(gradient, streams.event(), f"device gradient of {tensor.name}", compute)
+        streams.writes(compute, leaving, "backward")
         self._take_norm(tensor, gradient)
         self._transfer.after_compute(self._streams.d2h)
         tensor.is_released, tensor.landed_in = True, None
@@ -142,11 +147,6 @@ class GradientOffloader:
         """Returns the L2 norms of this step, float32 scalars on the device, of gradients that are as they landed."""
         normed = (tensor for unit in units for tensor in unit.tensors if tensor.norm is not None)
         return {tensor.host: tensor.norm for tensor in normed if tensor.has_landed_gradient or tensor.is_released}
-
-    def _made_by_backward(self, tensor: UnitTensor, gradient: torch.Tensor, done: Event) -> PendingFree:
-        leaving = PendingFree(gradient, done, f"device gradient of {tensor.name}", self._streams.compute)
-        self._streams.writes(leaving.owner, leaving, "backward")
-        return leaving
 
     def _take_norm(self, tensor: UnitTensor, gradient: torch.Tensor) -> None:
         if self._takes_norms:

@@ -43,6 +43,7 @@ from offload.runtime.memory.host_memory import ALIGNMENT_BYTES, HostArena, HostB
 from offload.runtime.memory.mapped_files import MappedFile, written_pages
 from offload.runtime.streams.registry import Event
 from offload.runtime.tensor_parts import wraps
+from offload.runtime.torch_internals import without_torch_function
 from offload.weights.units.layouts import check_frozen
 from offload.weights.units.placement import held_by, move_to
 from offload.weights.units.unit_tensor import UnitTensor
@@ -90,6 +91,16 @@ class OffloadUnit:
         """The other tensors, whose homes were in files when the mode was attached."""
         return [tensor for tensor in self.tensors if tensor.spans is not None]
 
+    @cached_property
+    def compound(self) -> list[UnitTensor]:
+        """The tensors that consist of several."""
+        return [tensor for tensor in self.tensors if tensor.layout.is_compound]
+
+    @cached_property
+    def parameters(self) -> list[UnitTensor]:
+        """The tensors that are no buffers."""
+        return [tensor for tensor in self.tensors if not tensor.is_buffer]
+
     @property
     def block_bytes(self) -> int:
         """Bytes of the unit's block, alignment included."""
@@ -98,7 +109,11 @@ class OffloadUnit:
     @property
     def trained(self) -> list[UnitTensor]:
         """The tensors that train, in their order."""
-        return [tensor for tensor in self.tensors if tensor.trains]
+        if self.compound:
+            # Each of these would call a function of its class.
+            with without_torch_function():
+                return [tensor for tensor in self.tensors if tensor.host.requires_grad]
+        return [tensor for tensor in self.tensors if tensor.host.requires_grad]
 
     @property
     def gradient_bytes(self) -> int:
@@ -126,7 +141,12 @@ class OffloadUnit:
 
     def strays(self) -> list[UnitTensor]:
         """Returns the tensors with data that is not at home, given by the user. Raises RuntimeError for other kinds."""
-        strays = [tensor for tensor in self.tensors if not tensor.is_home]
+        if self.compound:
+            strays = [tensor for tensor in self.tensors if not tensor.is_home]
+        else:
+            # `is_home`, without the call: each copy in asks for every tensor.
+            away = [each for each in self.tensors if each.home and each.host.data_ptr() != each.home[0]]
+            strays = [tensor for tensor in away if tensor.nbytes]
         for tensor in strays:
             tensor.check_data(tensor.host, self.weights.bytes.device)
         return strays
@@ -142,10 +162,10 @@ class OffloadUnit:
 
     def parameters_now(self) -> list[tuple[int, int]]:
         """Returns the part of `weights_now` that forwards leave alone: they may change buffers."""
-        return self._versions([tensor for tensor in self.tensors if not tensor.is_buffer])
+        return self._versions(self.parameters)
 
     def _versions(self, tensors: list[UnitTensor]) -> list[tuple[int, int]]:
-        if any(tensor.layout.is_compound for tensor in tensors):
+        if self.compound:
             hosts = [part for tensor in tensors for part in tensor.parts_of(tensor.host)]
         else:
             hosts = [tensor.host for tensor in tensors]
@@ -163,7 +183,9 @@ class OffloadUnit:
         Raises RuntimeError in one line for what cannot be streamed.
         """
         for tensor in self.tensors:
-            tensor.take_replacement(self.weights.bytes.device)
+            # As a rule there is none.
+            if len(tensor.attributes) > 1 or tensor.attributes[0].tensor is not tensor.host:
+                tensor.take_replacement(self.weights.bytes.device)
         self.notice_writes()
         strays = self.strays()
         for tensor in self.in_files:
@@ -179,9 +201,10 @@ class OffloadUnit:
             self._move_into(arena.allocate(self.block_bytes, old.name))
             arena.release(old)
         for tensor in self.trained:
-            check_frozen(tensor.name, tensor.host)
+            if tensor.layout.is_compound:
+                check_frozen(tensor.name, tensor.host)
             tensor.check_gradient_dtype()
-            if tensor.shared_gradient is None and not self.releases:
+            if tensor.gradient is None and tensor.shared_gradient is None and not self.releases:
                 self.ensure_gradient(tensor, arena)
 
     def ensure_gradient(self, tensor: UnitTensor, arena: HostArena) -> None:
@@ -191,7 +214,7 @@ class OffloadUnit:
 
     def notice_writes(self) -> None:
         """Takes tensors out of their files if they were written there, also in ways that no version counter shows."""
-        for tensor in self.tensors:
+        for tensor in self.compound:
             tensor.forget_parts()
         in_files = [tensor for tensor in self.in_files if tensor.reads_file]
         if not in_files or self.weights.bytes.is_meta:
@@ -259,9 +282,9 @@ class OffloadUnit:
 def check_one_owner(units: Iterable[OffloadUnit]) -> None:
     """Raises RuntimeError if two parameters were made one since the mode was attached, or were given the same data."""
     owners: dict[int, UnitTensor] = {}
-    for tensor in (tensor for unit in units for tensor in unit.tensors if not tensor.is_buffer and tensor.nbytes):
+    for tensor in [tensor for unit in units for tensor in unit.parameters]:
         held = tensor.attributes[0].tensor
-        if held is None or held.is_meta or wraps(held):
+        if held is None or held.is_meta or not tensor.layout.nbytes or wraps(held):
             continue
         owner = owners.setdefault(held.data_ptr(), tensor)
         if owner is not tensor:

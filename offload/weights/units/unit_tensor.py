@@ -12,7 +12,7 @@ from offload.runtime.memory.host_memory import HostArena, HostBlock
 from offload.runtime.memory.mapped_files import FileSpan
 from offload.runtime.streams.registry import Event
 from offload.runtime.tensor_parts import TakenApart, parts, versions_of
-from offload.runtime.torch_internals import count_references, has_gradient_hooks
+from offload.runtime.torch_internals import count_references, gradient_hooks
 from offload.weights.units.layouts import Layout
 from offload.weights.units.placement import ModuleAttribute, move_into, put_over
 
@@ -87,16 +87,16 @@ class UnitTensor:
         return landed_in is not None and self.host.grad is landed_in and landed_in._version == self.landed_version
 
     @property
-    def version(self) -> int:
-        """Counts the changes at home and by forwards of this step."""
-        return self._version_of(self.host) + self.writes + self.new_writes
-
-    @property
     def state(self) -> tuple[int, int]:
-        """A value that changes when the weight is changed at home, or gets other data, in a step or between two."""
+        """A value that changes when the weight is changed at home, or gets other data, in a step or between two.
+
+        The first number counts the changes at home and by forwards of this step.
+        """
         if self.layout.is_compound:
-            return self.version, hash(tuple(part.data_ptr() for part in self.parts_of(self.host)))
-        # `version`, without the calls: backward asks for every weight.
+            at_home = self.parts_of(self.host)
+            version = versions_of((self.host, *at_home)) + self.writes + self.new_writes
+            return version, hash(tuple([part.data_ptr() for part in at_home]))
+        # Without further calls: backward asks for every weight.
         host, device = self.host, self.device
         new_writes = 0 if device is None else device._version - self.device_version
         return host._version + self.writes + new_writes, host.data_ptr()
@@ -117,9 +117,10 @@ class UnitTensor:
 
     def views_in(self, slot: DeviceSlot) -> list[torch.Tensor]:
         """Returns `views_of` the bytes of a slot: the same objects every time."""
-        if slot.index not in self._views:
-            self._views[slot.index] = self.views_of(slot.bytes)
-        return self._views[slot.index]
+        views = self._views.get(slot.index)
+        if views is None:
+            views = self._views[slot.index] = self.views_of(slot.bytes)
+        return views
 
     def parts_of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Returns the plain tensors of `host`, of its stand-in or of another tensor like it.
@@ -146,10 +147,12 @@ class UnitTensor:
 
     def note_installed(self) -> None:
         """Notes the version counter of `device`, which counts from now on."""
-        self.device_version = self._version_of(self.device)
+        self.device_version = self._version_of(self.device) if self.layout.is_compound else self.device._version
 
     def count_writes(self) -> bool:
         """Adds to `writes` the changes to `device` that are not in it yet. Returns True if there are any."""
+        if not self.layout.is_compound and self.device._version == self.device_version:
+            return False
         new_writes = self.new_writes
         self.writes += new_writes
         self.device_version += new_writes
@@ -163,8 +166,10 @@ class UnitTensor:
         """True if the data of the host tensor is at home: its user has not given it other data."""
         if not self.layout.is_compound:
             return not self.home or self.host.data_ptr() == self.home[0] or not self.nbytes
-        parts = zip(self.layout.pieces, self.parts_of(self.host), self.home, strict=False)
-        return all(not piece.nbytes or part.data_ptr() == address for piece, part, address in parts)
+        for piece, part, address in zip(self.layout.pieces, self.parts_of(self.host), self.home, strict=False):
+            if piece.nbytes and part.data_ptr() != address:
+                return False
+        return True
 
     @property
     def reads_file(self) -> bool:
@@ -211,8 +216,6 @@ class UnitTensor:
         `load_state_dict(assign=True)` and the assignment of a new parameter replace it so. A buffer of another shape or
         dtype is left to its modules. Raises RuntimeError for a parameter that cannot be streamed.
         """
-        if len(self.attributes) == 1 and self.attributes[0].tensor is self.host:
-            return
         now = {id(attribute.tensor): attribute.tensor for attribute in self.attributes}
         if id(self.host) in now and len(now) == 1:
             return
@@ -256,9 +259,9 @@ class UnitTensor:
         gradients, whose bytes are not known before, converts gradients of other dtypes, and keeps the graph of those
         of `create_graph`.
         """
-        earlier = self.host.grad
+        host, earlier = self.host, self.host.grad
         return bool(
-            has_gradient_hooks(self.host)
+            any(gradient_hooks(host))
             or (self.meets_host_gradient and earlier is not None)
             or gradient.requires_grad
             or gradient.layout is not torch.strided

@@ -16,8 +16,8 @@ from torch import nn
 
 from offload.runtime.forward.running_microbatch import SideBySideError
 from offload.weights.units.placement import ModuleAttribute
+from offload.weights.windows.gradient_nodes import share_of
 from offload.weights.windows.stand_in_class import like_host
-from offload.weights.windows.stand_ins import share_of
 
 
 class ResidentShares:

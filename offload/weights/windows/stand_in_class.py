@@ -34,19 +34,21 @@ def like_host(
     kind = class_like(type(host))
     if type(stand_in) is not kind:
         stand_in.__class__ = kind
-    stand_in.__dict__.update(host.__dict__)
-    stand_in.__dict__[STANDS_FOR], stand_in.__dict__[_BEFORE_READ] = host, before_read
+    attributes = stand_in.__dict__
+    attributes.update(host.__dict__)
+    attributes[STANDS_FOR], attributes[_BEFORE_READ] = host, before_read
     return stand_in
 
 
 def forget_data_taken(stand_in: torch.Tensor) -> None:
     """Takes back the mark of `data_was_taken`, as a window opens. Takes over attributes that the parameter has got."""
-    stand_in.__dict__.pop(_DATA_TAKEN, None)
-    host = stand_in.__dict__.get(STANDS_FOR)
+    attributes = stand_in.__dict__
+    attributes.pop(_DATA_TAKEN, None)
+    host = attributes.get(STANDS_FOR)
     # Those of a tensor that wraps others are the tensors inside it.
     if host is not None and host.__dict__ and not wraps(host):
         # But for the quantisation state, whose tensors are in the slot, too.
-        stand_in.__dict__.update((name, value) for name, value in host.__dict__.items() if name != STATE)
+        attributes.update((name, value) for name, value in host.__dict__.items() if name != STATE)
 
 
 def give_data(stand_in: torch.Tensor, data: torch.Tensor) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -17,8 +14,7 @@ from offload.runtime.memory.device_slots import DeviceSlot
 from offload.runtime.tensor_parts import STATE, parts, replaced_in, state_of, wraps
 from offload.runtime.torch_internals import (
     AS_IT_IS,
-    has_gradient_hooks,
-    left_out_of_graphs,
+    gradient_hooks,
     set_sequence_number,
     storage_address,
 )
@@ -26,32 +22,15 @@ from offload.weights.units.layouts import over
 from offload.weights.units.placement import ModuleAttribute, give_memory
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.windows.gradient_nodes import (
+    AT_ONCE,
+    GradientSink,
+    OnDevice,
+    before_reads,
+    joined_to_host,
+    share_of,
+)
 from offload.weights.windows.stand_in_class import class_like, data_was_taken, forget_data_taken, give_data, like_host
-
-
-class GradientSink(Protocol):
-    """Takes the gradients of stand-ins."""
-
-    def land(
-        self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor, node: torch.autograd.graph.Node
-    ) -> torch.Tensor | None:
-        """Takes the sum of the gradients of a stand-in, on the device. `node` accumulates them into the host parameter.
-
-        Returns what the node gets: a gradient in host memory, or None.
-        """
-        ...
-
-    def before_host_gradient(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
-        """Called before autograd adds a gradient to that of the host parameter, where a loss has used it directly."""
-        ...
-
-    def before_gradient_is_read(self) -> None:
-        """Called where a forward reads the gradient of a parameter: blocks the host until it can be read."""
-        ...
-
-
-# Nodes of this number or a higher one are not put in another order by microbatches side by side.
-AT_ONCE = 2**63
 
 
 def install_stand_ins(unit: OffloadUnit, slot: DeviceSlot, sink: GradientSink) -> None:
@@ -62,14 +41,14 @@ def install_stand_ins(unit: OffloadUnit, slot: DeviceSlot, sink: GradientSink) -
     Raises SideBySideError for a parameter where microbatches run side by side, which would use each other's.
     `sink` gets the gradient of a parameter when autograd has summed it.
     """
-    device = slot.bytes.device
+    device, before_read = slot.bytes.device, before_reads(sink)
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else AS_IT_IS:
         for tensor in unit.tensors:
             stand_in = None
             for attribute in tensor.attributes:
                 current = attribute.tensor
                 if current is tensor.host:
-                    stand_in = stand_in if stand_in is not None else _stand_in(unit, tensor, slot, sink)
+                    stand_in = stand_in if stand_in is not None else _stand_in(unit, tensor, slot, sink, before_read)
                     attribute.assign(stand_in)
                     tensor.installed.append((attribute, stand_in, None))
                 elif running_microbatch() is not None and not tensor.is_buffer:
@@ -82,7 +61,7 @@ def install_stand_ins(unit: OffloadUnit, slot: DeviceSlot, sink: GradientSink) -
 
 def remove_stand_ins(unit: OffloadUnit, slot: DeviceSlot) -> list[UnitTensor]:
     """Makes modules hold the unit's host tensors. Returns those that forward may have changed in the slot."""
-    changed = []
+    changed, there = [], slot.bytes.untyped_storage().data_ptr()
     for tensor in unit.tensors:
         for attribute, stand_in, own in tensor.installed:
             if own is not None:
@@ -98,7 +77,7 @@ def remove_stand_ins(unit: OffloadUnit, slot: DeviceSlot) -> list[UnitTensor]:
             ):
                 attribute.assign(tensor.host)
         if tensor.device is not None and tensor.installed:
-            may_have_changed = _may_have_changed(tensor) if tensor.is_buffer else _was_changed(tensor, slot)
+            may_have_changed = _may_have_changed(tensor) if tensor.is_buffer else _was_changed(tensor, slot, there)
             if may_have_changed:
                 changed.append(tensor)
                 if tensor.own_copy is not None:
@@ -146,59 +125,25 @@ def copy_of_stand_in(unit: OffloadUnit, tensor: UnitTensor, slot: DeviceSlot, si
         if not tensor.trains:
             copies = [view.clone() for view in views]
             return over(tensor.host, copies) if tensor.is_buffer else _frozen(tensor.host, copies)
-        copy = _joined(unit, tensor, views[0], sink).clone()
+        before_read = before_reads(sink)
+        copy = _joined(unit, tensor, views[0], sink, before_read).clone()
         if copy.grad_fn is not None:
             # Its gradient is added to those of other uses when it is made, as without the copy.
             set_sequence_number(copy.grad_fn, AT_ONCE)
         return like_host(copy, tensor.host)
 
 
-class _OnDevice(torch.autograd.Function):
-    """Joins a stand-in to its host parameter in autograd's graph, so that the parameter's gradients can be asked for.
-
-    Its backward gets the sum of the gradients of all uses on the device, as the leaf of a resident parameter would.
-    """
-
-    @staticmethod
-    def forward(ctx, host: nn.Parameter, view: torch.Tensor, land: Callable) -> torch.Tensor:
-        ctx.land = land
-        ctx.set_materialize_grads(False)
-        # Autograd would take the input itself for a view of it. `.data` has a version counter of its own.
-        return view.data
-
-    @staticmethod
-    @left_out_of_graphs
-    def backward(ctx, gradient: torch.Tensor | None) -> tuple:
-        if gradient is None:
-            # No use of it has one, as of a bias in a second derivative: a resident leaf gets none either.
-            return None, None, None
-        # With `create_graph`, operations of backward would make a graph. Asking is faster than `no_grad` every time.
-        with torch.no_grad() if torch.is_grad_enabled() else AS_IT_IS:
-            return ctx.land(gradient, ctx.next_functions[0][0]), None, None
-
-
-class _Share(torch.autograd.Function):
-    """The identity, whose backward runs when the gradients of all uses of its result are summed."""
-
-    @staticmethod
-    def forward(ctx, parameter: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        return memory.detach()
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor | None) -> tuple:
-        return gradient, None
-
-
-def _stand_in(unit: OffloadUnit, tensor: UnitTensor, slot: DeviceSlot, sink: GradientSink) -> torch.Tensor:
+def _stand_in(
+    unit: OffloadUnit, tensor: UnitTensor, slot: DeviceSlot, sink: GradientSink, before_read: Callable[[], None]
+) -> torch.Tensor:
     if tensor.is_buffer:
         # `.data` has a version counter of its own, which shows whether forward changed a buffer.
         tensor.device = view = over(tensor.host, [view.data for view in tensor.views_in(slot)])
         if any(may_change((attribute.module, attribute.name)) for attribute in tensor.attributes):
             # Autograd would save a view of the slot by name, and find there what later forwards make of it.
             tensor.own_copy = view.clone()
-    elif tensor.trains:
-        tensor.device = _joined(unit, tensor, tensor.views_in(slot)[0], sink)
+    elif tensor.host.requires_grad:
+        tensor.device = _joined(unit, tensor, tensor.views_in(slot)[0], sink, before_read)
     else:
         tensor.device = _frozen(tensor.host, [view.data for view in tensor.views_in(slot)])
     tensor.note_installed()
@@ -219,7 +164,9 @@ def _frozen(host: nn.Parameter, memory: list[torch.Tensor]) -> torch.Tensor:
     return stand_in
 
 
-def _joined(unit: OffloadUnit, tensor: UnitTensor, view: torch.Tensor, sink: GradientSink) -> torch.Tensor:
+def _joined(
+    unit: OffloadUnit, tensor: UnitTensor, view: torch.Tensor, sink: GradientSink, before_read: Callable[[], None]
+) -> torch.Tensor:
     """Returns the stand-in of a parameter that trains, with `view` as its data: one a step, and the same in the next.
 
     Autograd then sums the gradients of all its uses before they leave, as it would for a resident parameter. Where
@@ -229,8 +176,8 @@ def _joined(unit: OffloadUnit, tensor: UnitTensor, view: torch.Tensor, sink: Gra
     if tensor.joined is None or tensor.joined.grad_fn is None:
         before, tensor.joined_before = tensor.joined_before, None
         is_alike = before is not None and _serves_again(before, tensor.host)
-        joined = before if is_alike else _join(unit, tensor, view, sink)
-        tensor.joined = like_host(joined, tensor.host, functools.partial(_before_read, weakref.ref(sink)))
+        joined = before if is_alike else joined_to_host(unit, tensor, view, sink)
+        tensor.joined = like_host(joined, tensor.host, before_read)
     give_data(tensor.joined, view)
     microbatch = running_microbatch()
     if microbatch is None:
@@ -241,62 +188,15 @@ def _joined(unit: OffloadUnit, tensor: UnitTensor, view: torch.Tensor, sink: Gra
     return tensor.shares[microbatch]
 
 
-def share_of(parameter: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor over `memory`, a detached `parameter`, that sums the gradients of its uses for `parameter`."""
-    with torch.enable_grad():
-        share = _Share.apply(parameter, memory)
-    set_sequence_number(share.grad_fn, AT_ONCE)
-    return share
-
-
-def _join(unit: OffloadUnit, tensor: UnitTensor, view: torch.Tensor, sink: GradientSink) -> torch.Tensor:
-    # It may outlive the step, and must not keep the device's memory alive where a mode is dropped.
-    called = weakref.ref(sink), weakref.ref(unit), weakref.ref(tensor)
-    with torch.inference_mode(False), torch.enable_grad():
-        joined = _OnDevice.apply(tensor.host, view, functools.partial(_land, *called))
-    ((accumulate, _), *_) = joined.grad_fn.next_functions
-    accumulate.register_prehook(functools.partial(_before_host_gradient, *called))
-    # Run as soon as it is ready, as autograd runs what accumulates gradients.
-    set_sequence_number(joined.grad_fn, AT_ONCE)
-    return joined
-
-
-def _land(
-    sink: Callable[[], GradientSink | None],
-    unit: Callable[[], OffloadUnit | None],
-    tensor: Callable[[], UnitTensor | None],
-    gradient: torch.Tensor,
-    node: torch.autograd.graph.Node,
-) -> torch.Tensor | None:
-    if (to := sink()) is None:
-        raise RuntimeError("backward of a forward whose offload mode is gone: keep the mode until backward has ended")
-    return to.land(unit(), tensor(), gradient, node)
-
-
-def _before_host_gradient(
-    sink: Callable[[], GradientSink | None],
-    unit: Callable[[], OffloadUnit | None],
-    tensor: Callable[[], UnitTensor | None],
-    gradients: tuple[torch.Tensor | None, ...],
-) -> None:
-    if gradients[0] is not None and (to := sink()) is not None:
-        to.before_host_gradient(unit(), tensor())
-
-
-def _before_read(sink: Callable[[], GradientSink | None]) -> None:
-    if (to := sink()) is not None:
-        to.before_gradient_is_read()
-
-
 def _serves_again(joined: torch.Tensor, host: nn.Parameter) -> bool:
     """Tells whether the stand-in of an earlier step is as one made now, but for attributes, which it gets.
 
     Its user may have put hooks on it or changed it, or have replaced the parameter.
     """
     node = joined.grad_fn
-    if type(node) is not _OnDevice._backward_cls or node.next_functions[0][0].variable is not host:
+    if type(node) is not OnDevice._backward_cls or node.accumulates.variable is not host:
         return False
-    if has_gradient_hooks(joined) or joined.retains_grad or type(joined) is not class_like(type(host)):
+    if any(gradient_hooks(joined)) or joined.retains_grad or type(joined) is not class_like(type(host)):
         return False
     joined.__dict__.clear()
     return True
@@ -342,27 +242,37 @@ def _may_have_changed(tensor: UnitTensor) -> bool:
     )
 
 
-def _was_changed(tensor: UnitTensor, slot: DeviceSlot) -> bool:
-    """Tells whether a forward changed a parameter: in place, or by giving it other data, which goes into the slot."""
-    device, there = tensor.device, slot.bytes.untyped_storage().data_ptr()
+def _was_changed(tensor: UnitTensor, slot: DeviceSlot, there: int) -> bool:
+    """Tells whether a forward changed a parameter: in place, or by giving it other data, which goes into the slot.
+
+    `there` is the address of the slot.
+    """
+    device, is_compound = tensor.device, tensor.layout.is_compound
+    data_taken = data_was_taken(device) and not is_compound
     # Taken apart anew: the forward may have given it other parts.
-    now = parts(device) if tensor.layout.is_compound else [device]
-    if any(part.untyped_storage().data_ptr() != there for part in now):
-        if not tensor.layout.fits(device):
-            raise RuntimeError(
-                f"{tensor.name} was {tensor.dtype} of shape {tuple(tensor.shape)}, and its forward made it"
-                f" {device.dtype} of shape {tuple(device.shape)}: a parameter that streams keeps dtype and shape"
-            )
-        views = [view.data for view in tensor.views_of(slot.bytes)]
-        with torch.no_grad():
-            for view, part in zip(views, tensor.parts_of(device), strict=True):
-                view.copy_(part.data)
-        tensor.device = give_memory(device, views, ())
-        tensor.writes += 1
-        return True
+    now = parts(device) if is_compound else (device,)
+    for part in now:
+        if part.untyped_storage().data_ptr() != there:
+            return _take_data(tensor, slot)
     # A write through `.data` does not count for autograd. Quantised weights are read so, and not written.
-    data_taken = data_was_taken(device) and not tensor.layout.is_compound
     if data_taken and running_microbatch() is not None:
         # Whether it was a write matters to the other microbatches.
         tensor.writes += differs_from_home(tensor)
     return tensor.count_writes() or data_taken
+
+
+def _take_data(tensor: UnitTensor, slot: DeviceSlot) -> bool:
+    """Takes over the data that a forward has given a parameter. Returns True: it has changed."""
+    device = tensor.device
+    if not tensor.layout.fits(device):
+        raise RuntimeError(
+            f"{tensor.name} was {tensor.dtype} of shape {tuple(tensor.shape)}, and its forward made it"
+            f" {device.dtype} of shape {tuple(device.shape)}: a parameter that streams keeps dtype and shape"
+        )
+    views = [view.data for view in tensor.views_of(slot.bytes)]
+    with torch.no_grad():
+        for view, part in zip(views, tensor.parts_of(device), strict=True):
+            view.copy_(part.data)
+    tensor.device = give_memory(device, views, ())
+    tensor.writes += 1
+    return True

@@ -48,13 +48,13 @@ from offload.weights.prefetching.prefetcher import Prefetcher
 from offload.weights.units.partition import CutModel, open_at_once
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.windows.gradient_nodes import GradientSink
 from offload.weights.windows.held_tensors import LeavesSlots, end_watch, watch_reads
 from offload.weights.windows.kept_by_functions import name_kept_weights
 from offload.weights.windows.leaving import copy_what_leaves
 from offload.weights.windows.saved_weights import SavedWeights
-from offload.weights.windows.scopes import RunningForwards, Scope, ThreadForwards
+from offload.weights.windows.scopes import Scope, ThreadForwards
 from offload.weights.windows.stand_ins import (
-    GradientSink,
     copy_of_stand_in,
     differs_from_home,
     drop_stand_ins,
@@ -162,9 +162,8 @@ class Windows:
         keywords: dict,
     ) -> object:
         """Runs the forward of a module that may read these tensors, which are those of `units`."""
-        scope, running = Scope(module), self._threads.running
-        # Forwards that are running do as a rule all that windows of its own would do, where units are blocks.
-        if (
+        running = self._threads.running
+        if not (
             running.scopes
             and running.units.issuperset(units)
             and (self._in_step or self._in_inference or self._in_forward)
@@ -172,7 +171,34 @@ class Windows:
             and not is_in_selective_checkpoint()
             and self._prefetcher.are_read_here(units)
         ):
-            return self._forward_inside(scope, running, read, forward, arguments, keywords)
+            return self._forward_in_windows(Scope(module), read, units, forward, arguments, keywords)
+        # Forwards that are running do all that windows of its own would do, as a rule where units are blocks.
+        if self._final.counting:
+            for unit, tensor in read:
+                self._final.use(unit, tensor)
+        if self._prefetcher.is_put_off:
+            self._prefetcher.try_again()
+        scope, since = Scope(module), len(function_contexts.made)
+        running.scopes.append(scope)
+        try:
+            result = forward(*arguments, **keywords)
+            # Code inside may have read other weights.
+            return self._finish(scope, since, result) if scope.units else result
+        finally:
+            running.end(scope)
+            if scope.units or scope.copies:
+                self._close(scope)
+                scope.check_copies()
+
+    def _forward_in_windows(
+        self,
+        scope: Scope,
+        read: Read,
+        units: Sequence[OffloadUnit],
+        forward: Callable,
+        arguments: tuple,
+        keywords: dict,
+    ) -> object:
         check_no_transform()
         with AS_IT_IS if self._keeps_units else self._kept(), self._scope(scope):
             for unit in units:
@@ -187,33 +213,6 @@ class Windows:
                 function_contexts.end()
             self._saved.check_selective_checkpoints()
             return result
-
-    def _forward_inside(
-        self,
-        scope: Scope,
-        running: RunningForwards,
-        read: Read,
-        forward: Callable,
-        arguments: tuple,
-        keywords: dict,
-    ) -> object:
-        """Runs a forward that needs no windows of its own."""
-        if self._final.counting:
-            for unit, tensor in read:
-                self._final.use(unit, tensor)
-        if self._prefetcher.is_put_off:
-            self._prefetcher.try_again()
-        since = len(function_contexts.made)
-        running.scopes.append(scope)
-        try:
-            result = forward(*arguments, **keywords)
-            # Code inside may have read other weights.
-            return self._finish(scope, since, result) if scope.units else result
-        finally:
-            running.end(scope)
-            if scope.units or scope.copies:
-                self._close(scope)
-                scope.check_copies()
 
     @contextmanager
     def _scope(self, scope: Scope) -> Iterator[None]:

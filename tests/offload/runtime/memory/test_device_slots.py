@@ -19,6 +19,13 @@ def test_a_slot_is_found_by_a_tensor_that_lies_in_it(streams: registry.Streams):
     assert slots.nbytes == 2048
 
 
+def test_a_slot_begins_with_its_first_byte_and_ends_with_its_last(streams: registry.Streams):
+    slots = DeviceSlots(2, 64, streams)
+    for slot in slots:
+        for inside in (slot.bytes[:1], slot.bytes[-1:], slot.bytes[64:], slot.bytes.view(torch.float32)[3:5]):
+            assert slots.slot_of(inside) is slot
+
+
 def test_slots_of_the_meta_device_are_found_although_they_have_no_memory():
     slots = DeviceSlots(3, 64, CheckedStreams(torch.device("meta")))
     for slot in slots:
