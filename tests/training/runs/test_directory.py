@@ -150,6 +150,8 @@ def test_a_new_run_does_not_mix_with_the_metrics_of_another(tmp_path: Path, fini
 
 def test_a_job_that_is_queued_again_before_its_first_checkpoint_begins_anew(tmp_path: Path):
     run_here(tmp_path, *TINY_RUN)
+    # One that was killed has none.
+    (tmp_path / "summary.json").unlink()
     run_here(tmp_path, *TINY_RUN, "resume=auto", "checkpoint.every=100", "log_every=3")
     assert steps(tmp_path) == [3, 6]
 
