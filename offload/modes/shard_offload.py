@@ -32,7 +32,7 @@ from offload.runtime.sharing.sharers import NO_SHARERS, Sharers
 from offload.runtime.streams.counters import Counters
 from offload.runtime.streams.registry import Streams
 from offload.runtime.tensor_parts import true_bytes
-from offload.runtime.torch_internals import has_gradient_hooks
+from offload.runtime.torch_internals import check_no_transform, has_gradient_hooks
 from offload.weights.footprint import Footprint
 from offload.weights.units.partition import CutPoint
 from offload.weights.windows.resident_shares import ResidentShares
@@ -269,6 +269,8 @@ class ShardOffload(WeightMode):
             self._undo.append(entrance.remove)
 
     def _entered(self, place: int, is_block: bool, forward: Callable, arguments: tuple, keywords: dict) -> object:
+        # Before the checkpoint of the block, which not every version of torch leaves well under a transform.
+        check_no_transform()
         self._layer_major.enter(place)
         # Outside the blocks nothing is computed again, so more than an input would be swapped.
         swaps = is_block and self._boundary_swapper is not None

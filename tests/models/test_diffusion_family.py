@@ -85,6 +85,19 @@ def test_inputs_are_made_and_conditions_that_may_be_left_out_are_none() -> None:
     assert network.inputs["text"] is text
 
 
+def test_channels_beyond_those_that_are_returned_are_a_condition() -> None:
+    config = {"in_channels": 12, "out_channels": 4}
+    family = Called(beside=2, layout=Patches((2, 1)), separate="first_frame")
+    family.check(config)
+    assert family.channels(config) == 2
+    # Of 12 channels of patches of two latents, four are those of `noisy`.
+    assert family.condition_shapes(config) == {"other_latents": (4, None, None), "first_frame": (2, None, None)}
+    network, noisy, other = Network(), torch.randn(2, 4, 2, 2), torch.randn(2, 3, 2, 2)
+    Called(beside=2).velocity(network, noisy, TIMES, {"other_latents": other})
+    assert torch.equal(network.inputs["hidden_states"], torch.cat([noisy, other], dim=1))
+    assert "other_latents" not in network.inputs
+
+
 def test_half_of_the_output_is_left_out_where_it_may_be_a_variance() -> None:
     twice = SimpleNamespace(config=CONFIG)
     noisy = torch.randn(2, 4, 2, 2)

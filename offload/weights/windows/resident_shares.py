@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from offload.runtime.forward.running_microbatch import SideBySideError
+from offload.runtime.tensor_parts import lies_flat
 from offload.weights.units.placement import ModuleAttribute
 from offload.weights.windows.gradient_nodes import share_of
 from offload.weights.windows.stand_in_class import like_host
@@ -50,8 +51,8 @@ class ResidentShares:
         installed = []
         for attribute in self._attributes:
             parameter = attribute.tensor
-            # Not a tensor of another class that acts as a parameter: it may have no memory of its own.
-            if issubclass(type(parameter), nn.Parameter) and parameter.requires_grad:
+            # Not a tensor of another class that acts as a parameter, or a sparse one: it may have no memory of its own.
+            if issubclass(type(parameter), nn.Parameter) and parameter.requires_grad and lies_flat(parameter):
                 share = self._share(microbatch, parameter)
                 attribute.assign(share)
                 installed.append((attribute, share, parameter))

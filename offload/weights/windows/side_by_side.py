@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from offload.runtime.forward.running_microbatch import SideBySideError
+from offload.runtime.tensor_parts import lies_flat
 from offload.weights.units.partition import CutModel
 from offload.weights.units.placement import ModuleAttribute
 from offload.weights.units.unit import OffloadUnit
@@ -31,7 +34,7 @@ class WeightsSideBySide:
         ]
         self._updated = updated
         self._resident = [
-            (attributes[0], tensor, tensor._version, tensor.data_ptr())
+            (attributes[0], tensor, tensor._version, _address(tensor))
             for attributes in resident
             if (tensor := attributes[0].tensor) is not None and not tensor.is_inference()
         ]
@@ -51,7 +54,7 @@ class WeightsSideBySide:
             if by_forward or (version_now, tensor.host.data_ptr()) != (version, address):
                 raise SideBySideError(f"{tensor.name} was changed")
         for attribute, parameter, version, address in self._resident:
-            if (parameter._version, parameter.data_ptr()) != (version, address):
+            if (parameter._version, _address(parameter)) != (version, address):
                 raise SideBySideError(f"{_name(attribute)} was changed")
 
     def put_back(self) -> None:
@@ -67,3 +70,8 @@ class WeightsSideBySide:
 
 def _name(attribute: ModuleAttribute) -> str:
     return f"{attribute.name} of a {type(attribute.module).__name__}"
+
+
+def _address(tensor: torch.Tensor) -> int:
+    # A sparse tensor has none.
+    return tensor.data_ptr() if lies_flat(tensor) else 0

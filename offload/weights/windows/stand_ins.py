@@ -267,7 +267,8 @@ def _take_data(tensor: UnitTensor, slot: DeviceSlot) -> bool:
     if not tensor.layout.fits(device):
         raise RuntimeError(
             f"{tensor.name} was {tensor.dtype} of shape {tuple(tensor.shape)}, and its forward made it"
-            f" {device.dtype} of shape {tuple(device.shape)}: a parameter that streams keeps dtype and shape"
+            f" {device.dtype} of shape {tuple(device.shape)}: a parameter that streams keeps dtype and shape:"
+            " convert it before the mode attaches"
         )
     views = [view.data for view in tensor.views_of(slot.bytes)]
     with torch.no_grad():

@@ -18,6 +18,7 @@ class Places(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
         return x * self.factors
 
 

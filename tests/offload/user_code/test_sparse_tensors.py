@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.offload.helpers.user_code import EVERY_MODE, same_as_resident, train_step
+from tests.offload.helpers.models import stack_inputs
+from tests.offload.helpers.user_code import EVERY_MODE, NoMode, same_as_resident, train_step
 
 
 def sparse(matrix: torch.Tensor) -> torch.Tensor:
@@ -67,6 +68,33 @@ def test_a_tensor_without_flat_bytes_stays_on_the_device(make: Callable, kind: s
         model.state_dict = lambda: {
             name: tensor for name, tensor in nn.Module.state_dict(model).items() if "linear" in name
         }
+        return model
+
+    same_as_resident(make, scenario, build)
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("trains", [True, False], ids=["trains", "frozen"])
+def test_a_sparse_parameter_under_several_microbatches(make: Callable, trains: bool):
+    def losses(model: nn.Module) -> list[Callable[[], torch.Tensor]]:
+        return [lambda part=part: model(stack_inputs(0, part)).square().mean() for part in range(3)]
+
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        if mode is NoMode:
+            for loss in losses(model):
+                loss().backward()
+        else:
+            with mode.step():
+                mode.accumulate(losses(model))
+        found = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+        model.zero_grad()
+        return [gradient.to_dense() for gradient in found]
+
+    def build() -> nn.Module:
+        model = Graphs("sparse", is_buffer=False)
+        for block in model.blocks:
+            block.matrix.requires_grad_(trains)
+        model.state_dict = dict
         return model
 
     same_as_resident(make, scenario, build)
