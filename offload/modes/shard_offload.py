@@ -269,8 +269,9 @@ class ShardOffload(WeightMode):
             self._undo.append(entrance.remove)
 
     def _entered(self, place: int, is_block: bool, forward: Callable, arguments: tuple, keywords: dict) -> object:
-        # Before the checkpoint of the block, which not every version of torch leaves well under a transform.
-        check_no_transform()
+        if is_block:
+            # Before the checkpoint of the block, which not every version of torch leaves well under a transform.
+            check_no_transform()
         self._layer_major.enter(place)
         # Outside the blocks nothing is computed again, so more than an input would be swapped.
         swaps = is_block and self._boundary_swapper is not None
