@@ -27,10 +27,14 @@ STEPS = 8
 WIDE = functools.partial(Stack, width=32)
 
 
-@functools.cache
+_made_once = functools.cache(lambda dtype: made(WIDE, DTYPES[dtype]))
+_making = threading.Lock()
+
+
 def model_of(dtype: str) -> nn.Module:
-    """Made once: threads share the random numbers."""
-    return made(WIDE, DTYPES[dtype])
+    """Made once: threads share the random numbers. Two that ask at once would each make one."""
+    with _making:
+        return _made_once(dtype)
 
 
 def trained(sharer: Sharer, change: Change = unchanged, waits: bool = True) -> list[float]:
