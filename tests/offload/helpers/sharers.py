@@ -97,6 +97,9 @@ def as_sharers(count: int, work: Callable[[ThreadSharers], Any], hosts: int = 1)
     errors: list[BaseException] = []
 
     def guarded(number: int) -> Any:
+        # A thread takes over the number of cores that an update of another sharer has set at that moment, and sums over
+        # several cores are others than those of one.
+        torch.set_num_threads(1)
         try:
             return work(ThreadSharers(number, everyone, tables))
         except BaseException as error:
