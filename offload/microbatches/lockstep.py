@@ -194,7 +194,11 @@ class _Worker:
 
 
 class _ThreadState:
-    """The state that torch keeps for each thread, as the caller has it: autograd with its hooks, autocast, streams."""
+    """The state that torch keeps for each thread, as the caller has it: autograd with its hooks, autocast, streams.
+
+    So is the number of cores: sums over another number round otherwise, and a thread that begins while the host
+    optimizer computes takes that one's.
+    """
 
     def __init__(self, streams: Streams):
         self._streams = streams
@@ -206,12 +210,15 @@ class _ThreadState:
         ]
         self._cache = torch.is_autocast_cache_enabled()
         self._default_device = torch.get_default_device()
+        self._cores = torch.get_num_threads()
         self._hooks = active_hooks()
         self._streams_context = streams.thread_context()
 
     def as_in_caller(self) -> ExitStack:
         """Returns a context in which the thread that opens it has the caller's state."""
         stack = ExitStack()
+        if torch.get_num_threads() != self._cores:
+            torch.set_num_threads(self._cores)
         stack.enter_context(torch.set_grad_enabled(self._grad))
         for kind, enabled, dtype in self._autocast:
             stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=self._cache))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from offload.microbatches.lockstep import Lockstep, Threads
+from offload.optimizer.kernels import torch_threads
 from offload.runtime.forward.running_microbatch import running_microbatch
 
 
@@ -145,6 +146,26 @@ def test_each_turn_runs_in_a_context_of_its_own_and_knows_its_number(streams, th
     turns = [[f"open {index}", index, f"close {index}"] for index in (0, 1, 0, 1)]
     assert events == [event for turn in turns for event in turn]
     assert not lockstep.pause(1)
+
+
+def test_functions_compute_on_the_callers_number_of_cores(streams):
+    cores, fresh = torch.get_num_threads(), Threads()
+
+    def begun_elsewhere() -> None:
+        with torch_threads(cores + 1):
+            others.wait()
+            others.wait()
+
+    others = threading.Barrier(2, timeout=60)
+    other = threading.Thread(target=begun_elsewhere)
+    other.start()
+    others.wait()
+    try:
+        assert Lockstep([torch.get_num_threads] * 2, streams, fresh).run() == [cores] * 2
+    finally:
+        others.wait()
+        other.join()
+        fresh.close()
 
 
 def test_functions_have_the_callers_default_device(streams, threads):
