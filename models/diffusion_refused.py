@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-_CODES = "it codes images, sounds or videos, and learns no velocity; task=flow_matching trains models of its latents"
+_CODES = (
+    "it encodes or decodes images, sounds or videos, and learns no velocity; task=flow_matching trains models of its"
+    " latents"
+)
 _ADDS = "its output is added inside of another model, which would have to be called with it"
 _EMBEDS = "it makes embeddings for another model, and no velocity"
 _TWO = "it makes a video and a sound at once, and a batch has one kind of latents"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import tempfile
 from abc import ABC, abstractmethod
@@ -103,18 +104,20 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def parsed(options_parser: argparse.ArgumentParser, on_cpu: str = "") -> argparse.Namespace:
-    """Reads the command line. Ends the program with one line if torch does not know its device, or finds no GPU, and if
-    the file of `--json` could not be written at the end.
+    """Reads the command line. Ends the program with one line if its device is no GPU and no CPU, if torch does not find
+    that GPU, and if the file of `--json` could not be written at the end.
 
     `on_cpu` is a remark about the CPU in place of it.
     """
     options = options_parser.parse_args()
-    try:
-        device = torch.device(options.device)
-    except RuntimeError:
+    known = re.fullmatch(r"cpu|cuda(?::(\d+))?", options.device)
+    if not known:
         options_parser.error(f"argument --device: {options.device!r} is not cuda, cuda:N or cpu")
-    if device.type == "cuda" and not torch.cuda.is_available():
+    on_gpu = options.device != "cpu"
+    if on_gpu and not torch.cuda.is_available():
         sys.exit(f"error: --device {options.device}: torch finds no GPU; use --device cpu{on_cpu}")
+    if on_gpu and int(known[1] or 0) >= (count := torch.cuda.device_count()):
+        sys.exit(f"error: --device {options.device}: no such GPU; torch finds {count}, numbered from 0")
     file = getattr(options, "json", None)
     if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
         sys.exit(f"error: --json {file}: cannot be written; choose another place")

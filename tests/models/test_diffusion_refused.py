@@ -15,7 +15,7 @@ from models.diffusion_refused import REASONS, reason_against
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("AutoencoderKLWan", "it codes images, sounds or videos"),
+        ("AutoencoderKLWan", "it encodes or decodes images, sounds or videos"),
         ("FluxControlNetModel", "its output is added inside of another model"),
         ("LTX2VideoTransformer3DModel", "it makes a video and a sound at once"),
         ("OmniGenTransformer2DModel", "its text is token ids"),

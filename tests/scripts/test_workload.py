@@ -9,7 +9,7 @@ import torch
 from hydra.errors import HydraException
 
 from scripts import bench, bench_ranks
-from scripts.workload import Workload, make_workload, parser, timed_steps
+from scripts.workload import Workload, make_workload, parsed, parser, timed_steps
 
 BLOCKS = ("--hidden=32", "--intermediate=64", "--heads=2", "--blocks=2", "--seq-len=8")
 MODEL = (
@@ -87,6 +87,7 @@ def test_an_option_that_does_not_exist_is_hydras_error():
         ("cuda", "error: --device cuda: torch finds no GPU; use --device cpu"),
         ("cuda:1", "error: --device cuda:1: torch finds no GPU; use --device cpu"),
         ("gpu", "argument --device: 'gpu' is not cuda, cuda:N or cpu"),
+        ("meta", "argument --device: 'meta' is not cuda, cuda:N or cpu"),
     ],
 )
 def test_a_device_that_is_not_there_is_one_line(monkeypatch, capsys, module, device: str, line: str):
@@ -97,6 +98,16 @@ def test_a_device_that_is_not_there_is_one_line(monkeypatch, capsys, module, dev
     shown = capsys.readouterr()
     assert (end.value.code if isinstance(end.value.code, str) else shown.err.strip()).endswith(line)
     assert shown.out == ""
+
+
+def test_a_gpu_behind_the_last_one_is_one_line(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("sys.argv", ["bench.py", "--device=cuda:2"])
+    with pytest.raises(SystemExit, match=r"^error: --device cuda:2: no such GPU; torch finds 2, numbered from 0$"):
+        parsed(parser(""))
+    monkeypatch.setattr("sys.argv", ["bench.py", "--device=cuda:1"])
+    assert parsed(parser("")).device == "cuda:1"
 
 
 @pytest.mark.parametrize("module", [bench, bench_ranks])

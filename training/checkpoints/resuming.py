@@ -151,8 +151,8 @@ def _refuse_finished(run_dir: Path) -> None:
         return
     if status == "ok":
         raise UserError(
-            f"resume=auto: {run_dir} has a finished run and no checkpoint to resume from: choose another place with"
-            " hydra.run.dir=PATH, or delete that directory to begin again"
+            f"resume=auto: {run_dir} has a finished run and no checkpoint to resume from (checkpoint.every=N saves"
+            " some): choose another place with hydra.run.dir=PATH, or delete that directory to begin again"
         )
 
 

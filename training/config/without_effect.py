@@ -7,13 +7,17 @@ from collections.abc import Collection
 
 from omegaconf import DictConfig, OmegaConf
 
-# By key, the one without which nothing reads it, and a value of that for the warning.
+# By key, the one that turns it on, that one's value while it is off, and another value of it for the warning.
 TURNED_ON_BY = {
-    "sample.prompt": ("sample.every", "N"),
-    "sample.tokens": ("sample.every", "N"),
-    "sample.temperature": ("sample.every", "N"),
-    "sample.top_p": ("sample.every", "N"),
-    "trace_step": ("trace", "true"),
+    "sample.prompt": ("sample.every", None, "N"),
+    "sample.tokens": ("sample.every", None, "N"),
+    "sample.temperature": ("sample.every", None, "N"),
+    "sample.top_p": ("sample.every", None, "N"),
+    "trace_step": ("trace", False, "true"),
+    "parallel.homes": ("devices", 1, "N"),
+    "parallel.reduction": ("devices", 1, "N"),
+    "parallel.numa": ("devices", 1, "N"),
+    "parallel.timeout_s": ("devices", 1, "N"),
 }
 
 logger = logging.getLogger(__name__)
@@ -22,8 +26,8 @@ logger = logging.getLogger(__name__)
 def warn_of_keys_without_effect(config: DictConfig, given: Collection[str]) -> None:
     """Warns of each key of `given`, those of the command line, that does nothing in `config`.
 
-    They are not refused: the keys of a sweep or of another run may turn off what they belong to.
+    They are not refused: a sweep may turn off what they belong to.
     """
-    for key, (switch, value) in TURNED_ON_BY.items():
-        if key in given and not OmegaConf.select(config, switch):
+    for key, (switch, off, value) in TURNED_ON_BY.items():
+        if key in given and OmegaConf.select(config, switch) == off:
             logger.warning("%s has no effect without %s=%s", key, switch, value)

@@ -32,7 +32,7 @@ from training.planning.quantised import unquantised_note
 from training.planning.ranks import note_of_ranks
 from training.planning.report import RunPlan
 from training.planning.shapes import refuse_shapes
-from training.planning.streamed import staying_note, streamed_share
+from training.planning.streamed import staying_note, streamed_share, unmatched_note
 from training.planning.times import PlannedTimes
 from training.profiling.hardware import resolve_device
 from training.profiling.timeline import Interval, Timeline, draw_chart
@@ -182,6 +182,8 @@ def _plan_of(planned: PlannedStep, components: Components, machine: Machine, has
         notes.append(FOREIGN)
     if staying := staying_note(components):
         notes.append(staying)
+    if unmatched := unmatched_note(components):
+        notes.append(unmatched)
     if left := unquantised_note(components):
         notes.append(left)
     return replace(plan, kept_bytes=kept_bytes, streamed=streamed_share(components), notes=(*plan.notes, *notes))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 from offload import WeightMode, format_bytes
 from training.components import Components
 from training.config.modes import weights_node
 
 # A smaller share is worth a note.
 MOST = 0.9
-# The most tensors that are named, and the least share of the bytes of one that is.
+# The most tensors, or modules, that are named, and the least share of the bytes of a tensor that is.
 NAMED, SMALL = 3, 0.01
 
 
@@ -26,8 +28,8 @@ def staying_note(components: Components) -> str | None:
     """
     share = streamed_share(components)
     key, mode = weights_node(components.config)
-    weights = getattr(components.mode, "weights", components.mode)
-    if isinstance(weights, WeightMode) and not weights.chosen(components.model):
+    weights = _weight_mode(components)
+    if weights is not None and not weights.chosen(components.model):
         patterns = f"{key}.include={mode.include} and {key}.exclude={mode.exclude}"
         return f"nothing streams: {patterns} leave no module of the model"
     if share is None or share >= MOST or mode.get("resident") not in (None, 0, "0", "auto"):
@@ -43,3 +45,32 @@ def staying_note(components: Components) -> str | None:
     shown = ", ".join(f"{names.get(id(tensor), 'a tensor')} ({format_bytes(tensor.nbytes)})" for tensor in largest)
     advice = f"; {key}.outside=stream streams them too" if mode.get("outside") == "resident" else ""
     return f"{1 - share:.0%} of the weights stay on the device: {shown}{advice}"
+
+
+def unmatched_note(components: Components) -> str | None:
+    """Returns a line with the patterns of `include` and `exclude` that match no module which the mode cuts out.
+
+    They are not refused: under another mode of a sweep they may match. None where all match, or where the patterns
+    leave nothing that streams, which `staying_note` tells.
+    """
+    weights = _weight_mode(components)
+    if weights is None or not weights.chosen(components.model):
+        return None
+    names = list(dict.fromkeys(point.name for point in weights.cut_points(components.model)))
+    unmatched = [
+        f"{key}={pattern}"
+        for key, patterns in (("include", weights.include), ("exclude", weights.exclude))
+        for pattern in patterns
+        if not any(fnmatchcase(name, pattern) for name in names)
+    ]
+    if not unmatched:
+        return None
+    prefix, _ = weights_node(components.config)
+    some = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    listed = ", ".join(f"{prefix}.{pattern}" for pattern in unmatched)
+    return f"without effect: {listed}; the modules that the mode cuts out are {some}"
+
+
+def _weight_mode(components: Components) -> WeightMode | None:
+    weights = getattr(components.mode, "weights", components.mode)
+    return weights if isinstance(weights, WeightMode) else None

@@ -22,11 +22,11 @@ from training.runs.console import note_failures
 from training.runs.directory import RunDirectory
 from training.runs.files import SUMMARY_FILE
 from training.runs.signals import Interruption
+from training.runs.starting import INTERRUPTED
 from training.visible_text import visible, visible_lines
 
 FAILED = 1
-INTERRUPTED = 130
-"""exit statuses"""
+"""the exit status of a run that failed"""
 
 # Without a configuration there is no better advice; `training.planning.oom_advice` has it.
 SHOWN_BY_PLAN = (

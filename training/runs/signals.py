@@ -36,7 +36,7 @@ class Interruption:
         handler(number, frame)
 
     def raise_again(self) -> None:
-        """Raises KeyboardInterrupt if a signal did, which cannot have ended the run."""
+        """Raises KeyboardInterrupt if a signal raised it before: the run still goes on, so something swallowed it."""
         if self.asked:
             raise KeyboardInterrupt
 

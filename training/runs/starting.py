@@ -16,8 +16,8 @@ from types import FrameType
 
 # What every program imports first; requirements.txt brings all else with them.
 LIBRARIES = ("torch", "hydra", "omegaconf")
-_MESSAGE = b"error: interrupted\n"
-_INTERRUPTED = 130
+# The exit status of a process that Ctrl-C ended.
+INTERRUPTED = 130
 
 
 def refuse_foreign_python() -> None:
@@ -50,11 +50,11 @@ def interrupt_in_one_line() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
-        sys.exit(_INTERRUPTED)
+        sys.exit(INTERRUPTED)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
     try:
-        os.write(2, _MESSAGE)
+        os.write(2, b"error: interrupted\n")
     finally:
-        os._exit(_INTERRUPTED)
+        os._exit(INTERRUPTED)

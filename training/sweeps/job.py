@@ -14,8 +14,9 @@ from typing import Any
 from training.errors import UserError
 from training.metrics.files import read_summary, write_summary
 from training.runs.directory import holds_results
-from training.runs.failures import FAILED, INTERRUPTED
+from training.runs.failures import FAILED
 from training.runs.files import CONFIG_FILE, SUMMARY_FILE
+from training.runs.starting import INTERRUPTED
 from training.visible_text import visible
 
 # Seconds that a job which was asked to end may take to save before it is killed: a checkpoint of 100 GiB takes minutes.

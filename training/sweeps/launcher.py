@@ -31,9 +31,9 @@ from training.checkpoints.manifest import DamagedError
 from training.config.auto import AUTO, SETTLED
 from training.errors import UserError, first_line
 from training.runs.directory import holds_results, refuse_program_folder
-from training.runs.failures import INTERRUPTED
 from training.runs.parent import PARENT_VARIABLE
 from training.runs.signals import once_per_request, signals_not_ignored
+from training.runs.starting import INTERRUPTED
 from training.sweeps.job import SweepJob, summary_in
 from training.visible_text import visible
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,25 @@ def test_a_signal_saves_the_run_after_its_step(tmp_path: Path, finished: Path, r
 def test_a_signal_that_comes_more_than_once_is_one_request(tmp_path: Path, run_here, signalled):
     signalled(at=4, times=3)
     assert run_here(tmp_path)["status"] == "stopped"
+
+
+def test_an_interruption_that_a_step_swallowed_ends_the_run_before_the_next_one(tmp_path: Path, run_here, monkeypatch):
+    from training import loop
+
+    run_step, begun = loop.run_step, []
+
+    def swallowed(job, step, batch):
+        begun.append(step)
+        if step == 2:
+            with suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+        return run_step(job, step, batch)
+
+    monkeypatch.setattr(loop, "run_step", swallowed)
+    with pytest.raises(KeyboardInterrupt):
+        # It is not worth saving so early.
+        run_here(tmp_path, "checkpoint.every=null")
+    assert begun == [1, 2]
 
 
 def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path, finished: Path, run_here, signalled, at, content):

@@ -8,7 +8,7 @@ from tests.training.helpers import streamed_shapes
 from tests.training.helpers.in_process import SMALL_MODEL, components_of
 from training.planning.machine import machine_of
 from training.planning.plan import plan_run
-from training.planning.streamed import staying_note, streamed_share
+from training.planning.streamed import staying_note, streamed_share, unmatched_note
 
 # The embedding and the head are half of such a model.
 MODEL = (*SMALL_MODEL, "model.vocab_size=512", "offload=layer_stream")
@@ -47,6 +47,35 @@ def test_patterns_that_leave_nothing_are_named(pattern: str):
     named = f"offload.{pattern}".replace("[layers.*]", "['layers.*']")
     assert note.startswith("nothing streams: ")
     assert named in note
+    assert unmatched_note(components_of(*MODEL, f"offload.{pattern}")) is None
+
+
+def test_patterns_that_match_nothing_beside_others_are_named():
+    """One that matches a module inside a block selects nothing either: blocks stream as a whole."""
+    components = components_of(
+        *MODEL,
+        "offload.include=['model.layers.*','model.layers.1.mlp','layer.*']",
+        "offload.exclude=['model.layers.0','lm_head']",
+    )
+    note = unmatched_note(components)
+    assert note == (
+        "without effect: offload.include=model.layers.1.mlp, offload.include=layer.*, offload.exclude=lm_head; the"
+        " modules that the mode cuts out are model.layers.0, model.layers.1"
+    )
+    assert note in plan_run(components, machine_of(components), has_gpu=True).notes
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("offload.outside=stream", "offload.exclude=[lm_head]"),
+        ("offload=bounce_linear", "offload.include=['*.mlp.*']"),
+        ("offload=shard_offload", "offload.exclude=['*.0']"),
+        ("offload=tensor_swap", "offload@offload.weights=layer_stream", "offload.weights.exclude=['*.0']"),
+    ],
+)
+def test_patterns_that_match_have_no_note(keys: tuple[str, ...]):
+    assert unmatched_note(components_of(*MODEL, *keys)) is None
 
 
 @pytest.mark.parametrize("name", streamed_shapes.SHAPES)
