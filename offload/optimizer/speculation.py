@@ -186,8 +186,8 @@ class SpeculativeUpdates:
             self.stop()
             return None
         step = state["step"].item() if "step" in (state := optimizer.state[parameter]) else 0.0
-        # Noted before anything is read. The update itself raises the parameter's counter by one.
         begun: list[tuple[range, UndoLog]] = []
+        # Noted before anything is read. The update itself raises the parameter's counter by one.
         trial = Trial(claim, begun, step, parameter._version + 1, claim.gradient._version)
         state, is_complete = optimizer.begin_update(parameter), True
         # `.data` has a version counter of its own: the kernel's writes are no changes by somebody else.
