@@ -46,11 +46,13 @@ class Speculation:
 class Trial:
     """A claimed update that was made and can be undone.
 
-    `logs` are those of the ranges of elements that were updated, `step` is the count of updates before this one.
+    `logs` are those of the ranges of elements that were updated. Before it the state had the tensors `held` and had
+    counted `step` updates.
     """
 
     claim: Claim
     logs: Sequence[tuple[range, UndoLog]]
+    held: frozenset[str]
     step: float
     # Autograd's version counters as the update leaves them, which show whether somebody else has written since.
     parameter_version: int
@@ -185,10 +187,11 @@ class SpeculativeUpdates:
         if logs is None:
             self.stop()
             return None
-        step = state["step"].item() if "step" in (state := optimizer.state[parameter]) else 0.0
+        state = optimizer.state[parameter]
+        held, step = frozenset(state), state["step"].item() if "step" in state else 0.0
         begun: list[tuple[range, UndoLog]] = []
         # Noted before anything is read. The update itself raises the parameter's counter by one.
-        trial = Trial(claim, begun, step, parameter._version + 1, claim.gradient._version)
+        trial = Trial(claim, begun, held, step, parameter._version + 1, claim.gradient._version)
         state, is_complete = optimizer.begin_update(parameter), True
         # `.data` has a version counter of its own: the kernel's writes are no changes by somebody else.
         operands = operands_of(claim, state, parameter.data, claim.gradient)
@@ -231,6 +234,11 @@ class SpeculativeUpdates:
                 kernel.undo(operands.part(part), state["step"], claim.hyperparameters, log)
         # The old count is written, not subtracted: from 2^24 on a float32 counts no further.
         optimizer.begin_update(parameter)["step"].fill_(trial.step)
+        # A master that this update has made would later overwrite what others write to the weight until then.
+        for name in state.keys() - trial.held:
+            del state[name]
+        if not state:
+            del optimizer.state[parameter]
 
     @staticmethod
     def _kernel_of(optimizer: HostAdamW) -> ReversibleUpdate:
