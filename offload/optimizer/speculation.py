@@ -22,6 +22,7 @@ from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.claims import Claim, operands_of
 from offload.optimizer.kernels import torch_threads
 from offload.optimizer.native_undo import reversible
+from offload.optimizer.states import version_of
 from offload.optimizer.undo_log import ReversibleUpdate, UndoArena, UndoLog, can_be_undone
 from offload.runtime.errors import KnobError
 from offload.runtime.streams.counters import Counters
@@ -54,15 +55,16 @@ class Trial:
     logs: Sequence[tuple[range, UndoLog]]
     held: frozenset[str]
     step: float
-    # Autograd's version counters as the update leaves them, which show whether somebody else has written since.
-    parameter_version: int
-    gradient_version: int
+    # Autograd's version counters as the update leaves them, and the addresses of the data: they show whether somebody
+    # else has written to the parameter or the gradient since, or has given it other data, which raises no counter.
+    parameter_is: tuple[int, int]
+    gradient_is: tuple[int, int]
 
     @property
     def is_untouched(self) -> bool:
         """True if nobody has changed the parameter or its gradient since the update."""
-        now = self.claim.parameter._version, self.claim.gradient._version
-        return now == (self.parameter_version, self.gradient_version)
+        parameter, gradient = self.claim.parameter, self.claim.gradient
+        return (version_of(parameter), version_of(gradient)) == (self.parameter_is, self.gradient_is)
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,8 @@ class SpeculativeUpdates:
         held, step = frozenset(state), state["step"].item() if "step" in state else 0.0
         begun: list[tuple[range, UndoLog]] = []
         # Noted before anything is read. The update itself raises the parameter's counter by one.
-        trial = Trial(claim, begun, held, step, parameter._version + 1, claim.gradient._version)
+        version, address = version_of(parameter)
+        trial = Trial(claim, begun, held, step, (version + 1, address), version_of(claim.gradient))
         state, is_complete = optimizer.begin_update(parameter), True
         # `.data` has a version counter of its own: the kernel's writes are no changes by somebody else.
         operands = operands_of(claim, state, parameter.data, claim.gradient)

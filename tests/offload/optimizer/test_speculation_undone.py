@@ -157,8 +157,9 @@ def test_settings_that_change_between_backward_and_step_count():
     assert_same(*results)
 
 
+@pytest.mark.parametrize("how", ["written", "other data"])
 @pytest.mark.parametrize("what", ["gradient", "parameter"])
-def test_a_change_that_would_be_lost_is_an_error(what: str):
+def test_a_change_that_would_be_lost_is_an_error(what: str, how: str):
     model, mode = made(Stack), LayerStream(slots=2)
     with updating(mode, model, early=False, speculation=Speculation(1e9, PLENTY), speculate="on") as optimizer:
         for step in range(8):
@@ -169,8 +170,12 @@ def test_a_change_that_would_be_lost_is_an_error(what: str):
                     time.sleep(0.001)
                 # Longer than the update takes.
                 time.sleep(0.2)
+                changed = parameter.grad if what == "gradient" else parameter
                 with torch.no_grad():
-                    (parameter.grad if what == "gradient" else parameter).mul_(2)
+                    if how == "written":
+                        changed.mul_(2)
+                    else:
+                        changed.data = changed.data * 2
             optimizer.step()
             optimizer.zero_grad()
         with pytest.raises(RuntimeError, match=r"call optimizer.finish\(\) before the change"):
