@@ -170,8 +170,8 @@ static inline float last_master(float value, float change, float back) { return 
 #define UPDATE(NAME, KIND, WEIGHT, GRADIENT)                                                                          \
   int NAME(int64_t count, int threads, void *weights, const void *gradients, void *rests, void *exp_avgs,             \
            void *exp_avg_sqs, int8_t *codes, int64_t row, entry *all_entries, progress *blocks_done,                  \
-           double *squares_of_all, float decay, float lerp, float beta2, float rest2, float correction, float eps, float step_size,           \
-           float back1, float back2, float back) {                                                                    \
+           double *squares_of_all, float decay, float lerp, float beta2, float rest2, float correction, float eps,    \
+           float step_size, float back1, float back2, float back) {                                                   \
     int64_t blocks = (count + BLOCK - 1) / BLOCK;                                                                     \
     float towards = lerp < 0.5f ? lerp : lerp - 1.0f;                                                                 \
     int full = 0;                                                                                                     \
@@ -207,7 +207,8 @@ static inline float last_master(float value, float change, float back) { return 
 #define UNDO(NAME, KIND, WEIGHT, GRADIENT)                                                                            \
   void NAME(int64_t count, int threads, void *weights, const void *gradients, void *rests, void *exp_avgs,            \
             void *exp_avg_sqs, int8_t *codes, int64_t row, entry *all_entries, progress *blocks_done, float lerp,     \
-            float beta2, float rest2, float correction, float eps, float step_size, float back1, float back2, float back) {        \
+            float beta2, float rest2, float correction, float eps, float step_size, float back1, float back2,         \
+            float back) {                                                                                             \
     int64_t blocks = (count + BLOCK - 1) / BLOCK;                                                                     \
     float towards = lerp < 0.5f ? lerp : lerp - 1.0f;                                                                 \
     _Pragma("omp parallel for num_threads(threads) schedule(dynamic) if (blocks > 1)")                                \

@@ -22,6 +22,7 @@ from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.claims import Claim, operands_of
 from offload.optimizer.kernels import torch_threads
 from offload.optimizer.native_undo import reversible
+from offload.optimizer.states import version_of
 from offload.optimizer.undo_log import ReversibleUpdate, UndoArena, UndoLog, can_be_undone
 from offload.runtime.errors import KnobError
 from offload.runtime.streams.counters import Counters
@@ -46,21 +47,24 @@ class Speculation:
 class Trial:
     """A claimed update that was made and can be undone.
 
-    `logs` are those of the ranges of elements that were updated, `step` is the count of updates before this one.
+    `logs` are those of the ranges of elements that were updated. Before it the state had the tensors `held` and had
+    counted `step` updates.
     """
 
     claim: Claim
     logs: Sequence[tuple[range, UndoLog]]
+    held: frozenset[str]
     step: float
-    # Autograd's version counters as the update leaves them, which show whether somebody else has written since.
-    parameter_version: int
-    gradient_version: int
+    # Autograd's version counters as the update leaves them, and the addresses of the data: they show whether somebody
+    # else has written to the parameter or the gradient since, or has given it other data, which raises no counter.
+    parameter_is: tuple[int, int]
+    gradient_is: tuple[int, int]
 
     @property
     def is_untouched(self) -> bool:
         """True if nobody has changed the parameter or its gradient since the update."""
-        now = self.claim.parameter._version, self.claim.gradient._version
-        return now == (self.parameter_version, self.gradient_version)
+        parameter, gradient = self.claim.parameter, self.claim.gradient
+        return (version_of(parameter), version_of(gradient)) == (self.parameter_is, self.gradient_is)
 
 
 @dataclass(frozen=True)
@@ -185,10 +189,12 @@ class SpeculativeUpdates:
         if logs is None:
             self.stop()
             return None
-        step = state["step"].item() if "step" in (state := optimizer.state[parameter]) else 0.0
-        # Noted before anything is read. The update itself raises the parameter's counter by one.
+        state = optimizer.state[parameter]
+        held, step = frozenset(state), state["step"].item() if "step" in state else 0.0
         begun: list[tuple[range, UndoLog]] = []
-        trial = Trial(claim, begun, step, parameter._version + 1, claim.gradient._version)
+        # Noted before anything is read. The update itself raises the parameter's counter by one.
+        version, address = version_of(parameter)
+        trial = Trial(claim, begun, held, step, (version + 1, address), version_of(claim.gradient))
         state, is_complete = optimizer.begin_update(parameter), True
         # `.data` has a version counter of its own: the kernel's writes are no changes by somebody else.
         operands = operands_of(claim, state, parameter.data, claim.gradient)
@@ -231,6 +237,11 @@ class SpeculativeUpdates:
                 kernel.undo(operands.part(part), state["step"], claim.hyperparameters, log)
         # The old count is written, not subtracted: from 2^24 on a float32 counts no further.
         optimizer.begin_update(parameter)["step"].fill_(trial.step)
+        # A master that this update has made would later overwrite what others write to the weight until then.
+        for name in state.keys() - trial.held:
+            del state[name]
+        if not state:
+            del optimizer.state[parameter]
 
     @staticmethod
     def _kernel_of(optimizer: HostAdamW) -> ReversibleUpdate:

@@ -21,6 +21,16 @@ from offload.runtime.torch_internals import without_torch_function
 # The attribute in which bitsandbytes keeps what a packed parameter needs besides its data.
 STATE = "quant_state"
 
+# The methods that return the indices of a sparse tensor, by its layout.
+_ROWS, _COLUMNS = ("crow_indices", "col_indices"), ("ccol_indices", "row_indices")
+_INDICES = {
+    torch.sparse_coo: ("indices",),
+    torch.sparse_csr: _ROWS,
+    torch.sparse_bsr: _ROWS,
+    torch.sparse_csc: _COLUMNS,
+    torch.sparse_bsc: _COLUMNS,
+}
+
 
 def wraps(tensor: Tensor) -> bool:
     """Tells whether `tensor` is of a subclass that wraps other tensors."""
@@ -71,11 +81,12 @@ class TakenApart:
 def true_bytes(tensor: Tensor) -> int:
     """Returns the bytes of the parts of `tensor`.
 
-    A quantised weight's own `nbytes` are those of what it stands for, and a sparse tensor has none.
+    The own `nbytes` of a quantised weight and of a sparse matrix are those of what it stands for, or an error.
     """
-    if tensor.is_sparse:
-        held = tensor.detach().coalesce()
-        return held.indices().nbytes + held.values().nbytes
+    if tensor.layout in _INDICES:
+        held = tensor.detach()
+        held = held.coalesce() if tensor.is_sparse else held
+        return held.values().nbytes + sum(getattr(held, name)().nbytes for name in _INDICES[tensor.layout])
     return sum(part.nbytes for part in parts(tensor)) if is_compound(tensor) else tensor.nbytes
 
 

@@ -8,6 +8,7 @@ hold their host parameters, so optimizers, checkpoints and `state_dict` need not
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -193,7 +194,12 @@ class WeightStreamer:
                     f"{strays[0].name} was given other data, and several processes share its memory: copy into it"
                     " (parameter.data.copy_), or detach the mode first"
                 )
-            unit.gather(self.arena)
+            unit.gather(self.arena, functools.partial(self._end_updates, unit))
+
+    def _end_updates(self, unit: OffloadUnit) -> None:
+        self._updates.before_onload(unit)
+        # Of states on the device, new weights may still be on their way.
+        self._streams.synchronize()
 
     def _end_step(self) -> None:
         self._in_step = False

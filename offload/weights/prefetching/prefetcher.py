@@ -184,7 +184,8 @@ class Prefetcher:
         return slot
 
     def _may_have_changed(self, unit: OffloadUnit, slot: DeviceSlot) -> bool:
-        # Updates that are taken back have not begun on all sharers, and these fetch alike.
+        # Sharers must fetch the same units. Some may have undone updates for which others had no room, so their version
+        # counters differ. This flag does not.
         was_updated = self._gatherer is not None and unit.has_begun_updates
         return was_updated or slot.source != unit.weights_now()
 

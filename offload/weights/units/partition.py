@@ -117,8 +117,8 @@ def cut(model: nn.Module, cut_points: Sequence[CutPoint], trained_stays: bool = 
     common, those that a module outside every cut uses as well, and sparse tensors and those of torch's quantised
     dtypes, which have no bytes that could be laid flat.
 
-    Raises ValueError when one cut point lies inside another, and for a scripted module that is cut inside: TorchScript
-    calls and reads what is in it. It raises it for a parameter to be streamed that trains and wraps other tensors.
+    Raises ValueError when a deep cut point lies inside another, for a scripted module that is cut inside (TorchScript
+    calls and reads what is in it), and for a parameter to be streamed that trains and wraps other tensors.
     """
     cut_points = list({point.module: point for point in reversed(cut_points)}.values())[::-1]
     point_of = _cut_points_by_module(cut_points)

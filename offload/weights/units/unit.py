@@ -31,7 +31,7 @@ next begins, `gather` takes over what the user has changed meanwhile: replaced p
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -175,12 +175,13 @@ class OffloadUnit:
             # Tensors of inference mode have no version.
             return [(host.data_ptr(), 0 if host.is_inference() else host._version) for host in hosts]
 
-    def gather(self, arena: HostArena) -> None:
+    def gather(self, arena: HostArena, end_updates: Callable[[], None] = lambda: None) -> None:
         """Takes over, between steps, what the user has changed since the last: replaced tensors, data, what trains.
 
         Where data was given (`parameter.data = ...`) the unit moves into a new block, because the user may hold views
-        of the old one as a backup. A tensor that was changed or trains now leaves its file, for a block of its own.
-        Raises RuntimeError in one line for what cannot be streamed.
+        of the old one as a backup. Before that `end_updates` blocks the host until no update writes to the unit's data.
+        A tensor that was changed or trains now leaves its file, for a block of its own. Raises RuntimeError in one line
+        for what cannot be streamed.
         """
         for tensor in self.tensors:
             # As a rule there is none.
@@ -188,6 +189,8 @@ class OffloadUnit:
                 tensor.take_replacement(self.weights.bytes.device)
         self.notice_writes()
         strays = self.strays()
+        if strays:
+            end_updates()
         for tensor in self.in_files:
             has_other_home = tensor.own_block is not None and tensor.is_home
             if (tensor.trains or not tensor.reads_file) and not has_other_home:

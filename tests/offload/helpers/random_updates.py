@@ -51,7 +51,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 # waits for updates first, as the documentation asks for.
 BETWEEN = ["freeze", "unfreeze", "rate", "look", "evaluate", "infer", "resume", "reattach", "overlap", "place", "hook"]
 BETWEEN += ["write", "data"]
-BEFORE_STEP = ["rate", "look", "drop", "scale", "evaluate", "again", "finish"]
+BEFORE_STEP = ["rate", "look", "drop", "scale", "evaluate", "again", "finish", "write", "data"]
 
 
 @dataclass(frozen=True)
@@ -316,8 +316,7 @@ class Run:
     def _look(self, place: str) -> None:
         states = self.optimizer.state_dict()["state"]
         for index in sorted(states):
-            # An update that was taken back leaves a state as it is before the first one.
-            named = sorted(states[index].items()) if states[index]["step"] else []
+            named = sorted(states[index].items())
             self.seen += [(f"{place}: state {index} {name}", tensor.clone()) for name, tensor in named]
         self.seen += [(f"{place}: {name}", tensor.clone()) for name, tensor in self.model.state_dict().items()]
 

@@ -157,8 +157,9 @@ def test_settings_that_change_between_backward_and_step_count():
     assert_same(*results)
 
 
+@pytest.mark.parametrize("how", ["written", "other data"])
 @pytest.mark.parametrize("what", ["gradient", "parameter"])
-def test_a_change_that_would_be_lost_is_an_error(what: str):
+def test_a_change_that_would_be_lost_is_an_error(what: str, how: str):
     model, mode = made(Stack), LayerStream(slots=2)
     with updating(mode, model, early=False, speculation=Speculation(1e9, PLENTY), speculate="on") as optimizer:
         for step in range(8):
@@ -169,9 +170,49 @@ def test_a_change_that_would_be_lost_is_an_error(what: str):
                     time.sleep(0.001)
                 # Longer than the update takes.
                 time.sleep(0.2)
+                changed = parameter.grad if what == "gradient" else parameter
                 with torch.no_grad():
-                    (parameter.grad if what == "gradient" else parameter).mul_(2)
+                    if how == "written":
+                        changed.mul_(2)
+                    else:
+                        changed.data = changed.data * 2
             optimizer.step()
             optimizer.zero_grad()
         with pytest.raises(RuntimeError, match=r"call optimizer.finish\(\) before the change"):
             optimizer.finish()
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_first_update_that_is_taken_back_leaves_no_state(loads: bool):
+    """A master that it had made would overwrite what is written to the weights then.
+
+    `loads`: the state was loaded from torch's AdamW, which has no masters.
+    """
+    results = []
+    for speculation in (None, Speculation(math.inf, PLENTY)):
+        model, mode = made(Stack, torch.bfloat16), LayerStream(slots=2)
+        options = {"speculate": "on", "master": "fp32"}
+        with updating(mode, model, early=False, speculation=speculation, **options) as optimizer:
+            for step in range(2):
+                one_step(model, mode, step)
+                optimizer.finish()
+                assert not optimizer.state_dict()["state"]
+                optimizer.skip()
+                optimizer.zero_grad()
+            if loads:
+                theirs = torch.optim.AdamW([{"params": group["params"]} for group in optimizer.param_groups])
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, 0.1)
+                theirs.step()
+                theirs.zero_grad()
+                optimizer.load_state_dict(theirs.state_dict())
+            one_step(model, mode, 2)
+            optimizer.finish()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+            optimizer.step()
+            results.append([*states_of(optimizer), *(p.detach().clone() for p in model.parameters())])
+            undone = mode.counters().undone_parameters
+    assert undone
+    assert_same(*results)

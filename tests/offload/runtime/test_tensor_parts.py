@@ -53,6 +53,11 @@ def test_sparse_and_quantised_tensors_do_not_lie_flat():
     sparse = table.to_sparse()
     # Two indices of eight bytes and a number of four for each of four elements.
     assert true_bytes(sparse) == 4 * (2 * 8 + 4)
+    # An index for each number, one for each row or column and one more.
+    for rows in (table.to_sparse_csr(), table.to_sparse_csc()):
+        assert true_bytes(rows) == 4 * (8 + 4) + 5 * 8
+    for blocks in (table.to_sparse_bsr((2, 2)), table.to_sparse_bsc((2, 2))):
+        assert true_bytes(blocks) == 2 * (8 + 4 * 4) + 3 * 8
     assert not any(
         map(lies_flat, (sparse, table.to_sparse_csr(), torch.quantize_per_tensor(table, 1.0, 0, torch.qint8)))
     )

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
 from torch import nn
 
 from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
+from offload.optimizer.kernels import FusedUpdate
 from tests.offload.helpers.models import Shared, Stack, assert_same, attached, stack_inputs, tokens, train, with_copy
+from tests.offload.helpers.updates import host_adamw, one_step
 
 
 def test_two_forwards_before_one_backward_and_an_evaluation_in_between():
@@ -136,3 +140,30 @@ def test_moving_an_attached_model_is_refused():
             pass
         for parameter, data in zip(model.parameters(), moved, strict=True):
             parameter.data = data
+
+
+@pytest.mark.parametrize("device_share", [0, 10**9])
+def test_data_given_before_the_step_is_taken_over_after_its_update(device_share: int, monkeypatch: pytest.MonkeyPatch):
+    """The next step moves such data home, and the worker's kernel may be writing to it."""
+    update, results = FusedUpdate.__call__, []
+
+    def late(self, operands, *arguments) -> None:
+        time.sleep(0.005)
+        update(self, operands, *arguments)
+
+    monkeypatch.setattr(FusedUpdate, "__call__", late)
+    for beside, model in enumerate(with_copy(Stack())):
+        mode = LayerStream(slots=2)
+        with attached(mode, model):
+            optimizer = host_adamw(model)
+            if beside:
+                mode.overlap(optimizer, False, device_share)
+            for step in range(3):
+                one_step(model, mode, step)
+                for parameter in model.blocks[0].parameters():
+                    parameter.data = parameter.data * 0.75
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.finish()
+            results.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert_same(*results)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -35,6 +37,29 @@ class OwnDict(dict):
     pass
 
 
+class OwnTuple(tuple):
+    pass
+
+
+class Private:
+    """Its slot has another name than the source shows."""
+
+    __slots__ = ("__held",)
+
+    def __init__(self, held: object):
+        self.__held = held
+
+    @property
+    def held(self) -> object:
+        return self.__held
+
+
+def tuple_with_attribute(tensor: torch.Tensor) -> OwnTuple:
+    made = OwnTuple((1, tensor))
+    made.other = tensor
+    return made
+
+
 HOLDERS = {
     "list": lambda tensor: [tensor],
     "dictionary": lambda tensor: OrderedDict(a={"b": (tensor,)}),
@@ -45,6 +70,9 @@ HOLDERS = {
     "distribution": lambda tensor: torch.distributions.Independent(torch.distributions.Normal(tensor, 1.0), 1),
     "own list": lambda tensor: OwnList([1, tensor]),
     "own dictionary": lambda tensor: OwnDict(a=tensor),
+    "own tuple": tuple_with_attribute,
+    "set": lambda tensor: {1, tensor},
+    "private slot": Private,
 }
 
 
@@ -61,12 +89,11 @@ def tensors_in(value: object) -> list[torch.Tensor]:
         return [value] if value.numel() == 4 else []
     if isinstance(value, dict):
         return [tensor for item in value.values() for tensor in tensors_in(item)]
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    held = (
-        [value.held] if isinstance(value, Slotted) else list(vars(value).values()) if hasattr(value, "__dict__") else []
-    )
-    return tensors_in(held)
+    if isinstance(value, (Slotted, Private)):
+        return tensors_in(value.held)
+    items = list(value) if isinstance(value, (list, tuple, set)) else []
+    held = [*items, *(vars(value).values() if hasattr(value, "__dict__") else ())]
+    return [tensor for each in held for tensor in tensors_in(each)]
 
 
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
@@ -101,3 +128,35 @@ def test_objects_that_refer_to_themselves_and_modules_are_left(slots: DeviceSlot
     assert found is result
     assert found.weight is not weight
     assert module.held is weight
+
+
+def test_objects_make_chains_and_circles_of_any_length(slots: DeviceSlots) -> None:
+    weight = slots.all[0].bytes[:16].view(torch.float32)
+    last = SimpleNamespace(weight=weight)
+    first = last
+    for number in range(3000):
+        first = SimpleNamespace(after=first) if number % 2 else SimpleNamespace(after=[{"after": first}])
+    last.after = [first]
+    last.after.append(last.after)
+    assert copy_what_leaves(first, slots, lambda unit: True) is first
+    assert last.weight is not weight
+
+
+def test_a_list_that_two_objects_hold_stays_one(slots: DeviceSlots) -> None:
+    held = [slots.all[0].bytes[:16].view(torch.float32)]
+    result = SimpleNamespace(one=held, other=Frozen(held))
+    copy_what_leaves(result, slots, lambda unit: True)
+    assert result.one is result.other.held is held
+    assert slots.slot_of(held[0]) is None
+
+
+def test_objects_are_not_asked_for_what_they_hold(slots: DeviceSlots) -> None:
+    class Refuses:
+        def __getattr__(self, name: str) -> object:
+            raise AssertionError(name)
+
+    gone = Refuses()
+    result = SimpleNamespace(refuses=Refuses(), proxy=weakref.proxy(gone))
+    del gone
+    gc.collect()
+    assert copy_what_leaves(result, slots, lambda unit: True) is result
