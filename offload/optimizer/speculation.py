@@ -22,7 +22,7 @@ from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.claims import Claim, operands_of
 from offload.optimizer.kernels import torch_threads
 from offload.optimizer.native_undo import reversible
-from offload.optimizer.states import version_of
+from offload.optimizer.states import version_and_address
 from offload.optimizer.undo_log import ReversibleUpdate, UndoArena, UndoLog, can_be_undone
 from offload.runtime.errors import KnobError
 from offload.runtime.streams.counters import Counters
@@ -64,7 +64,7 @@ class Trial:
     def is_untouched(self) -> bool:
         """True if nobody has changed the parameter or its gradient since the update."""
         parameter, gradient = self.claim.parameter, self.claim.gradient
-        return (version_of(parameter), version_of(gradient)) == (self.parameter_is, self.gradient_is)
+        return (version_and_address(parameter), version_and_address(gradient)) == (self.parameter_is, self.gradient_is)
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,8 @@ class SpeculativeUpdates:
         held, step = frozenset(state), state["step"].item() if "step" in state else 0.0
         begun: list[tuple[range, UndoLog]] = []
         # Noted before anything is read. The update itself raises the parameter's counter by one.
-        version, address = version_of(parameter)
-        trial = Trial(claim, begun, held, step, (version + 1, address), version_of(claim.gradient))
+        version, address = version_and_address(parameter)
+        trial = Trial(claim, begun, held, step, (version + 1, address), version_and_address(claim.gradient))
         state, is_complete = optimizer.begin_update(parameter), True
         # `.data` has a version counter of its own: the kernel's writes are no changes by somebody else.
         operands = operands_of(claim, state, parameter.data, claim.gradient)

@@ -92,13 +92,13 @@ class StatePlacement:
             if WEIGHT not in state:
                 state[WEIGHT] = self._memory(parameter, parameter.shape, parameter.dtype)
                 self._versions.pop(parameter, None)
-            if self._versions.get(parameter) != version_of(parameter):
+            if self._versions.get(parameter) != version_and_address(parameter):
                 state[WEIGHT].copy_(parameter.detach())
                 self.note_update(parameter)
 
     def note_update(self, parameter: Tensor) -> None:
         """Notes that the copy of the parameter is equal to it as from the present version on."""
-        self._versions[parameter] = version_of(parameter)
+        self._versions[parameter] = version_and_address(parameter)
 
     def adopt(self, parameter: Tensor, loaded: State) -> State:
         """Returns a loaded state of this format on the device of the parameter's state."""
@@ -109,6 +109,6 @@ class StatePlacement:
         return torch.empty(shape, dtype=dtype, device=self.device_of(parameter))
 
 
-def version_of(tensor: Tensor) -> tuple[int, int]:
-    """Returns what shows that a tensor was written, or given other data: its version counter, its address."""
+def version_and_address(tensor: Tensor) -> tuple[int, int]:
+    """Returns what shows that a tensor was written, and that it was given other data."""
     return tensor._version, tensor.data_ptr()

@@ -9,7 +9,7 @@ from torch import nn
 
 from offload.runtime.streams.registry import Event, Stream, Streams
 from offload.runtime.tensor_parts import kind_wraps, parts
-from offload.runtime.torch_internals import storage_address
+from offload.runtime.torch_internals import is_function_transform_tensor, storage_address
 
 _PLAIN = {torch.Tensor, nn.Parameter}
 
@@ -76,8 +76,10 @@ class DeviceSlots:
                     return None
             storage = tensor.untyped_storage()
         except RuntimeError:
-            # It wraps another inside a transform of torch.func, which a window refuses.
-            return None
+            # A tensor of a transform of torch.func has no memory of its own. A window refuses it.
+            if is_function_transform_tensor(tensor):
+                return None
+            raise
         return self._by_address.get(storage.data_ptr() or storage_address(storage))
 
 
