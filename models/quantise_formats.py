@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -329,8 +330,12 @@ def _exact_mean(values: Tensor) -> Tensor:
 
 def _imported(format: Format, module: str) -> ModuleType:
     package = format.package.partition("=")[0]
+    name = f"{package}.{module}"
+    # Each product of a step asks, and silence clears the caches of all loggers.
+    if (found := sys.modules.get(name)) is not None:
+        return found
     try:
         with without_remarks():
-            return importlib.import_module(f"{package}.{module}")
+            return importlib.import_module(name)
     except ImportError as error:
         raise ValueError(f"{format.name} cannot import {package} ({error}): pip install {format.package}") from error

@@ -166,5 +166,14 @@ def test_a_missing_package_is_one_line_with_the_command(monkeypatch: pytest.Monk
         format.check_package()
 
 
+def test_a_product_imports_nothing(monkeypatch: pytest.MonkeyPatch):
+    """Each layer asks for bitsandbytes twice a step, and an import in silence clears the caches of all loggers."""
+    given, format = matrix(), Nf4()
+    made = format.quantise(given)
+    back = format.dequantise(made, given.shape, given.dtype)
+    monkeypatch.setattr(quantise_formats, "without_remarks", None)
+    assert torch.equal(format.dequantise(made, given.shape, given.dtype), back)
+
+
 def test_formats_are_found_by_name():
     assert {name: kind.name for name, kind in FORMATS.items()} == {name: name for name in FORMATS}
