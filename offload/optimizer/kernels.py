@@ -128,7 +128,8 @@ def _update_tile(
         amsgrad=False,
         maximize=False,
     )
-    key, count = noise_key(piece.seed, step), piece.weight.numel()
+    # A key takes more operations than the rest of a small update.
+    key, count = noise_key(piece.seed, step) if piece.takes_noise else None, piece.weight.numel()
     noises = (None, None)
     if piece.rounds_moments:
         bits = noise_of(key, piece.start, count, MOMENT_NOISE)
@@ -150,7 +151,7 @@ def _read_master(piece: Operands, scratch: _Scratch) -> Tensor:
     return scratch.float32("master", weight).add_(master)
 
 
-def _write_master(values: Tensor, piece: Operands, key: Tensor) -> None:
+def _write_master(values: Tensor, piece: Operands, key: Tensor | None) -> None:
     weight, master = piece.weight, piece.master
     if master is None:
         if weight.dtype == torch.bfloat16:

@@ -100,7 +100,7 @@ class NativeUpdate:
             operands.weight.numel(),
             operands.start,
             self._threads,
-            noise_key(operands.seed, step).item(),
+            noise_key(operands.seed, step).item() if operands.takes_noise else 0,
             *map(address, tensors),
             scale,
             *factors(hyperparameters, step),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from offload.optimizer.block_quantise import BLOCK
@@ -50,6 +51,11 @@ class Operands:
     start: int = 0
     seed: int = 0
     rounds_moments: bool = False
+
+    @property
+    def takes_noise(self) -> bool:
+        """True if something is rounded stochastically."""
+        return self.rounds_moments or (self.master is None and self.weight.dtype == torch.bfloat16)
 
     def split(self, size: int) -> Iterator[Operands]:
         """Yields pieces of `size` elements, from first to last; with scales, of at least one block."""

@@ -13,7 +13,7 @@ from offload.optimizer import kernels
 from offload.optimizer.formats import StateFormat
 from offload.optimizer.kernels import FusedUpdate
 from offload.optimizer.operands import HyperParameters, Operands
-from offload.optimizer.rounding import join
+from offload.optimizer.rounding import join, noise_key
 from tests.offload.helpers.kernels import FORMATS, SETTINGS, WIDE, needs_gpu, operands, run, tensors
 
 
@@ -137,6 +137,15 @@ def test_ranges_of_a_parameter_are_the_whole(format: StateFormat):
             FusedUpdate()(piece, torch.tensor(float(step)), SETTINGS)
     for one, other in zip(tensors(whole), tensors(parts), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_noise_is_made_only_where_something_is_rounded_with_it(format: StateFormat, monkeypatch: pytest.MonkeyPatch):
+    """Its key takes twenty small operations, which are most of the update of a small parameter on a GPU."""
+    keys = []
+    monkeypatch.setattr(kernels, "noise_key", lambda *settings: keys.append(settings) or noise_key(*settings))
+    run(FusedUpdate(), operands(300, format))
+    assert bool(keys) == (format.master == "stochastic" or format.rounds_moments)
 
 
 def test_threads_are_given_back_also_after_an_error():
