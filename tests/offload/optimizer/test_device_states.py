@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -73,6 +74,24 @@ def test_the_first_units_that_fit_are_chosen_and_only_their_states_move():
         optimizer.allocate()
         copies = [name for name, p in model.named_parameters() if "weight" in optimizer.state[p]]
     assert copies == [f"blocks.{index}.{name}" for index in (0, 1) for name, _ in model.blocks[0].named_parameters()]
+
+
+def test_the_host_begins_before_the_devices_updates_are_queued(monkeypatch: pytest.MonkeyPatch):
+    """To queue them takes the host's time, and its updates take the longest."""
+    model, mode, offered = made(Stack), LayerStream(), []
+
+    def noted(name: str, offer: Callable[..., None]) -> Callable[..., None]:
+        return lambda *of, **also: offered.append(name) or offer(*of, **also)
+
+    with updating(mode, model, early=False, device_share=SHARE) as optimizer:
+        for name in ("_worker", "_device"):
+            updates = getattr(mode._overlap, name)
+            monkeypatch.setattr(updates, "offer", noted(name, updates.offer))
+        one_step(model, mode)
+        optimizer.step()
+        optimizer.finish()
+    assert offered == sorted(offered, reverse=True)
+    assert set(offered) == {"_worker", "_device"}
 
 
 def test_gradients_that_are_not_used_do_not_reach_the_next_step():
