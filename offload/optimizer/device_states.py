@@ -43,6 +43,11 @@ class DeviceStates:
         self._streams = transfer.streams
         self._deferred_frees = DeferredFrees(transfer, limit_bytes)
         self._gradients: dict[UnitTensor, PendingFree] = {}
+        self._in_step = False
+        # Gradients that updates queued since the step read: of units that have not come in yet, and of the last that
+        # has. (Those of updates inside backward are limited, as that waits for the bus in any case.)
+        self._used: dict[OffloadUnit, list[PendingFree]] = {}
+        self._used_by_last: list[PendingFree] = []
         # Ends of the copies home of new weights.
         self._updated: dict[OffloadUnit, Event] = {}
         left = budget
@@ -67,12 +72,11 @@ class DeviceStates:
             self._deferred_frees.add(self._gradients.pop(tensor))
         self._gradients[tensor] = gradient
 
-    def free_unused(self) -> None:
+    def begin_step(self) -> None:
         """Frees gradients that no update has used."""
-        for gradient in self._gradients.values():
-            self._deferred_frees.add(gradient)
+        self._in_step = True
+        self._free(self._gradients.values())
         self._gradients.clear()
-        self._deferred_frees.release()
 
     def offer(
         self, unit: OffloadUnit, tensors: Iterable[UnitTensor], scale: float = 1.0, after: Sequence[Event] = ()
@@ -104,19 +108,41 @@ class DeviceStates:
                 self._transfer.copy_out(home, weight, done=updated, what=f"new weight of {tensor.name}")
             gradient.done = streams.event()
             gradient.done.record(d2h)
-            self._deferred_frees.add(gradient)
+            if self._in_step:
+                self._deferred_frees.add(gradient)
+            else:
+                self._used.setdefault(unit, []).append(gradient)
 
     def before_onload(self, unit: OffloadUnit) -> None:
-        """Makes h2d wait for the unit's new weights to be at home."""
+        """Makes h2d wait for the unit's new weights to be at home.
+
+        Frees the gradients of the unit that came in before it: compute waits for that unit's update anyway, and would
+        wait for others in vain.
+        """
         if unit in self._updated:
             self._streams.h2d.wait_event(self._updated[unit])
+        self._free(self._used_by_last)
+        self._used_by_last = self._used.pop(unit, [])
 
     def finish(self) -> None:
         """Blocks the host until all new weights are at home."""
         for updated in self._updated.values():
             updated.synchronize()
-        self._updated.clear()
+        self._forget()
 
     def end_step(self) -> None:
-        """Forgets the ends of updates, which are past: the device is idle."""
+        """Forgets updates, which are past: the device is idle."""
+        self._in_step = False
+        self._forget()
+
+    def _forget(self) -> None:
         self._updated.clear()
+        for gradients in (*self._used.values(), self._used_by_last):
+            self._free(gradients)
+        self._used.clear()
+        self._used_by_last = []
+
+    def _free(self, gradients: Iterable[PendingFree]) -> None:
+        for gradient in gradients:
+            self._deferred_frees.add(gradient)
+        self._deferred_frees.release()

@@ -130,7 +130,7 @@ class Overlap:
                 "updates of the last step have begun: end it with optimizer.step() or optimizer.skip(), which leaves"
                 " out those that have not; to accumulate over steps, let updates begin after backward (early=False)"
             )
-        self._device.free_unused()
+        self._device.begin_step()
 
     def before_onload(self, unit: OffloadUnit) -> None:
         """Blocks the host for the worker's updates of the unit; h2d waits for those on the device."""

@@ -94,6 +94,26 @@ def test_the_host_begins_before_the_devices_updates_are_queued(monkeypatch: pyte
     assert set(offered) == {"_worker", "_device"}
 
 
+def test_a_forward_waits_for_the_update_of_what_it_uses_and_for_no_later_one():
+    """Compute stood still until all updates of the device were done, to free the gradients that these read."""
+    model, mode, seen = made(Stack), LayerStream(slots=2), []
+    with updating(mode, model, early=False, device_share=10**9) as optimizer:
+        streams = mode._streamer.transfer.streams
+
+        def see(*_: object) -> None:
+            seen.append(streams.compute.clock.get("d2h", 0))
+
+        one_step(model, mode)
+        optimizer.step()
+        last = streams.d2h.clock["d2h"]
+        for block in model.blocks:
+            block.register_forward_hook(see)
+        one_step(model, mode, step=1)
+        assert not mode._overlap._device._used
+    assert seen == sorted(seen)
+    assert seen[0] < seen[1] < last
+
+
 def test_gradients_that_are_not_used_do_not_reach_the_next_step():
     """A step is skipped, then the caller sets gradients."""
     expected, model, mode = made(Stack), made(Stack), LayerStream()
