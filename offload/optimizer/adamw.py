@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from offload.optimizer.rounding import noise_seed
 from offload.optimizer.shared_states import SharedStates
 from offload.optimizer.state_dicts import states_as_torchs, states_to_load
 from offload.optimizer.states import State, StatePlacement, require_host_memory, state_bytes
+from offload.optimizer.together import in_two, update_together
 from offload.runtime.errors import KnobError
 from offload.runtime.host_cores import all_cores_but
 from offload.runtime.knobs import bytes_or, in_range, one_of
@@ -27,7 +27,6 @@ from offload.runtime.sharing.sharers import Sharers
 
 # The system could not start more: the process would end without a message.
 MAX_THREADS = 1024
-NOTHING: Mapping[Tensor, Tensor] = MappingProxyType({})
 
 
 class HostAdamW(torch.optim.AdamW):
@@ -174,7 +173,6 @@ class HostAdamW(torch.optim.AdamW):
         if self._chooses_threads:
             self.threads = all_cores_but(count)
             if self._updates_on_host:
-                # Measured now, and not in the next step.
                 fastest_update(self.threads, self._compile, self.format)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -217,7 +215,7 @@ class HostAdamW(torch.optim.AdamW):
             self.release(claims)
             raise
 
-    def claim(self, parameters: Iterable[Tensor], released: Mapping[Tensor, Tensor] = NOTHING) -> list[Claim]:
+    def claim(self, parameters: Iterable[Tensor], released: Mapping[Tensor, Tensor] | None = None) -> list[Claim]:
         """Claims the updates of those parameters that have a gradient and are not claimed yet in this step.
 
         `released` has gradients that are in no `.grad`. Parameters of no group are left out. Raises ValueError for a
@@ -226,7 +224,7 @@ class HostAdamW(torch.optim.AdamW):
         hyperparameters = [hyperparameters_of(group) for group in self.param_groups]
         claims = []
         for parameter in dict.fromkeys(parameters):
-            gradient = released.get(parameter, parameter.grad)
+            gradient = (released or {}).get(parameter, parameter.grad)
             if gradient is None or parameter in self._claimed or parameter not in self._group_of:
                 continue
             if gradient.layout is not torch.strided:
@@ -248,8 +246,10 @@ class HostAdamW(torch.optim.AdamW):
         """
         # Around all of them: copies between layouts use torch's threads too.
         with torch_threads(self.threads):
-            for claim in claims:
+            alone, together = in_two(claims, self.is_elsewhere)
+            for claim in alone:
                 self._apply(claim, scale)
+            update_together([(claim, self.begin_update(claim.parameter)) for claim in together], scale)
 
     @torch.no_grad()
     def apply_on_device(self, claim: Claim, gradient: Tensor, scale: float = 1.0) -> list[tuple[Tensor, Tensor]]:

@@ -96,6 +96,9 @@ overload_name = attrgetter("_overloadname")
 # tile of a parameter.
 fused_adamw_ = torch._fused_adamw_
 
+# (tensors, number) -> list of products, by one call of a kernel.
+scaled_tensors = torch._foreach_mul
+
 # A context that changes nothing. One serves everywhere: a step enters thousands.
 AS_IT_IS = nullcontext()
 
