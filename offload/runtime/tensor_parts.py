@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from offload.runtime.torch_internals import without_torch_function
 
 # The attribute in which bitsandbytes keeps what a packed parameter needs besides its data.
 STATE = "quant_state"
+
+_version_counter = operator.attrgetter("_version")
 
 # The methods that return the indices of a sparse tensor, by its layout.
 _ROWS, _COLUMNS = ("crow_indices", "col_indices"), ("ccol_indices", "row_indices")
@@ -102,10 +104,14 @@ def version_of(tensor: Tensor) -> int:
     return versions_of((tensor, *parts(tensor)))
 
 
-def versions_of(tensors: Iterable[Tensor]) -> int:
+def versions_of(tensors: Collection[Tensor]) -> int:
     """Returns the sum of autograd's version counters; without those of tensors of inference mode."""
     with without_torch_function():
-        return sum([each._version for each in tensors if not each.is_inference()])
+        try:
+            return sum(map(_version_counter, tensors))
+        except RuntimeError:
+            # Tensors of inference mode have none. They are rare, and a step asks thousands of times.
+            return sum([each._version for each in tensors if not each.is_inference()])
 
 
 def wrapped(tensor: Tensor, memory: Iterable[Tensor]) -> Tensor:
