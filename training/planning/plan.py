@@ -215,6 +215,7 @@ def _assembled(
         budgets=budgets_of(config, machine, has_gpu),
         machine=machine,
         has_gpu=has_gpu,
+        clipped_ms=times.clipped_ms,
         parameters=everything,
         trained_parameters=trained,
         notes=times.notes,

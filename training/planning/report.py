@@ -44,6 +44,7 @@ class RunPlan:
         parameters, trained_parameters: the numbers in the model, and those of them that train.
         budgets: what was asked for or what the machine has, whichever is less; None if neither is known.
         model_flops: those of a step without recomputation; 0 where they are not known.
+        clipped_ms: the time of a step that is clipped, where other steps update before their norm is known; else None.
         floor_ms: that of `cost_model.floor_ms`; None on the CPU, whose figures are no bound.
     """
 
@@ -58,6 +59,7 @@ class RunPlan:
     budgets: Mapping[str, int | None]
     machine: Machine
     has_gpu: bool
+    clipped_ms: float | None = None
     kept_bytes: int = 0
     streamed: float | None = None
     timeline: tuple[Work, ...] = ()
@@ -123,6 +125,7 @@ class RunPlan:
             "alone_ms": self.forecast.alone_ms,
             "phases_ms": list(self.forecast.phases_ms),
             "step_ms": self.forecast.step_ms,
+            "clipped_step_ms": self.clipped_ms,
             "bound": self.forecast.bound,
             "hardware": asdict(self.machine),
             "streamed_share": self.streamed,
@@ -151,6 +154,7 @@ class RunPlan:
             **{f"{name} alone": f"{ms:,.1f} ms" for name, ms in self.forecast.alone_ms.items() if ms},
             **({} if self.floor_ms is None else {"shortest possible step": f"{self.floor_ms:,.1f} ms"}),
             "predicted step": f"{self.forecast.step_ms:,.1f} ms, bound by {self.forecast.bound}",
+            **({} if self.clipped_ms is None else {"predicted clipped step": f"{self.clipped_ms:,.1f} ms"}),
             **{f"note {number}": note for number, note in enumerate(self.notes, start=1)},
         }
 

@@ -23,13 +23,15 @@ from training.weights.mapped import mapped_note
 class PlannedTimes:
     """The time of a step: `forecast`, which counts the `update` of the optimizer, and the `phases` that it is made of.
 
-    `phases` copy out weights that were updated on the device, too. `notes` are lines on weights in files.
+    `phases` copy out weights that were updated on the device, too. `clipped_ms` is the time of a step whose updates are
+    made when the norm is known, where they begin before in others. `notes` are lines on weights in files.
     """
 
     phases: tuple[Phase, ...]
     update: UpdateTimes
     forecast: Forecast
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    clipped_ms: float | None = None
 
     @classmethod
     def of(
@@ -50,14 +52,20 @@ class PlannedTimes:
         update = memory.update.time(components, machine, has_gpu, log_share(memory.host, memory.update))
         speeds = machine.bandwidth, machine.flops_per_s(components.dtype)
         rates = machine.device_gb_s, machine.exchange_gb_s
-        expected = forecast(phases, *speeds, update, _simulated_ms(components, machine, phases, timed), *rates)
+        simulated_ms = _simulated_ms(components, machine, phases, timed)
+        expected = forecast(phases, *speeds, update, simulated_ms, *rates)
+        clipped_ms = None
+        if components.speculates and update.begins == "inside":
+            deferred = replace(update, begins="at the end", inside_share=0.0)
+            clipped_ms = forecast(phases, *speeds, deferred, simulated_ms, *rates).step_ms
         if not footprint.file_bytes:
-            return cls(phases, update, expected, ())
+            return cls(phases, update, expected, clipped_ms=clipped_ms)
         weights_in = sum(phase.h2d_bytes - phase.activation_h2d_bytes for phase in phases)
         read_bytes = weights_in * footprint.file_bytes / footprint.host_weight_bytes
         room = machine.host_gib * GIB - sum(memory.host.values())
         expected, note = with_reads(expected, read_bytes, footprint.file_bytes, room, machine.disk_gb_s)
-        return cls(phases, update, expected, (mapped_note(components.config, components.model, footprint), note))
+        notes = (mapped_note(components.config, components.model, footprint), note)
+        return cls(phases, update, expected, notes, clipped_ms)
 
     def floor_ms(self, machine: Machine, dtype: torch.dtype) -> float | None:
         """Returns the shortest possible step, in ms: as `offload.planning.floor_ms`, at the peak of the datasheet."""

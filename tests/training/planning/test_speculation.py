@@ -21,9 +21,20 @@ def test_the_plan_counts_the_logs_of_all_updates_and_hides_these(planned):
     assert UNDO_LOG not in waiting.host_bytes
     assert speculating.totals["host_budget"] - waiting.totals["host_budget"] == pytest.approx(needed, abs=2**26)
     assert speculating.forecast.step_ms <= waiting.forecast.step_ms
+    assert waiting.clipped_ms is None
     found = planned_speculation(components, speculating)
     assert (found.limit, found.undo_bytes) == (1.0, needed)
     assert planned_speculation(components_of(*JOB, "optimizer.speculate=off"), waiting) is None
+
+
+def test_a_clipped_step_is_planned_as_one_whose_updates_wait(planned):
+    job = ("model=llama1b", "offload=layer_stream")
+    speculating, waiting = planned(*job, "clip_norm=1"), planned(*job, "clip_norm=1", "optimizer.speculate=off")
+    assert speculating.forecast.step_ms < speculating.clipped_ms == waiting.forecast.step_ms
+    assert speculating.rows()["predicted clipped step"] == f"{waiting.forecast.step_ms:,.1f} ms"
+    assert speculating.as_dict()["clipped_step_ms"] == waiting.forecast.step_ms
+    for plan in (waiting, planned(*job, "clip_norm=null")):
+        assert "predicted clipped step" not in plan.rows()
 
 
 def test_ranks_that_share_homes_have_equal_parts_of_the_logs(planned):
