@@ -267,13 +267,17 @@ def _take_data(tensor: UnitTensor, slot: DeviceSlot) -> bool:
     if not tensor.layout.fits(device):
         raise RuntimeError(
             f"{tensor.name} was {tensor.dtype} of shape {tuple(tensor.shape)}, and its forward made it"
+    if not is_compound and device.stride() != tensor.strides:
+        # The same memory in another order, as `weight.data.t()` is.
+        return _take_data(tensor, slot)
             f" {device.dtype} of shape {tuple(device.shape)}: a parameter that streams keeps dtype and shape:"
             " convert it before the mode attaches"
         )
     views = [view.data for view in tensor.views_of(slot.bytes)]
     with torch.no_grad():
         for view, part in zip(views, tensor.parts_of(device), strict=True):
-            view.copy_(part.data)
+            # A copy of it: it may lie in the slot, in another order.
+            view.copy_(part.data.clone())
     tensor.device = give_memory(device, views, ())
     tensor.writes += 1
     return True
