@@ -134,8 +134,8 @@ class OffloadUnit:
         return [tensor.offset for tensor in self.tensors]
 
     def home_of(self, tensor: UnitTensor) -> list[torch.Tensor]:
-        """Returns the memory of each part of `tensor` at home."""
-        if tensor.spans is None:
+        """Returns the memory of each part of `tensor` at home, or where its user has given it other data."""
+        if tensor.spans is None and tensor.is_home:
             return tensor.views_of(self.weights.bytes)
         return [part.data for part in tensor.parts_of(tensor.host)]
 
