@@ -232,13 +232,22 @@ class UnitTensor:
             if alike and new.device.type == "cpu":
                 self.host = new
             return
+        if len(now) > 1 and any(isinstance(tensor, nn.Parameter) for tensor in now.values()):
+            raise RuntimeError(
+                f"{self.name} was replaced in one place and not in all that share it; detach the mode before that, and"
+                " attach it again"
+            )
         if len(now) > 1 or not isinstance(new, nn.Parameter):
-            how = "is no longer a parameter of its module: it was pruned, parametrized or deleted"
-            if any(isinstance(tensor, nn.Parameter) for tensor in now.values()):
-                how = "was replaced in one place and not in all that share it"
-            raise RuntimeError(f"{self.name} {how}; detach the mode before that, and attach it again")
+            raise self.is_gone()
         self.check_data(new, home)
         self.host = new
+
+    def is_gone(self) -> RuntimeError:
+        """Returns the error for a parameter that its module does not hold any more."""
+        return RuntimeError(
+            f"{self.name} is no longer a parameter of its module: it was pruned, parametrized or deleted; detach the"
+            " mode before that, and attach it again"
+        )
 
     def check_gradient_dtype(self) -> None:
         """Raises RuntimeError for a parameter that wants gradients of another dtype than its own."""

@@ -40,7 +40,8 @@ def install_stand_ins(
 
     Where a module holds another tensor than the host's, that is its user's own (`torch.func.functional_call`, a buffer
     of another shape) and takes part in the forward: it is left, or goes to the device, through autograd, for as long.
-    Raises SideBySideError for a parameter where microbatches run side by side, which would use each other's.
+    Raises SideBySideError for a parameter where microbatches run side by side, which would use each other's, and
+    RuntimeError in one line for one that its module has no more.
     `units` are all that have homes. `sink` gets the gradient of a parameter when autograd has summed it.
     """
     device, before_read = slot.bytes.device, before_reads(sink)
@@ -55,6 +56,8 @@ def install_stand_ins(
                     tensor.installed.append((attribute, stand_in, None))
                 elif running_microbatch() is not None and not tensor.is_buffer:
                     raise SideBySideError(f"{tensor.name} is replaced (torch.func.functional_call)")
+                elif current is None and not tensor.is_buffer and attribute.name not in attribute.tensors:
+                    raise tensor.is_gone()
                 elif current is not None and current.device.type == "cpu" and _is_elsewhere(current, units, device):
                     own = current.to(device, copy=True)
                     attribute.assign(own)
