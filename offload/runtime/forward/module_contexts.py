@@ -53,6 +53,16 @@ class ReplacedForward(ABC):
         return self.run(*arguments, **keywords)
 
     @property
+    def __code__(self) -> types.CodeType:
+        # torch.jit.script and torch.export ask for it, or for the globals.
+        raise AttributeError(
+            f"the forward of {self._kind.__name__} is replaced by an offload mode or by recompute(), and cannot be"
+            " scripted or exported: script or export a copy of the module (copy.deepcopy)"
+        )
+
+    __globals__ = __code__
+
+    @property
     def _forward(self) -> Callable:
         """The forward of before; that of the class which the module has now, where it was given another."""
         if self._replaced is None and type(self._module) is not self._kind:

@@ -134,8 +134,8 @@ class OffloadUnit:
         return [tensor.offset for tensor in self.tensors]
 
     def home_of(self, tensor: UnitTensor) -> list[torch.Tensor]:
-        """Returns the memory of each part of `tensor` at home."""
-        if tensor.spans is None:
+        """Returns the memory of each part of `tensor` at home, or where its user has given it other data."""
+        if tensor.spans is None and tensor.is_home:
             return tensor.views_of(self.weights.bytes)
         return [part.data for part in tensor.parts_of(tensor.host)]
 
@@ -145,7 +145,8 @@ class OffloadUnit:
             strays = [tensor for tensor in self.tensors if not tensor.is_home]
         else:
             # `is_home`, without the call: each copy in asks for every tensor.
-            away = [each for each in self.tensors if each.home and each.host.data_ptr() != each.home[0]]
+            present = [each for each in self.tensors if each.home]
+            away = [t for t in present if t.host.data_ptr() != t.home[0] or t.host.stride() != t.strides]
             strays = [tensor for tensor in away if tensor.nbytes]
         for tensor in strays:
             tensor.check_data(tensor.host, self.weights.bytes.device)
@@ -156,24 +157,25 @@ class OffloadUnit:
         left_files = [tensor for tensor in self.in_files if tensor.is_home and not tensor.reads_file]
         return self.strays() + left_files
 
-    def weights_now(self) -> list[tuple[int, int]]:
-        """Returns addresses and version counters, which change where the user changes a tensor at home."""
+    def weights_now(self) -> list[tuple]:
+        """Returns addresses, strides and version counters, which change where the user changes a tensor at home."""
         return self._versions(self.tensors)
 
-    def parameters_now(self) -> list[tuple[int, int]]:
+    def parameters_now(self) -> list[tuple]:
         """Returns the part of `weights_now` that forwards leave alone: they may change buffers."""
         return self._versions(self.parameters)
 
-    def _versions(self, tensors: list[UnitTensor]) -> list[tuple[int, int]]:
+    def _versions(self, tensors: list[UnitTensor]) -> list[tuple]:
         if self.compound:
             hosts = [part for tensor in tensors for part in tensor.parts_of(tensor.host)]
         else:
             hosts = [tensor.host for tensor in tensors]
         try:
-            return [(host.data_ptr(), host._version) for host in hosts]
+            return [(host.data_ptr(), host._version, host.stride()) for host in hosts]
         except RuntimeError:
             # Tensors of inference mode have no version.
-            return [(host.data_ptr(), 0 if host.is_inference() else host._version) for host in hosts]
+            versions = [0 if host.is_inference() else host._version for host in hosts]
+            return [(host.data_ptr(), version, host.stride()) for host, version in zip(hosts, versions, strict=True)]
 
     def gather(self, arena: HostArena, end_updates: Callable[[], None] = lambda: None) -> None:
         """Takes over, between steps, what the user has changed since the last: replaced tensors, data, what trains.

@@ -70,6 +70,8 @@ class UnitTensor:
         self.found, self.origin = (self.host if self.host.is_meta else None), self.host.device
         self.shape, self.dtype = self.host.shape, self.host.dtype
         self.layout = Layout(self.host)
+        # Those of its first part.
+        self.strides = self.layout.pieces[0].strides
         self.is_buffer = self.attributes[0].is_buffer
         # A tensor and its parts, for one that consists of several: that at home, and that on the device.
         self._host_parts: TakenApart | None = None
@@ -87,10 +89,11 @@ class UnitTensor:
         return landed_in is not None and self.host.grad is landed_in and landed_in._version == self.landed_version
 
     @property
-    def state(self) -> tuple[int, int]:
+    def state(self) -> tuple[int, object]:
         """A value that changes when the weight is changed at home, or gets other data, in a step or between two.
 
-        The first number counts the changes at home and by forwards of this step.
+        The first number counts the changes at home and by forwards of this step. The second part tells where and how
+        the data lies.
         """
         if self.layout.is_compound:
             at_home = self.parts_of(self.host)
@@ -99,7 +102,7 @@ class UnitTensor:
         # Without further calls: backward asks for every weight.
         host, device = self.host, self.device
         new_writes = 0 if device is None else device._version - self.device_version
-        return host._version + self.writes + new_writes, host.data_ptr()
+        return host._version + self.writes + new_writes, (host.data_ptr(), host.stride())
 
     @property
     def new_writes(self) -> int:
@@ -163,11 +166,15 @@ class UnitTensor:
 
     @property
     def is_home(self) -> bool:
-        """True if the data of the host tensor is at home: its user has not given it other data."""
+        """True if the data of the host tensor is at home: its user has not given it other data.
+
+        The same memory in another order, as `weight.data.t()` is, is other data.
+        """
         if not self.layout.is_compound:
-            return not self.home or self.host.data_ptr() == self.home[0] or not self.nbytes
+            host, nothing = self.host, not self.home or not self.nbytes
+            return nothing or (host.data_ptr() == self.home[0] and host.stride() == self.strides)
         for piece, part, address in zip(self.layout.pieces, self.parts_of(self.host), self.home, strict=False):
-            if piece.nbytes and part.data_ptr() != address:
+            if piece.nbytes and (part.data_ptr() != address or part.stride() != piece.strides):
                 return False
         return True
 
@@ -225,13 +232,22 @@ class UnitTensor:
             if alike and new.device.type == "cpu":
                 self.host = new
             return
+        if len(now) > 1 and any(isinstance(tensor, nn.Parameter) for tensor in now.values()):
+            raise RuntimeError(
+                f"{self.name} was replaced in one place and not in all that share it; detach the mode before that, and"
+                " attach it again"
+            )
         if len(now) > 1 or not isinstance(new, nn.Parameter):
-            how = "is no longer a parameter of its module: it was pruned, parametrized or deleted"
-            if any(isinstance(tensor, nn.Parameter) for tensor in now.values()):
-                how = "was replaced in one place and not in all that share it"
-            raise RuntimeError(f"{self.name} {how}; detach the mode before that, and attach it again")
+            raise self.is_gone()
         self.check_data(new, home)
         self.host = new
+
+    def is_gone(self) -> RuntimeError:
+        """Returns the error for a parameter that its module does not hold any more."""
+        return RuntimeError(
+            f"{self.name} is no longer a parameter of its module: it was pruned, parametrized or deleted; detach the"
+            " mode before that, and attach it again"
+        )
 
     def check_gradient_dtype(self) -> None:
         """Raises RuntimeError for a parameter that wants gradients of another dtype than its own."""

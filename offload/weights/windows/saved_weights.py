@@ -47,9 +47,9 @@ from offload.weights.units.unit_tensor import UnitTensor
 class _SavedWeight(NamedTuple):
     """A view of a unit's flat buffer: `offset` counts elements of `dtype` from its start.
 
-    `tensor` is the weight in which the view starts, `version` its version counter when it was saved, and `address`
-    where its data was at home. `conjugated` and `negated` tell of views that stand for other numbers than their bytes,
-    such as `weight.conj()`.
+    `tensor` is the weight in which the view starts, `version` its version counter when it was saved, and `place` the
+    address and the strides of its data at home. `conjugated` and `negated` tell of views that stand for other numbers
+    than their bytes, such as `weight.conj()`.
     """
 
     unit: OffloadUnit
@@ -59,7 +59,7 @@ class _SavedWeight(NamedTuple):
     strides: tuple[int, ...]
     tensor: UnitTensor
     version: int
-    address: int
+    place: object
     conjugated: bool
     negated: bool
 
@@ -184,10 +184,10 @@ class SavedWeights:
             return saved.unpack(saved.packed)
 
     def _bring_back(self, saved: _SavedWeight) -> torch.Tensor:
-        unit, dtype, offset, shape, strides, tensor, version, address, conjugated, negated = saved
+        unit, dtype, offset, shape, strides, tensor, version, place, conjugated, negated = saved
         if self._final.counting:
             self._final.use(unit, tensor)
-        if tensor.state != (version, address):
+        if tensor.state != (version, place):
             raise RuntimeError(
                 f"{tensor.name}, needed for gradient computation, has been modified since forward:"
                 " run backward before the optimizer's step"

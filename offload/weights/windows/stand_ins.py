@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -33,13 +33,16 @@ from offload.weights.windows.gradient_nodes import (
 from offload.weights.windows.stand_in_class import class_like, data_was_taken, forget_data_taken, give_data, like_host
 
 
-def install_stand_ins(unit: OffloadUnit, slot: DeviceSlot, sink: GradientSink) -> None:
+def install_stand_ins(
+    unit: OffloadUnit, slot: DeviceSlot, sink: GradientSink, units: Sequence[OffloadUnit] = ()
+) -> None:
     """Makes modules hold the unit's tensors as views of `slot`.
 
     Where a module holds another tensor than the host's, that is its user's own (`torch.func.functional_call`, a buffer
     of another shape) and takes part in the forward: it is left, or goes to the device, through autograd, for as long.
-    Raises SideBySideError for a parameter where microbatches run side by side, which would use each other's.
-    `sink` gets the gradient of a parameter when autograd has summed it.
+    Raises SideBySideError for a parameter where microbatches run side by side, which would use each other's, and
+    RuntimeError in one line for one that its module has no more.
+    `units` are all that have homes. `sink` gets the gradient of a parameter when autograd has summed it.
     """
     device, before_read = slot.bytes.device, before_reads(sink)
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else AS_IT_IS:
@@ -53,8 +56,10 @@ def install_stand_ins(unit: OffloadUnit, slot: DeviceSlot, sink: GradientSink) -
                     tensor.installed.append((attribute, stand_in, None))
                 elif running_microbatch() is not None and not tensor.is_buffer:
                     raise SideBySideError(f"{tensor.name} is replaced (torch.func.functional_call)")
-                elif current is not None and current.device != device and current.device.type == "cpu":
-                    own = current.to(device)
+                elif current is None and not tensor.is_buffer and attribute.name not in attribute.tensors:
+                    raise tensor.is_gone()
+                elif current is not None and current.device.type == "cpu" and _is_elsewhere(current, units, device):
+                    own = current.to(device, copy=True)
                     attribute.assign(own)
                     tensor.installed.append((attribute, own, current))
 
@@ -131,6 +136,14 @@ def copy_of_stand_in(unit: OffloadUnit, tensor: UnitTensor, slot: DeviceSlot, si
             # Its gradient is added to those of other uses when it is made, as without the copy.
             set_sequence_number(copy.grad_fn, AT_ONCE)
         return like_host(copy, tensor.host)
+
+
+def _is_elsewhere(own: torch.Tensor, units: Sequence[OffloadUnit], device: torch.device) -> bool:
+    """Tells whether a tensor of the user's own is not on the device. On the CPU that is memory at home."""
+    if own.device != device:
+        return True
+    homes = (unit.weights.bytes for unit in units)
+    return any(0 <= own.data_ptr() - home.data_ptr() < home.numel() for home in homes)
 
 
 def _stand_in(
@@ -254,6 +267,9 @@ def _was_changed(tensor: UnitTensor, slot: DeviceSlot, there: int) -> bool:
     for part in now:
         if part.untyped_storage().data_ptr() != there:
             return _take_data(tensor, slot)
+    if not is_compound and device.stride() != tensor.strides:
+        # The same memory in another order, as `weight.data.t()` is.
+        return _take_data(tensor, slot)
     # A write through `.data` does not count for autograd. Quantised weights are read so, and not written.
     if data_taken and running_microbatch() is not None:
         # Whether it was a write matters to the other microbatches.
@@ -273,7 +289,8 @@ def _take_data(tensor: UnitTensor, slot: DeviceSlot) -> bool:
     views = [view.data for view in tensor.views_of(slot.bytes)]
     with torch.no_grad():
         for view, part in zip(views, tensor.parts_of(device), strict=True):
-            view.copy_(part.data)
+            # A copy of it: it may lie in the slot, in another order.
+            view.copy_(part.data.clone())
     tensor.device = give_memory(device, views, ())
     tensor.writes += 1
     return True

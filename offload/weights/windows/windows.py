@@ -283,7 +283,7 @@ class Windows:
             self._threads.running.opened(unit, scope)
             self._opened[unit] = None
             if unit.open_windows == 1:
-                install_stand_ins(unit, slot, self._sink)
+                install_stand_ins(unit, slot, self._sink, self._units)
                 arrived(unit.buffer_places)
 
     def _close(self, scope: Scope) -> None:

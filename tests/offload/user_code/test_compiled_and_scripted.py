@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -182,3 +183,21 @@ def test_a_scripted_module_streams_as_a_whole_or_not():
     ):
         LayerStream(outside="stream").footprint(model)
     assert LayerStream(outside="stream", exclude=["head.*"]).footprint(model).units == 4
+
+
+EXPORTS = {
+    "script": torch.jit.script,
+    "export": lambda model: torch.export.export(model, (stack_inputs(0, 0),)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@EVERY_MODE
+@pytest.mark.parametrize("export", EXPORTS.values(), ids=EXPORTS)
+def test_an_attached_model_is_not_scripted_or_exported_but_its_copy(make: Callable, export: Callable):
+    model, mode = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), make()
+    with under(mode, model):
+        with pytest.raises(AttributeError, match=r"^the forward of \w+ is replaced by an offload mode .* a copy"):
+            export(model)
+        export(copy.deepcopy(model))
+        train_step(model, mode)

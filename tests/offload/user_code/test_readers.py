@@ -205,6 +205,30 @@ def test_a_forward_changes_weights(make: Callable):
     same_as_resident(make, three_steps, Model)
 
 
+@THESE_MODES
+def test_a_forward_gives_a_weight_its_memory_in_another_order(make: Callable):
+    class Turning(nn.Linear):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            self.weight.data = self.weight.data.t()
+            # Contiguous, because the product rounds by strides, and what streams keeps its own.
+            return F.linear(hidden, self.weight if self.training else self.weight.contiguous(), self.bias)
+
+    def build() -> nn.Module:
+        model = Mixers()
+        model.blocks[0].out = Turning(8, 8)
+        return model
+
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        model.eval()
+        return [evaluate(model) for _ in range(3)]
+
+    same_as_resident(make, scenario, build)
+    model, mode = build(), make()
+    # Backward would find another order in the slot than it has saved.
+    with attached(mode, model), pytest.raises(RuntimeError, match="has been modified since forward"):
+        train_step(model, mode)
+
+
 def test_a_change_that_would_be_lost_is_refused():
     class Model(Mixers):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:

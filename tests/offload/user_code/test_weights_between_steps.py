@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
-from tests.offload.helpers.models import stack_inputs
+from tests.offload.helpers.models import Stack, stack_inputs
 from tests.offload.helpers.user_code import EVERY_MODE, evaluate, same_as_resident, train_step
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -93,3 +94,112 @@ def test_a_parameter_replaced(make: Callable):
         return [*seen, evaluate(model), train_step(model, mode, 1), evaluate(model)]
 
     same_as_resident(make, scenario)
+
+
+def transpose_data(model: nn.Module) -> None:
+    for block in model.blocks:
+        block.weight.data = block.weight.data.t()
+
+
+def transpose_in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for block in model.blocks:
+            block.weight.t_()
+
+
+def transpose_parameters(model: nn.Module) -> None:
+    for block in model.blocks:
+        block.weight = nn.Parameter(block.weight.detach().t())
+
+
+def expand_data(model: nn.Module) -> None:
+    for block in model.blocks:
+        block.weight.data = block.weight.data[:1].expand(16, 16)
+
+
+def squares() -> nn.Module:
+    model = Stack()
+    model.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+    return model
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("change", [transpose_data, transpose_in_place, transpose_parameters, expand_data])
+@pytest.mark.parametrize("inside_a_step", [False, True])
+def test_the_same_memory_in_another_order(make: Callable, change: Callable, inside_a_step: bool):
+    """Nothing but its strides tells it from the data that was there."""
+    if inside_a_step and change is not transpose_data:
+        pytest.skip("one of them shows that strides are looked at in a step")
+
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        seen, backup = [train_step(model, mode)], [p.data for p in model.parameters()]
+        with mode.step() if inside_a_step else nullcontext(), torch.no_grad():
+            seen.append(model(stack_inputs(1, 0)))
+            change(model)
+            seen.append(model(stack_inputs(1, 0)))
+        if change is expand_data:
+            for parameter, data in zip(model.parameters(), backup, strict=True):
+                parameter.data = data
+        return [*seen, train_step(model, mode, 1), evaluate(model)]
+
+    same_as_resident(make, scenario, squares)
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("how", ["functional_call", "those of another block", "new parameters", "its own state"])
+def test_values_that_lie_in_the_memory_of_the_weights(make: Callable, how: str):
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        seen, values = [train_step(model, mode)], {name: p.detach() for name, p in model.named_parameters()}
+        if how == "functional_call":
+            with mode.step(), torch.no_grad():
+                seen.append(torch.func.functional_call(model, values, (stack_inputs(0, 0),)))
+        elif how == "those of another block":
+            other = {name: values[name.replace("0", "1")] for name in values if name.startswith("blocks.0")}
+            with torch.no_grad():
+                seen.append(torch.func.functional_call(model, other, (stack_inputs(0, 0),)))
+        elif how == "new parameters":
+            for module in model.modules():
+                for name, parameter in list(module.named_parameters(recurse=False)):
+                    setattr(module, name, nn.Parameter(parameter.data))
+        else:
+            model.load_state_dict(model.state_dict(), assign=True)
+        return [*seen, evaluate(model), train_step(model, mode, 1), evaluate(model)]
+
+    same_as_resident(make, scenario)
+
+
+class Normed(nn.Module):
+    """Its forward changes buffers and, where it is not computed again, a weight."""
+
+    def __init__(self, max_norm: float | None):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+        self.table = nn.Embedding(5, 16, max_norm=max_norm)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.norm(self.linear(hidden))) + self.table(torch.arange(5, device=hidden.device))
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("inside_a_step", [False, True])
+def test_a_forward_changes_data_that_it_was_given(make: Callable, inside_a_step: bool):
+    """The change is made to that data, and not to the memory where the tensor was before."""
+
+    def build() -> nn.Module:
+        model = Stack()
+        model.blocks = nn.ModuleList(Normed(None if make().recomputes else 0.5) for _ in range(3))
+        return model
+
+    def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
+        seen, tensors = [train_step(model, mode)], [*model.parameters(), *model.buffers()]
+        backup, given = [t.data for t in tensors], [t.data * 2 for t in tensors]
+        with mode.step() if inside_a_step else nullcontext():
+            for tensor, data in zip(tensors, given, strict=True):
+                tensor.data = data
+            seen += [evaluate(model), evaluate(model)]
+        seen += [t.detach().clone() for t in tensors]
+        for tensor, data in zip(tensors, backup, strict=True):
+            tensor.data = data
+        return [*seen, evaluate(model), train_step(model, mode, 1), evaluate(model)]
+
+    same_as_resident(make, scenario, build)

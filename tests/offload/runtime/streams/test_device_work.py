@@ -54,6 +54,13 @@ def test_operations_of_one_side_and_copies_between_them_are_not(home: torch.Tens
         on_device * home.sum()
 
 
+def test_a_copy_to_a_device_that_is_named_is_there(home: torch.Tensor, on_device: torch.Tensor):
+    with watched(home):
+        on_device + home.to(torch.device("cpu"), copy=True)
+        with pytest.raises(HostOperandError):
+            on_device.double() + home.to(torch.float64)
+
+
 def test_memory_that_is_used_again_is_not_taken_for_the_hosts(home: torch.Tensor, on_device: torch.Tensor):
     with watched(home):
         for _ in range(50):
