@@ -63,7 +63,7 @@ class DeviceWork(TorchDispatchMode):
         with with_autocast_of_caller(function):
             result = function(*arguments, **keywords)
         # A copy to a device that is named, as by `tensor.to(device, copy=True)`, is there.
-        is_sent = function is torch.ops.aten._to_copy.default and keywords.get("device") is not None
+        is_sent = function.name() in COPIES and keywords.get("device") is not None
         if False not in sides and not is_sent:
             for tensor in _tensors(result if isinstance(result, (tuple, list)) else (result,)):
                 self._note(tensor, is_host=True in sides)
