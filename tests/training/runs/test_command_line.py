@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,12 @@ def test_the_directory_of_a_run_has_no_options(tmp_path: Path, flag: str):
         (tmp_path / name).write_text("seed: 1\n")
     with pytest.raises(UserError, match=f"{flag} {tmp_path}: .* would be ignored: write repeat={tmp_path}"):
         for_hydra([flag, str(tmp_path), "--config-name", "config"])
+
+
+@pytest.mark.parametrize("override", ["hydra.run.dir=", "hydra.sweep.dir=''", '++hydra.run.dir=""'])
+def test_a_directory_without_a_name_is_not_the_working_directory(override: str):
+    with pytest.raises(UserError, match=rf"^{re.escape(override)}: names no directory: give one, hydra\.run\.dir="):
+        for_hydra(["steps=1", override])
 
 
 def test_the_run_to_repeat_is_looked_for(tmp_path: Path):

@@ -23,8 +23,14 @@ from training.runs.compose_errors import explain_refusal, is_refusal
         ("precision=fp16", "precision=fp16: choose from auto, bf16, fp32"),
         ("batch_size=null", "batch_size=null: must have a value"),
         ("tracking.tags=a", "tracking.tags=a: must be a list, such as [a]"),
-        ("steps", "steps: is not KEY=VALUE; put a VALUE with blanks, brackets or other signs between"),
-        ("hydra.run.dir=a=b", "hydra.run.dir=a=b: is not KEY=VALUE; put a VALUE with blanks, brackets or other signs "),
+        (
+            "steps",
+            "steps: is not KEY=VALUE, without blanks around =; put a VALUE with blanks, brackets or other ",
+        ),
+        (
+            "hydra.run.dir=a=b",
+            "hydra.run.dir=a=b: is not KEY=VALUE, without blanks around =; put a VALUE with blanks, ",
+        ),
         (
             "+experiment=quickstart",
             "experiment=quickstart: the group has an option already: write experiment=quickstart ",
