@@ -38,5 +38,5 @@ def test_without_a_dry_run_the_footprint_bounds_the_copies():
 
 def test_a_knob_of_the_task_is_refused_and_is_no_note_that_the_model_needs_values():
     components = components_of("model=unet_small", "task.null_class=null")
-    with pytest.raises(UserError, match=r"^task\.null_class=None: give the number of classes, or take drop"):
+    with pytest.raises(UserError, match=r"^task\.null_class=None: the dataset has labels: give the "):
         dry_step(components, has_gpu=True)
