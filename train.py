@@ -18,7 +18,7 @@ from training.config.without_effect import warn_of_keys_without_effect
 from training.errors import UserError
 from training.parallel.launch import connected
 from training.parallel.world import World, settle_devices
-from training.runs import command_line, compose_errors, console
+from training.runs import command_line, compose_errors, console, fresh_directory
 from training.runs.directory import locked, refuse_records
 from training.runs.failures import failures_recorded, print_failure, refusals_reported
 from training.runs.invocation import Invocation
@@ -29,6 +29,7 @@ schema.register()
 help.register()
 launcher.register_launcher()
 cluster.register_launchers()
+fresh_directory.register()
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

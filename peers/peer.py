@@ -58,7 +58,9 @@ class Peer(Mode):
 
     def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
         if not all(parameter.requires_grad for parameter in model.parameters()):
-            raise PeerError("offload", self.option, "is compared on models that train in full: take adapter=none")
+            raise PeerError(
+                "offload", self.option, "is compared on models that train in full: take adapter=none quantize=none"
+            )
         return super().footprint(model, recompute)
 
     def attach(self, model: nn.Module, streams: Streams, sharers: Sharers = NO_SHARERS) -> None:

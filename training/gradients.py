@@ -57,7 +57,9 @@ def _why_kept(config: DictConfig, mode: Mode, model: nn.Module, kept: Footprint)
     if config.devices > 1:
         return f"{_why_ranks_keep(config)}: take devices=1"
     if config.clip_norm is not None:
-        return f"clip_norm={config.clip_norm:g} needs the norm of all before the first update: take clip_norm=null"
+        return (
+            f"clip_norm={config.clip_norm:g} needs them until their norm is known: to release them take clip_norm=null"
+        )
     if config.on_nonfinite != OnNonfinite.stop:
         return "on_nonfinite=skip needs to know first that all are finite: take on_nonfinite=stop"
     if config.microbatches > 1 and not kept.layer_major:

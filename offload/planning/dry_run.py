@@ -119,7 +119,7 @@ class DryRun:
         """Returns the dry run of a step with `more` microbatches side by side than `after`.
 
         `after` has one microbatch more than this dry run. The others are as large as that one; a smaller one counts by
-        its share.
+        its share. Gradients are those of `after`: they are as large for any number of microbatches.
         """
 
         def line(first: float, second: float) -> float:
@@ -132,7 +132,7 @@ class DryRun:
         numbers = {
             field.name: round(line(getattr(self, field.name), getattr(after, field.name))) for field in fields(self)[1:]
         }
-        return DryRun(phases, **numbers)
+        return DryRun(phases, **numbers | {"peak_gradient_bytes": after.peak_gradient_bytes})
 
 
 def dry_run(

@@ -113,7 +113,7 @@ def components_config(name: str) -> DictConfig:
 
 
 def test_a_model_with_frozen_weights_is_refused():
-    problem = "is compared on models that train in full: take adapter=none"
+    problem = "is compared on models that train in full: take adapter=none quantize=none"
     assert refusal("offload=fsdp2", "adapter=lora") == f"offload=fsdp2: {problem}"
 
 

@@ -23,7 +23,7 @@ def test_microbatches_that_are_added_up_on_the_device_release_too():
 
 
 NEEDED = {
-    "clip_norm=0.5": "clip_norm=0.5 needs the norm of all before the first update: take clip_norm=null",
+    "clip_norm=0.5": "clip_norm=0.5 needs them until their norm is known: to release them take clip_norm=null",
     "on_nonfinite=skip": "on_nonfinite=skip needs to know first that all are finite: take on_nonfinite=stop",
     "microbatches=2": "those of microbatches=2 are added up in host memory: take microbatches=1, or",
     "devices=2": "devices=2 sum them after backward: take devices=1",

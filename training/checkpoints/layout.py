@@ -5,6 +5,7 @@ import re
 from itertools import count
 from pathlib import Path
 
+from training.errors import UserError
 from training.runs.files import CHECKPOINTS_FOLDER, PARTIAL_SUFFIX
 
 MANIFEST_FILE = "manifest.json"
@@ -41,6 +42,13 @@ def checkpoints_in(folder: Path) -> list[Path]:
         return []
     found = [entry for entry in folder.iterdir() if step_of(entry) is not None and entry.is_dir()]
     return sorted(found, key=step_of, reverse=True)
+
+
+def refuse_run(key: str, given: str, path: Path) -> None:
+    """Raises UserError if `path`, given for `key`, is the directory of a run: one of its checkpoints is wanted."""
+    if found := checkpoints_in(path / CHECKPOINTS_FOLDER):
+        newest = f"{given.rstrip('/')}/{CHECKPOINTS_FOLDER}/{found[0].name}"
+        raise UserError(f"{key}={given}: is the directory of a run: give one of its checkpoints, {key}={newest}")
 
 
 def free_aside(folder: Path) -> Path:

@@ -116,6 +116,7 @@ def starting_point(config: DictConfig, run_dir: Path) -> Checkpoint | None:
         checkpoint = _newest_complete(run_dir)
         if checkpoint is None:
             _refuse_finished(run_dir)
+            logger.info("resume=auto: no checkpoint in %s: the run begins at its first step", run_dir)
     else:
         checkpoint = _requested(home_expanded("resume", config.resume))
     if checkpoint is None:

@@ -19,6 +19,8 @@ INCIDENTAL = ("log_every", "eval.every", "sample", "trace", "trace_step", "check
 # Keys of the update rule of AdamW; its other keys are of where and how it computes, and leave the rule the same.
 UPDATE_RULE = tuple(f"optimizer.{key}" for key in ("lr", "betas", "eps", "weight_decay", "decay_norms_and_biases"))
 ABSENT = object()
+# Values of keys that switch something off, as they stand in a run's configuration.
+NOTHING = ("null", "false")
 # Characters of a run's name; a value may be a text of any length.
 LONGEST_NAME = 300
 
@@ -69,7 +71,7 @@ def name_runs(runs: Sequence[Run], values: Sequence[Settings]) -> list[str]:
     """Returns a name for each run: the mode, then KEY=VALUE of the settings in which it differs from other runs.
 
     The keys of an option are compared only among runs that chose this option. The mode's keys are written without
-    `offload.`. A group of which nothing is chosen (`recompute=none`) is not named.
+    `offload.`. A group or key of which nothing is chosen (`recompute=none`, `vram_budget=null`) is not named.
     """
     options = [_options(run, own) for run, own in zip(runs, values, strict=True)]
     names, varied = [], _varied_keys(values)
@@ -180,7 +182,7 @@ def _differing_keys(
     own = options[index]
     knobs, others = [], []
     for key, value in values[index].items():
-        if key.endswith("._target_") or key in own or key not in varied:
+        if key.endswith("._target_") or key in own or key not in varied or value in NOTHING:
             continue
         peers = [other for other, chosen in zip(values, options, strict=True) if _same_options(key, own, chosen)]
         # A key that only some runs have comes from another version of the program, not from another experiment.

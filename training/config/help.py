@@ -7,6 +7,7 @@ filled in; among them are `${modes:}` and `${knobs:GROUP}`, which follow from th
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ from training.config.schema import SCHEMAS
 
 WIDTH = 120
 PAGE = Path(__file__).parents[2] / "conf" / "hydra" / "help" / "train.txt"
+# The value of a key, in the brackets behind its explanation.
+VALUE = re.compile(r"\[\$\{([\w.]+)\}\]")
 
 
 def register() -> None:
@@ -31,7 +34,8 @@ def register() -> None:
 
 def page(_root_: DictConfig) -> str:
     """Returns the text of the page, with the values of the configuration. A dollar sign is doubled in it."""
-    return OmegaConf.create({"text": PAGE.read_text(encoding="utf-8")}, parent=_root_).text
+    text = VALUE.sub(lambda found: f"[{_shown(OmegaConf.select(_root_, found[1]))}]", PAGE.read_text(encoding="utf-8"))
+    return OmegaConf.create({"text": text}, parent=_root_).text
 
 
 def modes() -> str:
@@ -61,9 +65,14 @@ def _rows(node: DictConfig, key: str) -> Iterator[tuple[str, str]]:
         if OmegaConf.is_dict(value):
             yield from _rows(value, f"{key}.{name}")
         elif not name.startswith("_"):
-            # null, true and false, as on the command line.
-            shown = json.dumps(value) if value is None or isinstance(value, bool) else value
-            yield f"{key}.{name}", f"{explained.get(name, '')} [{shown}]".strip()
+            yield f"{key}.{name}", f"{explained.get(name, '')} [{_shown(value)}]".strip()
+
+
+def _shown(value: object) -> str:
+    """Returns a value as the command line takes it: null, true, false, '' for an empty text."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return str(value) or "''"
 
 
 def _wrapped(start: str, text: str) -> str:

@@ -22,7 +22,7 @@ def unknown_key(key: str, known: Iterable[str] | Mapping[str, Any]) -> str:
     meant = f" Did you mean {' or '.join(close + further)}?" if close + further else ""
     where = f"{parent}, as chosen," if parent else "the top level"
     there = f"Keys that {where} has: {', '.join(known)}" if known else f"{where} has no keys"
-    return f"{key}: unknown key.{meant}{_other_options(parent, name)} {there}"
+    return f"{key}: unknown key.{meant}{options_with(parent, name)} {there}"
 
 
 def _paths(node: Any, prefix: str = "") -> Iterator[str]:
@@ -37,8 +37,8 @@ def _paths(node: Any, prefix: str = "") -> Iterator[str]:
         yield from _paths(node[name], f"{prefix}{name}.")
 
 
-def _other_options(parent: str, name: str) -> str:
-    """Returns which options of the group `parent` have the key `name`, as part of the message."""
+def options_with(parent: str, name: str) -> str:
+    """Returns which options of the group `parent` have the key `name`, as part of a message; empty where none has."""
     # Not at the top: the schema imports torch, and this module is imported by programs that do without.
     from training.config.schema import SCHEMAS
 

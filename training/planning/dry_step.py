@@ -12,6 +12,7 @@ from torch import Tensor
 from offload.planning import DryRun, Phase, SimulatedStreams, dry_run
 from training.batches import Batch, examples_in
 from training.components import Components
+from training.config.construct import keys_under
 from training.planning.ranks import planned_sharers
 
 # Microbatches that the dry run computes one by one; the bytes of more follow from these.
@@ -46,7 +47,8 @@ def _dry_run(
 ) -> DryRun:
     """Runs a step with microbatches of `sizes` examples."""
     config, model = components.config, components.model
-    parts = [components.task.meta_batch(config, size) for size in sizes]
+    with keys_under("task"):
+        parts = [components.task.meta_batch(config, size) for size in sizes]
 
     def loss_of(part: Batch) -> Tensor:
         return components.task.loss(model, part) * (examples_in(part) / config.batch_size)

@@ -9,14 +9,20 @@ from pathlib import Path
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
 
 from training.errors import UserError
 from training.runs.files import CHOICES_FILE, CONFIG_FILE
 from training.runs.paths import home_expanded
 from training.runs.repeat import repeated
 
+CONF = Path(__file__).parents[2] / "conf"
 # The directory of a run or a sweep in a home directory, whose `~` Hydra takes in quotes alone.
 IN_HOME = re.compile(r"(\+{0,2}hydra\.(?:run|sweep)\.dir)=(['\"]?)(~[\w.-]*)((?:/[^'\"]*)?)\2")
+# What is left of `hydra.run.dir=$PLACE` where the shell knows no PLACE: Hydra would take the working directory.
+NO_PLACE = re.compile(r"""\+{0,2}hydra\.(?:run|sweep)\.dir=(?:''|"")?""")
 
 
 def for_hydra(arguments: Sequence[str]) -> list[str]:
@@ -24,7 +30,8 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
 
     A leading `~` in the directory of a run or sweep is replaced by the home directory: Hydra would make one named `~`.
     Raises UserError for an unknown flag, such as `--steps 10`; for the directory of a run where Hydra expects one of
-    options; for the home of a user that does not exist; and if the run of `repeat=` cannot be repeated.
+    options, and for one without a name; for the home of a user that does not exist; and if the run of `repeat=` cannot
+    be repeated.
     """
     parser = get_args_parser()
     parser.error = _refuse
@@ -34,7 +41,11 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
         raise UserError(f"{flag}: unknown flag: keys have no dashes: write {_as_override(flag, arguments)}")
     overrides = [*options.overrides, *unknown]
     _refuse_run_directories(options)
+    if empty := next((override for override in overrides if NO_PLACE.fullmatch(override)), None):
+        raise UserError(f"{empty}: names no directory: give one, hydra.run.dir=runs/NAME, or leave the key out")
     expanded = [_home_expanded(override) for override in repeated(overrides, options.config_dir)]
+    if options.multirun:
+        expanded = _left_to_the_jobs(expanded)
     return [*_without(arguments, overrides), *expanded]
 
 
@@ -59,6 +70,42 @@ def _home_expanded(override: str) -> str:
     key, _, home, behind = found.groups()
     home = str(home_expanded(key.lstrip("+"), home)).replace("'", "\\'")
     return f"{key}='{home}{behind}'"
+
+
+def _left_to_the_jobs(overrides: Sequence[str]) -> list[str]:
+    """Lets the jobs of a sweep over options take the keys of these, as in `-m offload=layer_stream,none seed=1`.
+
+    Hydra composes the sweep itself without the swept options, and would refuse `offload.slots=3` of the default one. A
+    sweep over a single value is left to the jobs. What Hydra's parser refuses stays as it is, for Hydra to refuse.
+    """
+    parser = OverridesParser.create()
+    try:
+        parsed = parser.parse_overrides(list(overrides))
+    except HydraException:
+        return list(overrides)
+    if not any(each.is_sweep_override() and _is_group(each.key_or_group) for each in parsed):
+        return list(overrides)
+    return [
+        _as_a_sweep(each, parser)
+        if each.type == OverrideType.CHANGE and not each.is_sweep_override() and "." in each.key_or_group
+        else each.input_line
+        for each in parsed
+    ]
+
+
+def _as_a_sweep(override: Override, parser: OverridesParser) -> str:
+    key, _, value = override.input_line.partition("=")
+    if key.startswith("hydra."):
+        return override.input_line
+    try:
+        parser.parse_override(f"{key}=choice({value})")
+    except HydraException:
+        return override.input_line
+    return f"{key}=choice({value})"
+
+
+def _is_group(name: str) -> bool:
+    return (CONF / name).is_dir()
 
 
 def _without(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:

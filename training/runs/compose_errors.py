@@ -6,19 +6,24 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 
 import hydra._internal.utils
 from hydra.errors import CompactHydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from training.config.unknown_keys import unknown_key
+from training.config.unknown_keys import options_with, unknown_key
 from training.errors import UserError
 from training.runs.failures import FAILED, print_failure
 from training.visible_text import visible
 
+CONF = Path(__file__).parents[2] / "conf"
 # OmegaConf's names of types, and the words for them here.
 OF_ANOTHER_TYPE = re.compile(r"Value '(.*)' (?:of type '.*' could not be converted to|is not a valid) (\w+)")
+NOT_KEYS = re.compile(r"Invalid type assigned: \w+ is not a subclass of \w+\. value: (.*)")
 OF_ANOTHER_NAME = re.compile(r"Invalid value '(.*)', expected one of \[(.*)\]$")
 KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
 
@@ -75,18 +80,25 @@ def _explained(error: Exception) -> str:
     if isinstance(error, YAMLError):
         return f"a configuration file is not YAML: {' '.join(str(error).split())}"
     if not isinstance(error, CompactHydraException):
-        return f"choose options by name, GROUP=OPTION, such as offload=none ({' '.join(str(error).split())})"
+        return _unnamed_option(error)
     if isinstance(error, MissingConfigException) and error.options is not None:
-        group, _, option = error.missing_cfg_file.rpartition("/")
-        return f"{group}={option}: there is no such option; choose from {', '.join(error.options)}"
+        group, option = _group_and_option(error.missing_cfg_file)
+        named = f"; by its name or folder: model=hf model.source={option}" if group == "model" and "/" in option else ""
+        return f"{group}={option}: there is no such option; choose from {', '.join(error.options)}{named}"
     if isinstance(error, OverrideParseException):
         advice = "put a VALUE with blanks, brackets or other signs between two pairs of quotes: KEY=\"'VALUE'\""
-        return f"{error.override}: is not KEY=VALUE; {advice}"
+        return f"{error.override}: is not KEY=VALUE, without blanks around =; {advice}"
     if several := re.match(r"Ambiguous value for argument '([^']+)'", str(error)):
         return f"{several[1]}: several values are a sweep, one run for each: python train.py -m {several[1]}"
     if twice := re.match(r"Multiple values for ([^ ]+)\. .*: (.+)'$", str(error)):
         group, option = twice.groups()
         return f"{group}={option}: the group has an option already: write {group}={option} once, without +"
+    if nested := re.match(r"Could not override '(\w+)@([\w.]+)\.(\w+)'", str(error)):
+        group, place, name = nested.groups()
+        having = options_with(place, name)
+        return f"{group}@{place}.{name}: {place}, as chosen, has no such key.{having or ' --help lists its keys'}"
+    if twice := re.match(r"Could not append to config\. An item is already at '([^']+)'", str(error)):
+        return f"+{twice[1]}: the key is there already: write {twice[1]}=VALUE, without +"
     cause = _cause(error)
     if cause is None or cause.full_key is None:
         return " ".join(str(error).split())
@@ -100,6 +112,11 @@ def _explained(error: Exception) -> str:
         return f"{where}{cause.full_key}=null: must have a value"
     if "is not a ListConfig" in message:
         return f"{where}{cause.full_key}={cause.value}: must be a list, such as [{cause.value}]"
+    if message == "Cannot merge DictConfig with ListConfig":
+        return f"{where}{cause.full_key}: has no list of its own: give its keys, {cause.full_key}.KEY=VALUE"
+    if not_keys := NOT_KEYS.match(message):
+        keys = ", ".join(f"{cause.full_key}.{name}" for name in _keys_below(cause))
+        return f"{where}{cause.full_key}={not_keys[1]}: has no value of its own: give one of its keys: {keys}"
     if of_another_type := OF_ANOTHER_TYPE.match(message):
         value, kind = of_another_type.groups()
         return f"{where}{cause.full_key}={value}: must be {KINDS.get(kind, kind)}"
@@ -107,6 +124,33 @@ def _explained(error: Exception) -> str:
         value, names = of_another_name.groups()
         return f"{where}{cause.full_key}={value}: choose from {names}"
     return f"{where}{cause.full_key}: {message}"
+
+
+def _unnamed_option(error: Exception) -> str:
+    """Returns the line about a number, null, true or a list that was given for the name of an option."""
+    # Hydra's error does not name the override; the frame that raised it has it.
+    override = _innermost(error).f_locals.get("override")
+    group = getattr(override, "key_or_group", "")
+    options = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    if not group or not options:
+        return f"choose options by name, GROUP=OPTION, such as offload=none ({' '.join(str(error).split())})"
+    return f"{override.input_line}: must be the name of an option: choose from {', '.join(options)}"
+
+
+def _innermost(error: Exception) -> FrameType:
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+
+
+def _group_and_option(missing: str) -> tuple[str, str]:
+    """Splits the path of an option that does not exist. A name on the Hub has a slash, as groups of Hydra have."""
+    group, _, option = missing.partition("/")
+    return (group, option) if group != "hydra" else missing.rpartition("/")[::2]
+
+
+def _keys_below(cause: OmegaConfBaseException) -> list[str]:
+    """Returns the keys of the node that a value was given to in place of them."""
+    node = cause.parent_node._get_node(cause.key) if isinstance(cause.parent_node, DictConfig) else None
+    return [str(name) for name in node] if isinstance(node, DictConfig) else []
 
 
 def _cause(error: BaseException) -> OmegaConfBaseException | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from hydra.utils import get_class
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
@@ -51,11 +52,15 @@ class CausalLM(Task):
                 f"task=causal_lm: {type(model).__name__} has no vocabulary: choose a language model, or for images"
                 " task=flow_matching or classification, and a dataset of images"
             )
+        dataset = get_class(config.dataset._target_)
+        if hasattr(dataset, "meta_batch"):
+            # `check` would say so of a run, but a plan makes no dataset.
+            raise _without_tokens(dataset.__name__)
         refuse_positions(model, config.seq_len, f"seq_len={config.seq_len}")
 
     def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
         if not hasattr(dataset, "vocab_size"):
-            raise UserError(f"task=causal_lm: {type(dataset).__name__} has no tokens: choose a dataset of text")
+            raise _without_tokens(type(dataset).__name__)
         check_vocabulary(model, dataset.vocab_size)
 
     def sample_forwards(self, config: DictConfig, model: nn.Module) -> Sequence[Callable[[], object]]:
@@ -100,6 +105,10 @@ class TextSampler(Sampler):
             stopped=stopped,
         )
         return None if text is None else TextSample(sample.prompt, text)
+
+
+def _without_tokens(dataset: str) -> UserError:
+    return UserError(f"task=causal_lm: {dataset} has no tokens: choose a dataset of text")
 
 
 def check_vocabulary(model: nn.Module, vocab_size: int) -> None:

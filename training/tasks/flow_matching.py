@@ -92,7 +92,8 @@ class FlowMatching(Task):
         images = _images_of(batch)
         condition = _condition_of(batch)
         if LABELS in condition and self.drop_condition and self.null_class is None:
-            raise KnobError("null_class", None, "give the number of classes, or take drop_condition=0")
+            advice = "the dataset has labels: give the number of classes, take drop_condition=0, or a dataset without"
+            raise KnobError("null_class", None, f"{advice} (dataset.labels=false, dataset.label_column=null)")
         if images.is_meta:
             return {
                 **batch,

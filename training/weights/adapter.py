@@ -13,6 +13,7 @@ from torch import nn
 
 from models.adapter_files import check_folder, load_adapter
 from models.adapters import initialise_adapters, inject
+from training.checkpoints.layout import refuse_run
 from training.config.adapter import has_adapter
 from training.errors import UserError
 from training.metrics.progress import phase
@@ -74,6 +75,7 @@ class RunAdapter:
         if given is None:
             return cls(config.seed, None, None)
         folder = home_expanded(KEY, given)
+        refuse_run(KEY, given, folder)
         try:
             check_folder(model, folder)
         except ValueError as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from models.weights import checkpoint_files
+from training.checkpoints.layout import refuse_run
 from training.errors import UserError, first_line
 from training.runs.paths import home_expanded
 from training.weights.hub_client import HubName, ask_hub
@@ -94,6 +95,7 @@ class ModelWeights:
         """
         path = home_expanded(KEY, given)
         if path.exists():
+            refuse_run(KEY, given, path)
             if _has_an_adapter_alone(path):
                 raise UserError(
                     f"{KEY}={given}: has an adapter and no model: give it as adapter.weights={given}, and its base as"

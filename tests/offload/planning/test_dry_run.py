@@ -19,7 +19,7 @@ from offload.modes.none import Resident
 from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
-from offload.planning.dry_run import MOVED, dry_run, left_as_found
+from offload.planning.dry_run import MOVED, DryRun, dry_run, left_as_found
 from offload.runtime.blocks import find_blocks
 from offload.weights.gradients import ring
 from offload.weights.gradients.final import NotFinalError
@@ -143,6 +143,16 @@ def test_later_microbatches_follow_from_the_first():
     assert two.repeated([1, 4]).phases == five.phases
     two, three, five = (dry(ShardOffload(shards=2), copy.deepcopy(model), parts[:count]) for count in (2, 3, 5))
     assert two.continued(three, 2) == five
+
+
+def test_gradients_that_stay_do_not_grow_with_microbatches():
+    """The peak of one microbatch may be where a gradient is, and that of two where none is."""
+    one, two = (
+        DryRun((), slot_bytes=1, peak_bytes=peak, peak_gradient_bytes=gradients, turn_bytes=0, host_bytes=0)
+        for peak, gradients in ((20, 5), (22, 0))
+    )
+    eight = one.continued(two, 6)
+    assert (eight.peak_bytes, eight.peak_gradient_bytes, eight.activation_bytes) == (34, 0, 33)
 
 
 def test_save_on_cpu_copies_every_saved_tensor_and_waits():

@@ -114,3 +114,9 @@ def test_a_finished_run_without_checkpoints_is_not_begun_anew(tmp_path: Path, ti
     summary = json.loads((run_dir / "summary.json").read_text())
     (run_dir / "summary.json").write_text(json.dumps(summary | {"status": "failed"}))
     assert run_here(run_dir, *unsaved, "resume=auto")["status"] == "ok"
+
+
+def test_a_run_that_finds_nothing_to_resume_says_so(tmp_path: Path, run_here, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level("INFO"):
+        run_here(tmp_path / "run", "resume=auto")
+    assert f"resume=auto: no checkpoint in {tmp_path / 'run'}: the run begins at its first step" in caplog.messages

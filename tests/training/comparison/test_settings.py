@@ -82,6 +82,12 @@ def test_names_leave_out_keys_that_other_runs_do_not_have(write_run):
     assert list(rows(write_run)) == ["none", "layer_stream", "2"]
 
 
+def test_names_leave_out_keys_that_are_null_or_false(write_run):
+    write_run("none", top={"vram_budget": None, "plan": False, "clip_norm": None})
+    write_run("none", top={"vram_budget": "22GiB", "plan": True, "clip_norm": 1.0})
+    assert list(rows(write_run)) == ["none", "none vram_budget=22GiB plan=true clip_norm=1.0"]
+
+
 def test_names_need_no_choices(write_run):
     for directory in (write_run("none"), write_run("layer_stream", recompute="block")):
         (directory / "choices.yaml").unlink()

@@ -30,6 +30,17 @@ def test_the_page_has_the_values_of_the_configuration():
     assert "${" not in page
 
 
+def test_values_are_written_as_the_command_line_takes_them():
+    with conf_initialised():
+        page = help.page(compose("config", ["trace=true"], return_hydra_config=True))
+    assert "[None]" not in page
+    assert "[False]" not in page
+    assert "no limit [1.0]" in page
+    assert "no metric has its time [true]" in page
+    assert "the start of a document ['']" in page
+    assert "the first after the warm-up [null]" in page
+
+
 def test_every_mode_is_listed_with_its_description():
     page = " ".join(help.modes().split())
     for option in mode_options().values():

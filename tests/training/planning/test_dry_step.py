@@ -6,6 +6,7 @@ import pytest
 
 from offload.planning import DryRun
 from tests.training.helpers.in_process import components_of
+from training.errors import UserError
 from training.planning import dry_step as module
 from training.planning.dry_step import dry_step, examples_of_rank, without_dry_run
 
@@ -33,3 +34,9 @@ def test_no_rank_computes_more_examples_than_the_first():
 def test_without_a_dry_run_the_footprint_bounds_the_copies():
     components = components_of("offload=layer_stream", "microbatches=1")
     assert bytes_of(without_dry_run(components))[0] >= components.footprint.host_weight_bytes
+
+
+def test_a_knob_of_the_task_is_refused_and_is_no_note_that_the_model_needs_values():
+    components = components_of("model=unet_small", "task.null_class=null")
+    with pytest.raises(UserError, match=r"^task\.null_class=None: the dataset has labels: give the "):
+        dry_step(components, has_gpu=True)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
 
+from tests.training.helpers.in_process import CONF
 from training.errors import UserError
 from training.runs.command_line import for_hydra
 
@@ -46,6 +51,12 @@ def test_the_directory_of_a_run_has_no_options(tmp_path: Path, flag: str):
         for_hydra([flag, str(tmp_path), "--config-name", "config"])
 
 
+@pytest.mark.parametrize("override", ["hydra.run.dir=", "hydra.sweep.dir=''", '++hydra.run.dir=""'])
+def test_a_directory_without_a_name_is_not_the_working_directory(override: str):
+    with pytest.raises(UserError, match=rf"^{re.escape(override)}: names no directory: give one, hydra\.run\.dir="):
+        for_hydra(["steps=1", override])
+
+
 def test_the_run_to_repeat_is_looked_for(tmp_path: Path):
     with pytest.raises(UserError, match=f"repeat={tmp_path}: no choices.yaml there"):
         for_hydra(["-m", f"repeat={tmp_path}", "offload=none,layer_stream"])
@@ -69,3 +80,32 @@ def test_a_tilde_elsewhere_stays_as_it_is():
 def test_the_home_of_nobody_is_refused():
     with pytest.raises(UserError, match=r"^hydra.run.dir=~nobody-here: there is no home directory of that name"):
         for_hydra(["hydra.run.dir=~nobody-here/a"])
+
+
+def test_the_keys_of_swept_options_are_left_to_the_jobs():
+    """Hydra composes the sweep itself with offload=none, which has no slots."""
+    swept = ["-m", "offload=layer_stream,bounce_linear"]
+    given = [
+        "offload.slots=2",
+        "offload.include=[a,'b c']",
+        "steps=3",
+        "seed=1,2",
+        "hydra.sweep.dir=x",
+        "+a.b=1",
+        "a.b=",
+    ]
+    left = ["offload.slots=choice(2)", "offload.include=choice([a,'b c'])", *given[2:]]
+    assert for_hydra([*swept, *given]) == [*swept, *left]
+    assert for_hydra(["-m", "seed=1,2", *given]) == ["-m", "seed=1,2", *given]
+    assert for_hydra(given) == given
+    assert for_hydra([*swept, "offload.slots=[2"]) == [*swept, "offload.slots=[2"]
+
+
+def test_the_jobs_take_the_keys_of_swept_options():
+    (_, *overrides) = for_hydra(["-m", "offload=layer_stream,bounce_linear", "offload.slots=2"])
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        loader.load_configuration("config", overrides, RunMode.MULTIRUN)
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    jobs = [[f"{each.get_key_element()}={value}" for value in each.sweep_string_iterator()] for each in parsed]
+    assert jobs == [["offload=layer_stream", "offload=bounce_linear"], ["offload.slots=2"]]

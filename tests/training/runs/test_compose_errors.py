@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.errors import MissingConfigException
 from yaml import YAMLError
 
 from tests.training.helpers.in_process import CONF, hydra_as_before
@@ -22,16 +23,37 @@ from training.runs.compose_errors import explain_refusal, is_refusal
         ("precision=fp16", "precision=fp16: choose from auto, bf16, fp32"),
         ("batch_size=null", "batch_size=null: must have a value"),
         ("tracking.tags=a", "tracking.tags=a: must be a list, such as [a]"),
-        ("steps", "steps: is not KEY=VALUE; put a VALUE with blanks, brackets or other signs between"),
-        ("hydra.run.dir=a=b", "hydra.run.dir=a=b: is not KEY=VALUE; put a VALUE with blanks, brackets or other signs "),
+        (
+            "steps",
+            "steps: is not KEY=VALUE, without blanks around =; put a VALUE with blanks, brackets or other ",
+        ),
+        (
+            "hydra.run.dir=a=b",
+            "hydra.run.dir=a=b: is not KEY=VALUE, without blanks around =; put a VALUE with blanks, ",
+        ),
         (
             "+experiment=quickstart",
             "experiment=quickstart: the group has an option already: write experiment=quickstart ",
         ),
         ("offload.slots=3", "offload.slots: unknown key. Options that have it: offload=bounce_linear or "),
+        ("eval=true", "eval=True: has no value of its own: give one of its keys: eval.every, eval.batches"),
+        ("checkpoint=10", "checkpoint=10: has no value of its own: give one of its keys: checkpoint.every, "),
         ("lr=0.1", "lr: unknown key. Did you mean optimizer.lr?"),
         ("seed=1,2", "seed=1,2: several values are a sweep, one run for each: python train.py -m seed=1,2"),
-        ("offload=3", "choose options by name, GROUP=OPTION, such as offload=none ("),
+        ("offload=3", "offload=3: must be the name of an option: choose from bounce_linear, "),
+        ("offload=[none,null]", "choose options by name, GROUP=OPTION, such as offload=none ("),
+        (
+            "tracking=false",
+            "tracking=false: must be the name of an option: choose from auto, disabled, offline, online",
+        ),
+        ("model=Qwen/Qwen3-8B", "model=Qwen/Qwen3-8B: there is no such option; choose from diffusers, "),
+        ("hydra/launcher=slurm", "hydra/launcher=slurm: there is no such option; choose from basic, process, "),
+        ("eval=[1]", "eval: has no list of its own: give its keys, eval.KEY=VALUE"),
+        ("+steps=3", "+steps: the key is there already: write steps=VALUE, without +"),
+        (
+            "offload@offload.weights=none",
+            "offload@offload.weights: offload, as chosen, has no such key. Options that have it: offload=",
+        ),
     ],
 )
 def test_a_refusal_is_one_line(override: str, line: str):
@@ -46,6 +68,12 @@ def test_the_key_that_was_probably_meant_is_named():
     with initialize_config_dir(str(CONF), version_base="1.3"), pytest.raises(Exception, match=r".") as caught:
         compose("config", ["step=3"])
     assert "Did you mean steps?" in explain_refusal(caught.value)
+
+
+def test_a_model_of_the_hub_is_given_as_the_source_of_another_option():
+    with initialize_config_dir(str(CONF), version_base="1.3"), pytest.raises(MissingConfigException) as caught:
+        compose("config", ["model=Qwen/Qwen3-8B"])
+    assert explain_refusal(caught.value).endswith("; by its name or folder: model=hf model.source=Qwen/Qwen3-8B")
 
 
 def test_a_broken_file_is_named_as_such():

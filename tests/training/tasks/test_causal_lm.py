@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from models.llama import Llama
-from tests.training.helpers.in_process import composed
+from tests.training.helpers.in_process import components_of, composed
 from training.errors import UserError
 from training.tasks.causal_lm import CausalLM
 
@@ -34,6 +34,12 @@ def test_a_dataset_without_tokens_and_a_small_vocabulary_are_named():
         CausalLM().check(config, SimpleNamespace(vocab_size=99999), SimpleNamespace(vocab_size=256))
     with pytest.raises(UserError, match=r"^task=causal_lm: Identity has no vocabulary"):
         CausalLM().check_model(config, nn.Identity())
+
+
+@pytest.mark.parametrize("dataset", ["letters", "synthetic_images", "synthetic_video_latents"])
+def test_a_plan_refuses_images_too(dataset: str):
+    with pytest.raises(UserError, match=r"^task=causal_lm: \w+ has no tokens: choose a dataset of text$"):
+        components_of(f"dataset={dataset}")
 
 
 def test_a_sequence_beyond_the_models_positions_is_refused():

@@ -124,7 +124,7 @@ class TestPrepared:
         assert all(tensor.is_meta for tensor in meta.values())
 
     def test_labels_without_a_class_for_none_are_refused(self) -> None:
-        with pytest.raises(KnobError, match=r"^null_class=None: give the number of classes, or take drop_condition=0$"):
+        with pytest.raises(KnobError, match=r"^null_class=None: the dataset has labels: give the number of classes, "):
             FlowMatching().prepared(labelled(2), 0)
 
     @pytest.mark.parametrize("batch", [torch.zeros(2, 3), {"labels": torch.zeros(2)}])

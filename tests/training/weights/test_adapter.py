@@ -115,6 +115,11 @@ def test_slips_are_one_line(tmp_path: Path):
         assert "\n" not in str(refusal.value)
 
 
+def test_the_directory_of_a_run_is_not_its_adapter(tmp_path: Path, whole: Path):
+    with pytest.raises(UserError, match=rf"^adapter\.weights={whole}: is the directory of a run: give one of its "):
+        run_here(tmp_path / "run", *RUN, "adapter=lora", f"adapter.weights={whole}")
+
+
 def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path, whole: Path):
     with pytest.raises(UserError, match=r"^adapter\.weights=.* has r=2, and this adapter 3: give the same rank$"):
         run_here(tmp_path, *RUN, *ADAPTER, "adapter.rank=3", f"adapter.weights={at(whole, 4)}")

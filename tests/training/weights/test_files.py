@@ -51,6 +51,15 @@ def test_local_files_are_taken_without_asking_anybody(tmp_path: Path, hub):
     assert not hub.asked
 
 
+def test_the_directory_of_a_run_is_not_one_of_its_checkpoints(tmp_path: Path):
+    for step in (5, 10):
+        (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    newest = f"{tmp_path}/checkpoints/step-00000010"
+    reason = "is the directory of a run: give one of its checkpoints"
+    with pytest.raises(UserError, match=rf"^model\.weights={tmp_path}/: {reason}, model\.weights={newest}$"):
+        ModelWeights.find(f"{tmp_path}/")
+
+
 def test_an_adapter_is_not_a_model(tmp_path: Path):
     """Nor is a checkpoint of one, which has files of the optimizer besides."""
     for name in ("adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"):
