@@ -128,9 +128,7 @@ def test_dora_on_weights_that_begin_at_zero_is_one_line(tmp_path: Path):
         "dataset.num_classes=3",
     )
     job = [option for option in TINY_RUN if not option.startswith(("model.", "dataset="))]
-    with pytest.raises(
-        UserError, match=r"^adapter=dora: .*\.norm1\.linear has rows of zeros, .*: take another"
-    ):
+    with pytest.raises(UserError, match=r"^adapter=dora: .*\.norm1\.linear has rows of zeros, .*: take another"):
         run_here(tmp_path, *job, *dit, "adapter=dora")
 
 
