@@ -157,6 +157,9 @@ def initialise_adapters(model: nn.Module, seed: int, device: torch.device | str 
     Args:
         device: where numbers are computed before they are copied, one weight at a time; by default where the parameter
             is. Lengths may differ in the last bit between devices, so give the same for every offload mode.
+
+    Raises:
+        ValueError: DoRA would divide by the length of a row of zeros, as the first weights of a modulation are.
     """
     draws = Draws(seed, device)
     for name, layer in adapter_layers(root_of(model)):
@@ -164,7 +167,7 @@ def initialise_adapters(model: nn.Module, seed: int, device: torch.device | str 
         draws.uniform(first.detach(), f"{name}.lora_A", first[0].numel() ** -0.5)
         second.detach().zero_()
         if NAME in layer.lora_magnitude_vector:
-            _fill_magnitude(layer, first.device if device is None else device)
+            _fill_magnitude(name, layer, first.device if device is None else device)
 
 
 def merge_adapter(model: nn.Module) -> None:
@@ -202,10 +205,13 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
-def _fill_magnitude(layer: LoraLayer, device: torch.device | str) -> None:
+def _fill_magnitude(name: str, layer: LoraLayer, device: torch.device | str) -> None:
     from peft.utils.integrations import dequantize_module_weight
 
     magnitude = layer.lora_magnitude_vector[NAME]
     weight = dequantize_module_weight(layer.get_base_layer()).detach().to(device)
     nothing = torch.zeros((), device=device, dtype=weight.dtype)
-    magnitude.weight.detach().copy_(magnitude.get_weight_norm(weight, nothing, layer.scaling[NAME]))
+    lengths = magnitude.get_weight_norm(weight, nothing, layer.scaling[NAME])
+    if not lengths.all():
+        raise ValueError(f"{name} has rows of zeros, which have no direction: take another adapter, or trained weights")
+    magnitude.weight.detach().copy_(lengths)

@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from models.diffusion_inputs import AS_THEY_ARE, Given, Layout
+from models.diffusion_inputs import Given
+from models.diffusion_layouts import AS_THEY_ARE, Layout
 
 Shape = tuple[int | None, ...]
 Config = Mapping[str, Any]
@@ -27,6 +28,15 @@ STEPS = 1000
 # The condition with the further channels of a model that takes more than it returns, [B, C', ...]: latents of an image
 # of image-to-video, a mask and the masked image of inpainting.
 OTHER_LATENTS = "other_latents"
+TEXT_MASK = "encoder_attention_mask"
+SQUARE: tuple[Size, ...] = ("sample_size", "sample_size")
+# PixArt-alpha (Chen et al. 2023), with the modulation of adaLN-single.
+ADALN_SINGLE = {
+    "*.timestep_embedder.linear_[12]": 0.02,
+    "caption_projection.linear_[12]": 0.02,
+    "*.attn2.to_out.0": 0.0,
+    "proj_out": 0.0,
+}
 
 
 class Family(ABC):
@@ -90,8 +100,8 @@ class Called(Family):
         sample: the sizes of one image after its channels; () where the model takes any.
         one_size: the model takes latents of these sizes only.
         beside: the dimensions of latents after their channels, where a model may take more channels than it returns:
-            the further ones are the condition `other_latents`. 0: it may not.
-        separate: the argument and condition that has as many channels as latents and the sizes of latents.
+            the further ones are the condition `other_latents`. 0: it may not. Also those of `separate`.
+        separate: conditions that are latents of their own, with the sizes of the noisy ones: the channels of each.
         adapted: changes the new model.
         required: the values of keys without which a model needs inputs that are not known here.
     """
@@ -111,7 +121,7 @@ class Called(Family):
     sample: tuple[Size, ...] = ()
     one_size: bool = False
     beside: int = 0
-    separate: str | None = None
+    separate: Mapping[str, Size] = field(default_factory=dict)
     adapted: Callable[[nn.Module], None] | None = None
     required: Mapping[str, Any] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
@@ -135,8 +145,8 @@ class Called(Family):
         of_both = self.layout.channels(size_of(config, self.in_channels))
         if further := of_both - self.channels(config):
             needed[OTHER_LATENTS] = (further, *[None] * self.beside)
-        if self.separate is not None:
-            needed[self.separate] = (self.channels(config), *[None] * self.beside)
+        for name, channels in self.separate.items():
+            needed[name] = (size_of(config, channels), *[None] * self.beside)
         return needed
 
     def sample_shape(self, config: Config) -> Shape | None:
@@ -204,6 +214,16 @@ def joined(noisy: Tensor, condition: dict[str, Tensor]) -> tuple[Tensor, dict[st
         )
     rest = {name: value for name, value in condition.items() if name != OTHER_LATENTS}
     return torch.cat([noisy, other], dim=1), rest
+
+
+def sizes_of_text(tokens: Size, width: Size) -> dict[str, tuple[Size, ...]]:
+    """Returns the sizes of a text's embeddings, [tokens, width], under the name that most models have for them."""
+    return {"encoder_hidden_states": (tokens, width)}
+
+
+def sizes_of_texts(tokens: Size, width: Size) -> dict[str, tuple[Size, ...]]:
+    """Returns those of a text, and of one embedding of a whole text."""
+    return {**sizes_of_text(tokens, width), "pooled_projections": ("pooled_projection_dim",)}
 
 
 def require(config: Config, **values: Any) -> None:

@@ -1,4 +1,4 @@
-"""The inputs of diffusion models that follow from others: latents as they take them, masks, places of patches, sizes.
+"""The inputs of diffusion models that follow from others: masks, places of patches, sizes, times.
 
 Each is what the pipeline of the model in diffusers makes. They are made on the device of the latents.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import isqrt, prod
 from typing import Any
 
 import torch
@@ -33,8 +32,8 @@ class Given:
 
     @property
     def tokens(self) -> int:
-        """The tokens of the text."""
-        return self.condition[TEXT].shape[1]
+        """The tokens of the text, [B, tokens, width] or of several layers [B, layers, tokens, width]."""
+        return self.condition[TEXT].shape[-2]
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -47,98 +46,6 @@ class Given:
 
 
 Made = Callable[[Given], dict[str, Any]]
-
-
-class Layout:
-    """Latents as they are."""
-
-    def check(self, in_channels: int) -> None:
-        """Raises ValueError where inputs of that many channels cannot be made of latents."""
-        return
-
-    def channels(self, in_channels: int) -> int:
-        """Returns the channels of latents, of which the model's input has `in_channels`."""
-        return in_channels
-
-    def packed(self, noisy: Tensor) -> Tensor:
-        """Returns latents [B, C, ...] as the model takes them."""
-        return noisy
-
-    def unpacked(self, output: Tensor, noisy: Tensor) -> Tensor:
-        """Returns the model's output in the layout of `noisy`."""
-        return output
-
-
-class Moved(Layout):
-    """Latents whose channels come after `before` other dimensions, such as frames."""
-
-    def __init__(self, before: int):
-        self._to = before + 1
-
-    def packed(self, noisy: Tensor) -> Tensor:
-        return noisy.movedim(1, self._to)
-
-    def unpacked(self, output: Tensor, noisy: Tensor) -> Tensor:
-        return output.movedim(self._to, 1)
-
-
-@dataclass(frozen=True)
-class Patches(Layout):
-    """Latents as a sequence [B, patches, channels of a patch], in the order of rows; a patch has `sides` latents."""
-
-    sides: tuple[int, ...]
-
-    def check(self, in_channels: int) -> None:
-        if in_channels % prod(self.sides):
-            raise ValueError(f"in_channels={in_channels}: must be a multiple of {prod(self.sides)}, one patch")
-
-    def channels(self, in_channels: int) -> int:
-        return in_channels // prod(self.sides)
-
-    def packed(self, noisy: Tensor) -> Tensor:
-        counts, dims = self._counts(noisy), len(self.sides)
-        split = [size for pair in zip(counts, self.sides, strict=True) for size in pair]
-        patches = noisy.reshape(*noisy.shape[:2], *split)
-        order = [*range(2, 2 + 2 * dims, 2), 1, *range(3, 3 + 2 * dims, 2)]
-        return patches.permute(0, *order).reshape(len(noisy), prod(counts), -1)
-
-    def unpacked(self, output: Tensor, noisy: Tensor) -> Tensor:
-        counts, dims = self._counts(noisy), len(self.sides)
-        patches = output.view(len(noisy), *counts, noisy.shape[1], *self.sides)
-        pairs = [dim for number in range(dims) for dim in (1 + number, 2 + dims + number)]
-        return patches.permute(0, 1 + dims, *pairs).reshape(noisy.shape)
-
-    def _counts(self, noisy: Tensor) -> list[int]:
-        if any(size % side for size, side in zip(noisy.shape[2:], self.sides, strict=True)):
-            sizes, sides = list(noisy.shape[2:]), list(self.sides)
-            raise ValueError(f"sizes of latents must be multiples of a patch {sides}, not {sizes}")
-        return [size // side for size, side in zip(noisy.shape[2:], self.sides, strict=True)]
-
-
-class Separate(Layout):
-    """Images as a list of videos of one frame, one for each example."""
-
-    def packed(self, noisy: Tensor) -> list[Tensor]:
-        return list(noisy.unsqueeze(2).unbind())
-
-    def unpacked(self, output: list[Tensor], noisy: Tensor) -> Tensor:
-        return torch.stack(list(output)).squeeze(2)
-
-
-class PatchesInTraining(Layout):
-    """Images that come back as [B, C, patches, latents of a patch] of a model in training."""
-
-    def unpacked(self, output: Tensor, noisy: Tensor) -> Tensor:
-        if output.shape == noisy.shape:
-            return output
-        batch, channels, height, width = noisy.shape
-        side = isqrt(output.shape[-1])
-        patches = output.view(batch, channels, height // side, width // side, side, side)
-        return patches.transpose(3, 4).reshape(noisy.shape)
-
-
-AS_THEY_ARE = Layout()
-FRAMES_FIRST, CHANNELS_LAST = Moved(1), Moved(3)
 
 
 def constant(**arguments: Any) -> Made:
@@ -178,6 +85,27 @@ def number(argument: str, value: float, key: str | None = None) -> Made:
     return made
 
 
+def same_time(argument: str) -> Made:
+    """Returns the time, 0 to 1 in the model's dtype, under a second name: steps of no length, so velocities."""
+    return lambda given: {argument: given.timestep.to(given.noisy.dtype)}
+
+
+def times_of_frames(given: Given) -> dict[str, Any]:
+    """Returns the times of AnyFlow, [B, frames], 0 to 1000: where a step begins and, as for velocities, ends."""
+    times = (given.timestep * 1000)[:, None].expand(-1, given.noisy.shape[2])
+    return {"timestep": times, "r_timestep": times}
+
+
+def turned(argument: str) -> Made:
+    """Returns a condition [B, C, length] with its channels last."""
+    return lambda given: {argument: given.condition[argument].transpose(1, 2)}
+
+
+def no_latents(argument: str) -> Made:
+    """Returns zeros in the place of latents [B, length, C] that a sound would continue."""
+    return lambda given: {argument: torch.zeros_like(given.noisy).transpose(1, 2)}
+
+
 def guidance(scale: float, rounded: bool = False) -> Made:
     """Returns the scale of guidance [B] for models that have an embedding for it, as diffusers' own training gives it.
 
@@ -202,14 +130,16 @@ def scaled_guidance(scale: float) -> Made:
     return made
 
 
-def places(axes: int = 3, row_axis: int = 1, text_axes: tuple[int, ...] = ()) -> Made:
-    """Places of patches of 2 x 2 latents, [patches, axes]: row and column in the axes from `row_axis` on, else 0.
+def places(
+    axes: int = 3, row_axis: int = 1, text_axes: tuple[int, ...] = (), side: int = 2, scale: float = 1.0
+) -> Made:
+    """Places of patches of `side` latents a side, [patches, axes]: row and column in the axes from `row_axis` on.
 
-    Those of the text count its tokens in `text_axes`.
+    They are multiplied by `scale`, and 0 in the other axes. Those of the text count its tokens in `text_axes`.
     """
 
     def made(given: Given) -> dict[str, Any]:
-        rows, columns = given.grid(2)
+        rows, columns = given.grid(side)
         device = given.noisy.device
         of_image = torch.zeros(rows, columns, axes, device=device)
         of_image[..., row_axis] += torch.arange(rows, device=device)[:, None]
@@ -217,9 +147,15 @@ def places(axes: int = 3, row_axis: int = 1, text_axes: tuple[int, ...] = ()) ->
         of_text = torch.zeros(given.tokens, axes, device=device)
         for axis in text_axes:
             of_text[:, axis] += torch.arange(given.tokens, device=device)
-        return {"img_ids": of_image.view(-1, axes), "txt_ids": of_text}
+        return {"img_ids": of_image.view(-1, axes) * scale, "txt_ids": of_text}
 
     return made
+
+
+def places_in_one(given: Given) -> dict[str, Any]:
+    """Returns places of tokens of the text, which are 0, and after them of patches of 2 x 2 latents, of Krea 2."""
+    made = places()(given)
+    return {"position_ids": torch.cat([made["txt_ids"], made["img_ids"]])}
 
 
 def places_after_text(given: Given) -> dict[str, Any]:
@@ -241,6 +177,24 @@ def mask_of_text_and_patches(given: Given) -> dict[str, Any]:
 def patch_counts(given: Given) -> dict[str, Any]:
     """Returns frames, rows and columns of patches of 2 x 2 latents: for each example a list of one image."""
     return {"img_shapes": [[(1, *given.grid(2))]] * len(given.noisy)}
+
+
+def image_after_text(given: Given) -> dict[str, Any]:
+    """Returns rows and columns of latents of Qwen-Image 2.1, and where tokens of four each come after those of text.
+
+    Raises ValueError where latents do not come in fours.
+    """
+    (rows, columns), device = given.sides, given.noisy.device
+    if rows * columns % 4:
+        raise ValueError(f"height times width of latents must be a multiple of 4, not {rows} x {columns}")
+    mask = torch.zeros(len(given.noisy), given.tokens + rows * columns // 4, dtype=torch.bool, device=device)
+    mask[:, given.tokens :] = True
+    return {"img_shapes": [[(1, rows, columns)]] * len(given.noisy), "img_mask": mask}
+
+
+def one_image(given: Given) -> dict[str, Any]:
+    """Returns frames, rows and columns of patches of 2 x 2 latents, for each example, of Nucleus-Image."""
+    return {"img_shapes": [(1, *given.grid(2))] * len(given.noisy)}
 
 
 def video_sizes(given: Given) -> dict[str, Any]:
@@ -359,6 +313,16 @@ def places_of_kandinsky(given: Given) -> dict[str, Any]:
 def padding(given: Given) -> dict[str, Any]:
     """Returns the mask of padding of Cosmos, [1, 1, H, W]: none."""
     return {"padding_mask": given.noisy.new_zeros(1, 1, *given.sides)}
+
+
+def one_by_layer(argument: str) -> Made:
+    """Returns a condition [B, layers, tokens, width] as a list with one tensor for each layer."""
+    return lambda given: {argument: list(given.condition[argument].unbind(1))}
+
+
+def layers_last(argument: str) -> Made:
+    """Returns a condition [B, layers, tokens, width] with its layers after its tokens."""
+    return lambda given: {argument: given.condition[argument].transpose(1, 2)}
 
 
 def layers_first(argument: str) -> Made:

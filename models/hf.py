@@ -138,7 +138,8 @@ class CausalLanguageModel(TransformersModel):
 
     def __init__(self, model: PreTrainedModel):
         super().__init__(model)
-        self.vocab_size = model.get_input_embeddings().num_embeddings
+        # Mllama has embeddings of tokens that it cannot predict.
+        self.vocab_size = min(model.get_input_embeddings().num_embeddings, _predicted_tokens(model))
         self.most_positions = most_positions(model)
         self._plain_head = use_plain_head(model)
 
@@ -219,6 +220,13 @@ class ImageClassifier(TransformersModel):
         output = self.hf(pixel_values=images)
         # PP-LCNet's are under another name.
         return output.last_hidden_state if output.get("logits") is None else output.logits
+
+
+def _predicted_tokens(model: PreTrainedModel) -> int:
+    """Returns the rows of the head of a model, or those of its embeddings where it has no head of one matrix."""
+    head = model.get_output_embeddings()
+    weight = getattr(head, "weight", model.get_input_embeddings().weight)
+    return len(weight)
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

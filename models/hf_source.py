@@ -41,6 +41,8 @@ DECIDED = {
 SEES_LATER_TOKENS = ("cpmant", "xlm", "xlnet")
 # The key by which others do; at "vision" the tokens of an image see each other.
 SEES_ALL = "use_bidirectional_attention"
+# The key of the language whose layers a model takes, X-MOD.
+LANGUAGE = "default_language"
 # Architectures that seed torch anew in each forward, by a number that nobody chose.
 NEVER_TWICE_ALIKE = ("reformer",)
 # Architectures that transformers has among the image classifiers, and what their forward takes.
@@ -96,6 +98,11 @@ class Source:
             raise ValueError(
                 f"{SEES_ALL}={sees}: {config.model_type} sees later tokens too, so its loss would mean nothing: take"
                 " another model, or null in model.overrides"
+            )
+        if getattr(config, LANGUAGE, "") is None and getattr(config, "languages", ()):
+            raise ValueError(
+                f"{LANGUAGE}=null: {config.model_type} has layers for each language: give that of the text in"
+                f" model.overrides, one of {', '.join(config.languages)}"
             )
         for part in sub_configs(config):
             if hasattr(part, "use_cache"):

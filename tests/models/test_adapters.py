@@ -108,6 +108,18 @@ def test_first_values_are_a_function_of_seed_and_name():
     assert some.abs().max() <= 16**-0.5 < some.abs().max() * 1.1
 
 
+def test_dora_refuses_rows_of_zeros():
+    model = plain()
+    inject(model, Dora(4, 8), torch.float32)
+    model.to_empty(device="cpu")
+    with without_adapters(model):
+        initialise(model, 0)
+    name, layer = next(iter(adapter_layers(model)))
+    layer.get_base_layer().weight.detach()[3].zero_()
+    with pytest.raises(ValueError, match=f"^{name} has rows of zeros, which have no direction: take another"):
+        initialise_adapters(model, 0)
+
+
 def test_the_magnitudes_of_dora_are_the_lengths_of_the_rows():
     model = adapted(Dora(4, 8))
     for _, layer in adapter_layers(model):

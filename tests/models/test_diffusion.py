@@ -118,9 +118,9 @@ def test_inputs_that_do_not_fit_are_refused(noisy, condition, message: str) -> N
             r"^UNet2DModel cannot be built with .*: down_blocks\..*\.to_q\.weight would have the shape \[0, 8\]",
         ),
         (
-            "Flux3Transformer2DModel",
+            "Flux9Transformer2DModel",
             {},
-            "^Flux3Transformer2DModel: Flux3Transformer2DModel is not supported; classes of diffusers that are: Alleg",
+            "^Flux9Transformer2DModel: Flux9Transformer2DModel is not supported; classes of diffusers that are: AceSt",
         ),
         (
             "no/such/folder",

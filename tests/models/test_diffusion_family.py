@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from models.diffusion_family import Called, require, size_of, square
-from models.diffusion_inputs import CHANNELS_LAST, Patches, mask_of
+from models.diffusion_inputs import mask_of
+from models.diffusion_layouts import CHANNELS_LAST, Patches
 
 CONFIG = {"in_channels": 4, "out_channels": None, "width": 6, "widths": [3, 5], "none": None, "side": 2}
 TIMES = torch.tensor([0.25, 0.75])
@@ -86,12 +87,12 @@ def test_inputs_are_made_and_conditions_that_may_be_left_out_are_none() -> None:
 
 
 def test_channels_beyond_those_that_are_returned_are_a_condition() -> None:
-    config = {"in_channels": 12, "out_channels": 4}
-    family = Called(beside=2, layout=Patches((2, 1)), separate="first_frame")
+    config = {"in_channels": 12, "out_channels": 4, "control_channels": 6}
+    family = Called(beside=2, layout=Patches((2, 1)), separate={"first_frame": "control_channels"})
     family.check(config)
     assert family.channels(config) == 2
     # Of 12 channels of patches of two latents, four are those of `noisy`.
-    assert family.condition_shapes(config) == {"other_latents": (4, None, None), "first_frame": (2, None, None)}
+    assert family.condition_shapes(config) == {"other_latents": (4, None, None), "first_frame": (6, None, None)}
     network, noisy, other = Network(), torch.randn(2, 4, 2, 2), torch.randn(2, 3, 2, 2)
     Called(beside=2).velocity(network, noisy, TIMES, {"other_latents": other})
     assert torch.equal(network.inputs["hidden_states"], torch.cat([noisy, other], dim=1))

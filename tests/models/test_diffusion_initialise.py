@@ -80,6 +80,18 @@ SMALL: dict[str, dict] = {
         "layers_per_block": 1,
         "num_class_embeds": 20,
     },
+    "NucleusMoEImageTransformer2DModel": {
+        **HEADS,
+        "in_channels": 16,
+        "out_channels": 4,
+        "num_layers": 1,
+        "joint_attention_dim": 24,
+        "axes_dims_rope": (4, 6, 6),
+        "dense_moe_strategy": "all_moe",
+        "num_experts": 2,
+        "moe_intermediate_dim": 16,
+        "capacity_factors": 1.0,
+    },
     "WanTransformer3DModel": {
         **HEADS,
         "in_channels": 4,

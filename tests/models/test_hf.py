@@ -254,3 +254,13 @@ class TestKeysAndValues:
         monkeypatch.setattr(model.hf, "forward", lambda past_key_values, **given: forward(**given))
         with pytest.raises(ValueError, match="gpt2 does not store keys and values, so no text can be generated"):
             model(ids, cache=model.key_value_cache(8))
+
+
+def test_tokens_that_the_head_cannot_predict_are_no_part_of_the_vocabulary():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    text = {**sizes, "vocab_size": VOCABULARY, "head_dim": 8, "ffn_dim": 32}
+    small = {**sizes, "intermediate_size": 32, "head_dim": 8}
+    with torch.device("meta"):
+        model = build_hf("moshi", "causal_lm", {**text, "audio_encoder_config": small, "depth_decoder_config": text})
+    assert model.hf.get_input_embeddings().num_embeddings == VOCABULARY + 1
+    assert model.vocab_size == VOCABULARY

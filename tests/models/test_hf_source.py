@@ -58,6 +58,12 @@ class TestFindSource:
         with pytest.raises(ValueError, match=r"^use_bidirectional_attention=all: gemma4_text sees later tokens too"):
             find_source("gemma4_text", "causal_lm").config({"use_bidirectional_attention": "all"})
 
+    def test_a_model_with_layers_for_each_language_needs_one(self):
+        source = find_source("xmod", "causal_lm")
+        with pytest.raises(ValueError, match=r"^default_language=null: xmod has layers for .* one of en_XX$"):
+            source.config()
+        assert source.config({"default_language": "en_XX"}).default_language == "en_XX"
+
     def test_an_architecture_of_which_no_run_is_repeated_is_refused(self):
         with pytest.raises(ValueError, match=r"^reformer draws a new seed in each forward"):
             find_source("reformer", "causal_lm")

@@ -27,7 +27,15 @@ from training.tasks.task import Sampler, Task, refuse_language_model
 
 IMAGES, LABELS, NOISE, TIMESTEP = "images", "labels", "noise", "timestep"
 # Facts about sizes and places, and latents that the model continues or fills, which it is always told.
-NEVER_DROPPED = ("time_ids", "added_time_ids", "encoder_attention_mask", "other_latents", "image_latents")
+NEVER_DROPPED = (
+    "time_ids",
+    "added_time_ids",
+    "encoder_attention_mask",
+    "other_latents",
+    "image_latents",
+    "control_hidden_states",
+    "context_latents",
+)
 # In the key of random numbers: those of the samples.
 SAMPLING = 1
 

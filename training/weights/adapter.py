@@ -83,9 +83,15 @@ class RunAdapter:
         return cls(config.seed, given, folder)
 
     def fill(self, model: nn.Module, device: torch.device) -> None:
-        """Fills the adapter of `model`, whose base has its values. Raises UserError for files that do not fit."""
+        """Fills the adapter of `model`, whose base has its values.
+
+        Raises UserError for files that do not fit, and for weights to which the adapter cannot be added.
+        """
         with phase("initialising the adapter"):
-            initialise_adapters(model, self.seed, device)
+            try:
+                initialise_adapters(model, self.seed, device)
+            except ValueError as error:
+                raise UserError(f"adapter=dora: {error}") from error
         if self.folder is None:
             return
         try:

@@ -9,8 +9,6 @@ from tests.offload.helpers.diffusion_architectures import HEADS, POOLED_WIDTH, T
 IMAGE = (4, 8, 8)
 CHANNELS = {"in_channels": 4, "out_channels": 4}
 JOINT = {"joint_attention_dim": TEXT_WIDTH, "pooled_projection_dim": POOLED_WIDTH}
-# Transformers of the kind of Flux, whose rotary places fill a head of 8.
-PACKED = {**HEADS, "in_channels": 8, "num_layers": 1, "num_single_layers": 1, "axes_dims_rope": (4, 2, 2)}
 TEXT_UNET = {
     **UNET,
     "cross_attention_dim": TEXT_WIDTH,
@@ -63,6 +61,16 @@ IMAGES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
         },
         (1, 8, 8),
     ),
+    "dreamlite": (
+        "DreamLiteUNetModel",
+        {
+            **TEXT_UNET,
+            "attention_head_dim": 4,
+            "down_block_types": ("DreamLiteCrossAttnNoSelfAttnDownBlock2D", "DreamLiteCrossAttnDownBlock2D"),
+            "up_block_types": ("DreamLiteCrossAttnUpBlock2D", "DreamLiteUpBlock2D"),
+        },
+        IMAGE,
+    ),
     "inpainting_unet": ("UNet2DConditionModel", {**TEXT_UNET, "in_channels": 9}, IMAGE),
     "text_unet": ("UNet2DConditionModel", TEXT_UNET, IMAGE),
     "sdxl": (
@@ -103,52 +111,6 @@ IMAGES: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
             "pos_embed_max_size": 8,
         },
         IMAGE,
-    ),
-    "flux": ("FluxTransformer2DModel", {**PACKED, **JOINT, "guidance_embeds": True}, (2, 4, 6)),
-    "flux_fill": (
-        "FluxTransformer2DModel",
-        {**PACKED, **JOINT, "guidance_embeds": True, "in_channels": 24, "out_channels": 8},
-        (2, 4, 6),
-    ),
-    "flux2": (
-        "Flux2Transformer2DModel",
-        {
-            **PACKED,
-            "joint_attention_dim": TEXT_WIDTH,
-            "timestep_guidance_channels": 8,
-            "axes_dims_rope": (2, 2, 2, 2),
-        },
-        (2, 4, 6),
-    ),
-    "chroma": (
-        "ChromaTransformer2DModel",
-        {
-            **PACKED,
-            "joint_attention_dim": TEXT_WIDTH,
-            "approximator_num_channels": 8,
-            "approximator_hidden_dim": 16,
-            "approximator_layers": 1,
-        },
-        (2, 4, 6),
-    ),
-    "bria": ("BriaTransformer2DModel", {**PACKED, "joint_attention_dim": TEXT_WIDTH}, (2, 4, 6)),
-    "ovis": (
-        "OvisImageTransformer2DModel",
-        {**PACKED, "out_channels": None, "joint_attention_dim": TEXT_WIDTH},
-        (2, 4, 6),
-    ),
-    "longcat": ("LongCatImageTransformer2DModel", {**PACKED, **JOINT}, (2, 4, 6)),
-    "qwen": (
-        "QwenImageTransformer2DModel",
-        {
-            **HEADS,
-            "in_channels": 8,
-            "out_channels": 2,
-            "num_layers": 2,
-            "joint_attention_dim": TEXT_WIDTH,
-            "axes_dims_rope": (4, 2, 2),
-        },
-        (2, 4, 6),
     ),
     "auraflow": (
         "AuraFlowTransformer2DModel",

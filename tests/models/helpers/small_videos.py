@@ -1,4 +1,4 @@
-"""Small configurations of classes of diffusers that make videos, sounds and embeddings, with shapes of latents."""
+"""Small configurations of classes of diffusers that make videos, with shapes of latents."""
 
 from __future__ import annotations
 
@@ -232,40 +232,38 @@ VIDEOS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     ),
     "wan": ("WanTransformer3DModel", WAN, VIDEO),
     "wan_image": ("WanTransformer3DModel", {**WAN, **WAN_IMAGE}, VIDEO),
-    "prior": (
-        "PriorTransformer",
-        {**HEADS, "num_layers": 2, "embedding_dim": POOLED_WIDTH, "num_embeddings": 3},
-        (POOLED_WIDTH,),
+    "wan_vace": (
+        "WanVACETransformer3DModel",
+        {**WAN, "vace_layers": (0,), "vace_in_channels": 5},
+        VIDEO,
     ),
-    "stable_audio": (
-        "StableAudioDiTModel",
+    "anyflow": ("AnyFlowTransformer3DModel", {**WAN, "image_dim": 6}, VIDEO),
+    "chronoedit": ("ChronoEditTransformer3DModel", {**WAN, **WAN_IMAGE}, VIDEO),
+    "joyimage": (
+        "JoyImageEditTransformer3DModel",
         {
             **CHANNELS,
-            "sample_size": 6,
-            "num_layers": 2,
-            "attention_head_dim": 8,
+            "hidden_size": 32,
             "num_attention_heads": 2,
-            "num_key_value_attention_heads": 1,
-            "cross_attention_dim": 8,
-            "time_proj_dim": 8,
-            "global_states_input_dim": POOLED_WIDTH,
-            "cross_attention_input_dim": TEXT_WIDTH,
+            "text_dim": TEXT_WIDTH,
+            "mlp_width_ratio": 2.0,
+            "num_layers": 2,
+            "rope_dim_list": (8, 4, 4),
         },
-        (4, 6),
+        VIDEO,
     ),
-    "unet_1d": (
-        "UNet1DModel",
+    "motif": (
+        "MotifVideoTransformer3DModel",
         {
-            **CHANNELS,
-            "sample_size": 64,
-            # Its first block takes the embedding of the time as channels.
-            "time_embedding_dim": 16,
-            "extra_in_channels": 16,
-            # Its heads have 32 channels.
-            "block_out_channels": (32, 32),
-            "down_block_types": ("DownBlock1DNoSkip", "AttnDownBlock1D"),
-            "up_block_types": ("AttnUpBlock1D", "UpBlock1DNoSkip"),
+            **WIDE_HEADS,
+            "in_channels": 9,
+            "out_channels": 4,
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "text_embed_dim": TEXT_WIDTH,
+            "image_embed_dim": 6,
+            "rope_axes_dim": (8, 4, 4),
         },
-        (4, 64),
+        VIDEO,
     ),
 }

@@ -100,6 +100,7 @@ class TestPrepared:
             "encoder_hidden_states": torch.ones(count, 2, 3),
         }
         facts = ("time_ids", "added_time_ids", "encoder_attention_mask", "other_latents", "image_latents")
+        facts += ("control_hidden_states", "context_latents")
         others |= {name: torch.ones(count, 6) for name in facts}
         batch = {"images": torch.zeros(count, 1, 1, 1), **others}
         prepared = FlowMatching(null_class=CLASSES, drop_condition=0.25).prepared(batch, 0)

@@ -120,6 +120,23 @@ def test_the_directory_of_a_run_is_not_its_adapter(tmp_path: Path, whole: Path):
         run_here(tmp_path / "run", *RUN, "adapter=lora", f"adapter.weights={whole}")
 
 
+def test_dora_on_weights_that_begin_at_zero_is_one_line(tmp_path: Path):
+    dit = (
+        "model=diffusers",
+        "model.source=DiTTransformer2DModel",
+        "model.overrides={sample_size: 4, in_channels: 1, num_layers: 1, num_attention_heads: 2, attention_head_dim: 4,"
+        " num_embeds_ada_norm: 3}",
+        "task=flow_matching",
+        "task.null_class=3",
+        "dataset=synthetic_images",
+        "dataset.shape=[1,4,4]",
+        "dataset.num_classes=3",
+    )
+    job = [option for option in TINY_RUN if not option.startswith(("model.", "dataset="))]
+    with pytest.raises(UserError, match=r"^adapter=dora: .*\.norm1\.linear has rows of zeros, .*: take another"):
+        run_here(tmp_path, *job, *dit, "adapter=dora")
+
+
 def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path, whole: Path):
     with pytest.raises(UserError, match=r"^adapter\.weights=.* has r=2, and this adapter 3: give the same rank$"):
         run_here(tmp_path, *RUN, *ADAPTER, "adapter.rank=3", f"adapter.weights={at(whole, 4)}")

@@ -1,0 +1,187 @@
+"""The classes of diffusers that make videos, [B, C, frames, H, W]: rows as in `models.diffusion_families`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from models.diffusion_family import (
+    ADALN_SINGLE,
+    SQUARE,
+    TEXT_MASK,
+    Called,
+    Family,
+    Size,
+    sizes_of_text,
+    sizes_of_texts,
+)
+from models.diffusion_inputs import (
+    guidance,
+    mask_of,
+    number,
+    padding,
+    places_of_kandinsky,
+    rotary_of_allegro,
+    rotary_of_videos,
+    rounded_times,
+    scaled_guidance,
+    text_for_each_frame,
+    times_of_frames,
+    video_sizes,
+)
+from models.diffusion_layouts import CHANNELS_LAST, FRAMES_FIRST, Patches
+
+OF_VIDEO: tuple[Size, ...] = (
+    # The first frame has a latent of its own.
+    lambda config: (config["sample_frames"] - 1) // config.get("temporal_compression_ratio", 1) + 1,
+    "sample_height",
+    "sample_width",
+)
+_COGVIDEO: dict[str, Any] = {
+    "sizes": sizes_of_text("max_text_seq_length", "text_embed_dim"),
+    "layout": FRAMES_FIRST,
+    "sample": OF_VIDEO,
+    "beside": 3,
+}
+# The image of image-to-video is 257 tokens of CLIP, and latents beside those of the video.
+_WAN: dict[str, Any] = {
+    "sizes": {**sizes_of_text(512, "text_dim"), "encoder_hidden_states_image": (257, "image_dim")},
+    "required": {"pos_embed_seq_len": None},
+    "beside": 3,
+}
+
+
+VIDEOS: dict[str, Family] = {
+    "AllegroTransformer3DModel": Called(
+        sizes=sizes_of_text(512, "caption_channels"),
+        inputs=(rotary_of_allegro,),
+        sample=("sample_frames", "sample_height", "sample_width"),
+        optional=(TEXT_MASK,),
+    ),
+    "AnyFlowTransformer3DModel": Called(
+        sizes={**sizes_of_text(512, "text_dim"), "encoder_hidden_states_image": (257, "image_dim")},
+        layout=FRAMES_FIRST,
+        inputs=(times_of_frames,),
+    ),
+    "ChronoEditTransformer3DModel": Called(**_WAN),
+    # The pipeline for image-to-video of its version 1.5 gives an offset of 2.
+    "CogVideoXTransformer3DModel": Called(**_COGVIDEO, inputs=(rotary_of_videos, number("ofs", 2.0, "ofs_embed_dim"))),
+    "ConsisIDTransformer3DModel": Called(**_COGVIDEO, inputs=(rotary_of_videos,), required={"is_train_face": False}),
+    # Without the preconditioning of EDM.
+    "CosmosTransformer3DModel": Called(
+        sizes=sizes_of_text(
+            512, lambda c: c["crossattn_proj_in_channels" if c["use_crossattn_projection"] else "text_embed_dim"]
+        ),
+        inputs=(padding,),
+        steps=1,
+        required={"img_context_dim_in": None},
+    ),
+    "EasyAnimateTransformer3DModel": Called(
+        sizes={**sizes_of_text(256, "text_embed_dim"), "encoder_hidden_states_t5": (256, "text_embed_dim_t5")},
+    ),
+    "HunyuanVideo15Transformer3DModel": Called(
+        sizes={
+            **sizes_of_text(1000, "text_embed_dim"),
+            "encoder_hidden_states_2": (256, "text_embed_2_dim"),
+            "image_embeds": (729, "image_embed_dim"),
+        },
+        inputs=(mask_of(TEXT_MASK), mask_of("encoder_attention_mask_2", "encoder_hidden_states_2")),
+        rounded=True,
+        required={"use_meanflow": False},
+        # Latents of the first frame, and a mask.
+        beside=3,
+    ),
+    "HunyuanVideoTransformer3DModel": Called(
+        sizes=sizes_of_texts(256, "text_embed_dim"),
+        inputs=(mask_of(TEXT_MASK), guidance(6000.0)),
+        required={"image_condition_type": None},
+    ),
+    "I2VGenXLUNet": Called(
+        sizes={
+            **sizes_of_text(77, "cross_attention_dim"),
+            "image_embeddings": ("cross_attention_dim",),
+        },
+        inputs=(number("fps", 16.0),),
+        latents="sample",
+        beside=3,
+        separate={"image_latents": "in_channels"},
+    ),
+    # One image, as a video of a frame, or several.
+    "JoyImageEditTransformer3DModel": Called(sizes=sizes_of_text(1024, "text_dim")),
+    "Kandinsky5Transformer3DModel": Called(
+        sizes={**sizes_of_text(256, "in_text_dim"), "pooled_projections": ("in_text_dim2",)},
+        inputs=(places_of_kandinsky,),
+        layout=CHANNELS_LAST,
+        rounded=True,
+        adapted=rounded_times,
+        in_channels=lambda config: (
+            2 * config["in_visual_dim"] + 1 if config["visual_cond"] else config["in_visual_dim"]
+        ),
+        out_channels="out_visual_dim",
+        required={"attention_type": "regular"},
+        beside=3,
+    ),
+    "LatteTransformer3DModel": Called(
+        sizes=sizes_of_text(120, "caption_channels"),
+        variance=True,
+        sample=("video_length", *SQUARE),
+        one_size=True,
+        required={"norm_type": "ada_norm_single"},
+        optional=(TEXT_MASK,),
+    ),
+    "LTXVideoTransformer3DModel": Called(
+        sizes=sizes_of_text(128, "caption_channels"),
+        inputs=(video_sizes,),
+        layout=Patches((1, 1, 1)),
+        required={"patch_size": 1, "patch_size_t": 1},
+        optional=(TEXT_MASK,),
+        first_stds={"time_embed.linear": 0.02, **ADALN_SINGLE},
+    ),
+    "MochiTransformer3DModel": Called(
+        sizes=sizes_of_text(256, "text_embed_dim"), inputs=(mask_of(TEXT_MASK),), from_noise=True, to_image=True
+    ),
+    "MotifVideoTransformer3DModel": Called(
+        sizes={**sizes_of_text(512, "text_embed_dim"), "image_embeds": (256, "image_embed_dim")},
+        inputs=(mask_of(TEXT_MASK),),
+        # Latents of the first frame, and a mask.
+        beside=3,
+    ),
+    "SanaVideoTransformer3DModel": Called(
+        sizes=sizes_of_text(300, "caption_channels"),
+        inputs=(scaled_guidance(4.5),),
+        variance=True,
+        optional=(TEXT_MASK,),
+    ),
+    "SkyReelsV2Transformer3DModel": Called(
+        **_WAN | {"required": {"pos_embed_seq_len": None, "inject_sample_info": False}}
+    ),
+    "UNet3DConditionModel": Called(sizes=sizes_of_text(77, "cross_attention_dim"), latents="sample"),
+    "UNetMotionModel": Called(
+        sizes=sizes_of_text(77, "cross_attention_dim"),
+        inputs=(text_for_each_frame,),
+        latents="sample",
+        required={"addition_embed_type": None, "encoder_hid_dim_type": None},
+    ),
+    # Stable Video Diffusion, without the preconditioning of EDM: an image's embedding, and its latents for each frame.
+    "UNetSpatioTemporalConditionModel": Called(
+        sizes={
+            "encoder_hidden_states": (1, "cross_attention_dim"),
+            # Frames a second, the strength of motion, and of the noise that the image has.
+            "added_time_ids": (
+                lambda config: config["projection_class_embeddings_input_dim"] // config["addition_time_embed_dim"],
+            ),
+        },
+        layout=FRAMES_FIRST,
+        latents="sample",
+        beside=3,
+    ),
+    # What is to be seen of the video and what is not, and a mask.
+    "WanVACETransformer3DModel": Called(**_WAN, separate={"control_hidden_states": "vace_in_channels"}),
+    "WanTransformer3DModel": Called(
+        **_WAN,
+        first_stds={
+            "condition_embedder.text_embedder.linear_[12]": 0.02,
+            "condition_embedder.time_embedder.linear_[12]": 0.02,
+            "proj_out": 0.0,
+        },
+    ),
+}
