@@ -23,7 +23,7 @@ def test_what_follows_the_offload_mode_is_explained():
     assert "precision" not in lines
     lines = chosen_values(components_of("offload=layer_stream", "optimizer=host_adamw", "microbatches=1"), None)
     assert lines.keys() == {"precision", "optimizer.gradients", "optimizer.device_share", "optimizer.speculate"}
-    assert lines["optimizer.gradients"].startswith("keep: clip_norm=1 needs the norm of all")
+    assert lines["optimizer.gradients"].startswith("keep: clip_norm=1 needs them until their norm is known")
     assert lines["optimizer.device_share"] == "nothing: there is no vram_budget to fill"
 
 
