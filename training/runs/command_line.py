@@ -24,14 +24,17 @@ IN_HOME = re.compile(r"(\+{0,2}hydra\.(?:run|sweep)\.dir)=(['\"]?)(~[\w.-]*)((?:
 # What is left of `hydra.run.dir=$PLACE` where the shell knows no PLACE: Hydra would take the working directory.
 NO_PLACE = re.compile(r"""\+{0,2}hydra\.(?:run|sweep)\.dir=(?:''|"")?""")
 
+# A list for a group, of which Hydra would merge the options.
+SEVERAL_OPTIONS = re.compile(r"\+{0,2}([\w/]+)(?:@[\w.]+)?=\[.*", re.DOTALL)
+
 
 def for_hydra(arguments: Sequence[str]) -> list[str]:
     """Returns the arguments that Hydra is to get: the flags, then the overrides, with `repeat=` replaced.
 
     A leading `~` in the directory of a run or sweep is replaced by the home directory: Hydra would make one named `~`.
     Raises UserError for an unknown flag, such as `--steps 10`; for the directory of a run where Hydra expects one of
-    options, and for one without a name; for the home of a user that does not exist; and if the run of `repeat=` cannot
-    be repeated.
+    options, and for one without a name; for a list of options; for the home of a user that does not exist; and if the
+    run of `repeat=` cannot be repeated.
     """
     parser = get_args_parser()
     parser.error = _refuse
@@ -43,6 +46,11 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
     _refuse_run_directories(options)
     if empty := next((override for override in overrides if NO_PLACE.fullmatch(override)), None):
         raise UserError(f"{empty}: names no directory: give one, hydra.run.dir=runs/NAME, or leave the key out")
+    for several in filter(None, map(SEVERAL_OPTIONS.fullmatch, overrides)):
+        if _is_group(group := several[1]):
+            raise UserError(
+                f"{several[0]}: must be the name of one option, {group}=NAME; for a run of each: -m {group}=NAME,NAME"
+            )
     expanded = [_home_expanded(override) for override in repeated(overrides, options.config_dir)]
     if options.multirun:
         expanded = _left_to_the_jobs(expanded)

@@ -212,9 +212,9 @@ def test_overlays_of_others(text: str, tmp_path: Path):
     ("overrides", "line"),
     [
         (("offload._target_=os.system",), "error: offload._target_=os.system: must not be set"),
-        (("offload=3",), "error: choose options by name, GROUP=OPTION, such as offload=none"),
-        (("tracking=null",), "error: choose options by name"),
-        (("model=[null]",), "error: choose options by name"),
+        (("offload=3",), "error: offload=3: must be the name of an option: choose from bounce_linear, "),
+        (("tracking=null",), "error: tracking=null: must be the name of an option: choose from "),
+        (("model=[null]",), "error: model=[null]: must be the name of one option, model=NAME; for a run of each: -m "),
         (("steps=${nowhere}",), "error: steps: Interpolation key 'nowhere' not found"),
         (
             ("optimizer=host_adamw", "optimizer.threads=1000000", "device=cpu"),

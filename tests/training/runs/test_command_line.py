@@ -57,6 +57,16 @@ def test_a_directory_without_a_name_is_not_the_working_directory(override: str):
         for_hydra(["steps=1", override])
 
 
+@pytest.mark.parametrize("override", ["offload=[none]", "+model=[tiny,gpt2]", "offload@offload.weights=[none]"])
+def test_a_group_takes_one_option(override: str):
+    """Hydra would merge those of a list, and a run asks for the name."""
+    with pytest.raises(
+        UserError, match=rf"^{re.escape(override)}: must be the name of one option, \w+=NAME; for "
+    ):
+        for_hydra(["steps=1", override])
+    assert for_hydra(["dataset.files=[a.txt]"]) == ["dataset.files=[a.txt]"]
+
+
 def test_the_run_to_repeat_is_looked_for(tmp_path: Path):
     with pytest.raises(UserError, match=f"repeat={tmp_path}: no choices.yaml there"):
         for_hydra(["-m", f"repeat={tmp_path}", "offload=none,layer_stream"])
