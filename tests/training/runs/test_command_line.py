@@ -60,9 +60,7 @@ def test_a_directory_without_a_name_is_not_the_working_directory(override: str):
 @pytest.mark.parametrize("override", ["offload=[none]", "+model=[tiny,gpt2]", "offload@offload.weights=[none]"])
 def test_a_group_takes_one_option(override: str):
     """Hydra would merge those of a list, and a run asks for the name."""
-    with pytest.raises(
-        UserError, match=rf"^{re.escape(override)}: must be the name of one option, \w+=NAME; for "
-    ):
+    with pytest.raises(UserError, match=rf"^{re.escape(override)}: must be the name of one option, \w+=NAME; for "):
         for_hydra(["steps=1", override])
     assert for_hydra(["dataset.files=[a.txt]"]) == ["dataset.files=[a.txt]"]
 
