@@ -121,7 +121,8 @@ class DeviceStates:
         """
         if unit in self._updated:
             self._streams.h2d.wait_event(self._updated[unit])
-        self._free(self._used_by_last)
+        if self._used_by_last:
+            self._free(self._used_by_last)
         self._used_by_last = self._used.pop(unit, [])
 
     def finish(self) -> None:

@@ -93,9 +93,8 @@ class Overlap:
             claims = self._optimizer.claim([claim.parameter for claim in undecided])
             self._worker.decide(Decision(scale, {claim.parameter: claim for claim in claims}))
             self._speculative.end_step(is_clipped=scale != 1.0)
-        in_order = sorted(self._units, key=self._first_use)
         # The worker's first: it takes the longest, and to queue those of the device takes the host's time.
-        for unit in sorted(in_order, key=self.keeps_gradients):
+        for unit in sorted(self._units, key=lambda unit: (self.keeps_gradients(unit), self._first_use(unit))):
             self._offer(unit, unit.trained, scale)
 
     def skip(self) -> None:

@@ -114,6 +114,21 @@ def test_a_forward_waits_for_the_update_of_what_it_uses_and_for_no_later_one():
     assert seen[0] < seen[1] < last
 
 
+def test_a_copy_in_inside_backward_does_not_wait_for_early_updates(monkeypatch: pytest.MonkeyPatch):
+    """Their gradients are limited by themselves; each copy in of a recompute would have stopped compute for them."""
+    model, mode, freed = made(Stack), LayerStream(slots=2), []
+    with updating(mode, model, early=True, device_share=10**9) as optimizer:
+        device = mode._overlap._device
+        for step in range(2):
+            one_step(model, mode, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        free = device._free
+        monkeypatch.setattr(device, "_free", lambda gradients: freed.append(device._in_step) or free(gradients))
+        one_step(model, mode, step=2)
+    assert freed.count(True) == 1
+
+
 def test_gradients_that_are_not_used_do_not_reach_the_next_step():
     """A step is skipped, then the caller sets gradients."""
     expected, model, mode = made(Stack), made(Stack), LayerStream()
