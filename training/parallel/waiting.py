@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+
+# Seconds after which a wait looks for signals: one that comes as the wait begins, or on another thread, ends no wait.
+_LOOKS_AT_SIGNALS = 0.2
 
 
 class Waiter:
@@ -22,7 +25,12 @@ class Waiter:
         A signal's handler runs meanwhile, and may raise; then `call` still runs, and no other may be made.
         """
         self._calls.put(call)
-        error = self._outcomes.get()
+        while True:
+            try:
+                error = self._outcomes.get(timeout=_LOOKS_AT_SIGNALS)
+                break
+            except Empty:
+                continue
         if error is not None:
             raise error
 

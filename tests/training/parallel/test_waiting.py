@@ -27,11 +27,14 @@ def test_an_error_of_the_call_is_raised():
     waiter.close()
 
 
-def test_a_signal_interrupts_the_wait_and_not_the_call():
+@pytest.mark.parametrize("thread", ["main", "other"])
+def test_a_signal_interrupts_the_wait_and_not_the_call(thread: str):
+    """A signal that the system delivers on another thread wakes no wait; nor does one that comes as a wait begins."""
     waiter, go = Waiter(), threading.Event()
 
     def call() -> None:
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        signalled = threading.main_thread().ident if thread == "main" else threading.get_ident()
+        signal.pthread_kill(signalled, signal.SIGINT)
         go.wait(30)
 
     begin = time.monotonic()
