@@ -58,8 +58,9 @@ class QuantisedWeight(torch.Tensor):
     ):
         self.format = format
         self.turned = turned
-        # `dtype` goes through `__torch_function__`, and a mode asks for it thousands of times in a step.
+        # `dtype` and `shape` go through `__torch_function__`, and a step asks for them thousands of times.
         self._dtype = dtype
+        self._stored_shape = _exchanged(shape) if turned else shape
         self.inner_names = tuple(inner)
         for name, tensor in inner.items():
             setattr(self, name, tensor)
@@ -81,12 +82,8 @@ class QuantisedWeight(torch.Tensor):
 
     def dequantised(self, dtype: torch.dtype | None = None) -> Tensor:
         """Returns the matrix that it stands for."""
-        matrix = self.format.dequantise(self.inner, self._stored_shape, dtype or self.dtype)
+        matrix = self.format.dequantise(self.inner, self._stored_shape, dtype or self._dtype)
         return matrix.transpose(-2, -1) if self.turned else matrix
-
-    @property
-    def _stored_shape(self) -> torch.Size:
-        return _exchanged(self.shape) if self.turned else self.shape
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Format, torch.dtype, bool]]:
         return list(self.inner_names), (self.format, self._dtype, self.turned)
@@ -158,27 +155,25 @@ class _Product(torch.autograd.Function):
     """`rows @ weight.t() + bias` with a quantised weight, which is made of its parts again in backward."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, bias: Tensor | None, format: Format, shape: torch.Size, names, *inner: Tensor):
-        ctx.save_for_backward(*inner)
-        ctx.format, ctx.shape, ctx.names = format, shape, names
-        return F.linear(rows, format.dequantise(dict(zip(names, inner, strict=True)), shape, rows.dtype), bias)
+    def forward(ctx, rows: Tensor, bias: Tensor | None, weight: QuantisedWeight):
+        ctx.save_for_backward(weight)
+        return F.linear(rows, weight.dequantised(rows.dtype), bias)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
         rows_gradient = bias_gradient = None
         if ctx.needs_input_grad[0]:
-            inner = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
-            rows_gradient = gradient @ ctx.format.dequantise(inner, ctx.shape, gradient.dtype)
+            (weight,) = ctx.saved_tensors
+            rows_gradient = gradient @ weight.dequantised(gradient.dtype)
         if ctx.needs_input_grad[1]:
             bias_gradient = gradient.flatten(0, -2).sum(0)
-        return rows_gradient, bias_gradient, None, None, None, *[None for _ in ctx.names]
+        return rows_gradient, bias_gradient, None
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not isinstance(weight, QuantisedWeight) or weight.turned:
         return F.linear(_plain(input), _plain(weight), _plain(bias))
-    inner = weight.inner
-    return _Product.apply(input, bias, weight.format, weight.shape, tuple(inner), *inner.values())
+    return _Product.apply(input, bias, weight)
 
 
 def _exchanged(shape: torch.Size) -> torch.Size:

@@ -253,23 +253,14 @@ class Nf4(Format):
             # A plan needs the bytes that are read and written: each byte is read once, for two numbers.
             numbers = inner["qdata"].expand(-1, 2).to(dtype, memory_format=torch.contiguous_format)
             return numbers.view(-1)[: shape.numel()].view(shape)
-        library = _imported(self, "functional")
-        nested = None
+        _imported(self, "functional")
+        # The operations of its `dequantize_4bit`, without the state that it would read them from.
+        operations = torch.ops.bitsandbytes
+        absmax = inner["absmax"]
         if self.double:
-            nested = library.QuantState(
-                inner["nested_absmax"], code=inner["nested_code"], blocksize=self.SCALES_BLOCK, dtype=torch.float32
-            )
-        state = library.QuantState(
-            inner["absmax"],
-            shape=shape,
-            code=inner["code"],
-            blocksize=self.BLOCK,
-            quant_type="nf4",
-            dtype=dtype,
-            offset=inner.get("offset"),
-            state2=nested,
-        )
-        return library.dequantize_4bit(inner["qdata"], state)
+            scales = inner["nested_absmax"], inner["nested_code"], self.SCALES_BLOCK, torch.float32
+            absmax = operations.dequantize_blockwise.default(absmax, *scales).add_(inner["offset"])
+        return operations.dequantize_4bit.default(inner["qdata"], absmax, self.BLOCK, "nf4", shape, dtype)
 
 
 FORMATS: dict[str, type[Format]] = {kind.name: kind for kind in (Int8, Float8, Int4, Nf4)}

@@ -64,11 +64,18 @@ def parts(tensor: Tensor) -> list[Tensor]:
 
 
 class TakenApart:
-    """The `parts` of a tensor that consists of several, and whether it has got others since."""
+    """The `parts` of a tensor that consists of several, and whether it has got others since.
+
+    Attributes:
+        shows_parts: `is_current` sees each part that is replaced; False where a list, or code of its class, holds one.
+    """
 
     def __init__(self, tensor: Tensor):
         self.tensor, self.parts = tensor, parts(tensor)
+        self._counted = (tensor, *self.parts)
         self._held = [(attributes, list(attributes.values())) for attributes in _attributes_of(tensor, set())]
+        seen = {id(tensor)}.union(id(value) for _, values in self._held for value in values)
+        self.shows_parts = seen.issuperset(map(id, self.parts))
 
     @property
     def is_current(self) -> bool:
@@ -78,6 +85,16 @@ class TakenApart:
             if len(attributes) != len(values) or not all(map(operator.is_, attributes.values(), values)):
                 return False
         return True
+
+    @property
+    def version(self) -> int:
+        """The sum of autograd's version counters of the tensor and its parts."""
+        return versions_of(self._counted)
+
+    @property
+    def places(self) -> list[tuple[int, tuple[int, ...]]]:
+        """The address and the strides of each part's data."""
+        return [(part.data_ptr(), part.stride()) for part in self.parts]
 
 
 def true_bytes(tensor: Tensor) -> int:

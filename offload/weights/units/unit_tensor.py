@@ -11,7 +11,7 @@ from offload.runtime.memory.device_slots import DeviceSlot
 from offload.runtime.memory.host_memory import HostArena, HostBlock
 from offload.runtime.memory.mapped_files import FileSpan
 from offload.runtime.streams.registry import Event
-from offload.runtime.tensor_parts import TakenApart, parts, versions_of
+from offload.runtime.tensor_parts import TakenApart, parts
 from offload.runtime.torch_internals import count_references, gradient_hooks
 from offload.weights.units.layouts import Layout
 from offload.weights.units.placement import ModuleAttribute, move_into, put_over
@@ -73,10 +73,15 @@ class UnitTensor:
         # Those of its first part.
         self.strides = self.layout.pieces[0].strides
         self.is_buffer = self.attributes[0].is_buffer
-        # A tensor and its parts, for one that consists of several: that at home, and that on the device.
+        self._home_places: list[tuple[int, tuple[int, ...]]] = []
+        # For one that consists of several: the tensor at home, and that on the device.
         self._host_parts: TakenApart | None = None
-        self._device_parts: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        self._device_parts: TakenApart | None = None
+        # By the index of a slot.
         self._views: dict[int, list[torch.Tensor]] = {}
+        self._described_views: dict[int, list[tuple]] = {}
+        # A stand-in, the places of its parts, and the host tensor for which it was made.
+        self._stand_ins: dict[int, tuple[TakenApart, list, TakenApart]] = {}
 
     @property
     def trains(self) -> bool:
@@ -96,9 +101,8 @@ class UnitTensor:
         the data lies.
         """
         if self.layout.is_compound:
-            at_home = self.parts_of(self.host)
-            version = versions_of((self.host, *at_home)) + self.writes + self.new_writes
-            return version, hash(tuple([part.data_ptr() for part in at_home]))
+            at_home = self._taken_apart
+            return at_home.version + self.writes + self.new_writes, hash(tuple(at_home.places))
         # Without further calls: backward asks for every weight.
         host, device = self.host, self.device
         new_writes = 0 if device is None else device._version - self.device_version
@@ -125,6 +129,13 @@ class UnitTensor:
             views = self._views[slot.index] = self.views_of(slot.bytes)
         return views
 
+    def are_views_in(self, slot: DeviceSlot, tensors: list[torch.Tensor]) -> bool:
+        """Tells whether `tensors` are as `views_in(slot)`: the same memory in the same shapes, strides and dtypes."""
+        described = self._described_views.get(slot.index)
+        if described is None:
+            described = self._described_views[slot.index] = [*map(_described, self.views_in(slot))]
+        return [*map(_described, tensors)] == described
+
     def parts_of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Returns the plain tensors of `host`, of its stand-in or of another tensor like it.
 
@@ -134,19 +145,50 @@ class UnitTensor:
         if not self.layout.is_compound:
             return [tensor]
         if tensor is self.host:
-            taken = self._host_parts
-            if taken is None or taken.tensor is not tensor or not taken.is_current:
-                taken = self._host_parts = TakenApart(tensor)
-            return taken.parts
-        if tensor is self.device:
-            if self._device_parts is None or self._device_parts[0] is not tensor:
-                self._device_parts = tensor, parts(tensor)
-            return self._device_parts[1]
-        return parts(tensor)
+            return self._taken_apart.parts
+        return self._device_taken_apart.parts if tensor is self.device else parts(tensor)
 
     def forget_parts(self) -> None:
-        """Takes `host` apart anew from now on: its user may have given it other parts."""
-        self._host_parts = None
+        """Takes `host` apart anew from now on, where its user may have given it other parts that nothing shows."""
+        if self._host_parts is not None and not self._host_parts.shows_parts:
+            self._host_parts = None
+
+    @property
+    def _taken_apart(self) -> TakenApart:
+        taken = self._host_parts
+        if taken is None or taken.tensor is not self.host or not taken.is_current:
+            taken = self._host_parts = TakenApart(self.host)
+        return taken
+
+    @property
+    def _device_taken_apart(self) -> TakenApart:
+        if self._device_parts is None or self._device_parts.tensor is not self.device:
+            self._device_parts = TakenApart(self.device)
+        return self._device_parts
+
+    def device_parts_now(self) -> list[torch.Tensor]:
+        """Returns the parts of `device`, to which code may have given others since they were last asked for."""
+        if not self._device_taken_apart.is_current or not self._device_parts.shows_parts:
+            self._device_parts = TakenApart(self.device)
+        return self._device_parts.parts
+
+    def keep_stand_in(self, slot: DeviceSlot) -> None:
+        """Keeps `device`, which consists of several tensors in `slot`, for the next window on the unit there."""
+        taken = self._device_taken_apart
+        if taken.shows_parts:
+            self._stand_ins[slot.index] = taken, taken.places, self._taken_apart
+
+    def kept_stand_in(self, slot: DeviceSlot) -> torch.Tensor | None:
+        """Returns that of an earlier window, if neither it nor `host` has got other attributes, parts or data since."""
+        kept = self._stand_ins.get(slot.index)
+        if kept is None:
+            return None
+        taken, places, at_home = kept
+        if at_home is not self._taken_apart or not taken.is_current or taken.places != places:
+            del self._stand_ins[slot.index]
+            return None
+        self._device_parts = taken
+        return taken.tensor
 
     def note_installed(self) -> None:
         """Notes the version counter of `device`, which counts from now on."""
@@ -162,7 +204,9 @@ class UnitTensor:
         return new_writes > 0
 
     def _version_of(self, tensor: torch.Tensor) -> int:
-        return versions_of((tensor, *self.parts_of(tensor))) if self.layout.is_compound else tensor._version
+        if not self.layout.is_compound:
+            return tensor._version
+        return (self._taken_apart if tensor is self.host else self._device_taken_apart).version
 
     @property
     def is_home(self) -> bool:
@@ -173,10 +217,7 @@ class UnitTensor:
         if not self.layout.is_compound:
             host, nothing = self.host, not self.home or not self.nbytes
             return nothing or (host.data_ptr() == self.home[0] and host.stride() == self.strides)
-        for piece, part, address in zip(self.layout.pieces, self.parts_of(self.host), self.home, strict=False):
-            if piece.nbytes and (part.data_ptr() != address or part.stride() != piece.strides):
-                return False
-        return True
+        return not self.home or self._taken_apart.places == self._home_places
 
     @property
     def reads_file(self) -> bool:
@@ -188,13 +229,18 @@ class UnitTensor:
     def move_into(self, memory: list[torch.Tensor]) -> None:
         """Makes `memory`, a tensor for each part, the home of the tensor, with its values."""
         self.host = move_into(memory, self.host, self.attributes)
-        self.home = [piece.data_ptr() for piece in memory]
+        self._lies_in(memory)
 
     def move_into_files(self, views: list[torch.Tensor]) -> None:
         """Makes `views` of its files, uint8, one for each part, the data of the tensor."""
         memory = [piece.over(view) for piece, view in zip(self.layout.pieces, views, strict=True)]
         self.host = put_over(memory, self.host, self.attributes)
-        self.home, self.file_version = [piece.data_ptr() for piece in memory], self._version_of(self.host)
+        self._lies_in(memory)
+        self.file_version = self._version_of(self.host)
+
+    def _lies_in(self, memory: list[torch.Tensor]) -> None:
+        self.home = [piece.data_ptr() for piece in memory]
+        self._home_places = [(piece.data_ptr(), piece.stride()) for piece in memory]
 
     def leave_files(self, arena: HostArena) -> None:
         """Moves the tensor into a host block of its own."""
@@ -292,3 +338,9 @@ class UnitTensor:
 
     def __str__(self) -> str:
         return f"host gradient of {self.name}"
+
+
+def _described(tensor: torch.Tensor) -> tuple:
+    """Returns what tells two views of the same memory apart."""
+    place = tensor.data_ptr(), tensor.shape, tensor.stride()
+    return *place, tensor.dtype, tensor.is_conj(), tensor.is_neg()

@@ -75,6 +75,20 @@ class _SavedParts:
     inner: dict[str, object]
 
 
+class _SavedWhole(NamedTuple):
+    """A weight that wraps tensors, all of them as they lie in its slot: what `_SavedWeight` and `_SavedParts` say."""
+
+    unit: OffloadUnit
+    tensor: UnitTensor
+    version: int
+    place: object
+    kind: type
+    names: list[str]
+    context: object
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+
 class _Counted(NamedTuple):
     """A weight by name, and what a checkpoint of the user's own keeps of it: nothing, but it is asked for it."""
 
@@ -144,18 +158,26 @@ class SavedWeights:
         """Returns the tensor of that name, in the slot where its unit is now."""
         return self._unpack(name)
 
-    def _saved(self, tensor: torch.Tensor, slot: DeviceSlot) -> _SavedWeight | _SavedParts:
+    def _saved(self, tensor: torch.Tensor, slot: DeviceSlot) -> _SavedWeight | _SavedWhole | _SavedParts:
         if wraps(tensor):
-            names, context = tensor.__tensor_flatten__()
-            inner = {name: self._saved_part(getattr(tensor, name)) for name in names}
-            return _SavedParts(type(tensor), context, tensor.shape, tensor.stride(), inner)
+            return self._saved_parts(tensor, slot)
         unit = slot.content
         offset = tensor.storage_offset()
         whole = unit.tensor_at(offset * tensor.itemsize)
         flags = tensor.is_conj(), tensor.is_neg()
         return _SavedWeight(unit, tensor.dtype, offset, tensor.shape, tensor.stride(), whole, *whole.state, *flags)
 
-    def _saved_part(self, part: torch.Tensor) -> _SavedWeight | _SavedParts | Kept:
+    def _saved_parts(self, tensor: torch.Tensor, slot: DeviceSlot) -> _SavedWhole | _SavedParts:
+        names, context = tensor.__tensor_flatten__()
+        inner = [getattr(tensor, name) for name in names]
+        described = context, tensor.shape, tensor.stride()
+        if not any(map(wraps, inner)):
+            whole = slot.content.tensor_at(inner[0].storage_offset() * inner[0].itemsize)
+            if whole.are_views_in(slot, inner):
+                return _SavedWhole(slot.content, whole, *whole.state, type(tensor), names, *described)
+        return _SavedParts(type(tensor), *described, dict(zip(names, map(self._saved_part, inner), strict=True)))
+
+    def _saved_part(self, part: torch.Tensor) -> object:
         slot = self._slots.slot_of(part)
         return Kept(part) if slot is None else self._saved(part, slot)
 
@@ -173,6 +195,8 @@ class SavedWeights:
             return saved.checked()
         if isinstance(saved, _SavedWeight):
             return self._bring_back(saved)
+        if isinstance(saved, _SavedWhole):
+            return self._bring_back_whole(saved)
         if isinstance(saved, _SavedParts):
             inner = {name: self._unpacked(part) for name, part in saved.inner.items()}
             return saved.kind.__tensor_unflatten__(inner, saved.context, saved.shape, saved.strides)
@@ -185,18 +209,28 @@ class SavedWeights:
 
     def _bring_back(self, saved: _SavedWeight) -> torch.Tensor:
         unit, dtype, offset, shape, strides, tensor, version, place, conjugated, negated = saved
-        if self._final.counting:
-            self._final.use(unit, tensor)
-        if tensor.state != (version, place):
-            raise RuntimeError(
-                f"{tensor.name}, needed for gradient computation, has been modified since forward:"
-                " run backward before the optimizer's step"
-            )
-        slot = self._prefetcher.fetch(unit)
-        view = slot.viewed_as(dtype).as_strided(shape, strides, offset)
+        view = self._slot_for(unit, tensor, (version, place)).viewed_as(dtype).as_strided(shape, strides, offset)
         if conjugated:
             view = view.conj()
         if negated:
             view = negated_view(view)
         # With create_graph, the unpacked tensor is saved again, outside any window: that copy must not live in a slot.
         return view.clone() if torch.is_grad_enabled() else view
+
+    def _bring_back_whole(self, saved: _SavedWhole) -> torch.Tensor:
+        unit, tensor, version, place, kind, names, context, shape, strides = saved
+        views = tensor.views_in(self._slot_for(unit, tensor, (version, place)))
+        if torch.is_grad_enabled():
+            views = [view.clone() for view in views]
+        return kind.__tensor_unflatten__(dict(zip(names, views, strict=True)), context, shape, strides)
+
+    def _slot_for(self, unit: OffloadUnit, tensor: UnitTensor, state: tuple[int, object]) -> DeviceSlot:
+        """Returns the slot of a weight that backward asks for. Raises RuntimeError if it is not as it was saved."""
+        if self._final.counting:
+            self._final.use(unit, tensor)
+        if tensor.state != state:
+            raise RuntimeError(
+                f"{tensor.name}, needed for gradient computation, has been modified since forward:"
+                " run backward before the optimizer's step"
+            )
+        return self._prefetcher.fetch(unit)

@@ -157,8 +157,14 @@ def _stand_in(
             tensor.own_copy = view.clone()
     elif tensor.host.requires_grad:
         tensor.device = _joined(unit, tensor, tensor.views_in(slot)[0], sink, before_read)
-    else:
+    elif not tensor.layout.is_compound:
         tensor.device = _frozen(tensor.host, [view.data for view in tensor.views_in(slot)])
+    else:
+        # To make one runs much code of its class.
+        tensor.device = tensor.kept_stand_in(slot)
+        if tensor.device is None:
+            tensor.device = _frozen(tensor.host, [view.data for view in tensor.views_in(slot)])
+            tensor.keep_stand_in(slot)
     tensor.note_installed()
     forget_data_taken(tensor.device)
     return tensor.device if tensor.own_copy is None else tensor.own_copy
@@ -262,9 +268,8 @@ def _was_changed(tensor: UnitTensor, slot: DeviceSlot, there: int) -> bool:
     """
     device, is_compound = tensor.device, tensor.layout.is_compound
     data_taken = data_was_taken(device) and not is_compound
-    # Taken apart anew: the forward may have given it other parts.
-    now = parts(device) if is_compound else (device,)
-    for part in now:
+    # The forward may have given it other parts.
+    for part in tensor.device_parts_now() if is_compound else (device,):
         if part.untyped_storage().data_ptr() != there:
             return _take_data(tensor, slot)
     if not is_compound and device.stride() != tensor.strides:
