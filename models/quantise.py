@@ -164,7 +164,10 @@ class _Product(torch.autograd.Function):
         rows_gradient = bias_gradient = None
         if ctx.needs_input_grad[0]:
             (weight,) = ctx.saved_tensors
-            rows_gradient = gradient @ weight.dequantised(gradient.dtype)
+            # Hooks on saved tensors, as torch's save_on_cpu, may give back the matrix.
+            is_quantised = isinstance(weight, QuantisedWeight)
+            matrix = weight.dequantised(gradient.dtype) if is_quantised else weight.to(gradient.dtype)
+            rows_gradient = gradient @ matrix
         if ctx.needs_input_grad[1]:
             bias_gradient = gradient.flatten(0, -2).sum(0)
         return rows_gradient, bias_gradient, None

@@ -18,6 +18,7 @@ from offload.runtime.forward.module_contexts import Opener
 from offload.runtime.knobs import choice
 from offload.runtime.streams.counters import Counters
 from offload.runtime.streams.registry import Streams
+from offload.runtime.tensor_parts import Wrapping, wraps
 from offload.runtime.torch_internals import left_out_of_graphs
 
 
@@ -74,6 +75,9 @@ class _CountedCopies:
 
     @left_out_of_graphs
     def _pack(self, tensor: Tensor) -> object:
+        if wraps(tensor):
+            # torch would copy the matrix that a quantised weight stands for.
+            return Wrapping.of(tensor, self._pack)
         self.out_bytes += tensor.nbytes
         self._waiting_bytes += tensor.nbytes
         self.most_waiting_bytes = max(self.most_waiting_bytes, self._waiting_bytes)
@@ -85,6 +89,8 @@ class _CountedCopies:
 
     @left_out_of_graphs
     def _unpack(self, packed: object) -> Tensor:
+        if isinstance(packed, Wrapping):
+            return packed.around(self._unpack)
         tensor = self._hooks.unpack_hook(packed)
         self.in_bytes += tensor.nbytes
         self._waiting_bytes -= tensor.nbytes

@@ -12,6 +12,7 @@ import copy
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +62,29 @@ def parts(tensor: Tensor) -> list[Tensor]:
         return [part for name in names for part in parts(getattr(tensor, name))]
     state = state_of(tensor)
     return [tensor] if state is None else [tensor, *tensors_in(state)]
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """A tensor that wraps others, without their memory: `inner` has something in place of each, by name."""
+
+    kind: type
+    context: object
+    shape: torch.Size
+    strides: tuple[int, ...]
+    inner: dict[str, object]
+
+    @classmethod
+    def of(cls, tensor: Tensor, kept: Callable[[Tensor], object]) -> Wrapping:
+        """Takes `tensor` apart; `kept` of a tensor that it wraps, which may wrap others, is what stands for that."""
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: kept(getattr(tensor, name)) for name in names}
+        return cls(type(tensor), context, tensor.shape, tensor.stride(), inner)
+
+    def around(self, restored: Callable[[object], Tensor]) -> Tensor:
+        """Returns such a tensor; `restored` of what stands for a tensor inside it is that tensor."""
+        inner = {name: restored(kept) for name, kept in self.inner.items()}
+        return self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.strides)
 
 
 class TakenApart:

@@ -65,6 +65,19 @@ def test_only_quantised_tensors_are_saved_for_backward(format: Format):
 
 
 @EACH
+def test_hooks_on_saved_tensors_may_give_back_the_matrix(format: Format):
+    """torch's save_on_cpu does where it page-locks its copies."""
+    layer, _ = quantised(format)
+    gradients = []
+    for changed in (lambda tensor: tensor, lambda tensor: torch.empty(tensor.shape).copy_(tensor)):
+        rows = torch.randn(3, 20, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        with saved_tensors_hooks(changed, lambda tensor: tensor):
+            layer(rows).sum().backward()
+        gradients.append(rows.grad)
+    assert torch.equal(*gradients)
+
+
+@EACH
 def test_it_is_a_parameter_of_the_shape_and_dtype_of_its_matrix(format: Format):
     layer, _ = quantised(format)
     weight = layer.weight

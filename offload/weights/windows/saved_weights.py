@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from offload.runtime.forward.saved_tensor_hooks import (
     counting_checkpoint,
 )
 from offload.runtime.memory.device_slots import DeviceSlot, DeviceSlots
-from offload.runtime.tensor_parts import parts, wraps
+from offload.runtime.tensor_parts import Wrapping, parts, wraps
 from offload.runtime.torch_internals import (
     AS_IT_IS,
     compiles_frames,
@@ -64,19 +63,8 @@ class _SavedWeight(NamedTuple):
     negated: bool
 
 
-@dataclass(frozen=True)
-class _SavedParts:
-    """A tensor of class `kind` that wraps others, at least one of them in a slot: those by name, as they were saved."""
-
-    kind: type
-    context: object
-    shape: torch.Size
-    strides: tuple[int, ...]
-    inner: dict[str, object]
-
-
 class _SavedWhole(NamedTuple):
-    """A weight that wraps tensors, all of them as they lie in its slot: what `_SavedWeight` and `_SavedParts` say."""
+    """A weight that wraps tensors, all of them as they lie in its slot: see `_SavedWeight` and `Wrapping`."""
 
     unit: OffloadUnit
     tensor: UnitTensor
@@ -158,24 +146,25 @@ class SavedWeights:
         """Returns the tensor of that name, in the slot where its unit is now."""
         return self._unpack(name)
 
-    def _saved(self, tensor: torch.Tensor, slot: DeviceSlot) -> _SavedWeight | _SavedWhole | _SavedParts:
+    def _saved(self, tensor: torch.Tensor, slot: DeviceSlot) -> _SavedWeight | _SavedWhole | Wrapping:
         if wraps(tensor):
-            return self._saved_parts(tensor, slot)
+            return self._saved_whole(tensor, slot) or Wrapping.of(tensor, self._saved_part)
         unit = slot.content
         offset = tensor.storage_offset()
         whole = unit.tensor_at(offset * tensor.itemsize)
         flags = tensor.is_conj(), tensor.is_neg()
         return _SavedWeight(unit, tensor.dtype, offset, tensor.shape, tensor.stride(), whole, *whole.state, *flags)
 
-    def _saved_parts(self, tensor: torch.Tensor, slot: DeviceSlot) -> _SavedWhole | _SavedParts:
+    def _saved_whole(self, tensor: torch.Tensor, slot: DeviceSlot) -> _SavedWhole | None:
         names, context = tensor.__tensor_flatten__()
         inner = [getattr(tensor, name) for name in names]
-        described = context, tensor.shape, tensor.stride()
-        if not any(map(wraps, inner)):
-            whole = slot.content.tensor_at(inner[0].storage_offset() * inner[0].itemsize)
-            if whole.are_views_in(slot, inner):
-                return _SavedWhole(slot.content, whole, *whole.state, type(tensor), names, *described)
-        return _SavedParts(type(tensor), *described, dict(zip(names, map(self._saved_part, inner), strict=True)))
+        if any(map(wraps, inner)):
+            return None
+        whole = slot.content.tensor_at(inner[0].storage_offset() * inner[0].itemsize)
+        if not whole.are_views_in(slot, inner):
+            return None
+        described = names, context, tensor.shape, tensor.stride()
+        return _SavedWhole(slot.content, whole, *whole.state, type(tensor), *described)
 
     def _saved_part(self, part: torch.Tensor) -> object:
         slot = self._slots.slot_of(part)
@@ -197,9 +186,8 @@ class SavedWeights:
             return self._bring_back(saved)
         if isinstance(saved, _SavedWhole):
             return self._bring_back_whole(saved)
-        if isinstance(saved, _SavedParts):
-            inner = {name: self._unpacked(part) for name, part in saved.inner.items()}
-            return saved.kind.__tensor_unflatten__(inner, saved.context, saved.shape, saved.strides)
+        if isinstance(saved, Wrapping):
+            return saved.around(self._unpacked)
         if isinstance(saved, _Counted):
             self._unpack(saved.by_checkpoint)
             return self._unpack(saved.name)

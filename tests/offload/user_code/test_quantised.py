@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
+from offload.modes.none import Resident
 from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
@@ -162,6 +163,20 @@ def test_a_plan_has_the_true_bytes(mode, kind: str):
         after = measured.counters()
     assert planned.host_bytes == after.host_pageable_bytes
     assert {key: planned.total(key) for key in MOVED} == {key: getattr(after - before, key) for key in MOVED}
+
+
+def test_torch_moves_the_parts_and_not_the_matrix():
+    """Its pinned copies are plain tensors: of a weight that is saved itself they would be what it stands for."""
+    made = Model("nested")
+    moved = []
+    hooks = SaveOnCpu(Resident())
+    with attached(hooks, made), hooks.step():
+        copies = hooks._copies._hooks
+        inside, copies.pack_hook = copies.pack_hook, lambda tensor: moved.append(tensor) or inside(tensor)
+        made(inputs(0, 0)).sum().backward()
+    assert not any(map(wraps, moved))
+    stored = {part.data_ptr() for block in made.blocks for part in parts(block.second.weight)}
+    assert stored <= {tensor.data_ptr() for tensor in moved}
 
 
 def test_one_that_trains_is_refused_and_the_model_is_as_it_was():
