@@ -19,7 +19,7 @@ def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the worker make the updates that it was offered before it knows whether they count, on a busy machine too."""
+    """Lets the worker make the updates that it was offered before it knows whether they count, at any load."""
     decide = UpdateWorker.decide
 
     def decide_later(self, decision) -> None:

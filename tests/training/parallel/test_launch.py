@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from tests.training.helpers.sweeps import runs, wait_until
 from tests.training.parallel.conftest import RUN, run_ranks
 from training import loop
 from training.errors import UserError
-from training.parallel.launch import Followers, connected
+from training.parallel.launch import HOST, Followers, connected
 from training.parallel.ranks import ALONE, RankLostError
 
 SAVING = ("devices=2", "microbatches=1", "checkpoint.every=null", "checkpoint.on_signal=true")
@@ -74,6 +76,24 @@ def test_ranks_are_ended_where_the_system_starts_no_more(started: list[int], mon
         Followers(3)
     assert len(started) == 1
     assert not runs(started[0])
+
+
+def test_nobody_else_can_take_the_port_before_the_ranks_meet(monkeypatch: pytest.MonkeyPatch):
+    """Between the start of the ranks and that of their store are seconds."""
+    refused = []
+
+    def nothing(self: Followers, rank: int) -> subprocess.Popen:
+        with socket.socket() as other:
+            try:
+                other.bind((HOST, self._port))
+            except OSError as error:
+                refused.append(error.errno)
+        return subprocess.Popen(["true"])
+
+    monkeypatch.setattr(Followers, "_start", nothing)
+    followers = Followers(2)
+    followers.kill()
+    assert refused == [errno.EADDRINUSE]
 
 
 def test_a_rank_that_is_killed_ends_the_run_which_is_saved(tmp_path: Path, at_step, started: list[int]):
