@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from training.config.groups import options_of
+from training.config.groups import is_group, options_of
 from training.config.unknown_keys import options_with, unknown_key
 from training.errors import UserError
 from training.runs.failures import FAILED, print_failure
@@ -105,7 +105,7 @@ def _explained(error: Exception) -> str:
     text = str(error)
     where = text[: text.index("'", 4) + 1] + ": " if text.startswith("In '") else ""
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return where + unknown_key(cause.full_key, cause.parent_node or [])
+        return where + unknown_key(cause.full_key, cause.parent_node or []) + _for_a_job(error)
     message = cause.msg.partition("\n")[0]
     if "is not Optional" in message:
         return f"{where}{cause.full_key}=null: must have a value"
@@ -134,6 +134,18 @@ def _unnamed_option(error: Exception) -> str:
     if not options:
         return f"choose options by name, GROUP=OPTION, such as offload=none ({' '.join(str(error).split())})"
     return f"{override.input_line}: must be the name of an option: choose from {', '.join(options)}"
+
+
+def _for_a_job(error: Exception) -> str:
+    """Returns which options of a sweep lack a key, as the end of a line: others of its options may have it."""
+    # Hydra's error does not name the job; the frame that composed it does.
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        overrides = frame.f_locals.get("sweep_overrides", []) if frame.f_code.co_name == "load_sweep_config" else []
+        if options := [each for each in overrides if is_group(each.partition("=")[0])]:
+            return (
+                f". Of the sweep, {' '.join(options)} lacks it, so no job was started: sweep over options that have it"
+            )
+    return ""
 
 
 def _innermost(error: Exception) -> FrameType:
