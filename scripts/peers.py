@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from training.comparison.report import compare
 from training.comparison.rows import Row
 from training.comparison.table import to_markdown
+from training.config.groups import options_of
 from training.runs.files import MEMORY_FIGURE_FILE
 from training.sweeps.job import SweepJob, summary_in
 
@@ -59,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384], help="tokens of a step")
     options.add_argument("--seq-len", type=int, default=2048)
     options.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    options.add_argument("--experiment", default="peers_7b")
+    options.add_argument("--experiment", choices=options_of("experiment"), default="peers_7b", metavar="NAME")
     options.add_argument("--minutes", type=float, default=9.0, help="of all runs together")
     options.add_argument("--job-minutes", type=float, default=2.0, help="of one run")
     options.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of every run")

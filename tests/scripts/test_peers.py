@@ -25,6 +25,14 @@ def test_every_peer_and_mode_it_names_is_an_option():
         composed("experiment=peers_7b", *overrides)
 
 
+def test_an_experiment_that_does_not_exist_is_refused_before_any_run(tmp_path: Path, capsys):
+    with pytest.raises(SystemExit):
+        options(tmp_path, "--experiment", "wrong")
+    refused = capsys.readouterr().err.splitlines()[-1]
+    assert "argument --experiment: invalid choice: 'wrong' (choose from " in refused
+    assert "peers_7b" in refused
+
+
 def test_runs_that_ended_well_are_not_repeated(tmp_path: Path):
     asked = options(tmp_path, "--systems", "none", "fsdp2", "--tokens", "4096", "16384")
     names = [str(job.directory.relative_to(tmp_path)) for job in peers.jobs(asked)]

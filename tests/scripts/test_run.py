@@ -61,7 +61,7 @@ class Checkout:
 
     def run(self, *command, **options):
         process = self.start(*command, **options)
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=300)
         return process.returncode, stdout, stderr
 
     def recorded(self):
@@ -155,7 +155,7 @@ def test_an_environment_that_was_moved_is_made_again(checkout):
 def test_two_commands_at_once_install_once(checkout):
     both = [checkout.start("show", FAKE_SLOW="0.5") for _ in range(2)]
     for process in both:
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     assert [process.returncode for process in both] == [0, 0]
     assert checkout.recorded() == ["venv", "install", "installed"]
 

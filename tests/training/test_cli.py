@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import fields
 
 import pytest
@@ -39,11 +38,13 @@ def test_showing_the_configuration_imports_nothing_heavy():
 def test_showing_the_configuration_is_fast():
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
+        before = os.times()
         assert train("--cfg", "job").returncode == 0
-        seconds.append(time.perf_counter() - start)
-    # Two seconds on an idle machine, most of them for importing torch; the bound leaves room for a busy one.
-    assert min(seconds) < 6
+        after = os.times()
+        # Of its processor: what other processes take does not count.
+        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    # Two seconds on an idle machine, most of them for importing torch.
+    assert min(seconds) < 12
 
 
 def test_help_names_every_group_option_and_key():

@@ -29,7 +29,7 @@ from training.config.auto import AUTO
 from training.errors import UserError
 from training.metrics.files import read_summary
 from training.optim import set_step
-from training.runs.files import CHECKPOINTS_FOLDER, CONFIG_FILE
+from training.runs.files import CHECKPOINTS_FOLDER, CONFIG_FILE, SUMMARY_FILE
 from training.runs.paths import home_expanded
 
 logger = logging.getLogger(__name__)
@@ -145,11 +145,19 @@ def _refuse_foreign(run_dir: Path) -> None:
 
 
 def _refuse_finished(run_dir: Path) -> None:
-    """Raises UserError if a run without checkpoints is finished in `run_dir`: to begin it anew drops its results."""
+    """Raises UserError if a run without checkpoints is finished in `run_dir`: to begin it anew drops its results.
+
+    A summary that cannot be read counts as that of a finished run.
+    """
+    if not (run_dir / SUMMARY_FILE).exists():
+        return
     try:
         status = read_summary(run_dir).get("status")
-    except UserError:
-        return
+    except UserError as error:
+        raise UserError(
+            f"resume=auto: {error}: the run may be finished, and there is no checkpoint to resume from: choose another"
+            " place with hydra.run.dir=PATH, or delete that file to begin again"
+        ) from None
     if status == "ok":
         raise UserError(
             f"resume=auto: {run_dir} has a finished run and no checkpoint to resume from (checkpoint.every=N saves"

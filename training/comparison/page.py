@@ -92,7 +92,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size
 th, td { padding: 0.3rem 0.5rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th { border-bottom: 2px solid var(--line); vertical-align: bottom; white-space: normal; }
 th:first-child, td:first-child, .word { text-align: left; white-space: normal; overflow-wrap: break-word; }
-td:first-child { min-width: 11rem; }
+td:first-child, td[data-title="compared with"] { min-width: 9rem; overflow-wrap: anywhere; }
 .good { color: var(--good); font-weight: 600; }
 .bad { color: var(--bad); font-weight: 600; }
 li { overflow-wrap: anywhere; }

@@ -10,17 +10,17 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
 from offload import explanations
+from training.config.groups import CONF
 from training.config.modes import all_options
 from training.config.schema import SCHEMAS
 
 WIDTH = 120
-PAGE = Path(__file__).parents[2] / "conf" / "hydra" / "help" / "train.txt"
+PAGE = CONF / "hydra" / "help" / "train.txt"
 # The value of a key, in the brackets behind its explanation.
 VALUE = re.compile(r"\[\$\{([\w.]+)\}\]")
 

@@ -15,7 +15,9 @@ from pathlib import Path
 import yaml
 from omegaconf import DictConfig
 
-FOLDER = Path(__file__).resolve().parents[2] / "conf" / "offload"
+from training.config.groups import CONF
+
+FOLDER = CONF / "offload"
 RESIDENT = "none"
 PEERS = "peers."
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -96,7 +97,9 @@ class Followers:
     def __init__(self, count: int):
         self._count = count
         self._store = None
-        self._port = _free_port()
+        # It listens from now on: a port that was only found to be free might be another's when the store is made.
+        self._listener = socket.create_server((HOST, 0))
+        self._port = self._listener.getsockname()[1]
         self._processes: dict[int, subprocess.Popen] = {}
         for rank in range(1, count):
             try:
@@ -116,7 +119,13 @@ class Followers:
         from torch.distributed import TCPStore
 
         self._store = TCPStore(
-            HOST, self._port, self._count, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_S)
+            HOST,
+            self._port,
+            self._count,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=START_S),
+            master_listen_fd=self._listener.detach(),
         )
         deadline = time.monotonic() + START_S
         for rank in self._processes:
@@ -142,6 +151,7 @@ class Followers:
 
     def kill(self) -> None:
         """Ends the processes at once."""
+        self._listener.close()
         for process in self._processes.values():
             process.kill()
             process.wait()
@@ -169,11 +179,3 @@ class Followers:
         # In the process group of the run, so that a sweep that kills the group leaves none behind.
         command = [sys.executable, "-m", "training.parallel.follow"]
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as found:
-        found.bind((HOST, 0))
-        return found.getsockname()[1]

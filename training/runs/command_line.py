@@ -13,12 +13,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
+from training.config.groups import is_group
 from training.errors import UserError
 from training.runs.files import CHOICES_FILE, CONFIG_FILE
 from training.runs.paths import home_expanded
 from training.runs.repeat import repeated
 
-CONF = Path(__file__).parents[2] / "conf"
 # The directory of a run or a sweep in a home directory, whose `~` Hydra takes in quotes alone.
 IN_HOME = re.compile(r"(\+{0,2}hydra\.(?:run|sweep)\.dir)=(['\"]?)(~[\w.-]*)((?:/[^'\"]*)?)\2")
 # What is left of `hydra.run.dir=$PLACE` where the shell knows no PLACE: Hydra would take the working directory.
@@ -47,7 +47,7 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
     if empty := next((override for override in overrides if NO_PLACE.fullmatch(override)), None):
         raise UserError(f"{empty}: names no directory: give one, hydra.run.dir=runs/NAME, or leave the key out")
     for several in filter(None, map(SEVERAL_OPTIONS.fullmatch, overrides)):
-        if _is_group(group := several[1]):
+        if is_group(group := several[1]):
             raise UserError(
                 f"{several[0]}: must be the name of one option, {group}=NAME; for a run of each: -m {group}=NAME,NAME"
             )
@@ -91,7 +91,7 @@ def _left_to_the_jobs(overrides: Sequence[str]) -> list[str]:
         parsed = parser.parse_overrides(list(overrides))
     except HydraException:
         return list(overrides)
-    if not any(each.is_sweep_override() and _is_group(each.key_or_group) for each in parsed):
+    if not any(each.is_sweep_override() and is_group(each.key_or_group) for each in parsed):
         return list(overrides)
     return [
         _as_a_sweep(each, parser)
@@ -110,10 +110,6 @@ def _as_a_sweep(override: Override, parser: OverridesParser) -> str:
     except HydraException:
         return override.input_line
     return f"{key}=choice({value})"
-
-
-def _is_group(name: str) -> bool:
-    return (CONF / name).is_dir()
 
 
 def _without(arguments: Sequence[str], overrides: Sequence[str]) -> list[str]:

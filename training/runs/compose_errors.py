@@ -6,7 +6,6 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 
 import hydra._internal.utils
@@ -15,12 +14,12 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
+from training.config.groups import is_group, options_of
 from training.config.unknown_keys import options_with, unknown_key
 from training.errors import UserError
 from training.runs.failures import FAILED, print_failure
 from training.visible_text import visible
 
-CONF = Path(__file__).parents[2] / "conf"
 # OmegaConf's names of types, and the words for them here.
 OF_ANOTHER_TYPE = re.compile(r"Value '(.*)' (?:of type '.*' could not be converted to|is not a valid) (\w+)")
 NOT_KEYS = re.compile(r"Invalid type assigned: \w+ is not a subclass of \w+\. value: (.*)")
@@ -106,7 +105,7 @@ def _explained(error: Exception) -> str:
     text = str(error)
     where = text[: text.index("'", 4) + 1] + ": " if text.startswith("In '") else ""
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return where + unknown_key(cause.full_key, cause.parent_node or [])
+        return where + unknown_key(cause.full_key, cause.parent_node or []) + _for_a_job(error)
     message = cause.msg.partition("\n")[0]
     if "is not Optional" in message:
         return f"{where}{cause.full_key}=null: must have a value"
@@ -131,10 +130,22 @@ def _unnamed_option(error: Exception) -> str:
     # Hydra's error does not name the override; the frame that raised it has it.
     override = _innermost(error).f_locals.get("override")
     group = getattr(override, "key_or_group", "")
-    options = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-    if not group or not options:
+    options = options_of(group) if group else []
+    if not options:
         return f"choose options by name, GROUP=OPTION, such as offload=none ({' '.join(str(error).split())})"
     return f"{override.input_line}: must be the name of an option: choose from {', '.join(options)}"
+
+
+def _for_a_job(error: Exception) -> str:
+    """Returns which options of a sweep lack a key, as the end of a line: others of its options may have it."""
+    # Hydra's error does not name the job; the frame that composed it does.
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        overrides = frame.f_locals.get("sweep_overrides", []) if frame.f_code.co_name == "load_sweep_config" else []
+        if options := [each for each in overrides if is_group(each.partition("=")[0])]:
+            return (
+                f". Of the sweep, {' '.join(options)} lacks it, so no job was started: sweep over options that have it"
+            )
+    return ""
 
 
 def _innermost(error: Exception) -> FrameType:

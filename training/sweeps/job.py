@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from training.runs.files import CONFIG_FILE, SUMMARY_FILE
 from training.runs.starting import INTERRUPTED
 from training.visible_text import visible
 
+# Seconds of a wait for a process that may take for ever. A wait without limit would leave a signal that comes as it
+# begins, or on another thread, until the process has ended.
+NO_LIMIT_S = threading.TIMEOUT_MAX
 # Seconds that a job which was asked to end may take to save before it is killed: a checkpoint of 100 GiB takes minutes.
 GRACE_S = 300.0
 
@@ -88,7 +92,7 @@ class SweepJob:
                 with suppress(OSError):
                     wait = f"waiting for job {self.number} to finish its step and save; a second signal kills it"
                     print(wait, flush=True)
-                process.wait()
+                process.wait(NO_LIMIT_S)
             raise
         finally:
             self._send(process, signal.SIGKILL)
@@ -111,8 +115,8 @@ class SweepJob:
     def _wait(self, process: subprocess.Popen, early_s: float) -> None:
         """Waits for the end of the process, and ends one that takes too long."""
         try:
-            limit_s = None if self.timeout_min is None else self.timeout_min * 60
-            process.wait(limit_s and max(limit_s - early_s, limit_s / 2))
+            limit_s = NO_LIMIT_S if self.timeout_min is None else self.timeout_min * 60
+            process.wait(max(limit_s - early_s, limit_s / 2))
         except subprocess.TimeoutExpired:
             self.timed_out = True
             self._ask_to_end(process)

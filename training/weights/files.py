@@ -10,7 +10,7 @@ from pathlib import Path
 
 from models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from models.weights import checkpoint_files
-from training.checkpoints.layout import refuse_run
+from training.checkpoints.layout import MANIFEST_FILE, STATE_FILE, WEIGHTS_STEM, refuse_run
 from training.errors import UserError, first_line
 from training.runs.paths import home_expanded
 from training.weights.hub_client import HubName, ask_hub
@@ -60,6 +60,11 @@ def _has_an_adapter_alone(path: Path) -> bool:
     return (path / ADAPTER_CONFIG_FILE).is_file() and not any(models)
 
 
+def _lacks_its_model(path: Path) -> bool:
+    """Tells whether `path` is a checkpoint of a run whose model was deleted: its other files are safetensors too."""
+    return (path / MANIFEST_FILE).is_file() and (path / STATE_FILE).is_file() and not any(path.glob(f"{WEIGHTS_STEM}*"))
+
+
 def _part_in(folder: Path) -> str:
     return next((part for part in PARTS if (folder / part / CONFIG_FILE).is_file()), "")
 
@@ -100,6 +105,10 @@ class ModelWeights:
                 raise UserError(
                     f"{KEY}={given}: has an adapter and no model: give it as adapter.weights={given}, and its base as"
                     f" {KEY}"
+                )
+            if _lacks_its_model(path):
+                raise UserError(
+                    f"{KEY}={given}: the files of the model are missing from this checkpoint: choose another checkpoint"
                 )
             try:
                 weight_files(path)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 # Longer than any of their calls takes.
-LIMIT_S = 60
+LIMIT_S = 300
 
 
 def homes_in_use(processes: Iterable[int] | None = None) -> set[str]:

@@ -151,7 +151,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     def gated(self, claims, scale=1.0):
         if threading.current_thread().name == WORKER:
-            gate.wait(timeout=30)
+            gate.wait(timeout=600)
         apply(self, claims, scale)
 
     monkeypatch.setattr(HostAdamW, "apply", gated)

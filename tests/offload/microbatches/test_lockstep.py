@@ -156,7 +156,7 @@ def test_functions_compute_on_the_callers_number_of_cores(streams):
             others.wait()
             others.wait()
 
-    others = threading.Barrier(2, timeout=60)
+    others = threading.Barrier(2, timeout=300)
     other = threading.Thread(target=begun_elsewhere)
     other.start()
     others.wait()

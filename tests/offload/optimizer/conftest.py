@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from offload.optimizer import kernel_choice, kernels
+from offload.optimizer.worker import UpdateWorker
 
 
 @pytest.fixture
@@ -12,3 +15,16 @@ def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes tiles so small that a parameter has several, and the measurement of kernels short."""
     monkeypatch.setattr(kernels, "HOST_TILE", 256)
     monkeypatch.setattr(kernel_choice, "SAMPLE", 1 << 12)
+
+
+@pytest.fixture
+def in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the worker make the updates that it was offered before it knows whether they count, at any load."""
+    decide = UpdateWorker.decide
+
+    def decide_later(self, decision) -> None:
+        while self._coming or self._landed:
+            time.sleep(0.001)
+        decide(self, decision)
+
+    monkeypatch.setattr(UpdateWorker, "decide", decide_later)

@@ -163,30 +163,41 @@ def test_other_operands_go_to_the_fused_kernel():
         assert first.weight.dtype == weight
 
 
-def test_python_goes_on_while_the_native_kernel_computes():
-    kernel, on = native(WIDE, threads=1), operands(1 << 24)
-    started, ended = threading.Event(), threading.Event()
+def test_python_goes_on_while_the_native_kernel_computes(monkeypatch: pytest.MonkeyPatch):
+    kernel, on = native(WIDE, threads=1), operands(1 << 20)
+    state, seen, deadline = ["outside"], threading.Event(), time.monotonic() + 120
+    function_for = kernel._function_for
+
+    def noted(operands: Operands):
+        function = function_for(operands)
+
+        def call(*arguments) -> None:
+            state[0] = "inside"
+            function(*arguments)
+            state[0] = "outside"
+
+        return call
 
     def update() -> None:
-        started.set()
-        kernel(on, torch.ones(()), SETTINGS)
-        ended.set()
+        while not seen.is_set() and time.monotonic() < deadline:
+            kernel(on, torch.ones(()), SETTINGS)
+        state[0] = "ended"
 
-    # No thread is made to hand Python's lock over: this one runs many times only if the kernel releases the lock.
+    monkeypatch.setattr(kernel, "_function_for", noted)
+    # No thread is made to hand Python's lock over: this one finds the kernel at work only if that releases the lock.
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(60)
+    sys.setswitchinterval(600)
     try:
         thread = threading.Thread(target=update)
         thread.start()
-        started.wait()
-        turns = 0
-        while not ended.is_set():
+        while state[0] != "ended" and not seen.is_set():
+            if state[0] == "inside":
+                seen.set()
             time.sleep(1e-4)
-            turns += 1
         thread.join()
     finally:
         sys.setswitchinterval(interval)
-    assert turns > 20
+    assert seen.is_set()
 
 
 @pytest.mark.parametrize("script", ["exit 1", 'while [ "$1" != -o ]; do shift; done; echo nothing > "$2"'])

@@ -88,6 +88,7 @@ def expected(model: str, dtype: str, microbatches: int, clip_norm: float, mode: 
         pytest.param("irregular", "fp32", 2, "on", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.usefixtures("in_time")
 @pytest.mark.parametrize("mode", MODES)
 def test_equals_deferred_updates_where_clipping_comes_and_goes(
     mode: str, model: str, dtype: str, microbatches: int, speculate: str
@@ -125,7 +126,8 @@ def test_the_pace_of_the_worker_changes_no_number(pace, device_share: int, monke
 
         def landed_and_made(self, unit, tensors, after):
             offer(self, unit, tensors, after)
-            time.sleep(0.003)
+            while self._worker._coming or self._worker._landed:
+                time.sleep(0.001)
 
         monkeypatch.setattr(Overlap, "gradients_landed", landed_and_made)
     options = {"clip_norm": limit, "steps": 8, "speculate": "on", "device_share": device_share}
@@ -137,6 +139,7 @@ def test_the_pace_of_the_worker_changes_no_number(pace, device_share: int, monke
         assert 0 < counters.undone_parameters < counters.speculated_parameters
 
 
+@pytest.mark.usefixtures("in_time")
 @needs_compiler
 @pytest.mark.parametrize("format", [{}, {"master": "fp32", "state_dtype": "bf16"}], ids=str)
 @pytest.mark.slow
@@ -151,6 +154,7 @@ def test_equals_deferred_updates_with_the_compiled_kernel(format: dict):
     assert counters.undone_parameters
 
 
+@pytest.mark.usefixtures("in_time")
 @pytest.mark.parametrize("undo_bytes", [0, 1, UndoLog.nbytes(300) * 3])
 def test_a_small_log_stops_speculation_and_changes_no_number(undo_bytes: int):
     limit = some_clipped("regular", "bf16")
@@ -192,6 +196,7 @@ def test_auto_speculates_after_two_quiet_steps():
     assert not speculative.goes_on
 
 
+@pytest.mark.usefixtures("in_time")
 def test_speculation_ends_when_the_norm_so_far_passes_the_limit():
     """The update that passes it has been made, and is undone with the others."""
     limit = 1e-6

@@ -262,7 +262,7 @@ class StepError(Exception):
 
 
 def test_after_an_error_of_one_sharer_all_have_what_was_there_before_the_step():
-    met = threading.Barrier(2, timeout=60)
+    met = threading.Barrier(2, timeout=300)
 
     def work(sharers: ThreadSharers):
         with sharing(sharers, model_of("bf16")) as sharer:

@@ -116,6 +116,17 @@ def test_a_finished_run_without_checkpoints_is_not_begun_anew(tmp_path: Path, ti
     assert run_here(run_dir, *unsaved, "resume=auto")["status"] == "ok"
 
 
+def test_a_run_without_checkpoints_is_not_begun_anew_where_its_summary_is_damaged(tmp_path: Path, tiny):
+    unsaved = [override for override in tiny if not override.startswith("checkpoint.")]
+    run_here(tmp_path, *unsaved)
+    (tmp_path / "summary.json").write_text('{"status": "o')
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match=r"^resume=auto: .*/summary.json: .* damaged: the run may be finished") as error:
+        run_here(tmp_path, *unsaved, "resume=auto")
+    assert "\n" not in str(error.value)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
 def test_a_run_that_finds_nothing_to_resume_says_so(tmp_path: Path, run_here, caplog: pytest.LogCaptureFixture):
     with caplog.at_level("INFO"):
         run_here(tmp_path / "run", "resume=auto")

@@ -39,7 +39,7 @@ def test_results_are_in_the_order_of_the_functions(threads: int):
 
 
 def test_they_run_side_by_side_and_the_caller_is_one_of_them():
-    together = threading.Barrier(3, timeout=30)
+    together = threading.Barrier(3, timeout=300)
     names = side_by_side([lambda: (together.wait(), threading.current_thread())[1]] * 3, 3)
     assert threading.current_thread() in names
     assert len(set(names)) == 3
@@ -60,7 +60,7 @@ def test_the_first_error_ends_the_others_and_is_raised(threads: int):
 
     def wait_to_give_up() -> None:
         begun.append(None)
-        given_up.wait(30)
+        given_up.wait(600)
         raise InterruptedError
 
     def fail() -> None:
@@ -79,7 +79,7 @@ def test_an_interrupt_of_the_caller_ends_all_of_them(monkeypatch: pytest.MonkeyP
     def work() -> None:
         if threading.current_thread() is caller:
             raise KeyboardInterrupt
-        given_up.wait(30)
+        given_up.wait(600)
 
     with pytest.raises(KeyboardInterrupt):
         side_by_side([work] * 8, 3, given_up)

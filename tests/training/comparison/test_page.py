@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import html
+import itertools
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -152,30 +154,60 @@ def test_the_page_says_where_and_how_the_runs_ran(write_run):
     assert "python train.py offload=layer_stream 'dataset.name=a b'" in text
 
 
+def widths(folder: Path) -> tuple[int, int]:
+    """Returns how wide a comparison's page is, in frames as wide as a desktop's window and a phone's."""
+    widest = "Math.max(...[...f.document.querySelectorAll('html, .wide')].map(e => e.scrollWidth))"
+    script = f"document.title = Array.from(frames).map(f => {widest}).join(' ')"
+    style = "height: 900px; border: 0; width:"
+    page = html.escape((folder / "compare.html").read_text())
+    # Inside the outer page and not beside it: of another file a script may read nothing.
+    frames = "".join(f'<iframe srcdoc="{page}" style="{style} {width}px"></iframe>' for width in (1440, 390))
+    outer = folder / "frames.html"
+    outer.write_text(f'<title></title><body onload="{script}">{frames}</body>')
+    # Its profile and its caches stay in the folder of the test.
+    home = {name: str(folder / "home") for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", outer.as_uri()]
+    result = subprocess.run(command, env=os.environ | home, capture_output=True, text=True, timeout=300, check=True)
+    wide, narrow = map(int, re.search(r"<title>(\d+) (\d+)</title>", result.stdout).groups())
+    return wide, narrow
+
+
+# A value in every column of the table.
+EVERY_COLUMN = {
+    **dict.fromkeys(("memory__vram_peak_gib", "memory__host_pinned_gib", "memory__rss_gib"), 123.45),
+    **dict.fromkeys(("transfer__h2d_gib", "transfer__d2h_gib", "transfer__stall_ms"), 123.4),
+    "perf__tokens_per_s": 12345.0,
+    "optimizer__wait_ms": 1234.5,
+    "eval__final_loss": 12.3456,
+    "perf__floor_ms": 12.0,
+    "perf__mfu": 0.4,
+}
+
+
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
 def test_nothing_is_wider_than_the_window(write_run):
     """In frames as wide as a desktop's window and a phone's: the table with every column, and long paths."""
-    metrics = dict.fromkeys(("memory__vram_peak_gib", "memory__host_pinned_gib", "memory__rss_gib"), 123.45)
-    metrics |= dict.fromkeys(("transfer__h2d_gib", "transfer__d2h_gib", "transfer__stall_ms"), 123.4)
-    metrics |= {"perf__tokens_per_s": 12345.0, "optimizer__wait_ms": 1234.5, "eval__final_loss": 12.3456}
     for seed in (0, 1):
         for offload in ("none", "layer_stream"):
-            write_run(offload, seed=seed, step_ms=1234.5 + seed, perf__floor_ms=12.0, perf__mfu=0.4, **metrics)
+            write_run(offload, seed=seed, step_ms=1234.5 + seed, **EVERY_COLUMN)
     write_run("tensor_swap", status="failed", reason="x" * 300, losses=None)
     write_sample(write_run("none", knobs={"slots": 1}), 10, text="x" * 1000)
     write_sample(write_run("none", knobs={"slots": 2}), 10, picture=PICTURE, caption="y" * 100)
     compare([write_run.folder], write_run.folder)
-    widest = "Math.max(...[...f.document.querySelectorAll('html, .wide')].map(e => e.scrollWidth))"
-    script = f"document.title = Array.from(frames).map(f => {widest}).join(' ')"
-    style = "height: 900px; border: 0; width:"
-    page = html.escape((write_run.folder / "compare.html").read_text())
-    # Inside the outer page and not beside it: of another file a script may read nothing.
-    frames = "".join(f'<iframe srcdoc="{page}" style="{style} {width}px"></iframe>' for width in (1440, 390))
-    outer = write_run.folder / "frames.html"
-    outer.write_text(f'<title></title><body onload="{script}">{frames}</body>')
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    result = subprocess.run([*command, outer.as_uri()], capture_output=True, text=True, timeout=120, check=True)
-    wide, narrow = map(int, re.search(r"<title>(\d+) (\d+)</title>", result.stdout).groups())
+    wide, narrow = widths(write_run.folder)
+    assert wide <= 1440
+    assert narrow <= 390
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
+def test_long_names_of_unlike_runs_are_wrapped(write_run):
+    for seed, (offload, optimizer) in enumerate(itertools.product(("none", "layer_stream"), ("adamw", "host_adamw"))):
+        top = {"batch_size": seed, "model": {"source": f"organisation/A-Rather-Long-Name-Of-A-Model-{seed}B-Instruct"}}
+        top |= {"note": "a_long_word" * (seed + 3)}
+        write_run(offload, seed=seed, optimizer=optimizer, top=top, step_ms=1234.5, **EVERY_COLUMN)
+    compare([write_run.folder], write_run.folder)
+    wide, narrow = widths(write_run.folder)
     assert wide <= 1440
     assert narrow <= 390
 

@@ -10,18 +10,17 @@ from hydra.errors import CompactHydraException
 from omegaconf import OmegaConf
 
 from peers import peer
-from tests import ROOT
 from tests.training.helpers.in_process import conf_initialised
 from training.config import schema
 from training.config.construct import make_mode
+from training.config.groups import options_of
 from training.config.validation import check
 from training.errors import UserError
 from training.runs.compose_errors import explain_refusal
 from training.sweeps import launcher
 
-CONF = ROOT / "conf"
 GROUPS = ("offload", "model", "adapter", "dataset", "optimizer", "schedule", "recompute", "tracking")
-OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
+OPTIONS = [(group, option) for group in GROUPS for option in options_of(group)]
 OFFLOADS = (
     "bounce_linear, bounce_linear_swap, deepspeed_zero3, diffusers_group, fairscale, fsdp2, layer_stream,"
     " layer_stream_swap, none, ramtorch, roundpipe, save_on_cpu, shard_offload, tensor_swap, torchao_optimizer"

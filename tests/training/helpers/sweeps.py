@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 
@@ -30,11 +31,19 @@ from training.errors import UserError
 from training.runs import compose_errors
 from training.runs.failures import failures_recorded
 from training.metrics.files import write_summary
+from training.runs import signals
 from training.runs.parent import end_with_parent
 from training.runs.signals import StopRequest
 
 launcher.register_launcher()
 cluster.register_launchers()
+signals.SAME_REQUEST_S = float(os.environ.get("SAME_REQUEST_S", signals.SAME_REQUEST_S))
+
+
+def tell(path, what):
+    # Whole or absent for who waits for it.
+    path.with_suffix(".partial").write_text(json.dumps(what))
+    path.with_suffix(".partial").rename(path)
 
 
 @hydra.main(version_base="1.3", config_path="settings", config_name="wrong")
@@ -49,7 +58,7 @@ def main(config):
         seen = {
             "pid": os.getpid(),
             # A process that a job starts and does not end, as a tracking service or a data worker.
-            "started": subprocess.Popen(["sleep", "60"]).pid if config.act == "sleep" else None,
+            "started": subprocess.Popen(["sleep", "600"]).pid if config.act == "sleep" else None,
             "parent": os.getppid(),
             "group": os.environ["OFFLOAD_SWEEP_GROUP"],
             "number": job.job.num,
@@ -58,8 +67,7 @@ def main(config):
             "warnings": sys.warnoptions,
             "torch": "torch" in sys.modules,
         }
-        (run_dir / "seen.partial").write_text(json.dumps(seen))
-        (run_dir / "seen.partial").rename(run_dir / "seen.json")
+        tell(run_dir / "seen.json", seen)
         if config.act == "raise" or (config.act == "once" and not earlier):
             raise ValueError("a broken [job]")
         if config.act == "refuse":
@@ -67,12 +75,13 @@ def main(config):
         if config.act == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if config.act == "sleep":
-            time.sleep(60)
+            time.sleep(600)
         if config.act == "save":
             with StopRequest(after_s=0.0) as stop:
+                tell(run_dir / "saves", {})
                 while stop.signal is None:
                     time.sleep(0.01)
-                (run_dir / "saving").write_text("{}")
+                tell(run_dir / "saving", {})
                 time.sleep(float(config.note))
                 stop.settle()
                 write_summary(run_dir, {"status": "stopped", "reason": stop.signal})
@@ -102,9 +111,9 @@ hydra:
 """
 
 
-def write_script(folder):
+def write_script(folder, begin=""):
     (folder / "settings" / "kind").mkdir(parents=True)
-    (folder / "script.py").write_text(SCRIPT)
+    (folder / "script.py").write_text(begin + SCRIPT)
     (folder / "settings" / "config.yaml").write_text(CONFIG)
     (folder / "settings" / "kind" / "plain.yaml").write_text("color: grey\n")
     # A folder that --config-dir names, with an option that the script's own folder does not have.
@@ -158,9 +167,53 @@ def runs(pid):
     return False
 
 
-def wait_for(path):
-    deadline = time.monotonic() + 120
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} was not written"
+def wait_until(condition, what):
+    """Waits for as long as a busy machine may take; fails with `what`."""
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline, what
         time.sleep(0.02)
+
+
+def wait_for(path):
+    wait_until(path.exists, f"{path} was not written")
     return json.loads(path.read_text())
+
+
+def wait_for_end(pid):
+    """Waits for the end of a process; one that was killed takes a moment to end."""
+    wait_until(lambda: not runs(pid), f"process {pid} still runs")
+
+
+def wait_for_metrics(process, run_dir, console):
+    """Waits until the run of `process` has logged a step; fails with the text of the file `console`."""
+    metrics = run_dir / "metrics.jsonl"
+
+    def is_logged():
+        assert process.poll() is None, console.read_text()
+        return metrics.exists() and metrics.stat().st_size
+
+    wait_until(is_logged, f"{metrics} was not written")
+
+
+def time_is_over(ready):
+    """Returns a class in place of Popen: the time of a job is over once `ready` says so of its process, or it ends.
+
+    Otherwise a busy machine decides how far a job is by then. The class has the limits that it was given as `limits`.
+    """
+
+    class LimitedPopen(subprocess.Popen):
+        limits: ClassVar[list[float]] = []
+        is_over = False
+
+        def wait(self, timeout=None):
+            if timeout is None or self.is_over:
+                return super().wait(timeout)
+            self.limits.append(timeout)
+            wait_until(lambda: ready(self) or self.poll() is not None, "the job is not ready")
+            if self.returncode is not None:
+                return self.returncode
+            self.is_over = True
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    return LimitedPopen

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -23,6 +22,14 @@ from training.metrics.names import COUNTS, METRIC_KEYS
 from training.metrics.wandb_tracker import Tracker
 
 FAKE_KEY = "0123456789" * 4
+# No test of what wandb does may meet the end of a wait because the machine is busy.
+PATIENT_S = 600.0
+# The same for the trackers of other processes.
+PATIENT = """
+from training.metrics import wandb_tracker
+wandb_tracker._START_LIMIT_S = wandb_tracker._FINISH_LIMIT_S = 600.0
+wandb_tracker._SETTINGS |= {"init_timeout": 600.0, "finish_timeout": 600.0}
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -38,11 +45,29 @@ def newcomer(tmp_path, monkeypatch, caplog):
         monkeypatch.delenv(variable)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("NETRC", str(home / ".netrc"))
+    monkeypatch.setattr(wandb_tracker, "_START_LIMIT_S", PATIENT_S)
+    monkeypatch.setattr(wandb_tracker, "_FINISH_LIMIT_S", PATIENT_S)
+    patient = {"init_timeout": PATIENT_S, "finish_timeout": PATIENT_S}
+    monkeypatch.setattr(wandb_tracker, "_SETTINGS", wandb_tracker._SETTINGS | patient)
     caplog.set_level(logging.INFO, logger="training.metrics.wandb_tracker")
     # A killed service leaves its socket there; the path must stay short.
     with tempfile.TemporaryDirectory(prefix="w") as sockets:
         monkeypatch.setenv("TMPDIR", sockets)
         yield
+
+
+@pytest.fixture
+def gives_up_online(monkeypatch):
+    """Ends an attempt to start a run online after a second, and no other."""
+    init = Tracker._init
+
+    def quick(self, wandb, **arguments):
+        with monkeypatch.context() as patch:
+            if arguments["mode"] == "online":
+                patch.setitem(wandb_tracker._SETTINGS, "init_timeout", 1.0)
+            return init(self, wandb, **arguments)
+
+    monkeypatch.setattr(Tracker, "_init", quick)
 
 
 @pytest.fixture
@@ -172,12 +197,12 @@ def test_a_service_killed_in_mid_run_warns_once(run_dir, tmp_path, caplog):
     tracker.log({"train/step": 1}, 1)
     process = service()
     process.kill()
-    psutil.wait_procs([process], timeout=5)
-    start = time.monotonic()
-    for step in range(2, 50):
-        tracker.log({"train/step": step}, step)
-    tracker.finish({"status": "ok"})
-    assert time.monotonic() - start < 5
+    psutil.wait_procs([process], timeout=300)
+    # Less than the limit of a wait that nothing ends.
+    with time_limit(300):
+        for step in range(2, 50):
+            tracker.log({"train/step": step}, step)
+        tracker.finish({"status": "ok"})
     (warning,) = warnings(caplog)
     assert "tracking stopped" in warning
     assert "\n" not in warning
@@ -204,15 +229,15 @@ def test_a_service_that_hangs_is_ended_within_the_limit(run_dir, monkeypatch, ca
     tracker = Tracker("offline", run_dir=run_dir, config={})
     process = service()
     process.send_signal(signal.SIGSTOP)
-    start = time.monotonic()
     # No answer comes before `finish` ends the service: a call that waited for one would not return.
-    with time_limit(20):
+    with time_limit(300):
         tracker.log({"train/step": 1}, 1)
-    tracker.finish({})
-    assert time.monotonic() - start < 20
+        tracker.finish({})
     (warning,) = warnings(caplog)
     assert "did not finish within" in warning
-    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    # One that was killed takes a moment to end.
+    _, left = psutil.wait_procs([process], timeout=300)
+    assert not left
 
 
 def test_records_that_no_one_takes_do_not_pile_up(run_dir, monkeypatch, caplog):
@@ -245,9 +270,9 @@ def test_a_start_that_hangs_is_left_behind(run_dir, monkeypatch, caplog):
 
     monkeypatch.setattr(wandb_tracker, "_START_LIMIT_S", 0.2)
     go = threading.Event()
-    monkeypatch.setattr(wandb, "setup", lambda settings: go.wait(60))
+    monkeypatch.setattr(wandb, "setup", lambda settings: go.wait(PATIENT_S))
     # Nothing ends the start before: a call that waited for it would not return.
-    with time_limit(20):
+    with time_limit(300):
         tracker = Tracker("offline", run_dir=run_dir, config={})
         tracker.log({"train/step": 1}, 1)
     go.set()
@@ -258,17 +283,15 @@ def test_a_start_that_hangs_is_left_behind(run_dir, monkeypatch, caplog):
 
 @pytest.mark.parametrize("network", ["refused", "silent"])
 @pytest.mark.slow
-def test_a_key_without_network_falls_back_to_offline(run_dir, monkeypatch, caplog, network):
-    monkeypatch.setitem(wandb_tracker._SETTINGS, "init_timeout", 1.0)
+def test_a_key_without_network_falls_back_to_offline(run_dir, monkeypatch, caplog, network, gives_up_online):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         if network == "silent":
             server.listen()
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setenv("WANDB_API_KEY", FAKE_KEY)
-        start = time.monotonic()
-        tracker = Tracker("auto", run_dir=run_dir, config={})
-        assert time.monotonic() - start < 10
+        with time_limit(300):
+            tracker = Tracker("auto", run_dir=run_dir, config={})
         tracker.log({"train/step": 3, "train/loss": 2.0}, 3)
         tracker.finish({})
     (wandb_run,) = wandb_runs(run_dir)  # and none from the attempt
@@ -292,8 +315,7 @@ def test_online_without_a_usable_key_warns_once_and_records_offline(run_dir, mon
     assert f"wandb sync {wandb_run}" in warning
 
 
-def test_a_key_in_netrc_makes_auto_go_online(run_dir, monkeypatch, caplog):
-    monkeypatch.setitem(wandb_tracker._SETTINGS, "init_timeout", 1.0)
+def test_a_key_in_netrc_makes_auto_go_online(run_dir, monkeypatch, caplog, gives_up_online):
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     Path(os.environ["NETRC"]).write_text(f"machine 127.0.0.1:9 login user password {FAKE_KEY}\n")
     Tracker("auto", run_dir=run_dir, config={}).finish({})
@@ -304,7 +326,7 @@ def test_a_key_in_netrc_makes_auto_go_online(run_dir, monkeypatch, caplog):
 def test_on_a_terminal_nothing_is_asked(run_dir):
     code = (
         "import logging; from pathlib import Path; from training.metrics.wandb_tracker import Tracker\n"
-        "logging.basicConfig(level=logging.INFO)\n"
+        f"logging.basicConfig(level=logging.INFO)\n{PATIENT}"
         f"Tracker('online', run_dir=Path({str(run_dir)!r}), config={{}}).finish({{}}); print('trained')"
     )
     controller, terminal = pty.openpty()
@@ -315,9 +337,9 @@ def test_on_a_terminal_nothing_is_asked(run_dir):
     shown = b""
     try:
         while b"trained" not in shown:
-            assert select.select([controller], [], [], 30)[0], shown
+            assert select.select([controller], [], [], 300)[0], shown
             shown += os.read(controller, 4096)
-        assert process.wait(30) == 0
+        assert process.wait(300) == 0
     finally:
         process.kill()
         os.close(controller)
@@ -338,7 +360,7 @@ def test_disabled_does_not_import_wandb(run_dir, mode, environment):
 
 def test_a_process_whose_service_died_keeps_its_exit_code_and_ends_quietly(run_dir):
     code = (
-        "import sys, psutil; from pathlib import Path; from training.metrics.wandb_tracker import Tracker\n"
+        f"import sys, psutil; from pathlib import Path; from training.metrics.wandb_tracker import Tracker\n{PATIENT}"
         f"tracker = Tracker('offline', run_dir=Path({str(run_dir)!r}), config={{}})\n"
         "[child.kill() for child in psutil.Process().children()]\n"
         "tracker.log({'train/step': 1}, 1); tracker.finish({}); sys.exit(3)"
@@ -355,7 +377,7 @@ def test_a_start_that_never_ends_prints_nothing_when_the_process_does(run_dir):
         "import atexit, sys, time, wandb; from pathlib import Path; from training.metrics import wandb_tracker\n"
         "def handler(): raise BrokenPipeError\n"
         "handler.__module__ = 'wandb.sdk.service'\n"
-        "def setup(settings): atexit.register(handler); time.sleep(60)\n"
+        "def setup(settings): atexit.register(handler); time.sleep(600)\n"
         "wandb.setup, wandb_tracker._START_LIMIT_S, wandb_tracker._KILLED_LIMIT_S = setup, 0.5, 0.1\n"
         f"tracker = wandb_tracker.Tracker('offline', run_dir=Path({str(run_dir)!r}), config={{}})\n"
         "tracker.finish({}); sys.exit(3)"

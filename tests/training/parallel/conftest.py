@@ -37,6 +37,6 @@ def forked(work: Callable[[int, Path, int], None], folder: Path, count: int) -> 
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(300)
         assert process.exitcode == 0
     return [torch.load(folder / f"{rank}.pt") for rank in range(count)]

@@ -20,7 +20,7 @@ from tests import ROOT
 from tests.offload.helpers.sharers import homes_in_use
 from tests.training.helpers.in_process import components_of, composed, run_here
 from tests.training.helpers.results import content
-from tests.training.helpers.sweeps import runs
+from tests.training.helpers.sweeps import wait_for_end, wait_for_metrics, wait_until
 from tests.training.parallel.conftest import RUN, forked, run_ranks
 from training.config.validation import check
 from training.errors import UserError
@@ -80,7 +80,7 @@ def sharing(rank: int, folder: Path, count: int) -> None:
     """A rank of two hosts, or of one; the last rank of each host ends before the others."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), count), rank=rank, world_size=count)
-    ranks = Group(torch.device("cpu"), Setup("cpu", count, timeout_s=60), host=rank // 2)
+    ranks = Group(torch.device("cpu"), Setup("cpu", count, timeout_s=300), host=rank // 2)
     sharers = ranks.sharers(shared=True)
     whole = torch.full((8,), rank, dtype=torch.uint8)
     sharers.gather(whole, "test")
@@ -143,20 +143,15 @@ def test_a_rank_that_is_killed_at_any_moment_ends_the_run_and_leaves_no_memory(t
     with open(tmp_path / "console", "w") as console:
         process = subprocess.Popen(command, cwd=ROOT, stdout=console, stderr=console)
     try:
-        deadline = time.monotonic() + 300
-        while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
-            assert process.poll() is None, (tmp_path / "console").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_for_metrics(process, tmp_path, tmp_path / "console")
+        wait_until(lambda: metrics.read_bytes().count(b"\n") >= 3, "the run does not go on")
         ranks = [process.pid, *(child.pid for child in psutil.Process(process.pid).children())]
         files = homes_in_use(ranks) - before
         assert files
         time.sleep(random.Random().uniform(0, 1))
         os.kill(ranks[lost], signal.SIGKILL)
-        assert process.wait(120) != 0
-        while runs(ranks[1]):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        assert process.wait(300) != 0
+        wait_for_end(ranks[1])
         assert not files & homes_in_use()
         if lost:
             assert "rank 1: its process was killed (SIGKILL)" in read_summary(tmp_path)["reason"]

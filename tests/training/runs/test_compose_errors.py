@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import MissingConfigException
 from yaml import YAMLError
 
-from tests.training.helpers.in_process import CONF, hydra_as_before
+from tests.training.helpers.in_process import CONF, command_here, hydra_as_before
 from training.errors import UserError
 from training.runs import compose_errors
 from training.runs.compose_errors import explain_refusal, is_refusal
@@ -68,6 +70,15 @@ def test_the_key_that_was_probably_meant_is_named():
     with initialize_config_dir(str(CONF), version_base="1.3"), pytest.raises(Exception, match=r".") as caught:
         compose("config", ["step=3"])
     assert "Did you mean steps?" in explain_refusal(caught.value)
+
+
+def test_an_option_of_a_sweep_that_lacks_a_key_of_the_others_is_named(tmp_path: Path):
+    ended = command_here("-m", "offload=layer_stream,none", "offload.slots=2", f"hydra.sweep.dir={tmp_path}")
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("error: offload.slots: unknown key. Options that have it: offload=")
+    lacks = "offload=none lacks it, so no job was started: sweep over options that have it\n"
+    assert ended.stderr.endswith(f". Of the sweep, {lacks}")
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
 def test_a_model_of_the_hub_is_given_as_the_source_of_another_option():

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
+from tests.training.helpers.held_run import start_held
 from tests.training.helpers.in_process import TINY_RUN, signals_as_before
 from training.metrics.files import read_metrics, read_summary
 from training.runs.failures import failures_recorded
@@ -37,7 +38,8 @@ logging.basicConfig(level="INFO", format="%(message)s", handlers=handlers)
 with failures_recorded(run_dir):
     for number in range(4000):
         print("a line on standard output", number, flush=True)
-        logging.info("a message")
+        # Of both streams more than a pipe holds: so none is written to its end before the reader of a pipe is gone.
+        logging.info("a message of several words")
     Console().print("[bold]a title")
     for stream in (sys.stdout, sys.stderr):
         for _ in tqdm(range(3), file=stream, mininterval=0):
@@ -88,7 +90,7 @@ def test_whatever_is_lost_a_program_ends_well_and_its_log_says_so(tmp_path: Path
     assert (tmp_path / "done").exists()
     assert not {"Traceback", "Exception ignored", "BrokenPipeError"} & set(result.stderr.split())
     log = (tmp_path / "train.log").read_text()
-    assert log.count("a message\n") == 4000
+    assert log.count("a message of several words\n") == 4000
     noted = [line for line in log.splitlines() if " is lost " in line]
     expected = [
         f"{name} is lost ({why}): the run continues, and its messages are in train.log" for name, why in lost.items()
@@ -127,7 +129,7 @@ def test_a_pipe_that_another_program_made_non_blocking_loses_nothing(tmp_path: P
         time.sleep(1)
         with open(read, "rb") as reader:
             output = reader.read()
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0
     finally:
         process.kill()
     assert output.count(b"a line on standard output") == 4000
@@ -173,7 +175,7 @@ def test_a_run_without_a_console_is_complete(tmp_path: Path, redirections: str):
     overrides = (*RUN, "tracking=offline", f"hydra.run.dir={tmp_path}")
     command = [*piped(redirections), sys.executable, "train.py", *overrides]
     environment = {name: value for name, value in os.environ.items() if name != "WANDB_MODE"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert read_summary(tmp_path)["status"] == "ok"
     assert [record["train/step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
@@ -193,14 +195,15 @@ def test_a_closed_terminal_ends_a_run_that_is_saved_unless_nohup_was_asked_for(t
         fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
         signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
 
-    # Under nohup the run goes on for some steps more.
+    # Under nohup the run goes on for some steps more, once the terminal is closed.
     steps = 60 if nohup else 10**6
     overrides = (*RUN, f"steps={steps}", "checkpoint.every=1000000", f"hydra.run.dir={tmp_path}")
     # A terminal without a size shows no bar.
     termios.tcsetwinsize(slave, (24, 80))
-    process = subprocess.Popen(
-        [sys.executable, "train.py", *overrides],
-        cwd=ROOT,
+    process = start_held(
+        *overrides,
+        step=3 if nohup else 0,
+        until=tmp_path / "closed",
         stdin=slave,
         stdout=slave,
         stderr=slave,
@@ -210,12 +213,13 @@ def test_a_closed_terminal_ends_a_run_that_is_saved_unless_nohup_was_asked_for(t
     os.close(slave)
     metrics = tmp_path / "metrics.jsonl"
     try:
-        deadline = time.monotonic() + 120
-        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert process.poll() is None
             if select.select([master], [], [], 0.05)[0]:
                 os.read(master, 4096)
         os.close(master)
-        assert process.wait(120) == 0
+        (tmp_path / "closed").touch()
+        assert process.wait(300) == 0
     finally:
         process.kill()
     summary = read_summary(tmp_path)

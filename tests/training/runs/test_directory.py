@@ -9,13 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.training.helpers.in_process import ROOT, TINY_RUN, run_here, train_tiny
+from tests.training.helpers.sweeps import wait_for_metrics
 from training.comparison.runs import read_run
 from training.errors import UserError
 from training.runs import directory
@@ -117,14 +117,11 @@ def test_a_run_says_what_it_was_composed_of(finished: Path):
 @pytest.mark.slow
 def test_a_second_run_leaves_the_files_of_the_first_alone(tmp_path: Path):
     written = ("config.yaml", "choices.yaml", "plan.json", "hardware.json", "train.log")
-    metrics = tmp_path / "metrics.jsonl"
     with open(tmp_path / "output", "w") as output:
         endless = [sys.executable, "train.py", *TINY_RUN, "steps=1000000", "log_every=1", f"hydra.run.dir={tmp_path}"]
         first = subprocess.Popen(endless, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
     try:
-        deadline = time.monotonic() + 120
-        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_for_metrics(first, tmp_path, tmp_path / "output")
         before = content(tmp_path)
         assert f"(process {first.pid})" in train_tiny(tmp_path, "offload=layer_stream", "seed=7", status=1)
         after = content(tmp_path)

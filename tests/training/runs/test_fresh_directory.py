@@ -43,5 +43,5 @@ def test_a_run_makes_one_directory_and_help_makes_none(tmp_path: Path):
 def _directories(folder: Path, *arguments: str) -> list[Path]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "train.py"), *arguments]
-    subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=100)
+    subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=300)
     return sorted(folder.glob("outputs/*/*"))

@@ -6,13 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests import ROOT
-from tests.training.helpers.sweeps import runs
+from tests.training.helpers.sweeps import runs, wait_for, wait_for_end
 from training.runs.parent import PARENT_VARIABLE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
@@ -22,7 +21,8 @@ import os, sys, time
 from training.runs.parent import PARENT_VARIABLE, end_with_parent
 end_with_parent()
 assert PARENT_VARIABLE not in os.environ
-open(sys.argv[1], "w").write(str(os.getpid()))
+open(sys.argv[1] + ".partial", "w").write(str(os.getpid()))
+os.rename(sys.argv[1] + ".partial", sys.argv[1])
 time.sleep(float(sys.argv[2]))
 """
 # Starts CHILD as a sweep does, and waits for it.
@@ -35,24 +35,17 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 def test_a_process_whose_parent_is_killed_gets_sigterm(tmp_path: Path):
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path / "pid"), "60"], env=ENVIRONMENT)
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    child = int((tmp_path / "pid").read_text())
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path / "pid"), "600"], env=ENVIRONMENT)
+    child = wait_for(tmp_path / "pid")
     assert runs(child)
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 10
-    while runs(child) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not runs(child)
+    wait_for_end(child)
 
 
 def child(folder: Path, parent: int | None) -> subprocess.CompletedProcess:
     environment = ENVIRONMENT if parent is None else ENVIRONMENT | {PARENT_VARIABLE: str(parent)}
-    return subprocess.run([sys.executable, "-c", CHILD, str(folder / "pid"), "0"], env=environment, timeout=60)
+    return subprocess.run([sys.executable, "-c", CHILD, str(folder / "pid"), "0"], env=environment, timeout=300)
 
 
 def test_a_process_whose_parent_ended_before_ends_at_once(tmp_path: Path):
@@ -64,12 +57,9 @@ def test_a_process_whose_parent_ended_before_ends_at_once(tmp_path: Path):
 def test_a_scheduler_s_signal_to_all_processes_of_a_job_is_left_to_the_parent(tmp_path: Path):
     command = [sys.executable, "-c", CHILD, str(tmp_path / "pid"), "0.5"]
     process = subprocess.Popen(command, env=ENVIRONMENT | {PARENT_VARIABLE: str(os.getpid())})
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "pid").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(tmp_path / "pid")
     process.send_signal(signal.SIGUSR2)
-    assert process.wait(60) == 0
+    assert process.wait(300) == 0
 
 
 def test_a_parent_that_lives_and_none_change_nothing(tmp_path: Path):

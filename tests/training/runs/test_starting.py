@@ -28,7 +28,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     handled = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     arguments = [handled + argument if argument.startswith("\n") else argument for argument in arguments]
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=300)
 
 
 def test_a_python_without_the_libraries_is_one_line():

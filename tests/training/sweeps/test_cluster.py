@@ -103,7 +103,7 @@ def test_finished_jobs_are_left_alone(tmp_path: Path):
 def test_an_interrupted_sweep_waits_until_its_jobs_are_saved(tmp_path: Path):
     write_script(tmp_path)
     process = start(tmp_path, *LOCAL, "act=save", "note=1", "kind=plain")
-    wait_for(tmp_path / "sweep" / "0" / "seen.json")
+    wait_for(tmp_path / "sweep" / "0" / "saves")
     process.send_signal(signal.SIGTERM)
     done = Sweep(process, tmp_path / "sweep")
     assert done.exit_status == 130
@@ -152,8 +152,16 @@ def test_a_job_that_slurm_starts_again_resumes(tmp_path: Path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_the_scheduler_s_signals_end_a_job_saved(tmp_path: Path, number: signal.Signals):
-    saves = f"trap 'echo > {tmp_path}/saved; exit 0' TERM; sleep 0.5; kill -{number.name} $PPID; sleep 60 & wait"
+def test_the_scheduler_s_signals_end_a_job_saved(tmp_path: Path, number: signal.Signals, monkeypatch):
+    wait = SweepJob._wait
+
+    def noted(*arguments) -> None:
+        (tmp_path / "waits").touch()
+        wait(*arguments)
+
+    monkeypatch.setattr(SweepJob, "_wait", noted)
+    waits = f"until [ -e {tmp_path}/waits ]; do sleep 0.05; done"
+    saves = f"trap 'echo > {tmp_path}/saved; exit 0' TERM; {waits}; kill -{number.name} $PPID; sleep 600 & wait"
     command = ["bash", "-c", saves]
     before = signal.getsignal(number)
     assert ClusterJob(SweepJob(0, [], tmp_path, timeout_min=60), command, "group", 0)().exit_status == 0

@@ -7,23 +7,35 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import ROOT
 from tests.training.helpers.in_process import TINY_RUN
-from tests.training.helpers.sweeps import Sweep, runs, start, wait_for, write_script
+from tests.training.helpers.sweeps import (
+    Sweep,
+    runs,
+    start,
+    time_is_over,
+    wait_for,
+    wait_for_end,
+    wait_for_metrics,
+    wait_until,
+    write_script,
+)
 from training.metrics.files import read_metrics, read_summary
 from training.sweeps.job import SweepJob
 
 SAVES = """
 trap 'echo "{\\"status\\": \\"stopped\\", \\"reason\\": \\"SIGTERM\\"}" > summary.json; exit 0' TERM
+touch ready
 kill -$0 $$
-sleep 60 & wait
+sleep 600 & wait
 """
-HANGS = "trap '' TERM; sleep 60 & wait"
+HANGS = "trap '' TERM; echo $$ > pid; touch ready; sleep 600 & wait"
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 
 
@@ -34,6 +46,11 @@ def job(directory: Path, timeout_min: float | None = 0.02) -> SweepJob:
 # Alone, and stopped by the terminal or by a debugger.
 @pytest.mark.parametrize("first", ["SIGCONT", "SIGSTOP"])
 def test_a_job_that_takes_too_long_saves_itself_and_its_row_says_why(tmp_path: Path, monkeypatch, first: str):
+    def ready(process: subprocess.Popen) -> bool:
+        stopped = psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+        return (tmp_path / "ready").exists() and stopped == (first == "SIGSTOP")
+
+    monkeypatch.setattr(subprocess, "Popen", time_is_over(ready))
     late = job(tmp_path)
     monkeypatch.chdir(tmp_path)
     late.run(["bash", "-c", SAVES, first], ENVIRONMENT)
@@ -44,10 +61,10 @@ def test_a_job_that_takes_too_long_saves_itself_and_its_row_says_why(tmp_path: P
 
 def test_a_job_that_does_not_react_is_killed_with_all_that_it_started(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setattr("training.sweeps.job.GRACE_S", 0.5)
+    monkeypatch.setattr(subprocess, "Popen", time_is_over(lambda process: (tmp_path / "ready").exists()))
+    monkeypatch.chdir(tmp_path)
     late = job(tmp_path)
-    begin = time.monotonic()
-    late.run(["bash", "-c", f"echo $$ > {tmp_path}/pid; {HANGS}"], ENVIRONMENT)
-    assert time.monotonic() - begin < 20
+    late.run(["bash", "-c", HANGS], ENVIRONMENT)
     assert late.exit_status == -signal.SIGKILL
     reason = "hydra.launcher.timeout_min=0.02 was over: ended before its step was done and saved"
     assert read_summary(tmp_path) == {"status": "interrupted", "reason": reason}
@@ -57,13 +74,36 @@ def test_a_job_that_does_not_react_is_killed_with_all_that_it_started(tmp_path: 
 
 @pytest.mark.slow
 def test_a_job_is_asked_earlier_so_that_it_has_saved_when_its_time_is_over(tmp_path: Path, monkeypatch):
+    popen = time_is_over(lambda process: (tmp_path / "ready").exists())
+    monkeypatch.setattr(subprocess, "Popen", popen)
     monkeypatch.chdir(tmp_path)
     late = job(tmp_path, timeout_min=0.1)
-    begin = time.monotonic()
     late.run(["bash", "-c", SAVES, "SIGCONT"], ENVIRONMENT, early_s=1000)
     # Half of the time is the job's.
-    assert 3 <= time.monotonic() - begin < 6
+    assert popen.limits == [3.0]
     assert late.outcome == ("stopped", "hydra.launcher.timeout_min=0.1 was over: SIGTERM")
+
+
+def test_a_signal_that_comes_on_another_thread_ends_a_wait_without_limit(tmp_path: Path, monkeypatch):
+    """Such a signal interrupts no call of the system, as one that comes before the call does not."""
+    wait, waits = SweepJob._wait, threading.Event()
+
+    def noted(*arguments) -> None:
+        waits.set()
+        wait(*arguments)
+
+    def interrupt() -> None:
+        waits.wait()
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    monkeypatch.setattr(SweepJob, "_wait", noted)
+    endless = job(tmp_path, timeout_min=None)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        endless.run(["sleep", "60"], ENVIRONMENT)
+    thread.join()
+    assert endless.exit_status == -signal.SIGTERM
 
 
 def test_a_job_that_nobody_saw_end_is_a_row_unless_there_are_results(tmp_path: Path):
@@ -81,7 +121,7 @@ def test_a_job_that_nobody_saw_end_is_a_row_unless_there_are_results(tmp_path: P
 
 
 def test_a_job_within_its_time_is_left_alone(tmp_path: Path):
-    quick = job(tmp_path, timeout_min=1)
+    quick = job(tmp_path, timeout_min=60)
     quick.run(["true"], ENVIRONMENT)
     assert (quick.outcome, quick.succeeded, quick.timed_out) == (("ok", ""), True, False)
 
@@ -94,9 +134,24 @@ def test_a_job_whose_process_cannot_start_is_a_row(tmp_path: Path):
     assert read_summary(tmp_path) == {"status": "failed", "reason": reason}
 
 
+# At the begin of a sweep's script: the time of job 0 is over once it sleeps, and of no other.
+TIME_IS_OVER = """
+import json, subprocess
+from pathlib import Path
+
+from tests.training.helpers.sweeps import time_is_over
+
+seen = Path("sweep/0/seen.json")
+if __name__ == "__main__":
+    subprocess.Popen = time_is_over(
+        lambda process: seen.exists() and json.loads(seen.read_text())["pid"] == process.pid
+    )
+"""
+
+
 @pytest.mark.slow
 def test_a_sweep_goes_on_after_a_job_that_took_too_long(tmp_path: Path):
-    write_script(tmp_path)
+    write_script(tmp_path, TIME_IS_OVER)
     limit = "hydra.launcher.timeout_min=0.1"
     done = Sweep(start(tmp_path, "-m", "act=sleep,ok", limit, "hydra.sweep.dir=sweep"), tmp_path / "sweep")
     assert done.exit_status == 1
@@ -121,14 +176,11 @@ def test_a_limit_that_is_none_starts_no_job(tmp_path: Path, limit: str):
 def test_a_sweep_that_is_killed_takes_its_job_with_it(tmp_path: Path):
     write_script(tmp_path)
     process = start(tmp_path, "-m", "act=save,ok", "note=0", "hydra.sweep.dir=sweep")
-    seen = wait_for(tmp_path / "sweep" / "0" / "seen.json")
+    wait_for(tmp_path / "sweep" / "0" / "saves")
     process.kill()
     done = Sweep(process, tmp_path / "sweep")
     # Its output ends a moment before the job does.
-    deadline = time.monotonic() + 30
-    while runs(seen["pid"]) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not runs(seen["pid"])
+    wait_for_end(done.seen(0)["pid"])
     assert done.summary(0) == {"status": "stopped", "reason": "SIGTERM"}
     assert not (tmp_path / "sweep" / "1").exists()
 
@@ -143,15 +195,11 @@ def test_a_sweep_of_train_py_that_is_killed_is_saved_and_continued(tmp_path: Pat
     with open(tmp_path / "output", "w") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
     try:
-        metrics = sweep / "0" / "metrics.jsonl"
-        deadline = time.monotonic() + 120
-        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_for_metrics(process, sweep / "0", tmp_path / "output")
     finally:
         process.kill()
         process.wait()
-    while not (sweep / "0" / "summary.json").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until((sweep / "0" / "summary.json").exists, "the job has not ended")
     stopped = read_summary(sweep / "0")
     assert stopped["status"] == "stopped", (tmp_path / "output").read_text()
     steps = stopped["steps"] + 2

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from tests import ROOT
 from tests.training.helpers.in_process import command_here
-from tests.training.helpers.sweeps import Sweep, runs, start, wait_for, write_script
+from tests.training.helpers.sweeps import Sweep, runs, start, wait_for, wait_for_end, write_script
 from training.errors import UserError
 from training.runs.files import MEMORY_FIGURE_FILE
 from training.runs.signals import SAME_REQUEST_S
@@ -185,7 +185,7 @@ def test_an_interrupted_sweep_takes_its_job_with_it(tmp_path, number):
     assert "not run, because the sweep was interrupted: 1" in done.stdout.splitlines()
     assert "Traceback" not in done.stderr
     assert not runs(seen["pid"])
-    assert not runs(seen["started"])
+    wait_for_end(seen["started"])
 
 
 @pytest.mark.slow
@@ -204,8 +204,9 @@ def test_a_sweep_in_the_background_that_ignores_ctrl_c_can_be_ended(tmp_path):
 @pytest.mark.slow
 def test_an_interrupted_sweep_waits_until_its_job_is_saved(tmp_path):
     write_script(tmp_path)
-    process = start(tmp_path, "-m", "act=save,ok", "note=3", "hydra.sweep.dir=sweep")
-    wait_for(tmp_path / "sweep" / "0" / "seen.json")
+    once = {"SAME_REQUEST_S": "3600"}
+    process = start(tmp_path, "-m", "act=save,ok", "note=3", "hydra.sweep.dir=sweep", environment=once)
+    wait_for(tmp_path / "sweep" / "0" / "saves")
     # As `timeout` does it, to the process and to its group.
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGTERM)
@@ -218,8 +219,8 @@ def test_an_interrupted_sweep_waits_until_its_job_is_saved(tmp_path):
 @pytest.mark.slow
 def test_the_second_request_kills_the_job_and_the_sweep_says_that_it_did(tmp_path):
     write_script(tmp_path)
-    process = start(tmp_path, "-m", "act=save,ok", "note=60", "hydra.sweep.dir=sweep")
-    seen = wait_for(tmp_path / "sweep" / "0" / "seen.json")
+    process = start(tmp_path, "-m", "act=save,ok", "note=600", "hydra.sweep.dir=sweep")
+    wait_for(tmp_path / "sweep" / "0" / "saves")
     process.send_signal(signal.SIGTERM)
     wait_for(tmp_path / "sweep" / "0" / "saving")
     time.sleep(SAME_REQUEST_S)
@@ -227,7 +228,7 @@ def test_the_second_request_kills_the_job_and_the_sweep_says_that_it_did(tmp_pat
     done = Sweep(process, tmp_path / "sweep")
     assert done.exit_status == 130
     assert done.summary(0) == {"status": "interrupted", "reason": "ended before its step was done and saved"}
-    assert not runs(seen["pid"])
+    assert not runs(done.seen(0)["pid"])
 
 
 def test_the_folder_of_the_program_takes_no_sweep():

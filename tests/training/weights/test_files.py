@@ -60,6 +60,14 @@ def test_the_directory_of_a_run_is_not_one_of_its_checkpoints(tmp_path: Path):
         ModelWeights.find(f"{tmp_path}/")
 
 
+def test_a_checkpoint_whose_model_was_deleted_is_not_one(tmp_path: Path):
+    """Its optimizer states are in safetensors too, and would be taken for another model."""
+    for name in ("manifest.json", "state.json", "optimizer.safetensors"):
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=r"^model\.weights=.*: the files of the model are missing from this checkpoint"):
+        ModelWeights.find(str(tmp_path))
+
+
 def test_an_adapter_is_not_a_model(tmp_path: Path):
     """Nor is a checkpoint of one, which has files of the optimizer besides."""
     for name in ("adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"):

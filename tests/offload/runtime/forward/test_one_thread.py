@@ -22,11 +22,11 @@ def test_threads_take_turns_or_are_refused():
     def stay() -> None:
         with one.turn():
             inside.set()
-            leave.wait(10)
+            leave.wait(300)
 
     with ThreadPoolExecutor(1) as pool:
         busy = pool.submit(stay)
-        inside.wait(10)
+        inside.wait(300)
         with pytest.raises(RuntimeError, match=r"^two threads run forwards of one model") as refused, one.turn():
             pass
         assert "\n" not in str(refused.value)

@@ -107,8 +107,9 @@ def test_a_known_order_is_read_ahead(tmp_path: Path):
             before = mode.counters().file_bytes
             with mode.step():
                 mode.accumulate(losses_of(model, step))
-        files = mode._streamer._files
-        time.sleep(0.2)
+        files, deadline = mode._streamer._files, time.monotonic() + 300
+        while not files.is_ready(mode._streamer.cut.units[0]) and time.monotonic() < deadline:
+            time.sleep(0.01)
         # The first units of the next step are there, and each copy of this one was read once.
         assert files.is_ready(mode._streamer.cut.units[0])
         reads = (mode.counters().file_bytes - before) / plan_of(mode._streamer.cut.units[0]).nbytes
