@@ -25,7 +25,7 @@ class World:
 
     @classmethod
     def of_environment(cls) -> World | None:
-        """Reads torchrun's variables; None if they are not there, or of a single process that torchrun did not start."""
+        """Reads torchrun's variables; None if they are not there, or of one process that torchrun did not start."""
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ or _is_alone():
             return None
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
