@@ -17,7 +17,7 @@ from training.config.validation import check
 from training.config.without_effect import warn_of_keys_without_effect
 from training.errors import UserError
 from training.parallel.launch import connected
-from training.parallel.world import World, settle_devices
+from training.parallel.world import World, refuse_other_launchers, settle_devices
 from training.runs import command_line, compose_errors, console, fresh_directory
 from training.runs.directory import locked, refuse_records
 from training.runs.failures import failures_recorded, print_failure, refusals_reported
@@ -70,6 +70,8 @@ def start() -> None:
 if __name__ == "__main__":
     starting.interrupt_as_usual()
     console.tolerate_failures()
+    with refusals_reported():
+        refuse_other_launchers()
     if World.is_follower():
         from training.parallel import follow
 

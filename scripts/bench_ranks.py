@@ -58,7 +58,8 @@ def measure_rank(rank: int, count: int, folder: str, spec: str, options: argpars
     import torch.distributed as dist
 
     from training.parallel.devices import device_of, share_cores
-    from training.parallel.group import Group, Setup
+    from training.parallel.group import Group
+    from training.parallel.setup import Setup
 
     share_cores(count)
     device = device_of(options.device, count, rank)

@@ -207,6 +207,7 @@ def saved_if_rank_is_lost(job: Job, recorder: Recorder, stop: StopRequest, step:
     try:
         yield
     except RankLostError:
+        job.ranks.abandon()
         # The rank that is lost may have updated a part of what all share.
         whole = not job.ranks.shares_homes
         if whole and stop.saves() and step > job.start.step and not job.checkpoints.has(step):

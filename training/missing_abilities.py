@@ -15,9 +15,20 @@ KEYS = {
     "clipping": {"clip_norm": None},
 }
 
+# The keys that a system with an update of its own does not read, though numbers depend on them, each with the values
+# that change none.
+NOT_READ_BY_OWN_UPDATES = {
+    "optimizer.master": ("compact", "fp32"),
+    "optimizer.state_dtype": ("fp32",),
+    "optimizer.state_rounding": ("nearest",),
+    "on_nonfinite": ("stop",),
+}
+
 
 def without_abilities(config: DictConfig, mode: Mode) -> tuple[DictConfig, tuple[str, ...]]:
     """Returns a copy of `config` without what `mode` lacks, and the notes of the run: those of the mode, and these.
+
+    Keys that an update of its own does not read stay, and are noted.
 
     Raises UserError for `resume` and `devices`, without which the run would be another.
     """
@@ -35,6 +46,10 @@ def without_abilities(config: DictConfig, mode: Mode) -> tuple[DictConfig, tuple
             if asked != value:
                 OmegaConf.update(config, key, value)
                 notes.append(f"{key}={asked} is not applied")
+    for key, plain in NOT_READ_BY_OWN_UPDATES.items() if mode.owns_update else ():
+        asked = OmegaConf.select(config, key)
+        if asked is not None and asked not in plain:
+            notes.append(f"{key}={asked} is not applied")
     if "checkpoints" in mode.lacks:
         config.checkpoint.on_signal = False
     return config, tuple(notes)

@@ -29,7 +29,7 @@ class ActivationMode(Mode, ABC):
     """A mode over the mode `weights`, to which it leaves everything about weights. To their user the two are one.
 
     A KnobError about a knob of `weights` names it `weights.KNOB`. Raises KnobError where `weights` moves activations
-    itself.
+    itself, or is another system.
     """
 
     weights: Mode = field(kw_only=False)
@@ -38,6 +38,9 @@ class ActivationMode(Mode, ABC):
         if isinstance(self.weights, ActivationMode):
             name = type(self.weights).__module__.rpartition(".")[2]
             raise KnobError("weights", name, "moves activations itself; choose none, or a mode of weights")
+        if self.weights.foreign:
+            name = type(self.weights).__module__.rpartition(".")[2]
+            raise KnobError("weights", name, "is another system, which runs alone; choose none, or a mode of weights")
         super().__post_init__()
         self._contexts_of_modules: ModuleContexts | None = None
         self._in_step = False

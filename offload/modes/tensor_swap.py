@@ -17,7 +17,7 @@ from offload.activations.policy import AutomaticBudget, FixedBudget
 from offload.activations.swapper import ActivationSwapper
 from offload.modes.activation_mode import ActivationMode
 from offload.runtime.blocks import find_blocks
-from offload.runtime.errors import KnobError
+from offload.runtime.errors import KnobError, refuse_part
 from offload.runtime.forward.module_contexts import Opener
 from offload.runtime.forward.one_thread import OneThread
 from offload.runtime.knobs import choice, knob, nbytes
@@ -89,6 +89,8 @@ class TensorSwap(ActivationMode):
         return replace(super().footprint(model, recompute), activation_budget_bytes=budget)
 
     def prepare(self, model: nn.Module, streams: Streams) -> None:
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            refuse_part(name, tensor)
         self._model = model
         self._telemetry = Telemetry(streams)
         self._arena = HostArena(streams.device, self.pin == "auto")

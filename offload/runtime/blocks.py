@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from offload.runtime.errors import KnobError
+from offload.runtime.errors import KnobError, refuse_part
 from offload.runtime.tensor_parts import true_bytes
 
 # A block of a larger share of the model (a stage of a U-Net) is taken apart where lists in it hold nearly all of it.
@@ -93,4 +93,8 @@ def _without_overlap(blocks: Iterable[Named]) -> Iterator[Named]:
 
 
 def _nbytes(module: nn.Module) -> int:
-    return sum(true_bytes(parameter) for parameter in module.parameters() if not is_lazy(parameter))
+    found = 0
+    for name, parameter in module.named_parameters():
+        refuse_part(name, parameter)
+        found += 0 if is_lazy(parameter) else true_bytes(parameter)
+    return found

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from torch import Tensor
 
 NOT_ATTACHED = "this mode has no model: attach it first"
 OUTSIDE_STEP = (
     "forward with gradients outside a step: wrap forward and backward in `with mode.step():`,"
     " or evaluation in torch.no_grad()"
 )
+
+
+def refuse_part(name: str, tensor: Tensor) -> None:
+    """Raises ValueError in one line for a DTensor, of which this process may have a part, as FSDP2 makes them."""
+    # Whoever has made one has imported it.
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(tensor, distributed.DTensor):
+        raise ValueError(
+            f"{name} is a DTensor, of which this process may have a part: a mode moves whole tensors: leave out"
+            " fully_shard, parallelize_module and distribute_tensor"
+        )
 
 
 class KnobError(ValueError):

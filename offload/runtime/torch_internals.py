@@ -264,6 +264,14 @@ def is_captured(node: torch.autograd.graph.Node) -> bool:
     return False
 
 
+def is_in_data_parallel() -> bool:
+    """Tells whether the running forward is one that DistributedDataParallel has called.
+
+    Its reducer takes each gradient when autograd has accumulated it, in a hook of C++ that Python does not see.
+    """
+    return nn.parallel.DistributedDataParallel._active_ddp_module is not None
+
+
 def call_after_backward(function: Callable[[], None]) -> None:
     """Makes the running backward call `function` when it is over, before it returns to its caller."""
     torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -43,6 +43,26 @@ def test_all_that_was_asked_for_is_noted_and_left_out_of_a_copy():
     assert (config.checkpoint.every, config.clip_norm) == (3, 0.5)
 
 
+def test_what_an_update_of_its_own_does_not_read_is_noted():
+    keys = ("optimizer=host_adamw", "optimizer.state_dtype=int8", "optimizer.master=kahan", "on_nonfinite=skip")
+    config, _ = composed(*keys, "clip_norm=null")
+
+    class OwnUpdate(Foreign):
+        owns_update = True
+
+    assert without_abilities(config, OwnUpdate())[1] == (
+        "it is foreign",
+        "optimizer.master=kahan is not applied",
+        "optimizer.state_dtype=int8 is not applied",
+        "on_nonfinite=skip is not applied",
+    )
+    # The run's own optimizer reads them.
+    assert without_abilities(config, Foreign())[1] == ("it is foreign",)
+    for optimizer in ("adamw", "host_adamw"):
+        plain, _ = composed(f"optimizer={optimizer}", "clip_norm=null")
+        assert without_abilities(plain, OwnUpdate())[1] == ("it is foreign",)
+
+
 def test_what_nobody_asked_for_is_not_noted():
     config, _ = composed("clip_norm=null")
     assert without_abilities(config, Foreign())[1] == ("it is foreign",)

@@ -27,8 +27,9 @@ from training.evaluation.held_out import scores_of_parts
 from training.loop import run_share
 from training.optim import set_step
 from training.parallel.devices import share_update_cores, take_seat
-from training.parallel.group import FirstHungError, FirstLostError, Group, Setup
+from training.parallel.group import FirstHungError, FirstLostError, Group
 from training.parallel.launch import HOST, START_S
+from training.parallel.setup import Setup
 from training.parallel.world import World, is_torchrun
 from training.recorder import memory_of_rank
 from training.runs.failures import FAILED, explain
@@ -48,6 +49,8 @@ def main() -> int:
     end_with_parent(signal.SIGKILL)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    # Rank 0 has blocked them until here. Processes that this one starts would inherit that.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     world = World.of_environment()
     # Rank 0 shows what all are busy with.
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115, it is open until the process ends

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -28,6 +27,7 @@ from training.parallel.copies import Copies, fingerprint, refuse_statistics
 from training.parallel.messages import encoded, from_bytes
 from training.parallel.ranks import RankLostError, Ranks, Share
 from training.parallel.reduce import SUMS, SUMS_OF_HOSTS, Sum, reduce_gradients
+from training.parallel.setup import Setup
 from training.parallel.sharers import GroupSharers, HostGroups, of_first
 from training.parallel.waiting import Waiter
 from training.runs.failures import is_device_memory, is_host_memory
@@ -51,25 +51,6 @@ class FirstHungError(UserError):
     """Raised on another rank when rank 0 hangs in a step."""
 
 
-@dataclass(frozen=True)
-class Setup:
-    """The keys that all ranks know before they are connected: `device`, `devices` and those of `parallel`."""
-
-    device: str = "cpu"
-    devices: int = 1
-    timeout_s: float = 600
-    reduction: str = "ordered"
-    numa: str = "auto"
-    chooses_threads: bool = True
-    """True: each rank chooses how many threads update, for its own host"""
-
-    def shared(self) -> Setup:
-        """Returns the setup of rank 0, on every rank."""
-        found = [self]
-        dist.broadcast_object_list(found, src=0)
-        return found[0]
-
-
 class Group(Ranks):
     """The ranks of one run, between `torch.distributed.init_process_group` and `close`.
 
@@ -77,17 +58,23 @@ class Group(Ranks):
         device: where this rank computes.
         cause: on rank 0, of ranks whose processes it started: returns why the process of a rank ended; None if it runs.
         host: the number of this rank's host.
+        end_others: on rank 0, of ranks whose processes it started: ends them at once.
     """
 
     def __init__(
-        self, device: torch.device, setup: Setup, cause: Callable[[int], str | None] | None = None, host: int = 0
+        self,
+        device: torch.device,
+        setup: Setup,
+        cause: Callable[[int], str | None] | None = None,
+        host: int = 0,
+        end_others: Callable[[], None] = lambda: None,
     ):
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         hosts: list[int] = [host] * self.count
         dist.all_gather_object(hosts, host)
         self.hosts = tuple(hosts)
         self.device = device
-        self.timeout_s = timeout_s = setup.timeout_s
+        self.timeout_s = setup.timeout_s
         self.is_exchanging = False
         """True once this rank has failed in a collective, in which the others wait for it: they take no report."""
         self._copies: Copies | None = None
@@ -97,8 +84,9 @@ class Group(Ranks):
         self._sum: Sum = SUMS[setup.reduction]
         self._sums = self._sum, SUMS_OF_HOSTS[setup.reduction]
         self._cause = cause or (lambda rank: None)
+        self._end_others = end_others
         self._messages = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self._host = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s * LONGER))
+        self._host = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._exchange_s))
         self._data = self._new_data_group()
         self._waiter = Waiter()
         self._parts = 0
@@ -106,6 +94,11 @@ class Group(Ranks):
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def _exchange_s(self) -> float:
+        """How long an exchange of all may take. Rank 0 names a rank that hangs, before the others give up."""
+        return self.timeout_s * (1 if self.is_first else LONGER)
 
     # Orders, from rank 0 to the others.
 
@@ -176,9 +169,9 @@ class Group(Ranks):
             return NO_SHARERS
         new_patient_group = partial(dist.new_group, backend="gloo", timeout=PATIENCE)
         groups = HostGroups.of(self.rank, self.hosts, self._data_group_of, new_patient_group)
-        # Rank 0 names a rank that hangs, before the others give up.
-        limit_s = self.timeout_s * (1 if self.is_first else LONGER)
-        self._sharers = GroupSharers(groups, self._host, limit_s, PATIENCE, self._sums, self._collective, self._wait)
+        self._sharers = GroupSharers(
+            groups, self._host, self._exchange_s, PATIENCE, self._sums, self._collective, self._wait
+        )
         if self.rank == groups.ranks[0]:
             self._firsts = groups.across
         return self._sharers
@@ -190,7 +183,7 @@ class Group(Ranks):
     def _new_data_group(self, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
         """Returns a group of these ranks, or all, for tensors on the devices; every rank makes it."""
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        return dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=self.timeout_s * LONGER))
+        return dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=self._exchange_s))
 
     def check_model(self, model: nn.Module) -> None:
         refuse_statistics(model)
@@ -229,8 +222,9 @@ class Group(Ranks):
         return parts[:: self.count]
 
     def collect_evaluation(self, results: list[Any] | None) -> list[Any] | None:
-        # Waits for the others even after a stop, so that their reports are not taken for those of a step.
-        everyone = self.reports(results, patient=True)
+        # Waits for the others even after a stop, so that their reports are not taken for those of a step. Else this
+        # rank has done its own part, the largest.
+        everyone = self.reports(results, patient=results is None)
         if results is None:
             return None
         return [everyone[part % self.count][part // self.count] for part in range(self._parts)]
@@ -272,7 +266,7 @@ class Group(Ranks):
 
     def check_equal(self) -> None:
         self.tell("fingerprints")
-        own, *others = self.reports(self.fingerprints(), patient=True)
+        own, *others = self.reports(self.fingerprints())
         for rank, theirs in enumerate(others, start=1):
             if different := next((name for name, value in theirs.items() if own.get(name) != value), None):
                 raise UserError(
@@ -301,6 +295,9 @@ class Group(Ranks):
         if not self.is_first:
             with torch.no_grad():
                 tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+    def abandon(self) -> None:
+        self._end_others()
 
     def close(self) -> None:
         """Tells the other ranks, on rank 0 between steps, that the run is over, and ends the connections."""
@@ -377,7 +374,9 @@ class Group(Ranks):
             who = "a rank" if rank is None else self._name(rank)
             return RankLostError(f"{who} has ended: its messages have more ({first_sentence(str(error))})")
         if rank is None:
-            return RankLostError(f"a rank hangs in {what}: it took {LONGER * self.timeout_s:g} seconds")
+            who = self._name(1) if self.count == 2 else "a rank"
+            limit = f"parallel.timeout_s={self.timeout_s:g}"
+            return RankLostError(f"{who} hangs in {what}, which took longer than {limit}: give more if it may")
         return RankLostError(
             f"{self._name(rank)} hangs: it did not report within parallel.timeout_s={self.timeout_s:g}: give more if a"
             " step may take so long"

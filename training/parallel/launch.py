@@ -24,6 +24,7 @@ from training.errors import UserError
 from training.parallel.ranks import ALONE, Ranks
 from training.parallel.world import World
 from training.runs.parent import PARENT_VARIABLE
+from training.runs.signals import SIGNALS
 
 ROOT = Path(__file__).parents[2]
 HOST = "127.0.0.1"
@@ -60,7 +61,8 @@ def _joined(config: DictConfig, world: World | None, followers: Followers | None
     import torch.distributed as dist
 
     from training.parallel.devices import share_update_cores, take_seat
-    from training.parallel.group import Group, Setup
+    from training.parallel.group import Group
+    from training.parallel.setup import Setup
 
     setup = Setup(
         config.device,
@@ -78,7 +80,8 @@ def _joined(config: DictConfig, world: World | None, followers: Followers | None
     else:
         dist.init_process_group("gloo", store=followers.store(), rank=0, world_size=setup.devices)
     try:
-        group = Group(seat.device, setup.shared(), None if followers is None else followers.cause, world.host)
+        of_followers = {} if followers is None else {"cause": followers.cause, "end_others": followers.kill}
+        group = Group(seat.device, setup.shared(), host=world.host, **of_followers)
         yield group
         group.close()
     except BaseException:
@@ -178,4 +181,10 @@ class Followers:
         }
         # In the process group of the run, so that a sweep that kills the group leaves none behind.
         command = [sys.executable, "-m", "training.parallel.follow"]
-        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+        # It inherits that, because Ctrl-C reaches it too, long before it can ignore signals. Those that come here
+        # meanwhile are delivered afterwards.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -118,6 +118,12 @@ class Ranks:
         """Returns the measured `values` of all ranks, in their order."""
         return [values]
 
+    def abandon(self) -> None:
+        """Ends the other ranks, where this process started them, once one is lost.
+
+        They would end this process while it saves the run, because it does not answer them.
+        """
+
     def check_equal(self) -> None:
         """Raises UserError if the ranks' copies of the model or of the optimizer's states differ."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from training.errors import UserError
+from training.visible_text import visible
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class World:
 
     @classmethod
     def of_environment(cls) -> World | None:
-        """Reads torchrun's variables; None if they are not there."""
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        """Reads torchrun's variables; None if they are not there, or of one process that torchrun did not start."""
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ or _is_alone():
             return None
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
@@ -75,6 +76,24 @@ def settle_devices(config: DictConfig, world: World | None, overridden: Collecti
 def ranks_of_host(config: DictConfig) -> int:
     """Returns the ranks on one host of the run, the one with the most."""
     return -(-config.devices // config.parallel.hosts)
+
+
+def refuse_other_launchers() -> None:
+    """Raises UserError if this process has a place among several, and torchrun did not start it.
+
+    Other launchers set the same variables, and so may a shell; its ranks would wait for each other in different ways.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and not is_torchrun() and not _is_alone():
+        rank, size = visible(os.environ["RANK"]), visible(os.environ["WORLD_SIZE"])
+        raise UserError(
+            f"RANK={rank} WORLD_SIZE={size}: these variables are set, and torchrun did not start this process: start it"
+            " with torchrun, or unset them and give devices=N"
+        )
+
+
+def _is_alone() -> bool:
+    """Tells whether this process is one of one, as some shells say of themselves."""
+    return os.environ["WORLD_SIZE"] == "1" and not is_torchrun()
 
 
 def is_torchrun() -> bool:

@@ -20,6 +20,7 @@ from offload.runtime.streams.transfer import Transfer
 from offload.runtime.torch_internals import (
     call_after_backward,
     is_captured,
+    is_in_data_parallel,
     left_out_of_graphs,
 )
 from offload.weights.gradients.final import KEEP, FinalGradients
@@ -78,6 +79,8 @@ class GradientLanding:
         self._accumulates = self._is_side_by_side = self._will_settle = False
         # Gradients that land are final, so sharers may sum them.
         self._are_final = False
+        # Autograd accumulates all: DistributedDataParallel takes them as it does so.
+        self._all_leave = False
 
     @property
     def wait_ms(self) -> float:
@@ -159,6 +162,24 @@ class GradientLanding:
         summed = () if self.sum is None else self.sum.summed
         return frozenset(tensor.host for tensor in summed)
 
+    def begin_forward(self) -> None:
+        """Leaves all gradients to autograd from now on, if the forward that begins is of DistributedDataParallel.
+
+        Raises RuntimeError where they go to updates or to sums inside backward, before it has summed them; and
+        SideBySideError in one of several microbatches side by side.
+        """
+        if not is_in_data_parallel():
+            return
+        if self._is_side_by_side:
+            raise SideBySideError("DistributedDataParallel takes the gradients of one microbatch after another")
+        if self._released is not None or self._updates.early or self.sum is not None:
+            raise RuntimeError(
+                "DistributedDataParallel sums gradients when backward has made them, and this mode updates with them or"
+                " sums them inside backward: give overlap early=False, no speculation and no released gradients, and"
+                " attach without sharers"
+            )
+        self._all_leave = True
+
     # Called inside backward.
 
     def land(
@@ -183,7 +204,7 @@ class GradientLanding:
             return None
         if self.offloader.waits(tensor):
             self._send()
-        if tensor.leaves_to_autograd(gradient):
+        if self._all_leave or tensor.leaves_to_autograd(gradient):
             tensor.landed_in = None
             return self._on_host(gradient)
         if self.sum is None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from offload.runtime.errors import refuse_part
 from offload.runtime.memory.host_memory import aligned
 from offload.runtime.tensor_parts import dressed, is_compound, parts, wrapped, wraps
 
@@ -78,7 +79,8 @@ def over(like: Tensor, memory: list[Tensor]) -> Tensor:
 
 
 def check_frozen(name: str, tensor: Tensor) -> None:
-    """Raises ValueError in one line for a parameter that trains and wraps other tensors."""
+    """Raises ValueError in one line for a DTensor, and for a parameter that trains and wraps other tensors."""
+    refuse_part(name, tensor)
     if tensor.requires_grad and isinstance(tensor, nn.Parameter) and wraps(tensor):
         raise ValueError(
             f"{name} is a {type(tensor).__name__} that trains: a parameter that wraps other tensors streams only"

@@ -219,6 +219,7 @@ class Windows:
         """Surrounds a call of the scope's module; the windows that are opened in it close at its end."""
         running = self._threads.running
         with self._outermost() if not running.scopes else AS_IT_IS:
+            self._sink.begin_forward()
             running.scopes.append(scope)
             try:
                 yield

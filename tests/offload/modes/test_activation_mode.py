@@ -116,6 +116,17 @@ def test_everything_about_weights_is_left_to_their_mode():
     assert not Watching(ShardOffload(checkpoint=False)).recomputes
 
 
+class OtherSystem(Resident):
+    """A mode that hands the model to another system, which would never get it from a mode above."""
+
+    foreign = True
+
+
+def test_another_system_runs_alone():
+    with pytest.raises(KnobError, match=r"^weights=test_activation_mode: is another system, which runs"):
+        Watching(OtherSystem())
+
+
 @pytest.mark.parametrize("weights", [TensorSwap(Resident()), SaveOnCpu(Resident())])
 def test_weights_are_a_mode_of_weights(weights: ActivationMode):
     name = type(weights).__module__.rpartition(".")[2]

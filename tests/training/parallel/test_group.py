@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.training.helpers.in_process import run_here
 from tests.training.helpers.results import content
 from tests.training.parallel.conftest import RUN, run_ranks
-from training.parallel.group import Group
+from training.parallel.group import PATIENCE, Group
 from training.parallel.ranks import RankLostError
+from training.parallel.setup import Setup
 
 
 def at(run_dir: Path, step: int) -> Path:
@@ -110,5 +113,55 @@ def test_a_broken_exchange_is_the_end_of_another_rank():
     group.hosts = (0, 1)
     with pytest.raises(RankLostError, match=r"^rank 1 on host 1 has ended"):
         raise group._lost(1, RuntimeError(text))
+    group.count, group.hosts = 3, (0, 0, 0)
     with pytest.raises(RankLostError, match=r"^a rank hangs"):
         group._collective(lambda: fail(RuntimeError("Timed out waiting 5000ms")))
+    group.count = 2
+    with pytest.raises(
+        RankLostError, match=r"^rank 1 hangs in an exchange, which took longer than parallel.timeout_s=5"
+    ):
+        group._collective(lambda: fail(RuntimeError("Timed out waiting 5000ms")))
+
+
+@pytest.mark.parametrize(("rank", "limit_s"), [(0, 5), (1, 10)])
+def test_rank_0_gives_up_before_the_others(rank: int, limit_s: float, monkeypatch: pytest.MonkeyPatch):
+    """Another rank that did so first would take rank 0 for the one that hangs, and end it."""
+    limits = []
+
+    def new_group(ranks=None, backend="gloo", timeout=PATIENCE):
+        limits.append(timeout)
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(dist, "all_gather_object", lambda found, own: None)
+    Group(torch.device("cpu"), Setup(timeout_s=5))._waiter.close()
+    assert limits == [PATIENCE, *[timedelta(seconds=limit_s)] * 2]
+
+
+class Reporting(Alone):
+    """The other rank reports [2]; notes whether rank 0 would wait for it without an end."""
+
+    def __init__(self):
+        super().__init__()
+        self._parts, self.patient = 2, []
+
+    def tell(self, order: str, *values) -> None:
+        pass
+
+    def fingerprints(self) -> dict[str, int]:
+        return {}
+
+    def reports(self, own=None, patient: bool = False) -> list:
+        self.patient.append(patient)
+        return [own, {} if own == {} else [2]]
+
+
+def test_a_rank_that_hangs_in_an_evaluation_or_a_comparison_is_not_waited_for_without_an_end():
+    group = Reporting()
+    assert group.collect_evaluation([1]) == [1, 2]
+    group.check_equal()
+    assert group.patient == [False, False]
+    # Stopped by a signal, rank 0 is done before the others.
+    assert group.collect_evaluation(None) is None
+    assert group.patient[-1]

@@ -19,8 +19,11 @@ from tests.training.helpers.sweeps import runs, wait_until
 from tests.training.parallel.conftest import RUN, run_ranks
 from training import loop
 from training.errors import UserError
+from training.parallel.group import Group
 from training.parallel.launch import HOST, Followers, connected
 from training.parallel.ranks import ALONE, RankLostError
+from training.recorder import Recorder
+from training.runs.signals import SIGNALS
 
 SAVING = ("devices=2", "microbatches=1", "checkpoint.every=null", "checkpoint.on_signal=true")
 
@@ -94,6 +97,41 @@ def test_nobody_else_can_take_the_port_before_the_ranks_meet(monkeypatch: pytest
     followers = Followers(2)
     followers.kill()
     assert refused == [errno.EADDRINUSE]
+
+
+def test_a_signal_to_all_processes_does_not_end_a_rank_that_starts():
+    """Ctrl-C would end it in its imports, with a traceback."""
+    followers = Followers(2)
+    try:
+        status = Path(f"/proc/{followers._processes[1].pid}/status").read_text()
+        masks = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigBlk:", "SigIgn:"))]
+        assert all((masks[0] | masks[1]) >> (number - 1) & 1 for number in SIGNALS)
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(SIGNALS)
+    finally:
+        followers.kill()
+
+
+def test_the_others_are_ended_before_a_run_that_has_lost_one_is_saved(tmp_path: Path, started: list[int], monkeypatch):
+    """They would end rank 0 in the middle of saving, because it does not answer them."""
+    left = []
+    save = Recorder.save
+
+    def saved(self, step: int, *arguments, **options) -> bool:
+        left.append([process for process in started if runs(process)])
+        return save(self, step, *arguments, **options)
+
+    hand_out = Group.hand_out
+
+    def lost_in_second_step(self, step: int, *arguments):
+        if step == 2:
+            raise RankLostError("rank 1 hangs")
+        return hand_out(self, step, *arguments)
+
+    monkeypatch.setattr(Recorder, "save", saved)
+    monkeypatch.setattr(Group, "hand_out", lost_in_second_step)
+    with pytest.raises(RankLostError, match=r"^rank 1 hangs"):
+        run_ranks(tmp_path, *SAVING, "eval.every=null")
+    assert left == [[]]
 
 
 def test_a_rank_that_is_killed_ends_the_run_which_is_saved(tmp_path: Path, at_step, started: list[int]):

@@ -26,8 +26,9 @@ from training.config.validation import check
 from training.errors import UserError
 from training.metrics.files import read_summary
 from training.parallel import group
-from training.parallel.group import FirstLostError, Group, Setup
+from training.parallel.group import FirstLostError, Group
 from training.parallel.ranks import RankLostError, Share
+from training.parallel.setup import Setup
 
 
 def at(run_dir: Path, step: int) -> Path:

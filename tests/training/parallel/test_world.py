@@ -7,14 +7,14 @@ import pytest
 from tests.training.helpers.in_process import composed
 from training.config.validation import check
 from training.errors import UserError
-from training.parallel.world import World, ranks_of_host, settle_devices
+from training.parallel.world import World, ranks_of_host, refuse_other_launchers, settle_devices
 
 
 @pytest.fixture
 def torchrun(monkeypatch: pytest.MonkeyPatch):
     """Returns a function that sets the variables of torchrun."""
 
-    def torchrun(**variables: int) -> None:
+    def torchrun(**variables: int | str) -> None:
         for name, value in variables.items():
             monkeypatch.setenv(name, str(value))
 
@@ -24,6 +24,24 @@ def torchrun(monkeypatch: pytest.MonkeyPatch):
 def test_a_process_that_nobody_started_is_alone():
     assert World.of_environment() is None
     assert not World.is_follower()
+
+
+@pytest.mark.parametrize("rank", ["0", "1", "x"])
+def test_a_place_that_torchrun_did_not_give_is_refused(rank: str, torchrun):
+    """Ranks of another launcher would wait for each other without an end."""
+    torchrun(RANK=rank, WORLD_SIZE=2)
+    with pytest.raises(UserError, match=f"^RANK={rank} WORLD_SIZE=2: .*torchrun.* unset them and give devices=N$"):
+        refuse_other_launchers()
+    torchrun(TORCHELASTIC_RUN_ID="none")
+    refuse_other_launchers()
+
+
+def test_a_process_that_others_call_the_only_one_is_alone(torchrun):
+    torchrun(RANK=0, WORLD_SIZE=1)
+    refuse_other_launchers()
+    assert World.of_environment() is None
+    torchrun(TORCHELASTIC_RUN_ID="none")
+    assert World.of_environment() == World(0, 1, 0, 1)
 
 
 def test_torchrun_tells_the_place(torchrun):
