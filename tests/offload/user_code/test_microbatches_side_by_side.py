@@ -187,6 +187,14 @@ def decaying(model: nn.Module, microbatch: int) -> torch.Tensor:
     return loss + model.blocks[1].up.weight.square().sum().to(loss.device)
 
 
+def comparing_with_itself_in_eval(model: nn.Module, microbatch: int) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        reference = plain(model, microbatch)
+    model.train()
+    return (plain(model, microbatch) - reference).square()
+
+
 REFUSED = {
     function.__name__: function
     for function in (
@@ -197,6 +205,7 @@ REFUSED = {
         changing,
         changing_what_stays,
         decaying,
+        comparing_with_itself_in_eval,
     )
 }
 
