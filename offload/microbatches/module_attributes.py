@@ -8,7 +8,9 @@ the value of the last that has written.
 That value may not be its last: a loss turns adapters off, calls the model, and turns them on again. The next microbatch
 has begun with adapters that are off then, which it would not one after another. So this is refused.
 
-What is inside of a value (a list that grows, a counter in another object) is not seen.
+So is a hook that a loss registers for its own forward: it would run in those of the others, which are under way.
+
+What else is inside of a value (a list that grows, a counter in another object) is not seen.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from offload.runtime.forward.block_attributes import MISSING, changed
 from offload.runtime.forward.running_microbatch import SideBySideError
+from offload.runtime.torch_internals import newest_hook
 
 
 class ModuleAttributes:
@@ -32,15 +36,19 @@ class ModuleAttributes:
         self._written: dict[tuple[int, str], dict[int, object]] = {}
         # By the same: pairs of a microbatch that has written, and a later one that has begun a turn with its value.
         self._passed_on: dict[tuple[int, str], set[tuple[int, int]]] = {}
+        self._begun: set[int] = set()
         self._refused = False
 
     @contextmanager
     def turn(self, microbatch: int) -> Iterator[None]:
         """Surrounds a turn of a microbatch.
 
-        Raises SideBySideError, once, if it changes a value that a later microbatch has had from it, and still has.
+        Raises SideBySideError, once, if it changes a value that a later microbatch has had from it, and still has, or
+        leaves a new hook on a module while others have begun.
         """
         self._show(microbatch)
+        self._begun.add(microbatch)
+        first_new = RemovableHandle.next_id
         before = [dict(attributes) for attributes in self._attributes]
         try:
             yield
@@ -55,6 +63,9 @@ class ModuleAttributes:
                 values[microbatch] = self._attributes[number].get(name, MISSING)
         for key in written:
             self._check_passed_on(microbatch, key)
+        # Where no other has begun, it may be one that a first forward registers for good.
+        if RemovableHandle.next_id > first_new and len(self._begun) > 1:
+            self._check_hooks(first_new)
 
     def end(self, count: int) -> None:
         """Leaves what the last of `count` microbatches would have left."""
@@ -66,10 +77,19 @@ class ModuleAttributes:
         number, name = key
         later = (other for writer, other in self._passed_on.get(key, ()) if writer == microbatch)
         # One that has written the attribute itself since reads its own value.
-        if not self._refused and any(other not in self._written[key] for other in later):
-            # The other microbatches still have turns, in which they end.
+        if any(other not in self._written[key] for other in later):
+            self._refuse(f"{name} of a {type(self._modules[number]).__name__} is changed twice")
+
+    def _check_hooks(self, first_new: int) -> None:
+        for module in self._modules:
+            if newest_hook(module) >= first_new:
+                self._refuse(f"a hook on a {type(module).__name__} is registered")
+
+    def _refuse(self, what: str) -> None:
+        # The other microbatches still have turns, in which they end.
+        if not self._refused:
             self._refused = True
-            raise SideBySideError(f"{name} of a {type(self._modules[number]).__name__} is changed twice")
+            raise SideBySideError(what)
 
     def _show(self, microbatch: int) -> None:
         for (number, name), values in self._written.items():

@@ -59,3 +59,14 @@ def test_a_value_that_others_have_begun_with_may_not_change_again():
         module.is_on = False
     attributes.end(2)
     assert (module.is_on, module.own) == (False, 1)
+
+
+def test_a_hook_that_stays_behind_a_turn_while_others_have_begun_is_refused():
+    module = nn.Linear(1, 1)
+    attributes = ModuleAttributes([nn.ReLU(), module])
+    with attributes.turn(0):
+        module.register_forward_hook(print)
+    with attributes.turn(1):
+        module.register_forward_pre_hook(print).remove()
+    with pytest.raises(SideBySideError, match=r"^a hook on a Linear is registered in a loss"), attributes.turn(1):
+        module.register_forward_pre_hook(print)

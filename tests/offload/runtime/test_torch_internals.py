@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
 from offload.runtime import torch_internals as internals
 
@@ -288,6 +289,15 @@ def test_hooks_around_forward_are_found():
         layer = nn.Linear(1, 1)
         getattr(layer, register)(lambda *_: None)
         assert internals.has_hooks_around_forward(layer)
+
+
+def test_the_newest_hook_of_a_module_has_the_number_that_was_next():
+    layer = nn.Linear(1, 1)
+    assert internals.newest_hook(layer) == -1
+    for register in ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"):
+        number = RemovableHandle.next_id
+        getattr(layer, f"register_{register}")(lambda *_: None)
+        assert internals.newest_hook(layer) == number
 
 
 def test_without_cuda_there_is_no_error_to_clear():
