@@ -5,7 +5,12 @@ forward does (`model.eval()`, another dropout rate). Side by side, the next micr
 So each write is noted with its microbatch, and at the begin of a turn modules have, of the microbatches up to this one,
 the value of the last that has written.
 
-What is inside of a value (a list that grows, a counter in another object) is not seen.
+That value may not be its last: a loss turns adapters off, calls the model, and turns them on again. The next microbatch
+has begun with adapters that are off then, which it would not one after another. So this is refused.
+
+So is a hook that a loss registers for its own forward: it would run in those of the others, which are under way.
+
+What else is inside of a value (a list that grows, a counter in another object) is not seen.
 """
 
 from __future__ import annotations
@@ -14,39 +19,84 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from offload.runtime.forward.block_attributes import MISSING, changed
+from offload.runtime.forward.running_microbatch import SideBySideError
+from offload.runtime.torch_internals import newest_hook
 
 
 class ModuleAttributes:
     """The plain attributes of some modules, by microbatch."""
 
     def __init__(self, modules: Iterable[nn.Module]):
-        self._attributes = [vars(module) for module in modules]
+        self._modules = list(modules)
+        self._attributes = [vars(module) for module in self._modules]
         # By the number of the module and the name of the attribute: the values, by microbatch. -1: that of before.
         self._written: dict[tuple[int, str], dict[int, object]] = {}
+        # By the same: pairs of a microbatch that has written, and a later one that has begun a turn with its value.
+        self._passed_on: dict[tuple[int, str], set[tuple[int, int]]] = {}
+        self._begun: set[int] = set()
+        self._refused = False
 
     @contextmanager
     def turn(self, microbatch: int) -> Iterator[None]:
-        """Surrounds a turn of a microbatch."""
+        """Surrounds a turn of a microbatch.
+
+        Raises SideBySideError, once, if it changes a value that a later microbatch has had from it, and still has, or
+        leaves a new hook on a module while others have begun.
+        """
         self._show(microbatch)
+        self._begun.add(microbatch)
+        first_new = RemovableHandle.next_id
         before = [dict(attributes) for attributes in self._attributes]
         try:
             yield
         finally:
-            for number, (attributes, old) in enumerate(zip(self._attributes, before, strict=True)):
-                for name in changed(attributes, old):
-                    values = self._written.setdefault((number, name), {-1: old.get(name, MISSING)})
-                    values[microbatch] = attributes.get(name, MISSING)
+            written = [
+                (number, name)
+                for number, (attributes, old) in enumerate(zip(self._attributes, before, strict=True))
+                for name in changed(attributes, old)
+            ]
+            for number, name in written:
+                values = self._written.setdefault((number, name), {-1: before[number].get(name, MISSING)})
+                values[microbatch] = self._attributes[number].get(name, MISSING)
+        for key in written:
+            self._check_passed_on(microbatch, key)
+        # Where no other has begun, it may be one that a first forward registers for good.
+        if RemovableHandle.next_id > first_new and len(self._begun) > 1:
+            self._check_hooks(first_new)
 
     def end(self, count: int) -> None:
         """Leaves what the last of `count` microbatches would have left."""
         self._show(count - 1)
         self._written.clear()
+        self._passed_on.clear()
+
+    def _check_passed_on(self, microbatch: int, key: tuple[int, str]) -> None:
+        number, name = key
+        later = (other for writer, other in self._passed_on.get(key, ()) if writer == microbatch)
+        # One that has written the attribute itself since reads its own value.
+        if any(other not in self._written[key] for other in later):
+            self._refuse(f"{name} of a {type(self._modules[number]).__name__} is changed twice")
+
+    def _check_hooks(self, first_new: int) -> None:
+        for module in self._modules:
+            if newest_hook(module) >= first_new:
+                self._refuse(f"a hook on a {type(module).__name__} is registered")
+
+    def _refuse(self, what: str) -> None:
+        # The other microbatches still have turns, in which they end.
+        if not self._refused:
+            self._refused = True
+            raise SideBySideError(what)
 
     def _show(self, microbatch: int) -> None:
         for (number, name), values in self._written.items():
-            value = values[max(each for each in values if each <= microbatch)]
+            writer = max(each for each in values if each <= microbatch)
+            if 0 <= writer < microbatch:
+                self._passed_on.setdefault((number, name), set()).add((writer, microbatch))
+            value = values[writer]
             if value is MISSING:
                 self._attributes[number].pop(name, None)
             else:

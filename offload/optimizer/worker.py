@@ -279,7 +279,9 @@ class UpdateWorker:
                 self._landed.append(self._coming.popleft())
             if not self._landed:
                 self._landed.append(self._coming.popleft())
-            self._current = min(self._landed, key=lambda update: update.first_use)
+            first = min(self._landed, key=lambda update: update.first_use)
+            # Of those of one unit in the order of their offers: where steps follow at once, a parameter has several.
+            self._current = next(update for update in self._landed if update.unit is first.unit)
             self._current.makes_trials = self._current.is_undecided
             return self._current
 

@@ -206,6 +206,15 @@ def has_hooks_around_forward(module: nn.Module) -> bool:
     return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
+def newest_hook(module: nn.Module) -> int:
+    """Returns the number of the newest hook on forward or backward of `module`; -1 without one.
+
+    `RemovableHandle.next_id` is the number of the next hook of all.
+    """
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return max((number for each in hooks for number in each), default=-1)
+
+
 def sequence_number(node: torch.autograd.graph.Node) -> int:
     """Returns the number of an autograd node. Backward runs the node with the highest number that is ready."""
     return node._sequence_nr()

@@ -59,7 +59,8 @@ class MappedFile:
     """
 
     def __init__(self, path: Path):
-        self.path = path
+        # The process may go to another directory, where the name is none, or that of another file.
+        self.path = path.absolute()
         self.fd = os.open(path, os.O_RDONLY)
         try:
             self._identity = _identity(os.fstat(self.fd))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from torch import nn
 
 from offload.microbatches.module_attributes import ModuleAttributes
+from offload.runtime.forward.running_microbatch import SideBySideError
 
 
 def test_each_reads_the_last_write_of_those_up_to_it():
@@ -37,3 +39,34 @@ def test_nothing_written_is_nothing_changed():
         pass
     attributes.end(1)
     assert vars(module) == before
+
+
+def test_a_value_that_others_have_begun_with_may_not_change_again():
+    module = nn.Linear(1, 1)
+    module.is_on = module.own = True
+    attributes = ModuleAttributes([module])
+    with attributes.turn(0):
+        module.is_on, module.own = False, 0
+    with attributes.turn(1):
+        assert not module.is_on
+        module.own = 1
+    with attributes.turn(0):
+        module.own = 2
+    with pytest.raises(SideBySideError, match=r"^is_on of a Linear is changed twice in a loss"), attributes.turn(0):
+        module.is_on = True
+    # Once: the others end in turns of theirs.
+    with attributes.turn(0):
+        module.is_on = False
+    attributes.end(2)
+    assert (module.is_on, module.own) == (False, 1)
+
+
+def test_a_hook_that_stays_behind_a_turn_while_others_have_begun_is_refused():
+    module = nn.Linear(1, 1)
+    attributes = ModuleAttributes([nn.ReLU(), module])
+    with attributes.turn(0):
+        module.register_forward_hook(print)
+    with attributes.turn(1):
+        module.register_forward_pre_hook(print).remove()
+    with pytest.raises(SideBySideError, match=r"^a hook on a Linear is registered in a loss"), attributes.turn(1):
+        module.register_forward_pre_hook(print)

@@ -12,6 +12,7 @@ from torch import nn
 
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
+from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.overlap import Overlap
 from offload.optimizer.speculation import Speculation, SpeculativeUpdates, can_undo
 from offload.optimizer.undo_log import UndoLog
@@ -23,6 +24,7 @@ from tests.offload.helpers.updates import (
     MODES,
     Mixed,
     eager,
+    held_up,
     host_adamw,
     made,
     one_step,
@@ -247,3 +249,19 @@ def test_what_lies_otherwise_in_memory_is_not_undone():
     assert can_undo(optimizer, convolution.bias)
     optimizer.place([convolution.bias], torch.device("meta"))
     assert not can_undo(optimizer, convolution.bias)
+
+
+def test_steps_that_follow_at_once_are_made_in_their_order(monkeypatch: pytest.MonkeyPatch):
+    """Also where the order of uses has changed in the step, and another unit's update is needed first."""
+    gate = held_up(monkeypatch)
+
+    def again(optimizer: HostAdamW) -> list[torch.Tensor]:
+        optimizer.step()
+        gate.set()
+        optimizer.finish()
+        gate.clear()
+        return []
+
+    options = {"steps": 4, "microbatches": 3, "clip_norm": 0.01, "speculate": "on", "after_step": again}
+    ours = train(made(Mixed), LayerStream(slots=2), speculation=Speculation(1e9, PLENTY), **options)
+    assert_same(ours, train(made(Mixed), Resident(), **options))

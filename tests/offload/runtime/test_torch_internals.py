@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
 from offload.runtime import torch_internals as internals
 
@@ -302,6 +303,15 @@ def test_a_forward_of_distributed_data_parallel_is_seen(tmp_path: Path):
     nn.parallel.DistributedDataParallel(Seen(1, 1))(torch.zeros(1))
     dist.destroy_process_group()
     assert not internals.is_in_data_parallel()
+
+
+def test_the_newest_hook_of_a_module_has_the_number_that_was_next():
+    layer = nn.Linear(1, 1)
+    assert internals.newest_hook(layer) == -1
+    for register in ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"):
+        number = RemovableHandle.next_id
+        getattr(layer, f"register_{register}")(lambda *_: None)
+        assert internals.newest_hook(layer) == number
 
 
 def test_without_cuda_there_is_no_error_to_clear():

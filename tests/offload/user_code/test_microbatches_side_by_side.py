@@ -187,6 +187,26 @@ def decaying(model: nn.Module, microbatch: int) -> torch.Tensor:
     return loss + model.blocks[1].up.weight.square().sum().to(loss.device)
 
 
+def comparing_with_itself_in_eval(model: nn.Module, microbatch: int) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        reference = plain(model, microbatch)
+    model.train()
+    return (plain(model, microbatch) - reference).square()
+
+
+def with_terms_by_hooks(model: nn.Module, microbatch: int) -> torch.Tensor:
+    terms = []
+    hooks = [
+        block.register_forward_hook(lambda *given: terms.append(given[2].square().mean())) for block in model.blocks
+    ]
+    try:
+        return plain(model, microbatch) + sum(terms)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 REFUSED = {
     function.__name__: function
     for function in (
@@ -197,6 +217,8 @@ REFUSED = {
         changing,
         changing_what_stays,
         decaying,
+        comparing_with_itself_in_eval,
+        with_terms_by_hooks,
     )
 }
 

@@ -159,3 +159,13 @@ def test_files_are_closed_with_their_last_reference(path: Path):
     assert len(os.listdir("/proc/self/fd")) > before
     del file
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_of_a_relative_path_is_found_from_another_directory(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(path.parent)
+    file = MappedFile(Path(path.name))
+    (path.parent / "inside").mkdir()
+    monkeypatch.chdir(path.parent / "inside")
+    Path(path.name).write_bytes(b"another file")
+    file.check()
+    assert file._direct is None or os.fstat(file._direct).st_ino == path.stat().st_ino
