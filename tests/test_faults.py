@@ -288,7 +288,7 @@ def test_a_process_that_runs_out_of_memory_ends_cleanly(tmp_path: Path):
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert process.returncode == 1
     assert process.stderr.startswith("error: the GPU is out of memory (2.50 GiB more needed): planned were ")

@@ -197,7 +197,7 @@ def _wait_for_threads() -> None:
 
     Raises RuntimeError if this process has threads that do not end.
     """
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while len(threads := os.listdir("/proc/self/task")) > 1:
         if time.monotonic() > deadline:
             raise RuntimeError(f"this process has {len(threads)} threads, so that it cannot be forked")

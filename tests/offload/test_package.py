@@ -48,7 +48,7 @@ def test_the_wheel_has_the_engine_alone(tmp_path: Path):
         tmp_path,
     ]
     subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", *options, source], check=True, capture_output=True, timeout=120
+        [sys.executable, "-m", "pip", "wheel", *options, source], check=True, capture_output=True, timeout=300
     )
     (wheel,) = tmp_path.glob("lightering-*-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:

@@ -21,7 +21,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     own = {"HOME": str(folder), "NETRC": str(folder / ".netrc")}
     command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, cwd=folder, env=environment | own, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, cwd=folder, env=environment | own, capture_output=True, text=True, timeout=300)
 
 
 def test_the_specification_is_written_for_the_given_project(tmp_path: Path):

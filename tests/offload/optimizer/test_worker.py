@@ -309,7 +309,7 @@ mode.overlap(optimizer, early=False)
 one_step(model, mode)
 optimizer.step()
 """
-    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stderr) == (0, "")
 
 

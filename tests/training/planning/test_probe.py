@@ -64,7 +64,7 @@ def test_without_a_home_directory_nothing_is_kept(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 def test_the_script_keeps_what_a_plan_then_takes(tmp_path: Path):
     script = subprocess.run(
-        [sys.executable, "scripts/probe.py", "--device=cpu"], cwd=ROOT, capture_output=True, text=True, timeout=200
+        [sys.executable, "scripts/probe.py", "--device=cpu"], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert script.returncode == 0, script.stderr
     values = kept(CPU)
@@ -77,7 +77,7 @@ def test_the_script_keeps_what_a_plan_then_takes(tmp_path: Path):
     assert str(kept_path(CPU)) in script.stdout
     command = [sys.executable, "train.py", "plan=true", "hardware=measured", "device=cpu", "seq_len=16"]
     plan = subprocess.run(
-        [*command, f"hydra.run.dir={tmp_path / 'run'}"], cwd=ROOT, capture_output=True, text=True, timeout=200
+        [*command, f"hydra.run.dir={tmp_path / 'run'}"], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert plan.returncode == 0, plan.stderr
     assert f"{values['name']} (kept by the probe)" in plan.stdout

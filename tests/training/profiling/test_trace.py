@@ -39,7 +39,7 @@ def train(run_dir: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
         f"hydra.run.dir={run_dir}",
     ]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def config(trace: bool = True, trace_step: int | None = None, warmup_steps: int = 5, steps: int = 20):
