@@ -68,6 +68,16 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
+def check(options_parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends the process with one line for a number of tokens that is not a number of sequences."""
+    length = options.seq_len
+    if length < 1:
+        options_parser.error(f"argument --seq-len: {length} must be at least 1")
+    for tokens in options.tokens:
+        if tokens < length or tokens % length:
+            options_parser.error(f"argument --tokens: {tokens} must be a multiple of --seq-len {length}, in sequences")
+
+
 def jobs(options: argparse.Namespace) -> list[SweepJob]:
     """Returns the runs that are missing, those of the first size first."""
     found = []
@@ -127,7 +137,9 @@ def tables_of(sizes: dict[int, list[Row]], command: str) -> str:
 
 
 def main() -> int:
-    options = parser().parse_args()
+    options_parser = parser()
+    options = options_parser.parse_args()
+    check(options_parser, options)
     run_all(jobs(options), options)
     sizes = {}
     for tokens in options.tokens:

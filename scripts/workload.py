@@ -47,7 +47,7 @@ from training.config.modes import FOLDER, RESIDENT
 from training.config.validation import check
 from training.loop import clip_scale, forward_backward, gradient_norm, short_garbage_collections
 from training.metrics.step_timer import StepTimer
-from training.parallel.ranks import ALONE, Share
+from training.parallel.ranks import Share
 from training.prepare import build_dataset
 from training.profiling.hardware import reset_peaks, vram_peak_gib
 from training.runs.invocation import Invocation
@@ -185,12 +185,12 @@ class Workload(ABC):
         clips = self.optimizer is not None and options.clip_norm is not None
         with self.mode.step(norms=clips):
             share = Share(batch, examples_in(batch))
-            loss = forward_backward(self.task, self.mode, self.model, share, self.microbatches, ALONE, seed=0, step=0)
+            losses = forward_backward(self.task, self.mode, self.model, share, self.microbatches, seed=0, step=0)
         if self.optimizer is not None:
             norm = gradient_norm(self.model, self.mode.gradient_norms()) if clips else 0.0
             self.optimizer.step(scale=clip_scale(norm, options.clip_norm))
         self.model.zero_grad(set_to_none=True)
-        return loss
+        return losses.sum()
 
 
 class BlocksWorkload(Workload):

@@ -19,7 +19,7 @@ from training.build import Job, RankJob, place_states_in_spare_vram
 from training.config.adapter import has_adapter
 from training.config.schema import OnNonfinite
 from training.errors import UserError
-from training.parallel.ranks import RankLostError, Ranks, Share
+from training.parallel.ranks import RankLostError, Share
 from training.planning.advice import nonfinite_advice
 from training.recorder import Recorder
 from training.runs.signals import StopRequest
@@ -161,7 +161,9 @@ def run_share(job: RankJob, step: int, share: Share) -> StepResult:
     # Norms of the gradients of one rank say nothing about those of their sums, which ranks that share weights make in
     # the step.
     with mode.step(norms=ranks.count == 1 or ranks.shares_homes):
-        loss = forward_backward(task, mode, model, share, config.microbatches, ranks, config.seed, step)
+        losses = forward_backward(task, mode, model, share, config.microbatches, config.seed, step)
+    # After the step, which ranks that share weights end together: one that has taken another way is found there.
+    loss = ranks.total(losses)
     # What is drawn between steps depends neither on the last microbatch nor on the number of ranks.
     torch.manual_seed(seed_of(config.seed, step))
     if mode.owns_update:
@@ -240,14 +242,14 @@ def skip_or_raise(job: RankJob, step: int, norm: float) -> None:
 
 
 def forward_backward(
-    task: Task, mode: Mode, model: nn.Module, share: Share, microbatches: int, ranks: Ranks, seed: int, step: int
+    task: Task, mode: Mode, model: nn.Module, share: Share, microbatches: int, seed: int, step: int
 ) -> Tensor:
     """Computes the gradients of the step's mean loss as far as they come from `share`, on the model's device.
 
     The share is split into `microbatches`, each weighted by its part of the step's examples, so that the sum does not
     depend on the split, even if the sizes differ; `mode` chooses their order. Each one seeds the random numbers of its
     dropout by its position in the step, so that they depend neither on that order nor on the number of ranks.
-    Returns the loss of the whole step, a float32 scalar.
+    Returns the microbatches' parts of the step's loss, float32 [microbatches].
     """
 
     def loss_of(index: int, part: Batch) -> Tensor:
@@ -256,7 +258,7 @@ def forward_backward(
 
     parts = split_into(share.batch, microbatches)
     losses = mode.accumulate([partial(loss_of, index, part) for index, part in enumerate(parts)])
-    return ranks.total(torch.stack([loss.float() for loss in losses]))
+    return torch.stack([loss.float() for loss in losses])
 
 
 def gradient_norm(model: nn.Module, known: Mapping[nn.Parameter, Tensor]) -> float:

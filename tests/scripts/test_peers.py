@@ -33,6 +33,15 @@ def test_an_experiment_that_does_not_exist_is_refused_before_any_run(tmp_path: P
     assert "peers_7b" in refused
 
 
+@pytest.mark.parametrize("wrong", [("--tokens", "3000"), ("--tokens", "4096", "0"), ("--seq-len", "0")])
+def test_tokens_that_are_no_number_of_sequences_are_refused(wrong: tuple[str, ...], tmp_path: Path, capsys):
+    """A row would be that of other tokens than its table says."""
+    peers.check(peers.parser(), options(tmp_path, "--tokens", "4096", "--seq-len", "1024"))
+    with pytest.raises(SystemExit):
+        peers.check(peers.parser(), options(tmp_path, *wrong))
+    assert f"argument {wrong[0]}: {wrong[-1]} must be" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_runs_that_ended_well_are_not_repeated(tmp_path: Path):
     asked = options(tmp_path, "--systems", "none", "fsdp2", "--tokens", "4096", "16384")
     names = [str(job.directory.relative_to(tmp_path)) for job in peers.jobs(asked)]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from offload.modes.none import Resident
 from tests.training.helpers.in_process import TINY_RUN, command_here, composed
 from training.loop import clip_scale, forward_backward, gradient_norm
-from training.parallel.ranks import ALONE, Share
+from training.parallel.ranks import Share
 from training.planning.advice import nonfinite_advice
 from training.recorder import Recorder
 from training.tasks.causal_lm import CausalLM
@@ -57,8 +57,10 @@ def with_gradients(*gradients: Tensor | None) -> nn.Module:
 def test_loss_and_gradients_are_those_of_the_whole_batch(microbatches: int):
     whole = Bigram()
     parts = copy.deepcopy(whole)
-    one = forward_backward(CausalLM(), Resident(), whole, WHOLE, 1, ALONE, seed=0, step=1)
-    other = forward_backward(CausalLM(), Resident(), parts, WHOLE, microbatches, ALONE, seed=0, step=1)
+    one = forward_backward(CausalLM(), Resident(), whole, WHOLE, 1, seed=0, step=1).sum()
+    found = forward_backward(CausalLM(), Resident(), parts, WHOLE, microbatches, seed=0, step=1)
+    assert found.shape == (microbatches,)
+    other = found.sum()
     assert (other.shape, other.dtype) == ((), torch.float32)
     torch.testing.assert_close(one, other)
     for left, right in zip(whole.parameters(), parts.parameters(), strict=True):
@@ -68,13 +70,13 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(microbatches: int):
 def test_random_numbers_depend_on_seed_step_and_microbatch_alone():
     model = Bigram(dropout=0.5)
     losses = {
-        (seed, step): forward_backward(CausalLM(), Resident(), model, WHOLE, 2, ALONE, seed, step).item()
+        (seed, step): forward_backward(CausalLM(), Resident(), model, WHOLE, 2, seed, step).sum().item()
         for seed in (0, 1)
         for step in (1, 2)
     }
     assert len(set(losses.values())) == 4
     torch.rand(5)
-    assert forward_backward(CausalLM(), Resident(), model, WHOLE, 2, ALONE, 1, 2).item() == losses[1, 2]
+    assert forward_backward(CausalLM(), Resident(), model, WHOLE, 2, 1, 2).sum().item() == losses[1, 2]
 
 
 def test_the_norm_is_that_of_all_gradients():

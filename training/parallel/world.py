@@ -91,6 +91,16 @@ def refuse_other_launchers() -> None:
         )
 
 
+def refuse_sweep() -> None:
+    """Raises UserError if torchrun has started several processes: the first job of a sweep would end the others."""
+    world = World.of_environment()
+    if world is not None and world.size > 1:
+        raise UserError(
+            f"a sweep (-m) under torchrun, with {world.size} processes: leave torchrun out, and give"
+            f" devices={world.size}: each job starts its own"
+        )
+
+
 def _is_alone() -> bool:
     """Tells whether this process is one of one, as some shells say of themselves."""
     return os.environ["WORLD_SIZE"] == "1" and not is_torchrun()

@@ -30,6 +30,7 @@ from training.checkpoints.changes import MAY_CHANGE, changed_values, read_config
 from training.checkpoints.manifest import DamagedError
 from training.config.auto import AUTO, SETTLED
 from training.errors import UserError, first_line
+from training.parallel.world import refuse_sweep
 from training.runs.directory import holds_results, refuse_program_folder
 from training.runs.parent import PARENT_VARIABLE
 from training.runs.signals import once_per_request, signals_not_ignored
@@ -85,6 +86,7 @@ class ProcessLauncher(Launcher):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         # Here, because the sweeper writes its first file before `launch`.
         refuse_program_folder(Path(config.hydra.sweep.dir), "hydra.sweep.dir=multirun/NAME")
+        refuse_sweep()
         self._hydra_context = hydra_context
         self._config = config
 

@@ -29,6 +29,7 @@ from training.parallel import group
 from training.parallel.group import FirstLostError, Group
 from training.parallel.ranks import RankLostError, Share
 from training.parallel.setup import Setup
+from training.tasks.causal_lm import CausalLM
 
 
 def at(run_dir: Path, step: int) -> Path:
@@ -75,6 +76,21 @@ def test_another_rank_that_fails_ends_the_run_which_is_not_saved(tmp_path: Path,
     assert "rank 1: error: IndexError" in capfd.readouterr().err
     # The step before is done on this rank, and perhaps in part on the other.
     assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_a_rank_that_uses_fewer_layers_is_told_so_and_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Rank 0 skips all layers in the second step, as dropped layers may be: it fetches nothing that the other meets."""
+    steps, loss_of = [], CausalLM.loss
+
+    def without_layers(self, model, batch):
+        steps.append(batch)
+        return loss_of(self, model, batch) if len(steps) == 1 else model.lm_head.weight.square().mean()
+
+    monkeypatch.setattr(CausalLM, "loss", without_layers)
+    keys = ("devices=2", "microbatches=1", "eval.every=null", "parallel.timeout_s=10")
+    with pytest.raises(RuntimeError, match=r"^rank 0 has come to the end of a step, rank 1 to the fetch of"):
+        run_ranks(tmp_path, *STREAMED, *keys, "checkpoint.every=null")
 
 
 def sharing(rank: int, folder: Path, count: int) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.training.helpers.in_process import composed
 from training.config.validation import check
 from training.errors import UserError
-from training.parallel.world import World, ranks_of_host, refuse_other_launchers, settle_devices
+from training.parallel.world import World, ranks_of_host, refuse_other_launchers, refuse_sweep, settle_devices
 
 
 @pytest.fixture
@@ -42,6 +42,15 @@ def test_a_process_that_others_call_the_only_one_is_alone(torchrun):
     assert World.of_environment() is None
     torchrun(TORCHELASTIC_RUN_ID="none")
     assert World.of_environment() == World(0, 1, 0, 1)
+
+
+def test_a_sweep_of_several_processes_is_refused(torchrun):
+    refuse_sweep()
+    torchrun(RANK=0, WORLD_SIZE=1, TORCHELASTIC_RUN_ID="none")
+    refuse_sweep()
+    torchrun(WORLD_SIZE=2)
+    with pytest.raises(UserError, match=r"^a sweep \(-m\) under torchrun, with 2 processes: .* give devices=2"):
+        refuse_sweep()
 
 
 def test_torchrun_tells_the_place(torchrun):

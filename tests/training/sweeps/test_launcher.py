@@ -44,6 +44,15 @@ def sweep(tmp_path_factory):
     return Sweep(process, directory)
 
 
+def test_a_sweep_under_torchrun_is_refused_before_its_first_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, value)
+    done = command_here("-m", "seed=1,2", f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: a sweep (-m) under torchrun, with 2 processes: leave torchrun out")
+    assert not (tmp_path / "sweep").exists()
+
+
 def test_every_job_has_a_fresh_process(sweep):
     jobs = [sweep.seen(number) for number in range(6)]
     assert len({job["pid"] for job in jobs} | {sweep.pid}) == 7
