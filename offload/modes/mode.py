@@ -210,8 +210,8 @@ class Mode:
     ) -> None:
         """Hides the updates of `optimizer` behind the step, where the mode has weights on the host.
 
-        `early`: updates may begin inside backward; in these gradients count in full, so `step` gets no other scale than
-        1, which would reach the rest alone. `device_share`: bytes of optimizer states that live on the device.
+        `early`: updates may begin inside backward; in these gradients count in full, so `step` refuses another scale
+        than 1, which would reach the rest alone. `device_share`: bytes of optimizer states that live on the device.
         `speculation`: where not `early`, updates begin inside backward all the same, and are undone if `step` has
         another scale than 1, or `skip` is called.
         """

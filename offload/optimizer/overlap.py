@@ -81,9 +81,15 @@ class Overlap:
     def offer_all(self, scale: float) -> None:
         """Starts the update of every unit that has gradients and was not updated in this step.
 
-        Raises RuntimeError inside `Mode.inference`, where copies in may be reading the weights.
+        Raises RuntimeError inside `Mode.inference`, where copies in may be reading the weights, and for another scale
+        than 1 where updates have begun without it.
         """
         self._streamer.check_weights_may_change()
+        if scale != 1.0 and self._speculative is None and self._optimizer.has_begun:
+            raise RuntimeError(
+                f"step(scale={scale:g}): updates of this step have begun inside backward, without it: let updates begin"
+                " after backward (early=False)"
+            )
         # Those of a `step` just before, without a step of the mode between: what `step` itself updates may be theirs.
         self._device.finish()
         if self._speculative is not None:

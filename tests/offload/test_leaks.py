@@ -61,7 +61,7 @@ def locks(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     return locks
 
 
-def steps(model, mode, optimizer, count: int, device: str) -> None:
+def steps(model, mode, optimizer, count: int, device: str, early: bool | None) -> None:
     """Runs steps with dropout, of two microbatches where the mode is layer-major."""
     microbatches = 2 if mode.footprint(model).layer_major else 1
 
@@ -70,7 +70,7 @@ def steps(model, mode, optimizer, count: int, device: str) -> None:
 
     for step in range(count):
         one_step(model, mode, step, microbatches=microbatches, inputs=inputs, norms=True)
-        optimizer.step(scale=0.5)
+        optimizer.step(scale=1.0 if early else 0.5)
         optimizer.zero_grad()
 
 
@@ -83,12 +83,12 @@ def test_steps_leave_nothing_behind(make: Callable, early: bool | None, device: 
         if early is not None:
             mode.overlap(optimizer, early, 2**16)
         tries = getattr(mode, "budget", None) == "auto"
-        steps(model, mode, optimizer, WARM_UP_OF_TRIALS if tries else WARM_UP, device)
+        steps(model, mode, optimizer, WARM_UP_OF_TRIALS if tries else WARM_UP, device, early)
         optimizer.finish()
         locked, host = dict(locks.ranges), mode.counters()
 
         def more_steps() -> None:
-            steps(model, mode, optimizer, STEPS, device)
+            steps(model, mode, optimizer, STEPS, device, early)
             optimizer.finish()
 
         assert_leaves_nothing(more_steps, objects=STEPS // 2, resident_bytes=TOLERANCE_BYTES)
@@ -114,7 +114,7 @@ def test_attaching_and_detaching_leave_nothing_behind(
             optimizer = host_adamw(model)
             if early is not None:
                 mode.overlap(optimizer, early, 2**16)
-            steps(model, mode, optimizer, 1, device)
+            steps(model, mode, optimizer, 1, device, early)
             undo()
         assert_given_back(model, device)
         assert locks.ranges == {}
