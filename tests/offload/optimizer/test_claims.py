@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from offload.modes.bounce_linear import BounceLinear
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.claims import Claim, update_elsewhere, update_in_place
 from offload.optimizer.formats import StateFormat
@@ -15,7 +16,9 @@ from offload.optimizer.kernels import FusedUpdate
 from offload.optimizer.operands import HyperParameters
 from offload.optimizer.states import StatePlacement
 from tests.offload.helpers.kernels import FEW
+from tests.offload.helpers.models import attached, with_copy
 from tests.offload.helpers.optimizers import OFF, SETTINGS, give_gradients, parameters, same, train
+from tests.offload.helpers.updates import Mixed, host_adamw, made, one_step
 
 
 def test_a_claim_is_applied_later_as_it_was_taken():
@@ -63,3 +66,24 @@ def test_an_update_elsewhere_gives_the_weight_that_one_in_place_writes(
     assert torch.equal(there, start)
     assert new.dtype == dtype
     assert torch.equal(new, here)
+
+
+def test_a_scale_that_comes_after_updates_is_refused_and_the_step_can_be_ended():
+    """It would reach the updates alone that have not begun."""
+    ours, theirs = with_copy(made(Mixed))
+    for model, early in ((ours, True), (theirs, False)):
+        mode = BounceLinear()
+        with attached(mode, model):
+            optimizer = host_adamw(model)
+            mode.overlap(optimizer, early)
+            for step in range(3):
+                one_step(model, mode, step)
+                if early and optimizer.has_begun:
+                    with pytest.raises(RuntimeError, match=r"^step\(scale=0\.5\): .* let updates begin after backward"):
+                        optimizer.step(scale=0.5)
+                assert optimizer.has_begun == (early and step > 0)
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.finish()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)

@@ -102,27 +102,6 @@ def test_one_layer_used_three_times_and_a_tied_head(early: bool):
     )
 
 
-def test_a_scale_that_comes_after_updates_is_refused_and_the_step_can_be_ended():
-    """It would reach the updates alone that have not begun."""
-    ours, theirs = with_copy(made(Mixed))
-    for model, early in ((ours, True), (theirs, False)):
-        mode = BounceLinear()
-        with attached(mode, model):
-            optimizer = host_adamw(model)
-            mode.overlap(optimizer, early)
-            for step in range(3):
-                one_step(model, mode, step)
-                if early and optimizer.has_begun:
-                    with pytest.raises(RuntimeError, match=r"^step\(scale=0\.5\): .* let updates begin after backward"):
-                        optimizer.step(scale=0.5)
-                assert optimizer.has_begun == (early and step > 0)
-                optimizer.step()
-                optimizer.zero_grad()
-            optimizer.finish()
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.slow
