@@ -359,7 +359,11 @@ def _silence_exit_handlers() -> None:
     report = sys.unraisablehook
 
     def report_others(failure: "sys.UnraisableHookArgs") -> None:
-        if not str(getattr(failure.object, "__module__", "")).startswith("wandb."):
+        module = getattr(failure.object, "__module__", "")
+        if failure.object is None and failure.exc_traceback is not None:
+            # Since Python 3.13 the handler itself is not given.
+            module = failure.exc_traceback.tb_frame.f_globals.get("__name__")
+        if not str(module).startswith("wandb."):
             report(failure)
 
     sys.unraisablehook = report_others
