@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.offload.helpers.open_files import open_files
 from tests.training.helpers.time_limit import time_limit
 from tests.training.helpers.yaml_bomb import BOMB
 from training.runs import bounded_files
@@ -78,12 +79,12 @@ def test_a_name_that_no_file_can_have(tmp_path: Path, name: str):
 def test_no_descriptor_is_left_open(tmp_path: Path):
     pipe(tmp_path / "pipe")
     (tmp_path / "file").write_text("{}")
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_files()
     for name in ("pipe", "file"):
         for read in READERS[1:]:
             with suppress(UnreadableError):
                 read(tmp_path / name)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert not open_files() - before
 
 
 @pytest.mark.parametrize("read", [read_bytes, read_json, read_yaml])

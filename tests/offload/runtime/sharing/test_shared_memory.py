@@ -18,6 +18,7 @@ from offload.runtime.sharing import shared_memory
 from offload.runtime.sharing.shared_memory import in_pages, share_memory
 from offload.runtime.sharing.sharers import NO_SHARERS
 from tests import ROOT
+from tests.offload.helpers.open_files import open_files
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers, homes_in_use
 
 
@@ -60,13 +61,13 @@ def test_the_file_has_no_name_and_is_its_user_s_alone(monkeypatch: pytest.Monkey
         return descriptor
 
     monkeypatch.setattr(shared_memory, "_made", watched)
-    descriptors = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     memory = share_memory(NO_SHARERS, 10)
     assert found == [(0o600, 0, os.getuid(), False)]
     # Python's mapping keeps one of its own.
-    assert len(os.listdir("/proc/self/fd")) == descriptors + 1
+    assert len(open_files() - before) == 1
     del memory
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert not open_files() - before
 
 
 def test_a_first_process_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch):
