@@ -131,6 +131,18 @@ def made(model: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> 
     return model().to(dtype)
 
 
+def decides_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the worker make the updates that it was offered before it knows whether they count, at any load."""
+    decide = UpdateWorker.decide
+
+    def decide_later(self, decision) -> None:
+        while self._coming or self._landed:
+            time.sleep(0.001)
+        decide(self, decision)
+
+    monkeypatch.setattr(UpdateWorker, "decide", decide_later)
+
+
 def sleepy(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.005) -> list[str]:
     """Makes the worker slow. Returns the names of the threads that made updates, in their order."""
     apply, threads = HostAdamW.apply, []

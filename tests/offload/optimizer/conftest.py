@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from offload.optimizer import kernel_choice, kernels
-from offload.optimizer.worker import UpdateWorker
+from tests.offload.helpers.updates import decides_in_time
 
 
 @pytest.fixture
@@ -20,11 +18,4 @@ def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the worker make the updates that it was offered before it knows whether they count, at any load."""
-    decide = UpdateWorker.decide
-
-    def decide_later(self, decision) -> None:
-        while self._coming or self._landed:
-            time.sleep(0.001)
-        decide(self, decision)
-
-    monkeypatch.setattr(UpdateWorker, "decide", decide_later)
+    decides_in_time(monkeypatch)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from offload.optimizer.overlap import Overlap
-from offload.optimizer.worker import UpdateWorker
+from tests.offload.helpers.updates import decides_in_time
 from tests.training.helpers.in_process import components_of, run_here
 from tests.training.helpers.results import content, curve
 from tests.training.parallel.conftest import RUN, run_ranks
@@ -44,14 +43,7 @@ def at(run_dir: Path, step: int) -> Path:
 @pytest.fixture(autouse=True)
 def rank_0_is_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets rank 0 make the updates that it was offered before it knows whether they count."""
-    decide = UpdateWorker.decide
-
-    def decide_later(self, decision) -> None:
-        while self._coming or self._landed:
-            time.sleep(0.001)
-        decide(self, decision)
-
-    monkeypatch.setattr(UpdateWorker, "decide", decide_later)
+    decides_in_time(monkeypatch)
 
 
 @pytest.fixture(scope="module")
