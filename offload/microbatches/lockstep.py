@@ -12,14 +12,14 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload.runtime.forward.random_state import RandomState
-from offload.runtime.forward.running_microbatch import running
+from offload.runtime.forward.running_microbatch import SideBySideError, running
 from offload.runtime.forward.saved_tensor_hooks import active_hooks
 from offload.runtime.streams.registry import Streams
 from offload.runtime.torch_internals import next_sequence_number
@@ -127,7 +127,9 @@ class Lockstep:
         for worker in self._workers:
             worker.aborted = True
             if worker.running is not None and not worker.ended:
-                self._resume(worker, 0)
+                # It ends by another error already.
+                with suppress(SideBySideError):
+                    self._resume(worker, 0)
             if worker.running is not None:
                 worker.running.result()
 

@@ -8,14 +8,15 @@ the value of the last that has written.
 That value may not be its last: a loss turns adapters off, calls the model, and turns them on again. The next microbatch
 has begun with adapters that are off then, which it would not one after another. So this is refused.
 
-So is a hook that a loss registers for its own forward: it would run in those of the others, which are under way.
+So is a hook that a loss registers for its own forward: it would run in those of the others, which are under way. A
+first forward may register hooks for good, as those of transformers do, on modules that no other has called yet.
 
 What else is inside of a value (a list that grows, a counter in another object) is not seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import nn
@@ -23,20 +24,25 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.runtime.forward.block_attributes import MISSING, changed
 from offload.runtime.forward.running_microbatch import SideBySideError
-from offload.runtime.torch_internals import newest_hook
+from offload.runtime.torch_internals import hook_numbers
 
 
 class ModuleAttributes:
     """The plain attributes of some modules, by microbatch."""
 
-    def __init__(self, modules: Iterable[nn.Module]):
-        self._modules = list(modules)
+    def __init__(self, modules: Iterable[nn.Module], entrances: Mapping[nn.Module, Collection[nn.Module]]):
+        """Takes the modules whose calls are told to `entered`, each with those that are called in it only."""
+        self._modules, self._entrances = list(modules), entrances
         self._attributes = [vars(module) for module in self._modules]
         # By the number of the module and the name of the attribute: the values, by microbatch. -1: that of before.
         self._written: dict[tuple[int, str], dict[int, object]] = {}
         # By the same: pairs of a microbatch that has written, and a later one that has begun a turn with its value.
         self._passed_on: dict[tuple[int, str], set[tuple[int, int]]] = {}
         self._begun: set[int] = set()
+        # Entrances that others than the first microbatch have called.
+        self._entered: set[nn.Module] = set()
+        # The hooks that the first microbatch has registered, and their modules.
+        self._new_hooks: list[tuple[nn.Module, int]] = []
         self._refused = False
 
     @contextmanager
@@ -44,7 +50,7 @@ class ModuleAttributes:
         """Surrounds a turn of a microbatch.
 
         Raises SideBySideError, once, if it changes a value that a later microbatch has had from it, and still has, or
-        leaves a new hook on a module while others have begun.
+        registers or removes a hook that others would find, or miss, otherwise.
         """
         self._show(microbatch)
         self._begun.add(microbatch)
@@ -63,9 +69,16 @@ class ModuleAttributes:
                 values[microbatch] = self._attributes[number].get(name, MISSING)
         for key in written:
             self._check_passed_on(microbatch, key)
-        # Where no other has begun, it may be one that a first forward registers for good.
-        if RemovableHandle.next_id > first_new and len(self._begun) > 1:
-            self._check_hooks(first_new)
+        if RemovableHandle.next_id > first_new:
+            self._check_new_hooks(microbatch, first_new)
+        for module, number in self._new_hooks:
+            if number not in hook_numbers(module):
+                self._refuse(f"a hook on a {type(module).__name__} is removed")
+
+    def entered(self, module: nn.Module, microbatch: int | None) -> None:
+        """Notes that `microbatch` calls an entrance; None: a recompute, which is of all of them."""
+        if microbatch:
+            self._entered.add(module)
 
     def end(self, count: int) -> None:
         """Leaves what the last of `count` microbatches would have left."""
@@ -80,10 +93,21 @@ class ModuleAttributes:
         if any(other not in self._written[key] for other in later):
             self._refuse(f"{name} of a {type(self._modules[number]).__name__} is changed twice")
 
-    def _check_hooks(self, first_new: int) -> None:
+    def _check_new_hooks(self, microbatch: int, first_new: int) -> None:
         for module in self._modules:
-            if newest_hook(module) >= first_new:
-                self._refuse(f"a hook on a {type(module).__name__} is registered")
+            for number in hook_numbers(module):
+                if number < first_new:
+                    continue
+                if microbatch > 0 or not self._only_first_called(module):
+                    self._refuse(f"a hook on a {type(module).__name__} is registered")
+                self._new_hooks.append((module, number))
+
+    def _only_first_called(self, module: nn.Module) -> bool:
+        """Returns False where another microbatch than the first has called `module`, or may have."""
+        if self._begun == {0}:
+            return True
+        entrances = [entrance for entrance, inside in self._entrances.items() if module in inside]
+        return bool(entrances) and self._entered.isdisjoint(entrances)
 
     def _refuse(self, what: str) -> None:
         # The other microbatches still have turns, in which they end.

@@ -122,6 +122,8 @@ class ShardOffload(WeightMode):
         self._one_by_one = False
         self._unchanged: WeightsSideBySide | None = None
         self._attributes: ModuleAttributes | None = None
+        # The modules at which microbatches may pause, each with those that are called in it only.
+        self._entrances: dict[nn.Module, set[nn.Module]] = {}
         self._not_begun: set[int] = set()
 
     @property
@@ -197,7 +199,7 @@ class ShardOffload(WeightMode):
             return super().accumulate(losses)
         self._resident_buffers = buffers_here(self._model)
         self._resident_shares.begin()
-        self._attributes = ModuleAttributes(self._model.modules())
+        self._attributes = ModuleAttributes(self._model.modules(), self._entrances)
         self._unchanged = weights = WeightsSideBySide(self._streamer.cut, self._streamer.is_pending)
         self._not_begun = set(range(len(losses)))
         try:
@@ -225,6 +227,7 @@ class ShardOffload(WeightMode):
         self._streamer.check_between_steps()
         while self._undo:
             self._undo.pop()()
+        self._entrances.clear()
         if self._boundary_swapper is not None:
             self._boundary_swapper.close()
         self._layer_major.close()
@@ -265,13 +268,17 @@ class ShardOffload(WeightMode):
         cut_points = self.chosen(model)
         places = {name: place for place, name in enumerate(dict.fromkeys(point.name for point in cut_points))}
         for point in cut_points:
-            entrance = WrappedForward(point.module, functools.partial(self._entered, places[point.name], point.deep))
+            self._entrances[point.module] = set(point.modules())
+            entrance = WrappedForward(point.module, functools.partial(self._entered, places[point.name], point))
             self._undo.append(entrance.remove)
 
-    def _entered(self, place: int, is_block: bool, forward: Callable, arguments: tuple, keywords: dict) -> object:
+    def _entered(self, place: int, point: CutPoint, forward: Callable, arguments: tuple, keywords: dict) -> object:
+        is_block = point.deep
         if is_block:
             # Before the checkpoint of the block, which not every version of torch leaves well under a transform.
             check_no_transform()
+        if self._attributes is not None:
+            self._attributes.entered(point.module, running_microbatch())
         self._layer_major.enter(place)
         # Outside the blocks nothing is computed again, so more than an input would be swapped.
         swaps = is_block and self._boundary_swapper is not None

@@ -206,13 +206,12 @@ def has_hooks_around_forward(module: nn.Module) -> bool:
     return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
-def newest_hook(module: nn.Module) -> int:
-    """Returns the number of the newest hook on forward or backward of `module`; -1 without one.
+def hook_numbers(module: nn.Module) -> set[int]:
+    """Returns the numbers of the hooks on forward and backward of `module`.
 
     `RemovableHandle.next_id` is the number of the next hook of all.
     """
-    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    return max((number for each in hooks for number in each), default=-1)
+    return {*module._forward_pre_hooks, *module._forward_hooks, *module._backward_pre_hooks, *module._backward_hooks}
 
 
 def sequence_number(node: torch.autograd.graph.Node) -> int:

@@ -305,13 +305,14 @@ def test_a_forward_of_distributed_data_parallel_is_seen(tmp_path: Path):
     assert not internals.is_in_data_parallel()
 
 
-def test_the_newest_hook_of_a_module_has_the_number_that_was_next():
+def test_the_hooks_of_a_module_have_the_numbers_that_were_next():
     layer = nn.Linear(1, 1)
-    assert internals.newest_hook(layer) == -1
-    for register in ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"):
-        number = RemovableHandle.next_id
-        getattr(layer, f"register_{register}")(lambda *_: None)
-        assert internals.newest_hook(layer) == number
+    assert internals.hook_numbers(layer) == set()
+    first, kinds = RemovableHandle.next_id, ("forward_pre", "forward", "full_backward_pre", "full_backward")
+    hooks = [getattr(layer, f"register_{kind}_hook")(lambda *_: None) for kind in kinds]
+    assert internals.hook_numbers(layer) == set(range(first, first + 4))
+    hooks[1].remove()
+    assert internals.hook_numbers(layer) == {first, first + 2, first + 3}
 
 
 def test_without_cuda_there_is_no_error_to_clear():

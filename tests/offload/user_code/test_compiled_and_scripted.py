@@ -199,5 +199,6 @@ def test_an_attached_model_is_not_scripted_or_exported_but_its_copy(make: Callab
     with under(mode, model):
         with pytest.raises(AttributeError, match=r"^the forward of \w+ is replaced by an offload mode .* a copy"):
             export(model)
-        export(copy.deepcopy(model))
+        # The copy's weights are where those of the mode are, on the host.
+        export(copy.deepcopy(model).to(stack_inputs(0, 0).device))
         train_step(model, mode)

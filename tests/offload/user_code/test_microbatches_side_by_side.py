@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -207,6 +208,16 @@ def with_terms_by_hooks(model: nn.Module, microbatch: int) -> torch.Tensor:
             hook.remove()
 
 
+def with_hooks_in_the_first(model: nn.Module, microbatch: int) -> torch.Tensor:
+    if microbatch:
+        return plain(model, microbatch)
+    hook = model.blocks[2].register_forward_hook(lambda *given: 2 * given[2])
+    try:
+        return plain(model, microbatch)
+    finally:
+        hook.remove()
+
+
 REFUSED = {
     function.__name__: function
     for function in (
@@ -219,6 +230,7 @@ REFUSED = {
         decaying,
         comparing_with_itself_in_eval,
         with_terms_by_hooks,
+        with_hooks_in_the_first,
     )
 }
 
@@ -240,6 +252,47 @@ def test_what_others_would_see_is_refused_once_and_then_runs_one_after_another(m
         return two_steps(REFUSED[name])(model, mode)
 
     same_as_resident(make, scenario)
+
+
+class Hooked(Stack):
+    """Registers hooks for good in its first forward, after its first layer, as models of transformers do."""
+
+    late = 2
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.stem(inputs)
+        for block in self.blocks[: self.late]:
+            hidden = block(hidden)
+        if not hasattr(self, "hooked"):
+            self.hooked = True
+            for block in self.blocks[self.late :]:
+                block.register_forward_hook(lambda *given: 2 * given[2])
+                block.up.register_forward_pre_hook(lambda *given: given[1][0] + 1)
+        for block in self.blocks[self.late :]:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("outside", ["resident", "stream"])
+@BOTH
+def test_hooks_that_a_first_forward_registers_for_good(make: Callable, outside: str):
+    same_as_resident(lambda: replace(make(), outside=outside), two_steps(plain), Hooked)
+
+
+@BOTH
+def test_an_error_of_one_is_not_hidden_by_what_others_do_as_they_end(make: Callable):
+    def loss(model: nn.Module, microbatch: int) -> torch.Tensor:
+        if microbatch:
+            raise ZeroDivisionError
+        model.eval()
+        try:
+            return plain(model, microbatch)
+        finally:
+            model.train()
+
+    model, mode = Stack(), make()
+    with under(mode, model), pytest.raises(ZeroDivisionError), mode.step():
+        mode.accumulate([partial(loss, model, microbatch) for microbatch in range(3)])
 
 
 @BOTH
