@@ -16,12 +16,12 @@ from offload.optimizer.adamw import HostAdamW
 from offload.runtime.byte_sizes import GIB
 from offload.runtime.streams import registry
 from offload.weights.streamer import WeightStreamer
-from tests.training.helpers.in_process import TINY_RUN, composed, run_here, signals_as_before
+from tests.training.helpers.in_process import TINY_RUN, components_of, composed, run_here, signals_as_before
 from training import build as build_module
 from training import components
-from training.build import build, place_states_in_spare_vram
+from training.build import build, build_optimizer, place_states_in_spare_vram
 from training.checkpoints.resuming import Checkpoint
-from training.components import STATES_OF_SPARE
+from training.components import STATES_OF_SPARE, acquired, attached
 from training.errors import UserError
 from training.loop import train
 from training.planning.fit import MisfitError
@@ -157,6 +157,24 @@ def test_model_and_mode_are_made_once(tmp_path: Path, monkeypatch: pytest.Monkey
     run_here(tmp_path, *JOB, "batch_size=6", f"microbatches={count}")
     # The second mode has no model: its knobs are checked before anything is built.
     assert sorted(made) == ["LayerStream", "LayerStream", "Llama"]
+
+
+@pytest.mark.parametrize(("given", "of_rank", "taken"), [("null", 5, 5), ("3", 5, 3), ("3", None, 3)])
+def test_updates_run_on_the_ranks_threads_unless_a_number_is_given(given: str, of_rank: int | None, taken: int):
+    components = components_of(*JOB, f"optimizer.threads={given}")
+    with acquired(components.device) as streams, attached(components, streams):
+        optimizer = build_optimizer(components, threads=of_rank)
+        assert optimizer.threads == taken
+        optimizer.leave_cores(1)
+        assert optimizer.threads == taken
+    assert components.config.optimizer.threads == (None if given == "null" else 3)
+
+
+@pytest.mark.parametrize("of_rank", [None, 2])
+def test_optimizers_of_torch_take_no_number_of_threads(of_rank: int | None):
+    components = components_of(*TINY_RUN, "offload=none", "optimizer=adamw")
+    with acquired(components.device) as streams, attached(components, streams):
+        assert isinstance(build_optimizer(components, threads=of_rank), torch.optim.Optimizer)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from omegaconf import DictConfig
 
 from offload import usable_cores
 from training.errors import UserError
@@ -20,6 +19,11 @@ class Seat:
 
     device: torch.device
     cores: int
+
+    @property
+    def update_threads(self) -> int:
+        """The threads that update on this rank, unless a number is given: one core is left to what computes."""
+        return max(self.cores - 1, 1)
 
 
 def take_seat(name: str, numa: str, world: World) -> Seat:
@@ -55,9 +59,3 @@ def share_cores(cores: int) -> int:
     cores = max(cores, 1)
     torch.set_num_threads(min(torch.get_num_threads(), cores))
     return cores
-
-
-def share_update_cores(config: DictConfig, cores: int) -> None:
-    """Makes the optimizer of this process update on its own part of the host's cores, unless a number was given."""
-    if "threads" in config.optimizer and config.optimizer.threads is None:
-        config.optimizer.threads = max(cores - 1, 1)

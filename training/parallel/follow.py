@@ -26,7 +26,7 @@ from training.config.construct import keys_under
 from training.evaluation.held_out import scores_of_parts
 from training.loop import run_share
 from training.optim import set_step
-from training.parallel.devices import share_update_cores, take_seat
+from training.parallel.devices import take_seat
 from training.parallel.group import FirstHungError, FirstLostError, Group
 from training.parallel.launch import HOST, START_S
 from training.parallel.setup import Setup
@@ -59,8 +59,8 @@ def main() -> int:
     schema.register()
     joined = None
     try:
-        joined, cores = join(world)
-        obey(joined, cores)
+        joined = join(world)
+        obey(joined)
     except FirstLostError:
         # Inside a step the others may wait for this rank's collectives until its process ends.
         if joined is not None and not joined.shares_homes:
@@ -83,8 +83,8 @@ def main() -> int:
     return 0
 
 
-def join(world: World) -> tuple[Group, int | None]:
-    """Connects with the other ranks; returns them, and the cores that are this rank's own if it chooses its threads.
+def join(world: World) -> Group:
+    """Connects with the other ranks, and returns them.
 
     Raises UserError if this rank's device is not there.
     """
@@ -97,17 +97,13 @@ def join(world: World) -> tuple[Group, int | None]:
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     setup = Setup().shared()
     seat = take_seat(setup.device, setup.numa, world)
-    return Group(seat.device, setup, host=world.host), seat.cores if setup.chooses_threads else None
+    return Group(seat.device, setup, host=world.host, update_threads=seat.update_threads)
 
 
-def obey(ranks: Group, cores: int | None) -> None:
+def obey(ranks: Group) -> None:
     """Builds this rank's part of the run, and carries out orders until the one to end. Raises FirstLostError."""
     match ranks.order():
         case ("build", config, invocation, speculation):
-            if cores is not None and "threads" in config.optimizer:
-                # In place of what rank 0 has chosen for its host.
-                config.optimizer.threads = None
-                share_update_cores(config, cores)
             with built(config, invocation, ranks, speculation) as job:
                 carry_out(job, ranks)
         case ("end",):
@@ -158,7 +154,7 @@ def built(
         attached(components, streams, ranks.sharers(components.shares_homes)) as model,
     ):
         fill_buffers(model)
-        optimizer = build_optimizer(components, speculation)
+        optimizer = build_optimizer(components, speculation, ranks.update_threads)
         schedule = build_schedule(config, optimizer)
         ranks.report()
         word, step = ranks.order()

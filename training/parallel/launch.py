@@ -60,7 +60,7 @@ def _joined(config: DictConfig, world: World | None, followers: Followers | None
     # Importing it takes time, and a run on one device needs nothing of it.
     import torch.distributed as dist
 
-    from training.parallel.devices import share_update_cores, take_seat
+    from training.parallel.devices import take_seat
     from training.parallel.group import Group
     from training.parallel.setup import Setup
 
@@ -70,18 +70,16 @@ def _joined(config: DictConfig, world: World | None, followers: Followers | None
         config.parallel.timeout_s,
         reduction=str(config.parallel.reduction),
         numa=str(config.parallel.numa),
-        chooses_threads=config.optimizer.get("threads") is None,
     )
     world = world or World.of_first(setup.devices)
     seat = take_seat(setup.device, setup.numa, world)
-    share_update_cores(config, seat.cores)
     if followers is None:
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("gloo", store=followers.store(), rank=0, world_size=setup.devices)
     try:
         of_followers = {} if followers is None else {"cause": followers.cause, "end_others": followers.kill}
-        group = Group(seat.device, setup.shared(), host=world.host, **of_followers)
+        group = Group(seat.device, setup.shared(), host=world.host, update_threads=seat.update_threads, **of_followers)
         yield group
         group.close()
     except BaseException:

@@ -16,8 +16,6 @@ class Setup:
     timeout_s: float = 600
     reduction: str = "ordered"
     numa: str = "auto"
-    chooses_threads: bool = True
-    """True: each rank chooses how many threads update, for its own host"""
 
     def shared(self) -> Setup:
         """Returns the setup of rank 0, on every rank."""

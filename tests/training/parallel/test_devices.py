@@ -9,7 +9,7 @@ from tests.training.helpers.in_process import composed
 from training.config.validation import check
 from training.errors import UserError
 from training.parallel import devices
-from training.parallel.devices import Seat, device_of, share_cores, share_update_cores, take_seat
+from training.parallel.devices import Seat, device_of, share_cores, take_seat
 from training.parallel.world import World
 
 
@@ -79,12 +79,5 @@ def test_threads_are_shared():
     assert (share_cores(0), torch.get_num_threads()) == (1, 1)
 
 
-def test_updates_take_the_rank_s_own_cores_unless_a_number_was_given():
-    config, _ = composed("optimizer=host_adamw")
-    share_update_cores(config, 8)
-    assert config.optimizer.threads == 7
-    share_update_cores(config, 2)
-    assert config.optimizer.threads == 7
-    config, _ = composed("optimizer=adamw")
-    share_update_cores(config, 8)
-    assert "threads" not in config.optimizer
+def test_one_core_of_a_rank_is_left_to_what_computes():
+    assert [Seat(torch.device("cpu"), cores).update_threads for cores in (1, 2, 8)] == [1, 1, 7]

@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.training.helpers.in_process import run_here
+from offload import usable_cores
+from tests.training.helpers.in_process import composed, run_here, signals_as_before
 from tests.training.helpers.results import content
 from tests.training.parallel.conftest import RUN, run_ranks
 from training.parallel.group import PATIENCE, Group
+from training.parallel.launch import connected
 from training.parallel.ranks import RankLostError
 from training.parallel.setup import Setup
 
@@ -33,6 +35,14 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks") / "one"
     run_here(folder, *RUN, "microbatches=2")
     return folder
+
+
+def test_the_threads_of_a_rank_are_not_written_into_the_configuration(tmp_path: Path):
+    """A run that repeats this one on one device would keep them."""
+    config, _ = composed(*RUN, "devices=2", "optimizer=host_adamw", run_dir=tmp_path)
+    with signals_as_before(), connected(config, None) as ranks:
+        assert ranks.update_threads == max(usable_cores() // 2 - 1, 1)
+    assert config.optimizer.threads is None
 
 
 @pytest.fixture(scope="module")
