@@ -21,7 +21,12 @@ PAIRS = [
     for column, mode in enumerate(MODES)
     if (row + column) % len(MODES) < HALF
 ]
-OTHERS = [(name, mode) for name in ARCHITECTURES for mode in MODES if (name, mode) not in PAIRS]
+OTHERS = [
+    pytest.param(name, mode, marks=pytest.mark.slow)
+    for name in ARCHITECTURES
+    for mode in MODES
+    if (name, mode) not in PAIRS
+]
 
 
 @pytest.fixture(autouse=True)
@@ -40,15 +45,9 @@ def test_every_architecture_meets_half_of_the_modes():
     assert min(shares.values()) >= len(ARCHITECTURES) * HALF // len(MODES) - HALF
 
 
-@pytest.mark.parametrize(("name", "mode"), PAIRS)
+@pytest.mark.parametrize(("name", "mode"), [*PAIRS, *OTHERS])
 def test_trains_as_it_does_resident(name: str, mode: str):
     """The stream checker also sees operations that read weights in host memory, which a GPU would refuse."""
-    check(name, mode)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "mode"), OTHERS)
-def test_trains_under_the_other_modes_too(name: str, mode: str):
     check(name, mode)
 
 

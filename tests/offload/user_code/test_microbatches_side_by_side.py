@@ -255,20 +255,18 @@ def test_what_others_would_see_is_refused_once_and_then_runs_one_after_another(m
 
 
 class Hooked(Stack):
-    """Registers hooks for good in its first forward, after its first layer, as models of transformers do."""
-
-    late = 2
+    """Registers hooks for good in its first forward, as models of transformers do, on the blocks that come next."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = self.stem(inputs)
-        for block in self.blocks[: self.late]:
+        for block in self.blocks[:2]:
             hidden = block(hidden)
         if not hasattr(self, "hooked"):
             self.hooked = True
-            for block in self.blocks[self.late :]:
+            for block in self.blocks[2:]:
                 block.register_forward_hook(lambda *given: 2 * given[2])
                 block.up.register_forward_pre_hook(lambda *given: given[1][0] + 1)
-        for block in self.blocks[self.late :]:
+        for block in self.blocks[2:]:
             hidden = block(hidden)
         return self.head(hidden)
 
