@@ -1,8 +1,8 @@
 """Updates units on a thread of the host, while the device computes the step.
 
-The worker chooses among the gradients that have landed: those of the unit that the next forward needs first. So the
-updates of a step are hidden behind its own backward and the next forward. They are exact: a unit is used after its own
-updates, and waits for no others.
+The worker chooses among the gradients that have landed: one whose memory backward waits for, or else those of the unit
+that the next forward needs first. So the updates of a step are hidden behind its own backward and the next forward.
+They are exact: a unit is used after its own updates, and waits for no others.
 """
 
 from __future__ import annotations
@@ -54,6 +54,11 @@ class _UnitUpdate:
 
     def has_landed(self) -> bool:
         return all(event.query() for event in self.landed)
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """The lower, the sooner it is to be made."""
+        return not any(isinstance(each, RingBlock) and each.is_wanted for each in self.read), self.first_use
 
     @property
     def is_over(self) -> bool:
@@ -265,7 +270,7 @@ class UpdateWorker:
                 ended.set()
 
     def _next(self) -> _UnitUpdate | None:
-        """Waits for the next update: of those that have landed, the one needed first. Returns None at the end."""
+        """Waits for the next update: of those that have landed, the one of lowest rank. Returns None at the end."""
         with self._changed:
             while not self._coming and not self._landed:
                 if self._closed:
@@ -279,7 +284,7 @@ class UpdateWorker:
                 self._landed.append(self._coming.popleft())
             if not self._landed:
                 self._landed.append(self._coming.popleft())
-            first = min(self._landed, key=lambda update: update.first_use)
+            first = min(self._landed, key=lambda update: update.rank)
             # Of those of one unit in the order of their offers: where steps follow at once, a parameter has several.
             self._current = next(update for update in self._landed if update.unit is first.unit)
             self._current.makes_trials = self._current.is_undecided

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,12 +86,13 @@ class PlannedUpdate:
         compact = components.dtype == torch.bfloat16 and components.state_format.master == "compact"
         each = DEVICE_UPDATE_BYTES[components.dtype] + (DEVICE_REMAINDER_BYTES if compact else 0)
         device_bytes = self.device_parameters * each
+        host_ms, left_share = host_parameters / rate * 1e3, self._left_share(components)
         return UpdateTimes(
-            host_ms=host_parameters / rate * 1e3,
+            host_ms=host_ms,
             device_ms=device_bytes / machine.device_gb_s / 1e6,
             begins="after" if not hides else "inside" if early or speculative_share else "at the end",
             inside_share=1.0 if early else speculative_share,
-            left_ms=self._left_share(components) * host_parameters / rate * 1e3,
+            left_ms=left_share * host_ms if left_share < 1 else math.inf,
         )
 
     def _left_share(self, components: Components) -> float:

@@ -18,9 +18,9 @@ from offload.runtime.streams.registry import Signal, Streams
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 
-# The ring has room for the gradients of this many of the largest units: one lands, one is updated, and one is between
-# the two.
-RING_UNITS = 3
+# The ring has room for the gradients of this many of the largest units: one is computed, one lands, one is updated, and
+# one is between these.
+RING_UNITS = 4
 # The least size, for small units: backward is queued no further ahead of the device than the ring has room.
 LEAST_RING_BYTES = 256 * 2**20
 
@@ -35,7 +35,7 @@ def gradient_ring_bytes(units: Sequence[OffloadUnit]) -> int:
 class RingBlock:
     """The bytes `start` to `end` of the ring, which hold one gradient. `tensor` has the parameter's shape and dtype.
 
-    `consumed` is set when the update has read it.
+    `consumed` is set when the update has read it. `is_wanted`: the host waits for that, so backward stands still.
     """
 
     tensor: torch.Tensor
@@ -43,6 +43,7 @@ class RingBlock:
     end: int
     name: str
     consumed: Signal | None = None
+    is_wanted: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -52,8 +53,9 @@ class GradientRing:
     """Gives out `memory` in the order in which gradients land, and takes it back in that order.
 
     A block that is given out belongs to the caller until it is `lent` to an update. Updates may end in any order: the
-    memory of one that ends early is free when those of older blocks have ended too. `wait_ms` is the time that the host
-    has waited for them.
+    memory of one that ends early is free when those of older blocks have ended too. So the block that the host waits
+    for `is_wanted`, and is updated before newer ones, which make no room: the device would run dry meanwhile. `wait_ms`
+    is the time that the host has waited.
     """
 
     def __init__(self, memory: HostBlock, streams: Streams):
@@ -98,6 +100,7 @@ class GradientRing:
 
     def _take_back(self) -> None:
         oldest, start = self._lent.popleft(), perf_counter()
+        oldest.is_wanted = True
         oldest.consumed.wait()
         self.wait_ms += (perf_counter() - start) * 1e3
         self._reuse(oldest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -53,10 +54,16 @@ def test_the_update_hides_behind_what_it_may(begins: str, host_ms: float, step_m
     assert times(phase(True, 100), phase(False, 200), begins=begins, host_ms=host_ms)[0] == step_ms
 
 
-@pytest.mark.parametrize(("left_ms", "step_ms"), [(0, 350), (30, 320), (80, 300)])
+@pytest.mark.parametrize(("left_ms", "step_ms"), [(0, 350), (25, 340), (80, 330), (math.inf, 300)])
 def test_backward_waits_for_updates_whose_gradients_have_no_room(left_ms: float, step_ms: float):
+    """What is left is of the units that forward needs first: their part of it, left_ms / host_ms, hides it."""
     found = times(phase(True, 100), phase(False, 200), begins="inside", host_ms=250, left_ms=left_ms)
     assert found[0] == step_ms
+
+
+def test_a_long_forward_hides_all_that_a_ring_leaves():
+    found = times(phase(True, 500), phase(False, 200), begins="inside", host_ms=250, left_ms=50)
+    assert found[0] == 700
 
 
 def test_of_several_microbatches_the_last_backward_hides_it():

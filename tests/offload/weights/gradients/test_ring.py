@@ -74,10 +74,16 @@ def test_a_block_has_shape_strides_and_dtype_of_its_parameter(streams: CheckedSt
 
 def test_the_host_waits_for_the_oldest_block_and_counts_the_time(streams: CheckedStreams, monkeypatch):
     ring, waited = ring_of(512, streams), []
-    signals = [consumed(streams) for _ in range(3)]
-    for signal in signals:
-        monkeypatch.setattr(signal, "wait", lambda signal=signal: waited.append(signals.index(signal)))
-        ring.lend(ring.block(tensor_of(256)), signal)
+    signals, blocks = [consumed(streams) for _ in range(3)], []
+
+    def wait(number: int) -> None:
+        assert [block.is_wanted for block in blocks] == [index <= number for index in range(len(blocks))]
+        waited.append(number)
+
+    for number, signal in enumerate(signals):
+        monkeypatch.setattr(signal, "wait", lambda number=number: wait(number))
+        blocks.append(ring.block(tensor_of(256)))
+        ring.lend(blocks[-1], signal)
     assert waited == [0]
     ring.block(tensor_of(512))
     assert waited == [0, 1, 2]
@@ -112,6 +118,6 @@ def test_the_ring_is_smaller_than_all_gradients_and_holds_every_one(monkeypatch:
     monkeypatch.setattr(ring, "LEAST_RING_BYTES", 5 * block)
     assert gradient_ring_bytes(units) == 5 * block
     monkeypatch.setattr(ring, "LEAST_RING_BYTES", 0)
-    assert gradient_ring_bytes(units) == 3 * block
+    assert gradient_ring_bytes(units) == 4 * block
     assert gradient_ring_bytes(units[:2]) == 2 * block
     assert gradient_ring_bytes([]) == 0
