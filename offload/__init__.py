@@ -32,6 +32,7 @@ too. Every other module may change without notice.
 - `HostAdamW`: AdamW for weights in host memory; `mode.overlap` hides its updates behind the steps. With a `Speculation`
   they begin inside backward also where gradients are clipped, and are undone exactly if they were.
 - `recompute`: activation checkpointing, called after `attach`, for blocks such as those of `find_blocks`.
+- `l2_norm`: that of a gradient, right for any number of elements on the CPU too.
 - `Counters`: bytes copied and times waited, from `mode.counters()`. `Footprint`: bytes of a mode before it is attached.
 - `Sharers`: processes of one host, each with a device, that share the homes of what streams: `mode.attach(model,
   streams, sharers)`, then `mode.divide(optimizer)`. `NO_SHARERS` is a process by itself. `ExchangeBoard`: their
@@ -77,6 +78,7 @@ from offload.runtime.errors import KnobError
 from offload.runtime.host_cores import usable_cores
 from offload.runtime.knobs import choice, explanations, in_range, knob
 from offload.runtime.memory.mapped_files import ChangedFileError, FileSpan, lies_in_file
+from offload.runtime.norms import l2_norm
 from offload.runtime.sharing.exchange_board import ExchangeBoard
 from offload.runtime.sharing.sharers import NO_SHARERS, SharerLostError, Sharers, meet
 from offload.runtime.streams.counters import Counters
@@ -119,6 +121,7 @@ __all__ = [
     "format_bytes",
     "in_range",
     "knob",
+    "l2_norm",
     "lies_in_file",
     "meet",
     "parse_bytes",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from offload import Mode
+from offload import Mode, l2_norm
 from training.batches import Batch, examples_in, split_into, uploaded
 from training.build import Job, RankJob, place_states_in_spare_vram
 from training.config.adapter import has_adapter
@@ -270,8 +270,7 @@ def gradient_norm(model: nn.Module, known: Mapping[nn.Parameter, Tensor]) -> flo
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None or parameter in known]
     norms = [known.get(parameter) for parameter in parameters]
     norms = [
-        torch.linalg.vector_norm(parameter.grad, dtype=torch.float32) if norm is None else norm
-        for parameter, norm in zip(parameters, norms, strict=True)
+        l2_norm(parameter.grad) if norm is None else norm for parameter, norm in zip(parameters, norms, strict=True)
     ]
     # Summed on the device if there is one, so that every mode gets the same sum.
     if not norms:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from offload import l2_norm
 from training.parallel.buckets import buckets
 
 # Gradients begin at multiples of this in a bucket, as tensors do in memory: kernels may add in another order elsewhere.
@@ -116,7 +117,7 @@ def reduce_gradients(
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
             if parameter.grad.device != device:
-                norms[parameter] = torch.linalg.vector_norm(view, dtype=torch.float32)
+                norms[parameter] = l2_norm(view)
             with torch.no_grad():
                 parameter.grad.copy_(view)
     return norms

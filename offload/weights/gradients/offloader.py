@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from offload.runtime.norms import l2_norm
 from offload.runtime.streams.deferred_free import DeferredFrees, PendingFree
 from offload.runtime.streams.registry import Stream
 from offload.runtime.streams.transfer import Transfer
@@ -154,7 +155,7 @@ class GradientOffloader:
             # stays on the device has the order of the parameter.
             same = gradient.stride() == tensor.host.stride()
             ordered = gradient if same else torch.empty_like(tensor.host, device=gradient.device).copy_(gradient)
-            tensor.norm = torch.linalg.vector_norm(ordered, dtype=torch.float32)
+            tensor.norm = l2_norm(ordered)
 
     def _fetch_and_add(self, batch: Sequence[Landing]) -> None:
         """Replaces these gradients by their sums with the earlier ones, made on the d2h stream.

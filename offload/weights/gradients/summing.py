@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from offload.runtime.norms import l2_norm
 from offload.runtime.sharing.sharers import Sharers
 from offload.runtime.streams.deferred_free import DeferredFrees, PendingFree
 from offload.runtime.streams.registry import Event
@@ -206,7 +207,7 @@ class GradientSum:
                 streams.writes(gather, buffer, "sum")
                 self._sharers.sum(buffer.tensor, f"the gradients of {unit}")
             for tensor, view in held.views.items():
-                tensor.norm = torch.linalg.vector_norm(view, dtype=torch.float32) if self._takes_norms else None
+                tensor.norm = l2_norm(view) if self._takes_norms else None
                 if tensor in kept:
                     streams.writes(gather, kept[tensor], "sum")
                     own = [view.view(-1)[part.start : part.stop] for part in self._own_elements(unit, tensor)]
