@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from offload import NO_SHARERS, Counters, Footprint, KnobError, Mode, Sharers, Streams
+from offload import NO_SHARERS, Counters, Footprint, KnobError, Mode, Sharers, Streams, l2_norm
 
 # What a module's own call does around its forward.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -131,7 +131,7 @@ class Peer(Mode):
 
 def norm_of(tensors: Sequence[Tensor]) -> float:
     """Returns the L2 norm of all numbers of `tensors`, computed in float32; 0 for none."""
-    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32).cpu() for tensor in tensors]
+    norms = [l2_norm(tensor).cpu() for tensor in tensors]
     return torch.linalg.vector_norm(torch.stack(norms)).item() if norms else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Draws the README's picture from measured values (docs/measurements.md): python -m docs.figures.draw_modes_7b."""
+"""Draws the modes at 16k tokens, from measured values (docs/measurements.md): python -m docs.figures.draw_modes_7b."""
 
 from __future__ import annotations
 

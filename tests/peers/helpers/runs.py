@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.training.helpers.in_process import TINY_RUN, components_of, run_here
 from training.errors import UserError
 
@@ -24,6 +27,17 @@ def skip_without(package: str) -> None:
 def curve(folder: Path, *overrides: str) -> list[tuple[float, float | None]]:
     """Returns loss and gradient norm of each step of a run."""
     run_here(folder, *EVERY_STEP, *overrides)
+    return _logged(folder)
+
+
+def curve_of_process(folder: Path, *overrides: str) -> list[tuple[float, float | None]]:
+    """Returns the same of a run in a process of its own, for a system that runs once in a process."""
+    arguments = [*EVERY_STEP, *overrides, f"hydra.run.dir={folder}"]
+    subprocess.run([sys.executable, "train.py", *arguments], cwd=ROOT, check=True, timeout=300)
+    return _logged(folder)
+
+
+def _logged(folder: Path) -> list[tuple[float, float | None]]:
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [(record["train/loss"], record.get("train/grad_norm")) for record in records if "train/loss" in record]
 
