@@ -132,7 +132,7 @@ class DeviceStates:
         self._forget()
 
     def end_step(self) -> None:
-        """Forgets updates, which are past: the device is idle."""
+        """Forgets updates, which are past: nothing is written home any more."""
         self._in_step = False
         self._forget()
 

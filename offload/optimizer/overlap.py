@@ -195,7 +195,7 @@ class Overlap:
             self.take_back()
 
     def end_step(self) -> None:
-        """Forgets the ends of updates on the device, which is idle."""
+        """Forgets the ends of updates on the device, which are past."""
         self._device.end_step()
 
     def counters(self) -> Counters:

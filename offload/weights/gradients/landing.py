@@ -135,12 +135,19 @@ class GradientLanding:
         self.final.end_step()
 
     def settle(self) -> None:
-        """Blocks the host until all gradients are readable, and nothing reads or writes the homes any more."""
+        """Blocks the host until all gradients are readable, and nothing is written home any more.
+
+        Compute may still be under way: the host prepares the next step meanwhile.
+        """
         self._send()
         self.offloader.release()
-        if self.sum is not None:
+        if self.sum is None:
+            written = self._streams.event()
+            written.record(self._streams.d2h)
+            written.synchronize()
+        else:
             self.sum.release()
-        self._streams.synchronize()
+            self._streams.synchronize()
         for unit in self._units:
             for tensor in unit.trained:
                 self._streams.reads(None, tensor, "the optimizer's update")

@@ -71,7 +71,7 @@ class Updates(Protocol):
         ...
 
     def end_step(self) -> None:
-        """Called when a step is over and the device is idle."""
+        """Called when a step is over and nothing is written home any more."""
         ...
 
     def counters(self) -> Counters:

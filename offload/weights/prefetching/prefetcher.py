@@ -82,7 +82,7 @@ class Prefetcher:
     def end_step(self) -> None:
         """Empties every slot, because the weights at home may change before the next step.
 
-        The caller waits for the device afterwards.
+        Blocks the host until no copy in reads them.
         """
         self._access_order.end()
         self._followed = self._latest = None

@@ -124,11 +124,7 @@ class SlotContents:
 
     def let_host_write(self) -> None:
         """Empties every slot, but for units with open windows, and blocks the host until it may change the weights."""
-        copied = self._streams.event()
-        # Before slots are released, for which h2d waits for compute.
-        copied.record(self._streams.h2d)
-        self.evict_all()
-        copied.synchronize()
+        self._empty_slots()
         for unit in [unit for unit in self._copied if not unit.open_windows]:
             if unit.written is not None:
                 unit.written.synchronize()
@@ -137,14 +133,21 @@ class SlotContents:
         self.unawaited.clear()
 
     def end_step(self) -> None:
-        """Empties every slot; the caller waits for the device afterwards."""
-        self.evict_all()
+        """Empties every slot, and blocks the host until no copy in reads a home; writes home are the caller's."""
+        self._empty_slots()
         self._copied.clear()
         self.unawaited.clear()
 
     def unawaited_copy(self, unit: OffloadUnit) -> list[Event]:
         """Returns the end of the last copy in of `unit`, if no stream has waited for it yet."""
         return [self.unawaited[unit]] if unit in self.unawaited else []
+
+    def _empty_slots(self) -> None:
+        copied = self._streams.event()
+        # Before slots are released, for which h2d waits for compute.
+        copied.record(self._streams.h2d)
+        self.evict_all()
+        copied.synchronize()
 
     def _release(self, slot: DeviceSlot) -> None:
         h2d = self._streams.h2d

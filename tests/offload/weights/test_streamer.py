@@ -13,8 +13,29 @@ from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.optimizer.kernels import FusedUpdate
+from offload.runtime.streams import registry
+from offload.runtime.streams.stream_checker import StreamOrderError
 from tests.offload.helpers.models import Shared, Stack, assert_same, attached, stack_inputs, tokens, train, with_copy
 from tests.offload.helpers.updates import host_adamw, one_step
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("mode", [BounceLinear(slots=2), LayerStream(slots=2)], ids=lambda mode: type(mode).__name__)
+def test_the_host_does_not_wait_for_compute_at_the_end_of_a_step(mode, trains: bool):
+    """So it can give compute the next step meanwhile; the stream checker sees that it has waited for the homes."""
+    model, streams = Stack(), registry.acquire("cpu")
+    model.blocks.requires_grad_(trains)
+    with attached(mode, model):
+        for _ in range(2):
+            last = nn.Identity()
+            with mode.step():
+                model(stack_inputs(0, 0)).square().mean().backward()
+                streams.writes(streams.compute, last, "the end of backward")
+            with pytest.raises(StreamOrderError, match="the end of backward"):
+                streams.reads(None, last, "a read on the host")
+            for parameter in model.parameters():
+                parameter.grad = None
+    registry.release(streams)
 
 
 def test_two_forwards_before_one_backward_and_an_evaluation_in_between():
