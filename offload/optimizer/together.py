@@ -50,7 +50,7 @@ def in_two(claims: Iterable[Claim], elsewhere: Container[Tensor]) -> tuple[list[
         fits = 0 < parameter.numel() <= largest[kind] and parameter.is_contiguous() and gradient.is_contiguous()
         (together if fits and parameter not in elsewhere else alone).append(claim)
     # The second of two that share memory is updated from what the first has become.
-    if together and _share_memory(claim.parameter for claim in claims):
+    if together and _share_memory([claim.parameter for claim in claims]):
         return claims, []
     return alone, together
 
@@ -80,8 +80,8 @@ def update_together(claims: Iterable[Claim], begin: Callable[[list[Tensor]], lis
         _update(group[start:], begin, scale)
 
 
-def _share_memory(parameters: Iterable[Tensor]) -> bool:
-    spans = sorted((parameter.data_ptr(), parameter.nbytes) for parameter in parameters)
+def _share_memory(parameters: list[Tensor]) -> bool:
+    spans = sorted([(parameter.data_ptr(), parameter.nbytes) for parameter in parameters])
     return any(start + size > following for (start, size), (following, _) in pairwise(spans))
 
 
