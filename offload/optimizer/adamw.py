@@ -224,14 +224,13 @@ class HostAdamW(torch.optim.AdamW):
         hyperparameters = [hyperparameters_of(group) for group in self.param_groups]
         claims = []
         for parameter in dict.fromkeys(parameters):
-            gradient = (released or {}).get(parameter, parameter.grad)
-            if gradient is None or parameter in self._claimed or parameter not in self._group_of:
+            gradient = parameter.grad if released is None else released.get(parameter, parameter.grad)
+            if gradient is None or parameter in self._claimed or (group := self._group_of.get(parameter)) is None:
                 continue
             if gradient.layout is not torch.strided:
                 raise ValueError("AdamW takes no sparse gradients: build the embedding with sparse=False")
-            settings = hyperparameters[self._group_of[parameter]]
-            claims.append(Claim(parameter, gradient, settings, self.format, self._noise_seeds[parameter]))
-        self._claimed.update(claim.parameter for claim in claims)
+            claims.append(Claim(parameter, gradient, hyperparameters[group], self.format, self._noise_seeds[parameter]))
+        self._claimed.update([claim.parameter for claim in claims])
         return claims
 
     def release(self, claims: Iterable[Claim]) -> None:
@@ -246,10 +245,10 @@ class HostAdamW(torch.optim.AdamW):
         """
         # Around all of them: copies between layouts use torch's threads too.
         with torch_threads(self.threads):
-            alone, together = in_two(claims, self.is_elsewhere)
+            alone, together = in_two(claims, self._placement.placed)
             for claim in alone:
                 self._apply(claim, scale)
-            update_together([(claim, self.begin_update(claim.parameter)) for claim in together], scale)
+            update_together(together, self.begin_updates, scale)
 
     @torch.no_grad()
     def apply_on_device(self, claim: Claim, gradient: Tensor, scale: float = 1.0) -> list[tuple[Tensor, Tensor]]:
@@ -356,18 +355,19 @@ class HostAdamW(torch.optim.AdamW):
             return
         state = self.begin_update(parameter)
         kernel = self.kernel if parameter.device.type == "cpu" else FusedUpdate()
-        slices = self._shared.slices(parameter) if is_shared else None
-        update_in_place(claim, state, kernel, scale, slices)
+        update_in_place(claim, state, kernel, scale, self._shared.slices(parameter) if is_shared else None)
 
     def begin_update(self, parameter: Tensor) -> State:
         """Counts an update that is about to be made; returns the parameter's state."""
-        state = self.state[parameter]
-        self._owner(parameter).prepare(parameter, state)
-        state["step"] += 1
-        # The kernels that write the weight themselves do not raise its version.
-        torch.autograd.graph.increment_version(parameter)
-        self._placement.note_update(parameter)
-        return state
+        return self.begin_updates([parameter])[0]
+
+    def begin_updates(self, parameters: list[Tensor]) -> list[State]:
+        """Counts updates that are about to be made, of parameters of one device; returns the parameters' states."""
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            self._owner(parameter).prepare(parameter, state)
+        self._placement.count_updates(parameters, states)
+        return states
 
     def own_parts(self, parameter: Tensor) -> Sequence[range]:
         """Returns the ranges of elements of a parameter's flat form that this process updates: all, or its slices."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from offload.optimizer.formats import MASTER_NAMES, StateFormat
 from offload.runtime.byte_sizes import GIB
 from offload.runtime.memory.host_bytes import free_host_bytes
+from offload.runtime.torch_internals import add_to_each
 
 WEIGHT = "weight"
 
@@ -57,30 +58,46 @@ class StatePlacement:
     """Makes and moves the states of parameters: beside the parameter, or on the device where `place` puts them.
 
     A parameter that was written since its last update counts as it is then, its copy is made anew. But a weight with a
-    float32 master is overwritten by that.
+    float32 master is overwritten by that. `placed` has the devices of the states that `place` has moved.
     """
 
     def __init__(self, format: StateFormat):
         self._format = format
-        self._placed: dict[Tensor, torch.device] = {}
+        self.placed: dict[Tensor, torch.device] = {}
+        # The names of the tensors in the state of a parameter, by its dtype.
+        self._names: dict[torch.dtype, frozenset[str]] = {}
         # The versions of parameters at which their copies were last equal to them.
         self._versions: dict[Tensor, tuple[int, int]] = {}
 
     def place(self, parameter: Tensor, state: State, device: torch.device) -> None:
         """Moves the parameter's state to `device`, and keeps it there from now on."""
-        self._placed[parameter] = device
+        self.placed[parameter] = device
         state |= {name: tensor.to(device) for name, tensor in state.items()}
 
     def is_placed(self, parameter: Tensor) -> bool:
-        return parameter in self._placed
+        return parameter in self.placed
 
     def device_of(self, parameter: Tensor) -> torch.device:
         """Returns the device of the parameter's state."""
-        return self._placed.get(parameter, parameter.device)
+        return self.placed.get(parameter, parameter.device)
 
     def prepare(self, parameter: Tensor, state: State) -> None:
         """Makes the missing tensors of the parameter's state, and a copy of the weight that is outdated."""
-        for name, (dtype, shape) in self._format.tensors(parameter.dtype, parameter.shape).items():
+        names = self._names.get(parameter.dtype)
+        if names is None or not names <= state.keys():
+            self._complete(parameter, state)
+        if needs_copy(parameter, self._format, parameter in self.placed):
+            if WEIGHT not in state:
+                state[WEIGHT] = self._memory(parameter, parameter.shape, parameter.dtype)
+                self._versions.pop(parameter, None)
+            if self._versions.get(parameter) != version_and_address(parameter):
+                state[WEIGHT].copy_(parameter.detach())
+                self.note_update(parameter)
+
+    def _complete(self, parameter: Tensor, state: State) -> None:
+        tensors = self._format.tensors(parameter.dtype, parameter.shape)
+        self._names[parameter.dtype] = frozenset(tensors)
+        for name, (dtype, shape) in tensors.items():
             if name not in state:
                 # Written, not merely promised as by torch.zeros, so that memory that is missing is missed now.
                 memory = self._memory(parameter, shape, dtype).zero_()
@@ -88,12 +105,14 @@ class StatePlacement:
                     memory.copy_(parameter.detach())
                 # Last, so that an interrupt leaves no master of zeros.
                 state[name] = memory
-        if needs_copy(parameter, self._format, self.is_placed(parameter)):
-            if WEIGHT not in state:
-                state[WEIGHT] = self._memory(parameter, parameter.shape, parameter.dtype)
-                self._versions.pop(parameter, None)
-            if self._versions.get(parameter) != version_and_address(parameter):
-                state[WEIGHT].copy_(parameter.detach())
+
+    def count_updates(self, parameters: list[Tensor], states: list[State]) -> None:
+        """Counts updates that are about to be made, of parameters of one device with these states, in few calls."""
+        add_to_each([state["step"] for state in states], 1)
+        # The kernels that write the weight themselves do not raise its version.
+        torch.autograd.graph.increment_version(parameters)
+        for parameter, state in zip(parameters, states, strict=True):
+            if WEIGHT in state:
                 self.note_update(parameter)
 
     def note_update(self, parameter: Tensor) -> None:

@@ -96,8 +96,14 @@ overload_name = attrgetter("_overloadname")
 # tile of a parameter.
 fused_adamw_ = torch._fused_adamw_
 
-# (tensors, number) -> list of products, by one call of a kernel.
+# Each by one call of a kernel for many tensors. (tensors, number) -> list of products; (tensors, number), which adds in
+# place; (targets, sources), which copies, between dtypes too.
 scaled_tensors = torch._foreach_mul
+add_to_each = torch._foreach_add_
+copy_each = torch._foreach_copy_
+
+# (flat tensor, tensors) -> list of views of it, one behind the other, of the shapes of the tensors.
+views_of_flat = torch._C._nn.unflatten_dense_tensors
 
 # A context that changes nothing. One serves everywhere: a step enters thousands.
 AS_IT_IS = nullcontext()

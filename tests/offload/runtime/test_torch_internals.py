@@ -216,6 +216,25 @@ def test_the_fused_adamw_kernel_makes_the_step_of_torch_s_optimizer():
     assert torch.equal(weight, expected)
 
 
+def test_operations_on_many_tensors_change_each_as_one_alone():
+    tensors = [torch.tensor(1.0), torch.arange(3.0), torch.full((2, 2), 0.3)]
+    assert all(map(torch.equal, internals.scaled_tensors(tensors, 0.37), [tensor * 0.37 for tensor in tensors]))
+    copies = [torch.empty_like(tensor, dtype=torch.bfloat16) for tensor in tensors]
+    internals.copy_each(copies, tensors)
+    assert all(map(torch.equal, copies, [tensor.bfloat16() for tensor in tensors]))
+    expected = [tensor + 1 for tensor in tensors]
+    internals.add_to_each(tensors, 1)
+    assert all(map(torch.equal, tensors, expected))
+
+
+def test_views_of_a_flat_tensor_lie_one_behind_the_other_in_the_shapes_of_others():
+    flat, shapes = torch.arange(8), [torch.Size(()), torch.Size((2, 3)), torch.Size((1,))]
+    views = internals.views_of_flat(flat, [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes])
+    assert [view.shape for view in views] == shapes
+    assert [view.data_ptr() - flat.data_ptr() for view in views] == [0, 8, 56]
+    assert views[1].tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
 def test_a_dispatch_mode_sees_every_operation_with_its_overload():
     seen = []
 
