@@ -152,21 +152,10 @@ def _update(
     if masters is not None:
         masters = _at(masters, index, is_aligned)
 
-    step = tl.load(step_at).to(tl.int64)
-    row = tl.maximum(tl.minimum(step, steps), 1) - 1
-    # Triton's minus is a subtraction from 0, in which a zero loses its sign.
-    minus_step_size = (lr / tl.load(table + row)).to(tl.float32) * -1.0
-    correction = tl.load(table + steps + row).to(tl.float32)
-    key = _mix(step.to(tl.uint32) ^ seed.to(tl.uint32, bitcast=True))
-    place = (first + index).to(tl.uint32) ^ key
-
+    # Before the first division, because the compiler moves no read across one: so all of them are under way at once.
     g = _read(gradients, inside) * scale
     m = _read(exp_avgs, inside)
     v = _read(exp_avg_sqs, inside)
-    m = tl.fma(towards, g - m, tl.where(lerp < 0.5, m, g))
-    v = tl.fma(rest2 * g, g, v * beta2)
-    change = tl.div_rn(minus_step_size * m, tl.div_rn(tl.sqrt_rn(v), correction) + eps)
-
     value = _read(masters if master == "fp32" else weights, inside)
     if master == "kahan":
         value = value + _read(masters, inside)
@@ -176,6 +165,18 @@ def _update(
         # A negative remainder under a zero is outdated.
         rest = tl.where(((bits & 0x7FFFFFFF) == 0) & (rest < 0), 0, rest)
         value = (bits + rest.to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
+
+    step = tl.load(step_at).to(tl.int64)
+    row = tl.maximum(tl.minimum(step, steps), 1) - 1
+    # Triton's minus is a subtraction from 0, in which a zero loses its sign.
+    minus_step_size = (lr / tl.load(table + row)).to(tl.float32) * -1.0
+    correction = tl.load(table + steps + row).to(tl.float32)
+    key = _mix(step.to(tl.uint32) ^ seed.to(tl.uint32, bitcast=True))
+    place = (first + index).to(tl.uint32) ^ key
+
+    m = tl.fma(towards, g - m, tl.where(lerp < 0.5, m, g))
+    v = tl.fma(rest2 * g, g, v * beta2)
+    change = tl.div_rn(minus_step_size * m, tl.div_rn(tl.sqrt_rn(v), correction) + eps)
     value = value * decay + change
 
     if master == "own":
