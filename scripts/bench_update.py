@@ -1,4 +1,4 @@
-"""Measures the AdamW update on the host in 10^9 parameters/s, for each kernel and number of threads.
+"""Measures the AdamW update in 10^9 parameters/s, on the host for each kernel and number of threads, and on a GPU.
 
     python scripts/bench_update.py
     python scripts/bench_update.py --threads 8 13 15 --master compact stochastic --state-dtype fp32 bf16 int8
@@ -28,7 +28,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from offload.optimizer.formats import MASTER_DTYPES, ROUNDINGS, STATE_DTYPES, StateFormat
-from offload.optimizer.kernel_choice import sample
+from offload.optimizer.kernel_check import copied_to
+from offload.optimizer.kernel_choice import sample, update_on, updates_alone
 from offload.optimizer.kernels import FusedUpdate, UpdateKernel
 from offload.optimizer.kernels import torch_threads as threads_of_torch
 from offload.optimizer.native_kernel import NativeUpdate, native_library
@@ -110,6 +111,8 @@ def main() -> None:
         format = StateFormat(master, state_dtype, options.state_rounding)
         print(f"master {master}, moments {state_dtype}, {format.update_bytes:.1f} bytes a parameter", flush=True)
         measure_format(format, options)
+        if torch.cuda.is_available():
+            measure_on_gpu(format, options, torch.device("cuda", 0))
 
 
 def measure_format(format: StateFormat, options: argparse.Namespace) -> None:
@@ -140,6 +143,21 @@ def measure_format(format: StateFormat, options: argparse.Namespace) -> None:
         with threads_of_torch(threads):
             seconds = seconds_of(functools.partial(target.copy_, source), options.repeats)
         print(f"{threads:3d} threads  copy      {2 * nbytes / seconds / 1e9:22.1f} GB/s", flush=True)
+
+
+def measure_on_gpu(format: StateFormat, options: argparse.Namespace, device: torch.device) -> None:
+    """Prints a row for each kernel; the bytes of torch's are more than those that GB/s count."""
+    operands, step = copied_to(sample(format, options.parameters), device, shift=0), torch.ones((), device=device)
+    chosen = update_on(device, threads=1, compile="triton", format=format)
+    for kernel in (FusedUpdate(), chosen) if updates_alone(chosen) else (chosen,):
+
+        def update(kernel: UpdateKernel = kernel) -> None:
+            kernel(operands, step, SETTINGS)
+            torch.cuda.synchronize(device)
+
+        rate = options.parameters / seconds_of(update, options.repeats)
+        row = f"{kernel.name:8s}  {rate / 1e9:5.2f} Gparam/s  {rate * format.update_bytes / 1e9:6.1f} GB/s"
+        print(f"        GPU  {row}", flush=True)
 
 
 def measure_undoing(kernel: UpdateKernel, format: StateFormat, operands: Operands, threads: int, repeats: int) -> None:

@@ -12,8 +12,8 @@ from offload.optimizer.claims import Claim, update_elsewhere, update_in_place
 from offload.optimizer.conversions import copy_state
 from offload.optimizer.deferral import Deferral
 from offload.optimizer.formats import StateFormat
-from offload.optimizer.kernel_choice import fastest_update
-from offload.optimizer.kernels import FusedUpdate, UpdateKernel, torch_threads
+from offload.optimizer.kernel_choice import fastest_update, update_on, updates_alone
+from offload.optimizer.kernels import UpdateKernel, torch_threads
 from offload.optimizer.param_groups import check_group, check_settings, decay_groups, hyperparameters_of
 from offload.optimizer.rounding import noise_seed
 from offload.optimizer.shared_states import SharedStates
@@ -65,7 +65,7 @@ class HostAdamW(torch.optim.AdamW):
         speculate: "on" lets a mode that overlaps the updates begin them inside backward where gradients may still be
             clipped, and undo them exactly if they are (`offload.optimizer.speculation`). "auto" does so while steps are
             not clipped, "off" never. No number depends on it.
-        compile: "auto" takes the fastest kernel of the host, "off" torch's own (see `fastest_update`).
+        compile: "auto" takes the host's fastest kernel, "off" torch's, "triton" one for GPUs too (`update_on`).
 
     Raises KnobError for a setting out of range.
     """
@@ -94,7 +94,7 @@ class HostAdamW(torch.optim.AdamW):
     ):
         self.format = StateFormat(master, state_dtype, state_rounding)
         one_of("speculate", speculate, "auto", "on", "off")
-        one_of("compile", compile, "auto", "off")
+        one_of("compile", compile, "auto", "off", "triton")
         one_of("gradients", gradients, "auto", "keep", "release")
         if threads is not None and threads not in range(1, MAX_THREADS + 1):
             raise KnobError("threads", threads, f"must be at least 1 and at most {MAX_THREADS}, or null to choose")
@@ -117,10 +117,9 @@ class HostAdamW(torch.optim.AdamW):
             # Compiled and measured now, and not in the first step.
             fastest_update(self.threads, compile, self.format)
 
-    @property
-    def kernel(self) -> UpdateKernel:
-        """The kernel that updates host parameters."""
-        return fastest_update(self.threads, self._compile, self.format)
+    def kernel_on(self, device: torch.device) -> UpdateKernel:
+        """Returns the kernel that updates states on `device`."""
+        return update_on(device, self.threads, self._compile, self.format)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, or the two of `decay_groups`. Raises ValueError, adding nothing, where `check_group` does."""
@@ -246,6 +245,8 @@ class HostAdamW(torch.optim.AdamW):
         # Around all of them: copies between layouts use torch's threads too.
         with torch_threads(self.threads):
             alone, together = in_two(claims, self._placement.placed)
+            if any(updates_alone(self.kernel_on(device)) for device in {claim.parameter.device for claim in together}):
+                alone, together = [*alone, *together], []
             for claim in alone:
                 self._apply(claim, scale)
             update_together(together, self.begin_updates, scale)
@@ -257,7 +258,7 @@ class HostAdamW(torch.optim.AdamW):
         Where the parameter is shared, `gradient` has this process's slices, one behind the other (1-D). Returns pairs
         of a place at home and the new weight for it on the device, alike in shape and dtype.
         """
-        parameter, kernel = claim.parameter, FusedUpdate(self.threads)
+        parameter, kernel = claim.parameter, self.kernel_on(self._owner(claim.parameter).device_of(claim.parameter))
         state = self.begin_update(parameter)
         if self._is_shared(parameter):
             return self._shared.update_placed(claim, state, gradient, kernel, scale)
@@ -321,8 +322,7 @@ class HostAdamW(torch.optim.AdamW):
         State of torch's own AdamW loads too, and ours loads there. A master that the state lacks, or that torch has
         carried along, is made at the next update from the parameter: so load the weights before that.
 
-        Raises ValueError for state of another model, and for settings that are not supported here; nothing is loaded
-        then.
+        Raises ValueError for state of another model, or for settings that are not supported; nothing is loaded then.
         """
         self.finish()
         for group in state_dict["param_groups"]:
@@ -354,7 +354,7 @@ class HostAdamW(torch.optim.AdamW):
                 home.copy_(weight)
             return
         state = self.begin_update(parameter)
-        kernel = self.kernel if parameter.device.type == "cpu" else FusedUpdate()
+        kernel = self.kernel_on(parameter.device)
         update_in_place(claim, state, kernel, scale, self._shared.slices(parameter) if is_shared else None)
 
     def begin_update(self, parameter: Tensor) -> State:

@@ -1,4 +1,8 @@
-"""Chooses the kernel of the host's updates: the faster of torch's and the C loop, measured once a process."""
+"""Chooses the kernels of updates.
+
+That of the host is the faster of torch's and the C loop, measured once a process; that of a GPU is torch's or,
+where that was asked for and a check finds that its numbers are the host's, the Triton kernel.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import torch
 
 from offload.optimizer.block_quantise import scales_for
 from offload.optimizer.formats import StateFormat
+from offload.optimizer.kernel_check import CheckedUpdate, LimitedUpdate
 from offload.optimizer.kernels import FusedUpdate, UpdateKernel
 from offload.optimizer.native_kernel import NativeUpdate, native_library
 from offload.optimizer.operands import HyperParameters, Operands
@@ -26,12 +31,12 @@ logger = logging.getLogger(__name__)
 def fastest_update(threads: int, compile: str = "auto", format: StateFormat = StateFormat()) -> UpdateKernel:  # noqa: B008
     """Returns the faster of the two kernels on `threads` cores of this host, measured once a process.
 
-    `compile`: "auto" compiles the C loop for `format`, in about a second, and measures; where there is no compiler, or
-    it fails, the fused kernel is taken. "off" takes that at once. Both kernels round alike, but for the last elements
-    of a tensor whose length is no multiple of the processor's vectors.
+    The C loop is compiled for `format`, in about a second, and measured; where there is no compiler, or it fails, the
+    fused kernel is taken. `compile="off"` takes that at once. Both kernels round alike, but for the last elements of a
+    tensor whose length is no multiple of the processor's vectors.
     """
     fused = FusedUpdate(threads)
-    library = native_library(format) if compile == "auto" else None
+    library = native_library(format) if compile != "off" else None
     if library is None:
         return fused
     candidates = [NativeUpdate(library, threads), fused]
@@ -39,6 +44,50 @@ def fastest_update(threads: int, compile: str = "auto", format: StateFormat = St
     rates = ", ".join(f"{kernel.name} {SAMPLE / seconds[kernel.name] / 1e9:.2f}" for kernel in candidates)
     logger.debug("AdamW of %s on %d threads, G parameters/s: %s", format, threads, rates)
     return min(candidates, key=lambda kernel: seconds[kernel.name])
+
+
+def update_on(
+    device: torch.device,
+    threads: int,
+    compile: str = "auto",
+    format: StateFormat = StateFormat(),  # noqa: B008
+) -> UpdateKernel:
+    """Returns the kernel that updates states on `device`: on the host `fastest_update`.
+
+    On a GPU, where `compile` is "triton", the Triton kernel updates what it supports, if it has the numbers of the
+    host's kernel (`CheckedUpdate`). Else torch's kernel does.
+    """
+    if device.type == "cpu":
+        return fastest_update(threads, compile, format)
+    if device.type != "cuda" or compile != "triton" or format.state_dtype == "int8":
+        return FusedUpdate()
+    return _checked_update(device, format)
+
+
+def updates_alone(kernel: UpdateKernel) -> bool:
+    """Tells whether the numbers of `kernel` are not those of torch's, which alone takes many parameters in one call."""
+    return isinstance(kernel, CheckedUpdate)
+
+
+@functools.cache
+def _checked_update(device: torch.device, format: StateFormat) -> UpdateKernel:
+    fused = FusedUpdate()
+    try:
+        kernel = _triton_update()
+    except Exception as error:  # A Triton for another torch raises errors of any class.
+        reason = " ".join(str(error).split())
+        logger.warning("updates on %s take torch's kernel, which is slower: Triton cannot be used: %s", device, reason)
+        return fused
+    library = native_library(format)
+    reference = FusedUpdate(threads=1) if library is None else NativeUpdate(library, threads=1)
+    return CheckedUpdate(kernel, reference, fused, device)
+
+
+def _triton_update() -> LimitedUpdate:
+    # Torch's builds for the CPU have no Triton.
+    from offload.optimizer.triton_kernel import TritonUpdate
+
+    return TritonUpdate()
 
 
 def sample(format: StateFormat, count: int) -> Operands:

@@ -245,7 +245,7 @@ class SpeculativeUpdates:
 
     @staticmethod
     def _kernel_of(optimizer: HostAdamW) -> ReversibleUpdate:
-        return reversible(optimizer.kernel, optimizer.format, optimizer.threads)
+        return reversible(optimizer.kernel_on(torch.device("cpu")), optimizer.format, optimizer.threads)
 
 
 def can_undo(optimizer: HostAdamW, parameter: Tensor) -> bool:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from offload.optimizer.formats import StateFormat
 from offload.optimizer.native_kernel import native_library
@@ -34,3 +35,11 @@ def test_prints_a_rate_for_each_format_kernel_and_number_of_threads():
         (threads, kernel) for threads in "12" for kernel in (*kernels, "copy")
     ] * 4
     assert run.stderr == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_prints_a_rate_for_each_kernel_of_a_gpu():
+    command = [sys.executable, str(SCRIPT), "--threads", "1", "--parameters", "100000", "--repeats", "1"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "GPU  fused" in run.stdout

@@ -18,7 +18,8 @@ from training.planning.machine import Machine
 
 # The speed of torch's kernel, which `adamw` uses on the host, relative to host_adamw's: 2.9 to 5.0 G parameters/s.
 TORCH_KERNEL_SHARE = 0.58
-# Bytes of device memory that an update reads and writes for each parameter: in place, and through float32 scratch.
+# Bytes of device memory that an update by torch's kernel reads and writes for each parameter: in place, and through
+# float32 scratch. The Triton kernel moves fewer, but which one runs is known on the device alone.
 DEVICE_UPDATE_BYTES = {torch.float32: 28, torch.bfloat16: 50}
 # The further operations on a tile that join and split a compact master; counted and not measured.
 DEVICE_REMAINDER_BYTES = 75

@@ -13,6 +13,7 @@ from torch import nn
 from offload.modes import shard_offload, tensor_swap
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
+from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.optimizer.adamw import HostAdamW
@@ -183,6 +184,20 @@ def test_equals_updates_in_turn_with_the_compiled_kernel(early: bool):
     assert_same(
         train(ours, LayerStream(), early, **options),
         train(theirs, LayerStream(), None, **options),
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize("share", [0, 3_000_000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_updates_of_host_and_device_equal_those_of_the_resident_model(share: int, dtype: torch.dtype):
+    """The compiled kernels of both have the same bits; with a share, the states of some blocks are on the device."""
+    pytest.importorskip("triton", reason="needs Triton")
+    ours, theirs = with_copy(Stack(width=256, depth=8).to(dtype))
+    options = {"microbatches": 1, "compile": "triton"}
+    assert_same(
+        train(ours, LayerStream(), True, device_share=share, **options),
+        train(theirs, Resident(), None, **options),
     )
 
 
