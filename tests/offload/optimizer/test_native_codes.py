@@ -100,13 +100,13 @@ def test_quotients_of_many_divisors(form: str, format: StateFormat):
 
 
 @every
-@pytest.mark.parametrize("largest", [0.0, 1e-44, 1.0, 2.0**19, 2.0**21, 3e38])
+@pytest.mark.parametrize("largest", [0.0, 1e-44, 1.0, 2.0**19, 2.0**21, 2.0**59, 3e38])
 def test_zeros_and_the_smallest_numbers(form: str, format: StateFormat, largest: float):
     """Both zeros, denormals, and quotients that are too small for a float. Noise of zero is among the draws."""
     bits = torch.cat([torch.arange(0, 60), torch.tensor([0x7FFFFF, 0x800000, 0x800001])]).int()
-    small = bits.view(torch.float32).repeat(8000)
-    zeros = torch.zeros(BLOCK)
-    assert_codes_agree(form, format, torch.cat([zeros, -zeros, blocks_of(torch.cat([small, -small]), largest)]))
+    small, zeros = bits.view(torch.float32).repeat(8000), torch.zeros(BLOCK)
+    for part in (small, small.sqrt()):
+        assert_codes_agree(form, format, torch.cat([zeros, -zeros, blocks_of(torch.cat([part, -part]), largest)]))
 
 
 @every
