@@ -65,8 +65,9 @@ static void encode_plainly(const float *values, float divisor, const uint32_t *d
 #if HAS_VBMI
 #include "adamw_codes_vbmi.h"
 #else
-static inline void encode(const float *values, float divisor, const uint32_t *draws, code *codes, int64_t count,
-                          int kind) {
+static inline void encode(const float *values, int is_finite, float divisor, float inverse, const uint32_t *draws,
+                          code *codes, int64_t count, int kind) {
+  (void)is_finite, (void)inverse;
   encode_plainly(values, divisor, draws, codes, count, kind);
 }
 
@@ -95,21 +96,14 @@ static inline uint32_t largest_of(const float *values, int64_t count) {
   return largest;
 }
 
-/* Writes codes and returns their scale. Where a number is not finite, the largest of the bits is not either: the scale
-   is then a NaN, and the codes are those of the torch kernel, which divides by one. */
-static inline float quantise(const float *values, uint32_t largest, const uint32_t *draws, code *codes, int64_t count,
-                             int kind) {
-  if (largest >= 0x7f800000) {
-    encode_plainly(values, 1, draws, codes, count, kind);
-    return float_of(0x7fc00000);
-  }
-  float scale = float_of(largest);
-  encode(values, scale > 0 ? scale : 1, draws, codes, count, kind);
-  return scale;
-}
+/* Where a number is not finite, the largest of the bits is not either: the scale is then a NaN, and the codes are those
+   of the torch kernel, which divides by one. 0 / 0 is no number. */
+static inline int is_finite(uint32_t largest) { return largest < 0x7f800000; }
+static inline float scale_of(uint32_t largest) { return float_of(is_finite(largest) ? largest : 0x7fc00000); }
+static inline float divisor_of(uint32_t largest) { return is_finite(largest) && largest ? float_of(largest) : 1; }
 
-/* Functions of their own: inlined in each of the four updates they would take seconds to compile. A processor seeks the
-   largest of both moments at once, so `write_codes` takes both. */
+/* Functions of their own: inlined in each of the four updates they would take seconds to compile. `write_codes` takes
+   both moments, because a processor would wait for the largest number and its inverse of one. */
 static __attribute__((noinline)) void read_codes(const code *exp_avg, const code *exp_avg_sq, float scale,
                                                  float sq_scale, float *values, float *sq_values, int64_t count) {
   decode(exp_avg, scale, values, count, 0);
@@ -120,8 +114,12 @@ static __attribute__((noinline)) void write_codes(const float *values, const flo
                                                   code *exp_avg, code *exp_avg_sq, float *scale, float *sq_scale,
                                                   int64_t count) {
   uint32_t largest = largest_of(values, count), sq_largest = largest_of(sq_values, count);
-  *scale = quantise(values, largest, draws, exp_avg, count, 0);
-  *sq_scale = quantise(sq_values, sq_largest, draws, exp_avg_sq, count, 1);
+  float divisor = divisor_of(largest), sq_divisor = divisor_of(sq_largest);
+  float inverse = 1 / divisor, sq_inverse = 1 / sq_divisor;
+  *scale = scale_of(largest);
+  *sq_scale = scale_of(sq_largest);
+  encode(values, is_finite(largest), divisor, inverse, draws, exp_avg, count, 0);
+  encode(sq_values, is_finite(sq_largest), sq_divisor, sq_inverse, draws, exp_avg_sq, count, 1);
 }
 
 /* A tile is read and written in float32. Past the end of a short one the arrays have anything, and nothing of it is

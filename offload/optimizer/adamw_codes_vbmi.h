@@ -19,10 +19,10 @@
 typedef uint8_t plane[MAP_SIZE];
 
 /* `map` has the map. A number's bin is the 8 bits from its exponent's lower 5 on: `line` is a bin's guess at its
-   beginning, times 256, and its slope. `edge` is the boundary above a guess. With noise, `here` is the map at the lower
+   beginning, which is GUESS_BEGINS 256ths above that, and its slope, in 256ths for each of 16 places. `edge` is the boundary above a guess. With noise, `here` is the map at the lower
    entry's magnitude, and `beyond` the map at the next, of unsigned numbers what lies between them. */
 static struct {
-  plane map[4], line[3], edge[4], here[4], beyond[4];
+  plane map[4], line[2], edge[4], here[4], beyond[4];
 } tables[2] LINES;
 
 /* Dwords of 64 bytes in the order in which packing four vectors of 32 bits would bring their bytes. */
@@ -105,10 +105,11 @@ VBMI __m512 quotient(__m512 value, __m512 divisor, __m512 inverse) {
 }
 
 /* Each step takes all groups: one group's steps depend on each other, and would leave the processor waiting. */
-VBMI void encode_tile(const float *values, float divisor, const uint32_t *draws, code *codes, int64_t count, int kind) {
+VBMI void encode_tile(const float *values, float divisor, float reciprocal, const uint32_t *draws, code *codes,
+                      int64_t count, int kind) {
   const __m512i order = _mm512_load_si512(packed), upper = _mm512_load_si512(upper_words);
   const __m512i lower = _mm512_sub_epi16(upper, _mm512_set1_epi16(1)), one = _mm512_set1_epi16(1);
-  const __m512 by = _mm512_set1_ps(divisor), inverse = _mm512_set1_ps(1 / divisor);
+  const __m512 by = _mm512_set1_ps(divisor), inverse = _mm512_set1_ps(reciprocal);
   __m512i bits[GROUPS][4], high[GROUPS][2], low[GROUPS][2], entry[GROUPS][2], part[GROUPS][4];
   __mmask32 negative[GROUPS][2];
   (void)draws;
@@ -128,11 +129,12 @@ VBMI void encode_tile(const float *values, float divisor, const uint32_t *draws,
     __m512i place[2];
     EACH_HALF place[h] = _mm512_subs_epu16(high[g][h], _mm512_set1_epi16(0x5000));
     __m512i bin = _mm512_packus_epi16(_mm512_srli_epi16(place[0], 4), _mm512_srli_epi16(place[1], 4));
-    look_up_bytes(tables[kind].line, 3, 0, bin, part[g]);
+    look_up_bytes(tables[kind].line, 2, 0, bin, part[g]);
     EACH_HALF {
-      __m512i slope = joined(part[g][2], _mm512_setzero_si512(), h);
+      __m512i begin = joined(_mm512_set1_epi8(GUESS_BEGINS), part[g][0], h);
+      __m512i slope = joined(part[g][1], _mm512_setzero_si512(), h);
       __m512i rise = _mm512_mullo_epi16(slope, _mm512_and_si512(place[h], _mm512_set1_epi16(15)));
-      entry[g][h] = _mm512_srli_epi16(_mm512_add_epi16(joined(part[g][0], part[g][1], h), rise), 8);
+      entry[g][h] = _mm512_srli_epi16(_mm512_add_epi16(begin, rise), 8);
     }
   }
   EACH_GROUP {
@@ -167,10 +169,11 @@ VBMI void encode_tile(const float *values, float divisor, const uint32_t *draws,
   }
 }
 
-/* Outside these bounds of the divisor a remainder could be too small for a float. */
-VBMI void encode(const float *values, float divisor, const uint32_t *draws, code *codes, int64_t count, int kind) {
-  if (divisor >= 0x1p-60f && divisor <= 0x1p20f)
-    encode_tile(values, divisor * 0x1p-64f, draws, codes, count, kind);
+/* Outside these bounds of the divisor a remainder could be too small for a float, or a quotient too small. */
+VBMI void encode(const float *values, int is_finite, float divisor, float inverse, const uint32_t *draws, code *codes,
+                 int64_t count, int kind) {
+  if (is_finite && divisor >= 0x1p-60f && divisor <= 0x1p20f)
+    encode_tile(values, divisor * 0x1p-64f, inverse * 0x1p64f, draws, codes, count, kind);
   else
     encode_plainly(values, divisor, draws, codes, count, kind);
 }

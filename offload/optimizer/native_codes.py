@@ -18,6 +18,8 @@ FIRST_BIN, LAST_BIN = 0x3400, 0x3F80
 # The other one guesses from its first 16 bits, from 2^-31 to 2: 256 bins of 16 places.
 FIRST_PLACE, PLACES = 0x3000, 16
 MAP_SIZE = 256
+# With this number every bin of both maps has a line, with noise and without.
+GUESS_BEGINS = 112
 # Its quotients are that much too large, and with them the boundaries.
 ENLARGED = 2.0**64
 NEVER = 0x7FFFFFFF
@@ -56,7 +58,7 @@ def _bins(middles: Tensor, sign: int) -> Tensor:
 
 
 def vector_tables(signed: bool, rounds_moments: bool) -> Tensor:
-    """Returns the struct of adamw_codes_vbmi.h for one kind of numbers: uint8 [19, 256], planes of bytes."""
+    """Returns the struct of adamw_codes_vbmi.h for one kind of numbers: uint8 [18, 256], planes of bytes."""
     entries = dynamic_map(signed)[127 if signed else 0 :]
     here, following, middles = entries[:-1], entries[1:], (entries[:-1] + entries[1:]) / 2
     if rounds_moments:
@@ -73,10 +75,11 @@ def vector_tables(signed: bool, rounds_moments: bool) -> Tensor:
 
 
 def guesses(edges: Tensor, last: int) -> Tensor:
-    """Returns a line for each bin: uint8 [3, 256], 256 times its beginning in the first two, lower byte first; slopes.
+    """Returns a line for each bin: uint8 [2, 256], its guess at the bin's beginning, and its slope.
 
-    On all numbers of a place in the bin, the line's whole part is how many of `edges` (float32, ascending) lie below
-    the number, or one less; and no more than `last`. Raises ValueError where no line is so.
+    A line begins GUESS_BEGINS 256ths above that guess, and rises by as many 256ths as its slope from place to place. On
+    all numbers of a place in the bin, its whole part is how many of `edges` (float32, ascending) lie below the number,
+    or one less; and no more than `last`. Raises ValueError where no line is so.
     """
     places = torch.arange(FIRST_PLACE, FIRST_PLACE + MAP_SIZE * PLACES, dtype=torch.int32) << 16
     # No quotient is above one.
@@ -84,14 +87,12 @@ def guesses(edges: Tensor, last: int) -> Tensor:
     begin[0] = 0
     most = torch.bucketize(begin, edges).clamp(max=last).view(MAP_SIZE, 1, PLACES)
     least = (torch.bucketize(end, edges, right=True) - 1).clamp(min=0).view(MAP_SIZE, 1, PLACES)
-    slopes, steps = torch.arange(MAP_SIZE).view(1, MAP_SIZE, 1), torch.arange(PLACES)
-    low = (256 * least - slopes * steps).amax(dim=2).clamp(min=0)
-    high = (256 * most + 255 - slopes * steps).amin(dim=2)
+    rises = GUESS_BEGINS + torch.arange(MAP_SIZE).view(1, MAP_SIZE, 1) * torch.arange(PLACES) >> 8
+    low, high = (least - rises).amax(dim=2).clamp(min=0), (most - rises).amin(dim=2)
     room, slope = (high - low).max(dim=1)
     if (room < 0).any():
         raise ValueError(f"no line guesses the codes of bin {int(room.argmin())} of the map of 8-bit moments")
-    start = ((low + high) // 2).gather(1, slope[:, None]).squeeze(1)
-    return torch.stack([start & 255, start >> 8, slope]).to(torch.uint8)
+    return torch.stack([low.gather(1, slope[:, None]).squeeze(1), slope]).to(torch.uint8)
 
 
 def _planes(values: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from offload.optimizer.formats import StateFormat
 from offload.optimizer.kernels import FusedUpdate
-from offload.optimizer.native_codes import FIRST_BIN, LAST_BIN, set_maps
+from offload.optimizer.native_codes import FIRST_BIN, GUESS_BEGINS, LAST_BIN, set_maps
 from offload.optimizer.operands import HyperParameters, Operands
 from offload.optimizer.rounding import noise_key
 
@@ -152,7 +152,7 @@ def native_library(
         f"-DSTOCHASTIC_MOMENTS={int(format.rounds_moments)}",
         f"-DQUANTISED={int(format.state_dtype == 'int8')}",
     ]
-    options += [f"-DFIRST_BIN={FIRST_BIN}", f"-DLAST_BIN={LAST_BIN}", *definitions]
+    options += [f"-DFIRST_BIN={FIRST_BIN}", f"-DLAST_BIN={LAST_BIN}", f"-DGUESS_BEGINS={GUESS_BEGINS}", *definitions]
     try:
         # Where no directory for temporary files can be written, this raises OSError.
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -167,4 +167,3 @@ def native_library(
     if format.state_dtype == "int8":
         set_maps(library.functions, format.rounds_moments)
     return library
-

@@ -14,7 +14,7 @@ import torch
 from offload.optimizer.block_quantise import BLOCK, dynamic_map, midpoints
 from offload.optimizer.formats import StateFormat
 from offload.optimizer.kernels import FusedUpdate
-from offload.optimizer.native_codes import FIRST_PLACE, MAP_SIZE, PLACES, guesses, vector_tables
+from offload.optimizer.native_codes import FIRST_PLACE, GUESS_BEGINS, MAP_SIZE, PLACES, guesses, vector_tables
 from offload.optimizer.native_kernel import NativeUpdate, native_library
 from tests.offload.helpers.kernels import SETTINGS, needs_compiler, operands
 
@@ -143,8 +143,8 @@ def test_what_is_not_finite_spoils_its_block_wherever_it_is(form: str, format: S
 def test_a_guess_is_right_or_one_too_small(signed: bool, rounds_moments: bool):
     """For the first and the last number of each place, and every boundary and its neighbours."""
     tables = vector_tables(signed, rounds_moments).int()
-    beginning, slope = tables[4] + 256 * tables[5], tables[6]
-    bits = tables[7] + (tables[8] << 8) + (tables[9] << 16) + (tables[10] << 24)
+    beginning, slope = 256 * tables[4] + GUESS_BEGINS, tables[5]
+    bits = tables[6] + (tables[7] << 8) + (tables[8] << 16) + (tables[9] << 24)
     edges = bits[bits != 0x7FFFFFFF].view(torch.float32) * 2.0**-64
     places = torch.arange(FIRST_PLACE << 16, 0x3F800001, 1 << 16, dtype=torch.int64).int()
     numbers = torch.cat([torch.zeros(1), places.view(torch.float32), (places[:-1] | 0xFFFF).view(torch.float32)])
@@ -162,8 +162,8 @@ def test_a_guess_is_right_or_one_too_small(signed: bool, rounds_moments: bool):
 def test_no_boundary_ends_in_ones(signed: bool, rounds_moments: bool):
     """Adding one to the lower half of a number, which saturates, then tells whether it reaches the boundary."""
     tables = vector_tables(signed, rounds_moments).int()
-    is_stored = tables[10] != 0x7F
-    assert ((tables[7] + (tables[8] << 8))[is_stored] != 0xFFFF).all()
+    is_stored = tables[9] != 0x7F
+    assert ((tables[6] + (tables[7] << 8))[is_stored] != 0xFFFF).all()
 
 
 def test_boundaries_that_no_line_follows_are_refused():
