@@ -4,9 +4,9 @@
    A table of 256 entries is kept as planes, one for each byte of an entry, so that permutations look up 64 numbers at
    once. A code is found as a guess that is right or one too small, and one comparison of all bits with the boundary
    above the guess. Guesses are straight lines over bins, of the first bits of a number. native_codes.py makes the
-   tables, and shows that the guesses are so.
+   tables, and refuses maps whose codes no line guesses so.
 
-   Quotients are taken 2^64 times too large, as the tables' entries are, so that none becomes 0 or loses bits. */
+   Quotients are taken 2^64 times too large, and so are the boundaries, so that none becomes 0 or loses bits. */
 
 #include <immintrin.h>
 
@@ -18,9 +18,10 @@
 
 typedef uint8_t plane[MAP_SIZE];
 
-/* `map` has the map. A number's bin is the 8 bits from its exponent's lower 5 on: `line` is a bin's guess at its
-   beginning, which is GUESS_BEGINS 256ths above that, and its slope, in 256ths for each of 16 places. `edge` is the boundary above a guess. With noise, `here` is the map at the lower
-   entry's magnitude, and `beyond` the map at the next, of unsigned numbers what lies between them. */
+/* `map` has the map. A number's bin is the 8 bits from its exponent's lower 5 on: `line` is the guess at a bin's
+   beginning and the line's slope. The line begins GUESS_BEGINS 256ths above that guess, and rises by as many 256ths as
+   its slope in each of 16 places. `edge` is the boundary above a guess. With noise, `here` is the map at the lower
+   entry's magnitude; `beyond` is the map at the next one, but of unsigned numbers what lies between the two. */
 static struct {
   plane map[4], line[2], edge[4], here[4], beyond[4];
 } tables[2] LINES;
@@ -28,9 +29,8 @@ static struct {
 /* Dwords of 64 bytes in the order in which packing four vectors of 32 bits would bring their bytes. */
 static const int32_t packed[16] LINES = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
 /* Upper words of two vectors of 32 bits, in the order of packing them. */
-static const int16_t upper_words[32] LINES = {1,  3,  5,  7,  33, 35, 37, 39, 9,  11, 13,
-                                                                     15, 41, 43, 45, 47, 17, 19, 21, 23, 49, 51,
-                                                                     53, 55, 25, 27, 29, 31, 57, 59, 61, 63};
+static const int16_t upper_words[32] LINES = {1,  3,  5,  7,  33, 35, 37, 39, 9,  11, 13, 15, 41, 43, 45, 47,
+                                              17, 19, 21, 23, 49, 51, 53, 55, 25, 27, 29, 31, 57, 59, 61, 63};
 
 /* Indices of signed numbers are below 128, which saves half of the permutations. */
 VBMI void look_up_bytes(plane *planes, int count, int below_128, __m512i index, __m512i *found) {
@@ -87,7 +87,7 @@ VBMI void draw_upper(const __m512i bits[4], __m512i index, const uint32_t *draws
     __m512i draw = _mm512_loadu_si512(draws + 16 * j);
     draw = kind ? _mm512_srli_epi32(draw, 16) : _mm512_and_si512(draw, _mm512_set1_epi32(0xffff));
     __m512 least = _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(draw), _mm512_set1_ps(0x1p-16f)), width);
-    /* What is no more than half the smallest number is 0 in a quotient of ordinary size. */
+    /* A division rounds quotients of at most 2^-150 to 0. */
     if (!kind) least = _mm512_max_ps(least, _mm512_set1_ps(0x1p-86f));
     taken[j] = _mm512_movm_epi32(_mm512_cmp_ps_mask(above, least, _CMP_GT_OQ));
   }
@@ -121,13 +121,13 @@ VBMI void encode_tile(const float *values, float divisor, float reciprocal, cons
       low[g][h] = _mm512_permutex2var_epi16(bits[g][2 * h], lower, bits[g][2 * h + 1]);
       negative[g][h] = kind ? 0 : _mm512_movepi16_mask(high[g][h]);
       if (!kind) high[g][h] = _mm512_and_si512(high[g][h], _mm512_set1_epi16(0x7fff));
-      /* Where the number equals the boundary, the greater code is nearer to 0. No boundary ends in 0xffff. */
+      /* A negative number that equals a boundary gets the code further from 0. No boundary ends in 0xffff. */
       if (!STOCHASTIC_MOMENTS) low[g][h] = _mm512_mask_adds_epu16(low[g][h], negative[g][h], low[g][h], one);
     }
   }
   EACH_GROUP {
     __m512i place[2];
-    EACH_HALF place[h] = _mm512_subs_epu16(high[g][h], _mm512_set1_epi16(0x5000));
+    EACH_HALF place[h] = _mm512_subs_epu16(high[g][h], _mm512_set1_epi16(0x5000)); /* 2^-31, enlarged */
     __m512i bin = _mm512_packus_epi16(_mm512_srli_epi16(place[0], 4), _mm512_srli_epi16(place[1], 4));
     look_up_bytes(tables[kind].line, 2, 0, bin, part[g]);
     EACH_HALF {
