@@ -151,83 +151,18 @@ typedef code int8_moment;
 #define ROUNDED(value, noise) to_even(value)
 #endif
 
-#define fp32_BEGIN(from)
-#define fp32_GET(moment, i, signed_) moment[i]
+#define fp32_BEGIN(from, to)
+#define fp32_GET(moment, i, from, signed_) moment[i]
 #define fp32_SET(moment, i, from, value, noise) moment[i] = (value)
+#define fp32_KEEP(i, from, draw)
 #define fp32_END(from, to)
 
-#define bf16_BEGIN(from)
-#define bf16_GET(moment, i, signed_) load_bf16(moment[i])
+#define bf16_BEGIN(from, to)
+#define bf16_GET(moment, i, from, signed_) load_bf16(moment[i])
 #define bf16_SET(moment, i, from, value, noise) moment[i] = ROUNDED(value, noise)
+#define bf16_KEEP(i, from, draw)
 #define bf16_END(from, to)
 
 #if QUANTISED
-/* Of signed numbers, then of unsigned ones. */
-static float maps[2][256];
-/* Of positive numbers, negative ones and unsigned ones. A bin holds the magnitudes that begin with the same 16 bits: its
-   upper half is the map's entry at its beginning, the next entry is nearer above its lower half. */
-static int32_t bins[3][LAST_BIN - FIRST_BIN + 1];
-
-void set_maps(const float *values, const int32_t *tables) {
-  memcpy(maps, values, sizeof maps);
-  memcpy(bins, tables, sizeof bins);
-}
-
-static inline int32_t nearest(float value, int kind) {
-  uint32_t bits = bits_of(value), negative = bits >> 31;
-  int32_t bin = (int32_t)((bits & 0x7fffffff) >> 16) - FIRST_BIN;
-  bin = bin < 0 ? 0 : bin > LAST_BIN - FIRST_BIN ? LAST_BIN - FIRST_BIN : bin;
-  int32_t found = bins[kind ? 2 : negative][bin];
-  int32_t next = (int32_t)(bits & 0xffff) > (found & 0xffff);
-  return (found >> 16) + (negative ? -next : next);
-}
-
-#if STOCHASTIC_MOMENTS
-/* One of the two nearest entries, with probabilities that make the mean exact. */
-static inline int32_t either(float value, int kind, uint32_t noise) {
-  int32_t entry = nearest(value, kind);
-  int32_t lower = entry - (maps[kind][entry] > value);
-  lower = lower < 0 ? 0 : lower > 254 ? 254 : lower;
-  float width = maps[kind][lower + 1] - maps[kind][lower];
-  return lower + (value - maps[kind][lower] > (float)(noise & 0xffff) * 0x1p-16f * width);
-}
-#define CODE_OF(value, kind, noise) either(value, kind, noise)
-#else
-#define CODE_OF(value, kind, noise) nearest(value, kind)
-#endif
-
-/* Writes `count` codes and returns their scale. Where a number is not finite, the largest of the bits is not either: the
-   scale is then a NaN, and the codes are those of the torch kernel, which looks up a NaN. `first` and `key` are
-   those of DRAW, of whose bits the upper half is the second moment's. Inlined everywhere it would take seconds to
-   compile. */
-static __attribute__((noinline)) float quantise(const float *values, code *codes, int64_t count, int kind,
-                                                uint32_t first, uint32_t key) {
-  (void)first, (void)key;
-  uint32_t largest = 0;
-  _Pragma("omp simd reduction(max : largest)") for (int64_t i = 0; i < count; i++) {
-    uint32_t magnitude = bits_of(values[i]) & 0x7fffffff;
-    largest = magnitude > largest ? magnitude : largest;
-  }
-  if (largest >= 0x7f800000) {
-    memset(codes, 255 - STOCHASTIC_MOMENTS, (size_t)count);
-    return float_of(0x7fc00000);
-  }
-  float scale = float_of(largest), divisor = scale > 0 ? scale : 1;
-  _Pragma("omp simd") for (int64_t i = 0; i < count; i++) {
-    float value = values[i] / divisor;
-    int32_t entry = CODE_OF(value, kind, DRAW(i) >> 16 * kind);
-    codes[i] = (code)(kind && values[i] > 0 && entry < 1 ? 1 : entry);
-  }
-  return scale;
-}
-
-#define int8_BEGIN(from)                                                                                              \
-  float new_exp_avg[TILE], new_exp_avg_sq[TILE];                                                                      \
-  float exp_avg_scaled = exp_avg_scale[(from) / TILE], exp_avg_sq_scaled = exp_avg_sq_scale[(from) / TILE];
-#define int8_GET(moment, i, signed_) (maps[!signed_][moment[i]] * moment##_scaled)
-#define int8_SET(moment, i, from, value, noise) new_##moment[(i) - (from)] = (value)
-#define int8_END(from, to)                                                                                            \
-  exp_avg_scale[(from) / TILE] = quantise(new_exp_avg, exp_avg + (from), (to) - (from), 0, first + (from), key);      \
-  exp_avg_sq_scale[(from) / TILE] =                                                                                   \
-      quantise(new_exp_avg_sq, exp_avg_sq + (from), (to) - (from), 1, first + (from), key);
+#include "adamw_codes.h"
 #endif

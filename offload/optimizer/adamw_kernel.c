@@ -10,12 +10,13 @@
 #define ELEMENTS(KIND, GRADIENT, WEIGHTS, FROM, TO)                                                                   \
   {                                                                                                                   \
     __typeof__(weight) out = (WEIGHTS);                                                                               \
-    OF(MOMENT, BEGIN)(FROM)                                                                                           \
+    OF(MOMENT, BEGIN)(FROM, TO)                                                                                       \
     _Pragma("omp simd") for (int64_t i = FROM; i < TO; i++) {                                                         \
       uint32_t draw __attribute__((unused)) = DRAW(i);                                                                \
+      OF(MOMENT, KEEP)(i, FROM, draw)                                                                                 \
       float g = load_##GRADIENT(gradient[i]) * scale;                                                                 \
-      float m = OF(MOMENT, GET)(exp_avg, i, 1);                                                                       \
-      float v = OF(MOMENT, GET)(exp_avg_sq, i, 0);                                                                    \
+      float m = OF(MOMENT, GET)(exp_avg, i, FROM, 1);                                                                 \
+      float v = OF(MOMENT, GET)(exp_avg_sq, i, FROM, 0);                                                              \
       m = next_exp_avg(g, m, lerp, towards);                                                                          \
       v = next_exp_avg_sq(g, v, beta2, rest2);                                                                        \
       float value = OF(KIND, READ)(i) * decay + change_of(m, v, correction, eps, step_size);                          \

@@ -22,17 +22,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offload.optimizer.block_quantise import dynamic_map, midpoints
 from offload.optimizer.formats import StateFormat
 from offload.optimizer.kernels import FusedUpdate
+from offload.optimizer.native_codes import FIRST_BIN, GUESS_BEGINS, LAST_BIN, set_maps
 from offload.optimizer.operands import HyperParameters, Operands
 from offload.optimizer.rounding import noise_key
 
 # Additions and products are contracted only where the kernel's source says so. sqrt must not set errno, or it would not
 # be vectorised.
 FLAGS = ("-O3", "-march=native", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
-# A number of 8 bits is looked up by the first 16 bits of its magnitude, from 2^-23 to 1.
-FIRST_BIN, LAST_BIN = 0x3400, 0x3F80
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +152,7 @@ def native_library(
         f"-DSTOCHASTIC_MOMENTS={int(format.rounds_moments)}",
         f"-DQUANTISED={int(format.state_dtype == 'int8')}",
     ]
-    options += [f"-DFIRST_BIN={FIRST_BIN}", f"-DLAST_BIN={LAST_BIN}", *definitions]
+    options += [f"-DFIRST_BIN={FIRST_BIN}", f"-DLAST_BIN={LAST_BIN}", f"-DGUESS_BEGINS={GUESS_BEGINS}", *definitions]
     try:
         # Where no directory for temporary files can be written, this raises OSError.
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -167,30 +165,5 @@ def native_library(
         logger.debug("the compiler's error: %s", getattr(error, "stderr", None) or error)
         return None
     if format.state_dtype == "int8":
-        _set_maps(library.functions)
+        set_maps(library.functions, format.rounds_moments)
     return library
-
-
-def _set_maps(functions: ctypes.CDLL) -> None:
-    """Gives the C loop the maps of `block_quantise`, and tables that find the nearest entry in one look-up."""
-    signed, unsigned = midpoints(True), midpoints(False)
-    tables = torch.cat([_bins(signed, 1), _bins(signed, -1), _bins(unsigned, 1)])
-    values = torch.cat([dynamic_map(True), dynamic_map(False)])
-    functions.set_maps(*(ctypes.c_void_p(table.data_ptr()) for table in (values, tables)))
-
-
-def _bins(middles: Tensor, sign: int) -> Tensor:
-    """Returns for each bin of magnitudes the entry of the map at its beginning and the last number that it is for.
-
-    A bin holds the numbers of this sign whose magnitudes begin with the same 16 bits, and at most one of `middles`. The
-    entry is in the upper half of an int32, the low 16 bits of the last number in the lower: all of them, where no
-    midpoint lies in the bin.
-    """
-    beginnings = (torch.arange(FIRST_BIN, LAST_BIN + 1, dtype=torch.int32) << 16).view(torch.float32)
-    entries = torch.bucketize(sign * beginnings, middles, out_int32=True)
-    last = torch.full_like(entries, 0xFFFF)
-    bits = (sign * middles)[sign * middles > 0].view(torch.int32)
-    # A midpoint belongs to the lower entry, which of negative numbers is the one behind it.
-    bits = bits if sign > 0 else bits - 1
-    last[(bits >> 16) - FIRST_BIN] = bits & 0xFFFF
-    return entries << 16 | last
