@@ -87,23 +87,16 @@ void set_maps(const float *all_maps, const int32_t *all_bins, const uint8_t *pla
 #endif
 }
 
-static inline uint32_t largest_of(const float *values, int64_t count) {
-  uint32_t largest = 0;
-  _Pragma("omp simd reduction(max : largest)") for (int64_t i = 0; i < count; i++) {
-    uint32_t magnitude = bits_of(values[i]) & 0x7fffffff;
-    largest = magnitude > largest ? magnitude : largest;
-  }
-  return largest;
-}
+static inline uint32_t larger(uint32_t one, uint32_t other) { return one > other ? one : other; }
 
-/* Where a number is not finite, the largest of the bits is not either: the scale is then a NaN, and the codes are those
-   of the torch kernel, which divides by one. 0 / 0 is no number. */
+/* `largest` has the bits of the largest magnitude. Where a number is not finite, it is not either: the scale is then a
+   NaN, and the codes are those of the torch kernel, which divides by one. 0 / 0 is no number. */
 static inline int is_finite(uint32_t largest) { return largest < 0x7f800000; }
 static inline float scale_of(uint32_t largest) { return float_of(is_finite(largest) ? largest : 0x7fc00000); }
 static inline float divisor_of(uint32_t largest) { return is_finite(largest) && largest ? float_of(largest) : 1; }
 
 /* Functions of their own: inlined in each of the four updates they would take seconds to compile. `write_codes` takes
-   both moments, because a processor would wait for the largest number and its inverse of one. */
+   both moments, because a processor would wait for the inverse of one. */
 static __attribute__((noinline)) void read_codes(const code *exp_avg, const code *exp_avg_sq, float scale,
                                                  float sq_scale, float *values, float *sq_values, int64_t count) {
   decode(exp_avg, scale, values, count, 0);
@@ -111,9 +104,8 @@ static __attribute__((noinline)) void read_codes(const code *exp_avg, const code
 }
 
 static __attribute__((noinline)) void write_codes(const float *values, const float *sq_values, const uint32_t *draws,
-                                                  code *exp_avg, code *exp_avg_sq, float *scale, float *sq_scale,
-                                                  int64_t count) {
-  uint32_t largest = largest_of(values, count), sq_largest = largest_of(sq_values, count);
+                                                  uint32_t largest, uint32_t sq_largest, code *exp_avg,
+                                                  code *exp_avg_sq, float *scale, float *sq_scale, int64_t count) {
   float divisor = divisor_of(largest), sq_divisor = divisor_of(sq_largest);
   float inverse = 1 / divisor, sq_inverse = 1 / sq_divisor;
   *scale = scale_of(largest);
@@ -130,8 +122,9 @@ static __attribute__((noinline)) void write_codes(const float *values, const flo
   read_codes(exp_avg + (from), exp_avg_sq + (from), exp_avg_scale[(from) / TILE], exp_avg_sq_scale[(from) / TILE],    \
              old_exp_avg, old_exp_avg_sq, (to) - (from));
 #define int8_GET(moment, i, from, signed_) old_##moment[(i) - (from)]
-#define int8_SET(moment, i, from, value, noise) new_##moment[(i) - (from)] = (value)
+#define int8_SET(moment, i, from, value, noise)                                                                       \
+  moment##_largest = larger(moment##_largest, bits_of(value) & 0x7fffffff), new_##moment[(i) - (from)] = (value)
 #define int8_KEEP(i, from, draw) KEEP_DRAW((i) - (from), draw);
 #define int8_END(from, to)                                                                                            \
-  write_codes(new_exp_avg, new_exp_avg_sq, draws, exp_avg + (from), exp_avg_sq + (from),                              \
-              exp_avg_scale + (from) / TILE, exp_avg_sq_scale + (from) / TILE, (to) - (from));
+  write_codes(new_exp_avg, new_exp_avg_sq, draws, exp_avg_largest, exp_avg_sq_largest, exp_avg + (from),              \
+              exp_avg_sq + (from), exp_avg_scale + (from) / TILE, exp_avg_sq_scale + (from) / TILE, (to) - (from));

@@ -32,14 +32,19 @@ static const int32_t packed[16] LINES = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14,
 static const int16_t upper_words[32] LINES = {1,  3,  5,  7,  33, 35, 37, 39, 9,  11, 13, 15, 41, 43, 45, 47,
                                               17, 19, 21, 23, 49, 51, 53, 55, 25, 27, 29, 31, 57, 59, 61, 63};
 
-/* Indices of signed numbers are below 128, which saves half of the permutations. */
-VBMI void look_up_bytes(plane *planes, int count, int below_128, __m512i index, __m512i *found) {
+/* Parts of 64 bytes. Indices of signed numbers are below 128, which saves half of the permutations. */
+VBMI void load(plane *planes, int count, int below_128, __m512i table[][4]) {
+  for (int p = 0; p < count; p++)
+    for (int q = 0; q < (below_128 ? 2 : 4); q++) table[p][q] = _mm512_load_si512(planes[p] + GROUP * q);
+}
+
+VBMI void look_up_bytes(__m512i table[][4], int count, int below_128, __m512i index, __m512i *found) {
   __mmask64 is_upper = below_128 ? 0 : _mm512_movepi8_mask(index);
   for (int p = 0; p < count; p++) {
-    const __m512i *part = (const __m512i *)planes[p];
-    found[p] = _mm512_permutex2var_epi8(part[0], index, part[1]);
+    found[p] = _mm512_permutex2var_epi8(table[p][0], index, table[p][1]);
     if (!below_128)
-      found[p] = _mm512_mask_blend_epi8(is_upper, found[p], _mm512_permutex2var_epi8(part[2], index, part[3]));
+      found[p] = _mm512_mask_blend_epi8(is_upper, found[p],
+                                        _mm512_permutex2var_epi8(table[p][2], index, table[p][3]));
   }
 }
 
@@ -49,9 +54,9 @@ VBMI __m512i joined(__m512i low, __m512i high, int h) {
 }
 
 /* Looks up 64 floats, of whose index the bytes are in the order of packing. */
-VBMI void look_up(plane planes[4], int below_128, __m512i index, __m512 found[4]) {
+VBMI void look_up(__m512i table[4][4], int below_128, __m512i index, __m512 found[4]) {
   __m512i part[4];
-  look_up_bytes(planes, 4, below_128, index, part);
+  look_up_bytes(table, 4, below_128, index, part);
   EACH_HALF {
     __m512i low = joined(part[0], part[1], h), high = joined(part[2], part[3], h);
     found[2 * h] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(low, high));
@@ -63,11 +68,12 @@ VBMI __mmask64 first(int64_t count) { return count < GROUP ? ~0ull >> (GROUP - c
 
 /* Writes whole groups of `values`. */
 VBMI void decode(const code *codes, float scale, float *values, int64_t count, int kind) {
-  __m512i order = _mm512_load_si512(packed);
+  __m512i order = _mm512_load_si512(packed), map[4][4];
+  load(tables[kind].map, 4, 0, map);
   for (int64_t i = 0; i < count; i += GROUP) {
     __m512i index = _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi8(first(count - i), codes + i));
     __m512 found[4];
-    look_up(tables[kind].map, 0, index, found);
+    look_up(map, 0, index, found);
     for (int j = 0; j < 4; j++)
       _mm512_storeu_ps(values + i + 16 * j, _mm512_mul_ps(found[j], _mm512_set1_ps(scale)));
   }
@@ -77,9 +83,11 @@ VBMI void decode(const code *codes, float scale, float *values, int64_t count, i
 /* -1 for the numbers that go from their lower entry to the next, else 0, in words. */
 VBMI void draw_upper(const __m512i bits[4], __m512i index, const uint32_t *draws, int kind, __m512i upper[2]) {
   __m512 here[4], beyond[4];
-  __m512i taken[4];
-  look_up(tables[kind].here, !kind, index, here);
-  look_up(tables[kind].beyond, !kind, index, beyond);
+  __m512i taken[4], table[4][4];
+  load(tables[kind].here, 4, !kind, table);
+  look_up(table, !kind, index, here);
+  load(tables[kind].beyond, 4, !kind, table);
+  look_up(table, !kind, index, beyond);
   for (int j = 0; j < 4; j++) {
     __m512 size = _mm512_abs_ps(_mm512_castsi512_ps(bits[j])), above = _mm512_sub_ps(size, here[j]);
     __m512 width = kind ? beyond[j] : _mm512_sub_ps(beyond[j], here[j]);
@@ -111,6 +119,7 @@ VBMI void encode_tile(const float *values, float divisor, float reciprocal, cons
   const __m512i lower = _mm512_sub_epi16(upper, _mm512_set1_epi16(1)), one = _mm512_set1_epi16(1);
   const __m512 by = _mm512_set1_ps(divisor), inverse = _mm512_set1_ps(reciprocal);
   __m512i bits[GROUPS][4], high[GROUPS][2], low[GROUPS][2], entry[GROUPS][2], part[GROUPS][4];
+  __m512i line[2][4], edge[4][4];
   __mmask32 negative[GROUPS][2];
   (void)draws;
   EACH_GROUP {
@@ -125,11 +134,12 @@ VBMI void encode_tile(const float *values, float divisor, float reciprocal, cons
       if (!STOCHASTIC_MOMENTS) low[g][h] = _mm512_mask_adds_epu16(low[g][h], negative[g][h], low[g][h], one);
     }
   }
+  load(tables[kind].line, 2, 0, line);
   EACH_GROUP {
     __m512i place[2];
     EACH_HALF place[h] = _mm512_subs_epu16(high[g][h], _mm512_set1_epi16(0x5000)); /* 2^-31, enlarged */
     __m512i bin = _mm512_packus_epi16(_mm512_srli_epi16(place[0], 4), _mm512_srli_epi16(place[1], 4));
-    look_up_bytes(tables[kind].line, 2, 0, bin, part[g]);
+    look_up_bytes(line, 2, 0, bin, part[g]);
     EACH_HALF {
       __m512i begin = joined(_mm512_set1_epi8(GUESS_BEGINS), part[g][0], h);
       __m512i slope = joined(part[g][1], _mm512_setzero_si512(), h);
@@ -137,8 +147,9 @@ VBMI void encode_tile(const float *values, float divisor, float reciprocal, cons
       entry[g][h] = _mm512_srli_epi16(_mm512_add_epi16(begin, rise), 8);
     }
   }
+  load(tables[kind].edge, 4, !kind, edge);
   EACH_GROUP {
-    look_up_bytes(tables[kind].edge, 4, !kind, _mm512_packus_epi16(entry[g][0], entry[g][1]), part[g]);
+    look_up_bytes(edge, 4, !kind, _mm512_packus_epi16(entry[g][0], entry[g][1]), part[g]);
     EACH_HALF {
       __m512i low_edge = joined(part[g][0], part[g][1], h), high_edge = joined(part[g][2], part[g][3], h);
       __mmask32 equal = _mm512_cmpeq_epi16_mask(high[g][h], high_edge);

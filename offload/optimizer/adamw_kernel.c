@@ -10,8 +10,10 @@
 #define ELEMENTS(KIND, GRADIENT, WEIGHTS, FROM, TO)                                                                   \
   {                                                                                                                   \
     __typeof__(weight) out = (WEIGHTS);                                                                               \
+    uint32_t exp_avg_largest = 0, exp_avg_sq_largest = 0;                                                             \
     OF(MOMENT, BEGIN)(FROM, TO)                                                                                       \
-    _Pragma("omp simd") for (int64_t i = FROM; i < TO; i++) {                                                         \
+    _Pragma("omp simd reduction(max : exp_avg_largest, exp_avg_sq_largest)")                                          \
+    for (int64_t i = FROM; i < TO; i++) {                                                                             \
       uint32_t draw __attribute__((unused)) = DRAW(i);                                                                \
       OF(MOMENT, KEEP)(i, FROM, draw)                                                                                 \
       float g = load_##GRADIENT(gradient[i]) * scale;                                                                 \
