@@ -40,9 +40,11 @@ class Waiter:
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
+            error = None
             try:
                 call()
-            except BaseException as error:
-                self._outcomes.put(error)
-            else:
-                self._outcomes.put(None)
+            except BaseException as raised:
+                error = raised
+            # Before the waiter goes on: where the process ends meanwhile, it aborts as this thread frees torch's work.
+            del call
+            self._outcomes.put(error)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import signal
 import threading
+import weakref
+from functools import partial
 
 import pytest
+import torch
 
 from training.parallel.waiting import Waiter
 
@@ -23,6 +26,16 @@ def test_an_error_of_the_call_is_raised():
     with pytest.raises(RuntimeError, match="broken"):
         waiter.wait(lambda: (_ for _ in ()).throw(RuntimeError("broken")))
     waiter.wait(lambda: None)
+    waiter.close()
+
+
+def test_a_call_that_has_returned_is_kept_by_nobody():
+    """What the thread held as the process ends, such as a received tensor, it could not free: the process aborted."""
+    waiter, tensor = Waiter(), torch.ones(1)
+    seen = weakref.ref(tensor)
+    waiter.wait(partial(tensor.add_, 1))
+    del tensor
+    assert seen() is None
     waiter.close()
 
 
