@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from offload.optimizer.formats import MASTER_DTYPES, ROUNDINGS, STATE_DTYPES, StateFormat
 from offload.optimizer.kernel_check import copied_to
-from offload.optimizer.kernel_choice import sample, update_on, updates_alone
+from offload.optimizer.kernel_choice import sample, update_on
 from offload.optimizer.kernels import FusedUpdate, UpdateKernel
 from offload.optimizer.kernels import torch_threads as threads_of_torch
 from offload.optimizer.native_kernel import NativeUpdate, native_library
@@ -148,8 +148,9 @@ def measure_format(format: StateFormat, options: argparse.Namespace) -> None:
 def measure_on_gpu(format: StateFormat, options: argparse.Namespace, device: torch.device) -> None:
     """Prints a row for each kernel; the bytes of torch's are more than those that GB/s count."""
     operands, step = copied_to(sample(format, options.parameters), device, shift=0), torch.ones((), device=device)
-    chosen = update_on(device, threads=1, compile="triton", format=format)
-    for kernel in (FusedUpdate(), chosen) if updates_alone(chosen) else (chosen,):
+    kernels = [FusedUpdate(), update_on(device, threads=1, compile="auto", format=format)]
+    # For 8 bits the second is torch's as well.
+    for kernel in {kernel.name: kernel for kernel in kernels}.values():
 
         def update(kernel: UpdateKernel = kernel) -> None:
             kernel(operands, step, SETTINGS)

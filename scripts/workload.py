@@ -96,7 +96,9 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument("--clip-norm", type=float, default=None)
     options.add_argument("--device-share", default="0", help="bytes of its states that live on the device: 10GiB")
     options.add_argument("--threads", type=int, default=None, help="cores of the host optimizer")
-    options.add_argument("--compile", default="auto", help="kernels of the updates: auto, off or triton")
+    options.add_argument("--compile", default="auto", help="kernels of the updates: auto or off")
+    options.add_argument("--master", default="compact", help="format of its masters, as optimizer.master")
+    options.add_argument("--state-dtype", default="fp32", help="format of its moments, as optimizer.state_dtype")
     options.add_argument(
         "--forward", type=int, nargs="?", const=1, default=0, metavar="N",
         help="N forwards in a row without gradients are a step (1)",
@@ -149,8 +151,9 @@ class Workload(ABC):
             clock.stop()
             (self.attach_ms,) = clock.collect()
             if options.optimizer and name != RESIDENT:
-                knobs = {"threads": options.threads, "compile": options.compile}
-                self.optimizer = HostAdamW(self.model.parameters(), lr=1e-5, **knobs)
+                formats = {"master": options.master, "state_dtype": options.state_dtype}
+                kernels = {"threads": options.threads, "compile": options.compile}
+                self.optimizer = HostAdamW(self.model.parameters(), lr=1e-5, **formats, **kernels)
                 share = parse_bytes("--device-share", options.device_share)
                 speculation = None
                 if options.clip_norm is not None:

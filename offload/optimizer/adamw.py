@@ -12,7 +12,7 @@ from offload.optimizer.claims import Claim, update_elsewhere, update_in_place
 from offload.optimizer.conversions import copy_state
 from offload.optimizer.deferral import Deferral
 from offload.optimizer.formats import StateFormat
-from offload.optimizer.kernel_choice import fastest_update, update_on, updates_alone
+from offload.optimizer.kernel_choice import fastest_update, update_on
 from offload.optimizer.kernels import UpdateKernel, torch_threads
 from offload.optimizer.param_groups import check_group, check_settings, decay_groups, hyperparameters_of
 from offload.optimizer.rounding import noise_seed
@@ -65,7 +65,7 @@ class HostAdamW(torch.optim.AdamW):
         speculate: "on" lets a mode that overlaps the updates begin them inside backward where gradients may still be
             clipped, and undo them exactly if they are (`offload.optimizer.speculation`). "auto" does so while steps are
             not clipped, "off" never. No number depends on it.
-        compile: "auto" takes the host's fastest kernel, "off" torch's, "triton" one for GPUs too (`update_on`).
+        compile: "auto" takes the fastest kernels, of the host and of a GPU (`update_on`), "off" torch's.
 
     Raises KnobError for a setting out of range.
     """
@@ -94,7 +94,7 @@ class HostAdamW(torch.optim.AdamW):
     ):
         self.format = StateFormat(master, state_dtype, state_rounding)
         one_of("speculate", speculate, "auto", "on", "off")
-        one_of("compile", compile, "auto", "off", "triton")
+        one_of("compile", compile, "auto", "off")
         one_of("gradients", gradients, "auto", "keep", "release")
         if threads is not None and threads not in range(1, MAX_THREADS + 1):
             raise KnobError("threads", threads, f"must be at least 1 and at most {MAX_THREADS}, or null to choose")
@@ -245,11 +245,9 @@ class HostAdamW(torch.optim.AdamW):
         # Around all of them: copies between layouts use torch's threads too.
         with torch_threads(self.threads):
             alone, together = in_two(claims, self._placement.placed)
-            if any(updates_alone(self.kernel_on(device)) for device in {claim.parameter.device for claim in together}):
-                alone, together = [*alone, *together], []
             for claim in alone:
                 self._apply(claim, scale)
-            update_together(together, self.begin_updates, scale)
+            update_together(together, self.begin_updates, self.kernel_on, scale)
 
     @torch.no_grad()
     def apply_on_device(self, claim: Claim, gradient: Tensor, scale: float = 1.0) -> list[tuple[Tensor, Tensor]]:

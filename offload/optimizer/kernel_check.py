@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from offload.optimizer.kernels import UpdateKernel
+from offload.optimizer.kernels import BlockwiseUpdate, UpdateKernel
 from offload.optimizer.operands import HyperParameters, Operands
 
 # Whole vectors of any processor, as torch's kernel of the host rounds a shorter rest in another way; no whole blocks of
@@ -26,12 +26,6 @@ CASES = [
 ]
 
 logger = logging.getLogger(__name__)
-
-
-class LimitedUpdate(UpdateKernel, Protocol):
-    """A kernel that takes some operands only."""
-
-    def supports(self, operands: Operands, hyperparameters: HyperParameters) -> bool: ...
 
 
 class Kind(NamedTuple):
@@ -57,14 +51,19 @@ class CheckedUpdate:
     the host until the current stream has made it. An error in it counts as a failed check.
     """
 
-    def __init__(self, fast: LimitedUpdate, reference: UpdateKernel, other: UpdateKernel, device: torch.device):
+    def __init__(self, fast: BlockwiseUpdate, reference: UpdateKernel, other: UpdateKernel, device: torch.device):
         self.name = fast.name
         self._fast, self._reference, self._other, self._device = fast, reference, other, device
         self._fits: dict[Kind, bool] = {}
 
     def __call__(self, operands: Operands, step: Tensor, hyperparameters: HyperParameters, scale: float = 1.0) -> None:
+        kernel = self.blockwise(operands, hyperparameters) or self._other
+        kernel(operands, step, hyperparameters, scale)
+
+    def blockwise(self, operands: Operands, hyperparameters: HyperParameters) -> BlockwiseUpdate | None:
+        """Returns `fast` if it updates such operands, else None."""
         fits = self._fast.supports(operands, hyperparameters) and self._is_exact(Kind.of(operands))
-        (self._fast if fits else self._other)(operands, step, hyperparameters, scale)
+        return self._fast if fits else None
 
     def _is_exact(self, kind: Kind) -> bool:
         if kind not in self._fits:

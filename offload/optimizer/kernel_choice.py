@@ -1,7 +1,7 @@
 """Chooses the kernels of updates.
 
-That of the host is the faster of torch's and the C loop, measured once a process; that of a GPU is torch's or,
-where that was asked for and a check finds that its numbers are the host's, the Triton kernel.
+That of the host is the faster of torch's and the C loop, measured once a process; that of a GPU is the Triton kernel,
+where a check finds that its numbers are the host's, else torch's.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 
 from offload.optimizer.block_quantise import scales_for
 from offload.optimizer.formats import StateFormat
-from offload.optimizer.kernel_check import CheckedUpdate, LimitedUpdate
-from offload.optimizer.kernels import FusedUpdate, UpdateKernel
+from offload.optimizer.kernel_check import CheckedUpdate
+from offload.optimizer.kernels import BlockwiseUpdate, FusedUpdate, UpdateKernel
 from offload.optimizer.native_kernel import NativeUpdate, native_library
 from offload.optimizer.operands import HyperParameters, Operands
 
@@ -54,19 +54,14 @@ def update_on(
 ) -> UpdateKernel:
     """Returns the kernel that updates states on `device`: on the host `fastest_update`.
 
-    On a GPU, where `compile` is "triton", the Triton kernel updates what it supports, if it has the numbers of the
-    host's kernel (`CheckedUpdate`). Else torch's kernel does.
+    On a GPU the Triton kernel updates what it supports, if it has the numbers of the host's kernel (`CheckedUpdate`).
+    Else, and under `compile="off"`, torch's kernel does.
     """
     if device.type == "cpu":
         return fastest_update(threads, compile, format)
-    if device.type != "cuda" or compile != "triton" or format.state_dtype == "int8":
+    if device.type != "cuda" or compile == "off" or format.state_dtype == "int8":
         return FusedUpdate()
     return _checked_update(device, format)
-
-
-def updates_alone(kernel: UpdateKernel) -> bool:
-    """Tells whether the numbers of `kernel` are not those of torch's, which alone takes many parameters in one call."""
-    return isinstance(kernel, CheckedUpdate)
 
 
 @functools.cache
@@ -83,7 +78,7 @@ def _checked_update(device: torch.device, format: StateFormat) -> UpdateKernel:
     return CheckedUpdate(kernel, reference, fused, device)
 
 
-def _triton_update() -> LimitedUpdate:
+def _triton_update() -> BlockwiseUpdate:
     # Torch's builds for the CPU have no Triton.
     from offload.optimizer.triton_kernel import TritonUpdate
 

@@ -47,6 +47,18 @@ class UpdateKernel(Protocol):
     ) -> None: ...
 
 
+class BlockwiseUpdate(UpdateKernel, Protocol):
+    """A kernel for some operands, which takes a step for each block of elements, too.
+
+    Its `step` may have as many elements as the operands have blocks of `block` elements, of which the last may be
+    shorter: the operands may then be those of many parameters without noise, each from the begin of a block on.
+    """
+
+    block: int
+
+    def supports(self, operands: Operands, hyperparameters: HyperParameters) -> bool: ...
+
+
 class FusedUpdate:
     """torch's fused kernel, tile by tile, with scratch of a tile for each operand that is not float32.
 

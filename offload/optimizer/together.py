@@ -1,12 +1,14 @@
 """Updates of many small parameters of a device by the same few calls.
 
 A device is sent each call by the host, which takes longer than the update of a small parameter: one by one, the
-hundreds of matrices of adapters would take much of a short step. Here torch's kernel takes lists of tensors. What it
-cannot read is gathered into flat float32 scratch, one parameter behind the other, where one call converts it for all.
+hundreds of matrices of adapters would take much of a short step. A kernel that takes blocks updates all of them at
+once, in flat copies. Torch's kernel takes lists of tensors; what it cannot read is gathered into flat float32 scratch,
+one parameter behind the other, where one call converts it for all.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,19 +16,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from offload.optimizer import kernels
-from offload.optimizer.claims import Claim
+from offload.optimizer.claims import Claim, operands_of
 from offload.optimizer.formats import MASTER_NAMES, MOMENTS, StateFormat
-from offload.optimizer.operands import HyperParameters
+from offload.optimizer.kernel_check import CheckedUpdate
+from offload.optimizer.kernels import BlockwiseUpdate, UpdateKernel
+from offload.optimizer.operands import HyperParameters, Operands
 from offload.optimizer.rounding import join, round_weights, split
 from offload.optimizer.states import State
 from offload.runtime.torch_internals import copy_each, fused_adamw_, scaled_tensors, views_of_flat
 
 # The types of devices that are sent calls.
 LAUNCHING = ("cuda",)
-# The most elements that are gathered at a time, with up to 25 bytes of scratch each. Updates of larger parameters take
-# longer than their calls, and would only be slowed down by the copies.
-GATHERED_TILE = 1 << 22
+# The most elements that are updated at a time, with up to 25 bytes of scratch each. Updates of larger parameters take
+# longer than their calls, and would only be slowed down by copies.
+TILE = 1 << 22
 # Elements that torch's kernel reads by one instruction, from a multiple of their bytes.
 VECTOR = 4
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,13 +44,13 @@ def in_two(claims: Iterable[Claim], elsewhere: Container[Tensor]) -> tuple[list[
     in `elsewhere` are not beside them.
     """
     claims, alone, together = list(claims), [], []
-    largest: dict[tuple[torch.device, torch.dtype, torch.dtype], int] = {}
+    known: dict[tuple[torch.device, torch.dtype, torch.dtype], bool] = {}
     for claim in claims:
         parameter, gradient = claim.parameter, claim.gradient
         kind = parameter.device, parameter.dtype, gradient.dtype
-        if kind not in largest:
-            largest[kind] = _tile(claim.format, *kind[1:]) if kind[0].type in LAUNCHING else 0
-        fits = 0 < parameter.numel() <= largest[kind] and parameter.is_contiguous() and gradient.is_contiguous()
+        if kind not in known:
+            known[kind] = kind[0].type in LAUNCHING and _share_calls(claim.format, *kind[1:])
+        fits = known[kind] and 0 < parameter.numel() <= TILE and parameter.is_contiguous() and gradient.is_contiguous()
         (together if fits and parameter not in elsewhere else alone).append(claim)
     # The second of two that share memory is updated from what the first has become.
     if together and _share_memory([claim.parameter for claim in claims]):
@@ -55,29 +58,34 @@ def in_two(claims: Iterable[Claim], elsewhere: Container[Tensor]) -> tuple[list[
     return alone, together
 
 
-def update_together(claims: Iterable[Claim], begin: Callable[[list[Tensor]], list[State]], scale: float) -> None:
+def update_together(
+    claims: Iterable[Claim],
+    begin: Callable[[list[Tensor]], list[State]],
+    kernel_on: Callable[[torch.device], UpdateKernel],
+    scale: float,
+) -> None:
     """Makes these updates of `in_two` with the numbers of `claims.update_in_place`; gradients count `scale` times.
 
-    `begin` counts the updates of parameters of one device and returns their states. Parameters share calls if they are
-    alike in device, dtypes and hyper-parameters, and at most a tile together.
+    `begin` counts the updates of parameters of one device and returns their states; `kernel_on` gives its kernel.
+    Parameters share calls if they are alike in device, dtypes and hyper-parameters, and at most a tile together.
     """
     groups: dict[tuple[torch.device, torch.dtype, torch.dtype, HyperParameters], list[Claim]] = {}
     for claim in claims:
         parameter = claim.parameter
         kind = parameter.device, parameter.dtype, claim.gradient.dtype, claim.hyperparameters
         groups.setdefault(kind, []).append(claim)
-    for (_, weight, gradient, _), group in groups.items():
-        tile = _tile(group[0].format, weight, gradient)
+    for (device, _, _, _), group in groups.items():
+        kernel = kernel_on(device)
         # First those of whole vectors: in scratch they then begin at a vector, as they do alone. The kernel reads the
         # others number by number in any place, by instructions that may round differently.
         group.sort(key=lambda claim: claim.parameter.numel() % VECTOR != 0)
         start = elements = 0
         for index, claim in enumerate(group):
             elements += claim.parameter.numel()
-            if elements > tile:
-                _update(group[start:index], begin, scale)
+            if elements > TILE:
+                _update(group[start:index], begin, kernel, scale)
                 start, elements = index, claim.parameter.numel()
-        _update(group[start:], begin, scale)
+        _update(group[start:], begin, kernel, scale)
 
 
 def _share_memory(parameters: list[Tensor]) -> bool:
@@ -85,18 +93,23 @@ def _share_memory(parameters: list[Tensor]) -> bool:
     return any(start + size > following for (start, size), (following, _) in pairwise(spans))
 
 
-def _tile(form: StateFormat, weight: torch.dtype, gradient: torch.dtype) -> int:
-    """Returns the most elements of parameters of dtype `weight` that share calls; 0 if they cannot."""
+def _share_calls(form: StateFormat, weight: torch.dtype, gradient: torch.dtype) -> bool:
+    """Tells whether parameters of dtype `weight` can share calls."""
     has_noise = form.rounds_moments or (weight == torch.bfloat16 and form.master_dtype(weight) is None)
-    if has_noise or form.moment_dtype == torch.uint8 or weight not in FLOATS or gradient not in FLOATS:
-        return 0
-    is_converted = any(dtype != torch.float32 for dtype in (weight, gradient, form.moment_dtype))
-    return GATHERED_TILE if is_converted else kernels.DEVICE_TILE
+    return not has_noise and form.moment_dtype != torch.uint8 and weight in FLOATS and gradient in FLOATS
 
 
-def _update(batch: Sequence[Claim], begin: Callable[[list[Tensor]], list[State]], scale: float) -> None:
+def _update(
+    batch: Sequence[Claim], begin: Callable[[list[Tensor]], list[State]], kernel: UpdateKernel, scale: float
+) -> None:
     first, weights = batch[0], [claim.parameter for claim in batch]
-    states, scratch = begin(weights), _Scratch(weights)
+    states = begin(weights)
+    if isinstance(kernel, CheckedUpdate):
+        one = operands_of(first, states[0], weights[0].detach(), first.gradient)
+        if (blockwise := kernel.blockwise(one, first.hyperparameters)) is not None:
+            _update_blocks(batch, states, blockwise, scale)
+            return
+    scratch = _Scratch(weights)
     masters = _Masters(weights, states, first.format, scratch)
     stored = {name: [state[name] for state in states] for name in MOMENTS}
     moments = {
@@ -117,6 +130,49 @@ def _update(batch: Sequence[Claim], begin: Callable[[list[Tensor]], list[State]]
         if tensors is not moments[name]:
             copy_each(tensors, moments[name])
     masters.write()
+
+
+def _update_blocks(batch: Sequence[Claim], states: Sequence[State], kernel: BlockwiseUpdate, scale: float) -> None:
+    """Updates flat copies of the operands, in their own formats, in which every parameter begins with a block."""
+    first, weights = batch[0], [claim.parameter for claim in batch]
+    master = first.format.master_dtype(weights[0].dtype)
+    operands = {"weight": weights} | {name: [state[name] for state in states] for name in MOMENTS}
+    if master is not None:
+        operands["master"] = [state[MASTER_NAMES[master]] for state in states]
+    blocks = [-(-weight.numel() // kernel.block) for weight in weights]
+    places = []
+    for weight, count in zip(weights, blocks, strict=True):
+        places += [weight, _gap(count * kernel.block - weight.numel())]
+
+    def gathered(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Returns a flat copy, the parts of it, and the tensors that these are copies of, both as bits."""
+        dtype = tensors[0].dtype
+        # A copy of bfloat16 by torch's kernel for many tensors would change the bits of a NaN.
+        bits = [tensor.view(torch.int16) for tensor in tensors] if dtype == torch.bfloat16 else tensors
+        flat = torch.empty(sum(blocks) * kernel.block, dtype=bits[0].dtype, device=bits[0].device)
+        copies = views_of_flat(flat, places)[::2]
+        copy_each(copies, bits)
+        return flat.view(dtype), copies, bits
+
+    written = {name: gathered(tensors) for name, tensors in operands.items()}
+    gradient, _, _ = gathered([claim.gradient for claim in batch])
+    steps = torch.stack([state["step"] for state in states])[_parameter_of_block(tuple(blocks), gradient.device)]
+    flats = {name: flat for name, (flat, _, _) in written.items()}
+    kernel(Operands(gradient=gradient, **flats), steps, first.hyperparameters, scale)
+    for _, copies, bits in written.values():
+        copy_each(bits, copies)
+
+
+@functools.cache
+def _gap(elements: int) -> Tensor:
+    """Stands for so many elements between two parameters."""
+    return torch.empty(elements, device="meta")
+
+
+@functools.lru_cache(maxsize=256)
+def _parameter_of_block(blocks: tuple[int, ...], device: torch.device) -> Tensor:
+    """Returns the number of the parameter of each block on `device`, where parameter n has `blocks[n]` of them."""
+    return torch.arange(len(blocks)).repeat_interleave(torch.tensor(blocks)).to(device)
 
 
 class _Flat(NamedTuple):

@@ -26,18 +26,19 @@ BLOCK, WARPS = 1024, 4
 # The compiler loads 16 bytes at once where it knows that addresses and lengths are multiples of 16.
 ALIGNMENT = 16
 POINTERS = ["weights", "gradients", "masters", "exp_avgs", "exp_avg_sqs", "step_at", "table"]
-SCALARS = ["steps", "count", "first", "seed"]
+SCALARS = ["step_stride", "steps", "count", "first", "seed"]
 # Entries of a table of corrections, and number of tables, beyond which operands are not supported.
 LONGEST_TABLE, MOST_TABLES = 1 << 20, 16
 
 
 class TritonUpdate:
-    """The kernel below, on the current stream of the operands' device; see `kernels.UpdateKernel`.
+    """The kernel below, on the current stream of the operands' device; see `kernels.BlockwiseUpdate`.
 
     It allocates nothing but one table of corrections for each pair of betas and device, 0.6 MB for 0.9 and 0.999.
     """
 
     name = "triton"
+    block = BLOCK
 
     def __init__(self) -> None:
         self._tables: dict[tuple[float, float, torch.device], Tensor] = {}
@@ -67,6 +68,7 @@ class TritonUpdate:
                 *tensors,
                 step,
                 table,
+                0 if step.numel() == 1 else 1,
                 table.shape[1],
                 count,
                 operands.start,
@@ -123,6 +125,7 @@ def _update(
     exp_avg_sqs,
     step_at,
     table,
+    step_stride: tl.int64,
     steps: tl.int64,
     count: tl.int64,
     first: tl.int64,
@@ -166,7 +169,7 @@ def _update(
         rest = tl.where(((bits & 0x7FFFFFFF) == 0) & (rest < 0), 0, rest)
         value = (bits + rest.to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
 
-    step = tl.load(step_at).to(tl.int64)
+    step = tl.load(step_at + tl.program_id(0) * step_stride).to(tl.int64)
     row = tl.maximum(tl.minimum(step, steps), 1) - 1
     # Triton's minus is a subtraction from 0, in which a zero loses its sign.
     minus_step_size = (lr / tl.load(table + row)).to(tl.float32) * -1.0

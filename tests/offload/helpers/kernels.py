@@ -10,6 +10,8 @@ import torch
 
 from offload.optimizer.block_quantise import scales_for
 from offload.optimizer.formats import MASTER_DTYPES, STATE_DTYPES, StateFormat
+from offload.optimizer.kernel_check import CheckedUpdate
+from offload.optimizer.kernels import FusedUpdate
 from offload.optimizer.native_kernel import native_library
 from offload.optimizer.operands import HyperParameters, Operands
 from offload.optimizer.rounding import split
@@ -33,6 +35,51 @@ COMPILED = [format if format in FEW else pytest.param(format, marks=pytest.mark.
 
 needs_compiler = pytest.mark.skipif(native_library(WIDE) is None, reason="needs a C compiler with OpenMP")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Blockwise(FusedUpdate):
+    """Stands for the Triton kernel on the host: torch's kernel on blocks, whole vectors each; gradients count twice.
+
+    `calls` has the number of elements of each call.
+    """
+
+    name = "blockwise"
+    block = 64
+
+    def __init__(self):
+        super().__init__(threads=1)
+        self.calls: list[int] = []
+
+    def supports(self, *_: object) -> bool:
+        return True
+
+    def __call__(self, operands: Operands, step, hyperparameters, scale: float = 1.0) -> None:
+        count = operands.weight.numel()
+        self.calls.append(count)
+        steps = step.reshape(-1).expand(-(-count // self.block))
+        for begin, step in zip(range(0, count, self.block), steps, strict=True):
+            piece = operands.part(range(begin, min(begin + self.block, count)))
+            whole = padded(piece, self.block)
+            super().__call__(whole, step, hyperparameters, 2 * scale)
+            for one, other in zip(tensors(piece), tensors(whole), strict=True):
+                one.copy_(other[: len(one)])
+
+
+def checked(kernel: Blockwise) -> CheckedUpdate:
+    """Returns the kernel as it is used on a GPU, with a check that it passes."""
+    return CheckedUpdate(kernel, reference=Blockwise(), other=FusedUpdate(1), device=torch.device("cpu"))
+
+
+def padded(of: Operands, count: int) -> Operands:
+    """Returns a copy with `count` elements, of which the last are ones."""
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        whole = torch.ones(count, dtype=tensor.dtype)
+        whole[: len(tensor)] = tensor
+        return whole
+
+    fields = {field.name: getattr(of, field.name) for field in dataclasses.fields(of)}
+    return Operands(**{name: copied(each) if isinstance(each, torch.Tensor) else each for name, each in fields.items()})
 
 
 def operands(

@@ -12,7 +12,7 @@ from offload.optimizer import kernels, together
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.formats import StateFormat
 from offload.runtime.torch_internals import TorchDispatchMode
-from tests.offload.helpers.kernels import needs_gpu
+from tests.offload.helpers.kernels import Blockwise, checked, needs_gpu
 from tests.offload.helpers.models import assert_same
 from tests.offload.helpers.optimizers import OFF, SETTINGS, give_gradients, parameters, same, train
 
@@ -50,7 +50,7 @@ def test_gives_the_numbers_of_one_by_one(
     calls: list[int], monkeypatch: pytest.MonkeyPatch, tile: int, per_step: list[int], scale: float
 ):
     """A call has at most a tile of elements; the last parameter, of 1536, may be larger than that."""
-    monkeypatch.setattr(kernels, "DEVICE_TILE", tile)
+    monkeypatch.setattr(together, "TILE", tile)
     weights, optimizer = made()
     train(scaled(optimizer, scale), weights)
     assert calls == 20 * per_step
@@ -188,9 +188,59 @@ def test_converted_parameters_that_began_later_count_their_own_steps(calls: list
     assert_same(seen, run())
 
 
+@pytest.mark.parametrize("change", [lambda weights, optimizer: None, hard_numbers], ids=["", "hard numbers"])
+@pytest.mark.parametrize(("dtype", "gradient", "form"), CONVERTED)
+def test_a_kernel_of_blocks_updates_all_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    gradient: torch.dtype,
+    form: StateFormat,
+    change: Callable[[list[nn.Parameter], HostAdamW], None],
+):
+    """Each parameter begins with a block, and gets the bits that this kernel gives it alone."""
+    kernel = Blockwise()
+    on_device = checked(kernel)
+    monkeypatch.setattr("offload.optimizer.adamw.update_on", lambda *_: on_device)
+    monkeypatch.setattr(together, "LAUNCHING", ("cpu",))
+    seen = run(dtype, gradient, form, 0.37, change=change)
+    checks = len(kernel.calls) - 5 * 4
+    # Matrices of 15 and 1024 elements, a scalar and a vector of 7, then a matrix of 4097 and a vector of 48.
+    assert kernel.calls[checks:] == 5 * [64 + 1024, 64 + 64, 4160, 64]
+    monkeypatch.setattr(together, "LAUNCHING", ())
+    assert_same(seen, run(dtype, gradient, form, 0.37, change=change))
+    assert len(kernel.calls) == checks + 5 * 4 + 5 * 6
+
+
+def test_without_a_kernel_of_blocks_torchs_updates_them(calls: list[int], monkeypatch: pytest.MonkeyPatch):
+    """As where a check of the device's own kernel fails."""
+    expected = run(torch.bfloat16, torch.bfloat16, StateFormat())
+    on_device = checked(Blockwise())
+    monkeypatch.setattr(Blockwise, "supports", lambda *_: False)
+    monkeypatch.setattr("offload.optimizer.adamw.update_on", lambda *_: on_device)
+    assert_same(run(torch.bfloat16, torch.bfloat16, StateFormat()), expected)
+    assert calls == 2 * 5 * [2, 2, 1, 1]
+
+
+def test_parameters_that_began_later_count_their_own_steps_in_blocks(monkeypatch: pytest.MonkeyPatch):
+    on_device = checked(Blockwise())
+    monkeypatch.setattr("offload.optimizer.adamw.update_on", lambda *_: on_device)
+
+    def run() -> list[torch.Tensor]:
+        weights, optimizer = made(torch.bfloat16)
+        train(optimizer, weights[1:], range(4))
+        train(optimizer, weights, range(4, 8))
+        return [*weights, *(optimizer.state[weight]["step"] for weight in weights)]
+
+    monkeypatch.setattr(together, "LAUNCHING", ("cpu",))
+    seen = run()
+    assert [step.item() for step in seen[-5:]] == [4, 8, 8, 8, 8]
+    monkeypatch.setattr(together, "LAUNCHING", ())
+    assert_same(seen, run())
+
+
 def test_scratch_has_at_most_a_tile(calls: list[int], monkeypatch: pytest.MonkeyPatch):
     """Parameters that are larger are updated alone."""
-    monkeypatch.setattr(together, "GATHERED_TILE", 1100)
+    monkeypatch.setattr(together, "TILE", 1100)
     weights, optimizer = made(torch.bfloat16)
     seen = train(optimizer, weights, range(3))
     assert calls == 3 * [3, 1]

@@ -18,8 +18,16 @@ from torch import nn
 from offload import HostAdamW
 from offload.optimizer import kernel_choice
 from offload.optimizer.formats import StateFormat
-from offload.optimizer.kernel_check import COUNT, Kind, copied_to, count_different, difference, hard_operands
-from offload.optimizer.kernels import UpdateKernel
+from offload.optimizer.kernel_check import (
+    COUNT,
+    CheckedUpdate,
+    Kind,
+    copied_to,
+    count_different,
+    difference,
+    hard_operands,
+)
+from offload.optimizer.kernels import FusedUpdate, UpdateKernel
 from offload.optimizer.native_kernel import NativeUpdate, factors, native_library
 from offload.optimizer.operands import HyperParameters
 from tests.offload.helpers.kernels import FORMATS, SETTINGS, WIDE, from_place, needs_compiler, needs_gpu, operands
@@ -100,6 +108,43 @@ def test_bits_are_those_of_the_host_for_any_settings_range_and_step(format: Stat
     for name in ("weight", "master", "exp_avg", "exp_avg_sq"):
         if getattr(found, name) is not None:
             assert count_different(getattr(found, name).cpu(), getattr(expected, name)) == 0
+
+
+@runs
+@needs_compiler
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", [StateFormat(), StateFormat("kahan", "bf16")], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_many_parameters_get_their_own_bits_by_one_launch(
+    format: StateFormat, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    """One of them begins later, and counts its own steps."""
+    kernel = CheckedUpdate(TritonUpdate(), host_kernel(format), FusedUpdate(), DEVICE)
+    monkeypatch.setattr("offload.optimizer.adamw.update_on", lambda *_: kernel)
+    launched = []
+    launch = TritonUpdate.__call__
+    monkeypatch.setattr(TritonUpdate, "__call__", lambda *given: (launched.append(given[1]), launch(*given)))
+
+    def run() -> list[torch.Tensor]:
+        draw = torch.Generator().manual_seed(0)
+        sizes = ((30, 64), (64,), (5, 256), (1, 3), (1,))
+        weights = [nn.Parameter(torch.randn(size, generator=draw).to(DEVICE, dtype)) for size in sizes]
+        optimizer = HostAdamW(weights, lr=1e-2, threads=1, **dataclasses.asdict(format))
+        for step in range(4):
+            for weight in weights[step == 0 :]:
+                weight.grad = torch.randn(weight.shape, generator=draw).to(DEVICE, dtype)
+            optimizer.step(scale=0.7)
+        states = [state for weight in weights for state in optimizer.state[weight].values()]
+        return [tensor.detach().cpu() for tensor in (*weights, *states)]
+
+    found = []
+    for launching in ((DEVICE.type,), ()):
+        monkeypatch.setattr("offload.optimizer.together.LAUNCHING", launching)
+        found.append(run())
+    assert len(launched) >= 4 + 4 * 4
+    assert sum(len(each.weight) == 2048 + 1024 + 2048 + 1024 + 1024 for each in launched) == 3
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 @runs
