@@ -19,9 +19,9 @@ from training.planning.machine import Machine
 # The speed of torch's kernel, which `adamw` uses on the host, relative to host_adamw's: 2.9 to 5.0 G parameters/s.
 TORCH_KERNEL_SHARE = 0.58
 # Bytes of device memory that an update by torch's kernel reads and writes for each parameter: in place, and through
-# float32 scratch. The Triton kernel moves fewer, but which one runs is known on the device alone.
+# float32 scratch. The Triton kernel reads and writes each operand once.
 DEVICE_UPDATE_BYTES = {torch.float32: 28, torch.bfloat16: 50}
-# The further operations on a tile that join and split a compact master; counted and not measured.
+# The further operations of torch on a tile that join and split a compact master; counted and not measured.
 DEVICE_REMAINDER_BYTES = 75
 
 
@@ -84,9 +84,7 @@ class PlannedUpdate:
         if not has_gpu:
             return UpdateTimes(host_ms=(host_parameters + self.device_parameters) / rate * 1e3)
         early = components.updates_begin_early
-        compact = components.dtype == torch.bfloat16 and components.state_format.master == "compact"
-        each = DEVICE_UPDATE_BYTES[components.dtype] + (DEVICE_REMAINDER_BYTES if compact else 0)
-        device_bytes = self.device_parameters * each
+        device_bytes = self.device_parameters * _device_update_bytes(components)
         host_ms, left_share = host_parameters / rate * 1e3, self._left_share(components)
         return UpdateTimes(
             host_ms=host_ms,
@@ -112,6 +110,16 @@ def speed_of(form: StateFormat) -> float:
     """
     computes = form.state_dtype == "int8" or form.rounds_moments or form.master == "stochastic"
     return StateFormat("fp32", "fp32").update_bytes / (StateFormat() if computes else form).update_bytes
+
+
+def _device_update_bytes(components: Components) -> float:
+    """Returns the bytes of a device's memory that an update there moves for each parameter."""
+    form, dtype = components.state_format, components.dtype
+    in_bf16 = dtype == torch.bfloat16
+    # Where Triton is missing, or fails its check, updates take longer.
+    if in_bf16 and components.config.optimizer.get("compile") == "auto" and form.state_dtype != "int8":
+        return form.update_bytes
+    return DEVICE_UPDATE_BYTES[dtype] + (DEVICE_REMAINDER_BYTES if in_bf16 and form.master == "compact" else 0)
 
 
 def _log_bytes(plan: Footprint, placed: int) -> int:
