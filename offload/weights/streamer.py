@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
+import torch
+
 from offload.runtime.forward.block_buffers import arrived, leaving
 from offload.runtime.memory.device_slots import DeviceSlots
 from offload.runtime.memory.host_memory import HostArena
@@ -152,7 +154,10 @@ class WeightStreamer:
         try:
             self.prefetcher.begin_step()
             self._windows.begin_step()
-            yield
+            # Autograd would run the nodes of the device in another thread than those of the parameters, which are on
+            # the host: two threads that wait for Python's lock, and for each other, at every gradient.
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
             if self._gatherer is not None:
                 self._gatherer.agree_on_end()
                 self.gradients.sum.end_step()

@@ -7,6 +7,7 @@ NaN: then a missing wait shows in the numbers.
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -225,3 +226,15 @@ def test_a_loss_that_uses_weights_on_the_host_adds_its_gradient_to_the_one_that_
         found.append([p.grad.cpu() for p in model.parameters()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", [BounceLinear(), LayerStream(slots=2)], ids=["bounce_linear", "layer_stream"])
+def test_backward_runs_in_the_thread_of_the_step(mode):
+    """In another one it would wait for Python's lock at every gradient."""
+    model, threads = Stack(width=64), []
+    with attached(mode, model, "cuda"):
+        with mode.step():
+            loss = model(stack_inputs(0, 0, "cuda")).sum()
+            loss.register_hook(lambda _: threads.append(threading.get_ident()))
+            loss.backward()
+    assert threads == [threading.get_ident()]
