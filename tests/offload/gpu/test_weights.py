@@ -232,9 +232,8 @@ def test_a_loss_that_uses_weights_on_the_host_adds_its_gradient_to_the_one_that_
 def test_backward_runs_in_the_thread_of_the_step(mode):
     """In another one it would wait for Python's lock at every gradient."""
     model, threads = Stack(width=64), []
-    with attached(mode, model, "cuda"):
-        with mode.step():
-            loss = model(stack_inputs(0, 0, "cuda")).sum()
-            loss.register_hook(lambda _: threads.append(threading.get_ident()))
-            loss.backward()
+    with attached(mode, model, "cuda"), mode.step():
+        loss = model(stack_inputs(0, 0, "cuda")).sum()
+        loss.register_hook(lambda _: threads.append(threading.get_ident()))
+        loss.backward()
     assert threads == [threading.get_ident()]
