@@ -25,6 +25,8 @@ from models.quantise_formats import Format
 aten = torch.ops.aten
 # The ids of weights that code which fills a model is to leave alone.
 _settled: set[int] = set()
+# Of each `kept_memory`, the memory that the next weight may use.
+_spare: list[list[Tensor]] = []
 
 
 class QuantisedWeight(torch.Tensor):
@@ -276,10 +278,27 @@ def values_of(tensor: Tensor) -> Iterator[Tensor]:
     if not isinstance(tensor, QuantisedWeight):
         yield tensor.detach()
         return
-    memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    yield memory
+    spare = _spare[-1] if _spare else []
+    nbytes = tensor.numel() * tensor.dtype.itemsize
+    memory = spare.pop() if spare and len(spare[-1]) >= nbytes else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    values = memory[:nbytes].view(tensor.dtype).view(tensor.shape)
+    yield values
     with torch.no_grad():
-        tensor.detach().copy_(memory)
+        tensor.detach().copy_(values)
+    spare.append(memory)
+
+
+@contextmanager
+def kept_memory() -> Iterator[None]:
+    """Makes `values_of` use the same memory for one quantised weight after the other inside the block.
+
+    Memory of its own for each would be mapped page by page, which takes several times as long as quantising.
+    """
+    _spare.append([])
+    try:
+        yield
+    finally:
+        _spare.pop()
 
 
 @contextmanager

@@ -15,7 +15,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from models.hf import build_hf
 from models.hf_source import CAUSAL_LM
 from models.initialise import initialise
-from models.quantise import QuantisedWeight, is_quantised, quantisable, quantise, settled, stored_tensors, values_of
+from models.quantise import (
+    QuantisedWeight,
+    _spare,
+    is_quantised,
+    kept_memory,
+    quantisable,
+    quantise,
+    settled,
+    stored_tensors,
+    values_of,
+)
 from models.quantise_formats import Float8, Format, Int4, Int8, Nf4
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.none import Resident
@@ -114,6 +124,27 @@ def test_values_get_in_one_weight_at_a_time(format: Format):
     with torch.no_grad():
         layer.weight.fill_(0.5)
     assert torch.allclose(layer.weight.dequantised(), torch.full((12, 20), 0.5), rtol=0.01)
+
+
+def test_values_of_one_weight_after_the_other_take_the_same_memory():
+    """But for a larger one, and for two at once."""
+    small, large = quantised(Int8())[0].weight, quantised(Int8(), rows=24)[0].weight
+
+    def filled(weight: nn.Parameter, value: float) -> int:
+        with values_of(weight) as values:
+            values.fill_(value)
+            return values.data_ptr()
+
+    with kept_memory():
+        first = filled(large, 1.0)
+        with values_of(small) as values:
+            assert values.data_ptr() == first
+            assert filled(large, 3.0) != first
+            values.fill_(2.0)
+        assert filled(small, 4.0) == first
+        assert torch.allclose(large.dequantised(), torch.full((24, 20), 3.0), rtol=0.01)
+    assert torch.allclose(small.dequantised(), torch.full((12, 20), 4.0), rtol=0.01)
+    assert not _spare
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

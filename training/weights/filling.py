@@ -14,7 +14,7 @@ from torch import nn
 
 from models.adapters import without_adapters
 from models.initialise import initialise
-from models.quantise import settled
+from models.quantise import kept_memory, settled
 from models.weights import has_own_names, load_weights
 from offload import lies_in_file
 from training.errors import UserError
@@ -42,7 +42,7 @@ def fill_parameters(model: nn.Module, config: DictConfig, device: torch.device, 
     Raises UserError if the weights do not fit, or a parameter has no initial value.
     """
     if weights is None:
-        with phase("initialising the weights"):
+        with phase("initialising the weights"), kept_memory():
             try:
                 with without_adapters(model):
                     getattr(model, "initialise", lambda *arguments: initialise(model, *arguments))(config.seed, device)
@@ -56,6 +56,7 @@ def fill_parameters(model: nn.Module, config: DictConfig, device: torch.device, 
             settled(in_files),
             without_adapters(model),
             quantised_from_cache(model, config, path),
+            kept_memory(),
             phase("loading the weights"),
         ):
             load(model, path)
