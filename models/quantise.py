@@ -280,7 +280,9 @@ def values_of(tensor: Tensor) -> Iterator[Tensor]:
         return
     spare = _spare[-1] if _spare else []
     nbytes = tensor.numel() * tensor.dtype.itemsize
-    memory = spare.pop() if spare and len(spare[-1]) >= nbytes else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    memory = spare.pop() if spare else None
+    if memory is None or len(memory) < nbytes:
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     values = memory[:nbytes].view(tensor.dtype).view(tensor.shape)
     yield values
     with torch.no_grad():
@@ -292,7 +294,7 @@ def values_of(tensor: Tensor) -> Iterator[Tensor]:
 def kept_memory() -> Iterator[None]:
     """Makes `values_of` use the same memory for one quantised weight after the other inside the block.
 
-    Memory of its own for each would be mapped page by page, which takes several times as long as quantising.
+    The system would map memory of its own for each page by page.
     """
     _spare.append([])
     try:

@@ -72,7 +72,8 @@ class GradientLanding:
         self._arena = arena
         self._streams = streams
         self._updates: Updates = NO_UPDATES
-        # On a GPU autograd adds gradients of the host in another thread than that in which those of the device land.
+        # In a backward outside of steps autograd adds gradients of the host in another thread than that in which those
+        # of a GPU land.
         self._lock = threading.RLock()
         self._in_step = False
         # Inside `accumulating` the step alone ends with readable gradients, else each backward does.
