@@ -22,8 +22,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models.initialise import initialise
+from models.initialise import STD, Draws, initialise
 from models.llama import Llama, rotary_tables
+from models.quantise import QuantisedWeight
 from offload import (
     NO_SHARERS,
     Counters,
@@ -250,6 +251,7 @@ class ModelWorkload(Workload):
         fill_parameters(self.model, config, self.device, None)
         if adapter := RunAdapter.of(config, self.model, starts=True):
             adapter.fill(self.model, self.device)
+        fill_zeros(self.model, self.device)
         self._batch = uploaded(batch, self.device)
         return name
 
@@ -288,6 +290,19 @@ def timed_steps(workload: Workload, warmup: int, steps: int) -> TimedSteps:
         times_ms = clock.collect()
         after = workload.mode.counters()
     return TimedSteps(times_ms, after - before, after, loss.item(), warmup_peak_gib)
+
+
+@torch.no_grad()
+def fill_zeros(model: nn.Module, device: torch.device) -> None:
+    """Gives each matrix that starts at zero (adaLN-Zero, the second of an adapter) random values, as a trained one has.
+
+    Gradients that pass through zeros are zeros, of which a GPU computes products faster. And updates from gradients
+    near zero meet denormal numbers, with which a CPU is slow.
+    """
+    draws = Draws(0, device)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2 and not isinstance(parameter, QuantisedWeight) and not parameter.any():
+            draws.normal(parameter.detach(), name, STD)
 
 
 def make_workload(spec: str, options: argparse.Namespace) -> Workload:

@@ -11,6 +11,10 @@ from hydra.errors import HydraException
 from scripts import bench, bench_ranks
 from scripts.workload import Workload, make_workload, parsed, parser, timed_steps
 
+DIT = (
+    "--model=flux_small", "--set", "batch_size=2", "dataset.shape=[16, 16, 16]",
+    "model.overrides={num_layers: 1, num_single_layers: 1, num_attention_heads: 2}",
+)  # fmt: skip
 BLOCKS = ("--hidden=32", "--intermediate=64", "--heads=2", "--blocks=2", "--seq-len=8")
 MODEL = (
     "--model=tiny", "--set", "model.hidden_size=32", "model.intermediate_size=64", "model.num_hidden_layers=2",
@@ -44,6 +48,14 @@ def test_a_model_brings_its_task_and_data():
     with workload("layer_stream", *UNET) as made:
         assert set(made.batch()) >= {"images", "labels"}
         assert torch.isfinite(made.step())
+
+
+@pytest.mark.parametrize("spec", ["none", "layer_stream"])
+def test_no_matrix_is_zero_and_values_are_those_of_the_resident_model(spec: str):
+    with workload(spec, *DIT) as made, workload("none", *DIT) as resident:
+        matrices = {name: matrix for name, matrix in made.model.named_parameters() if matrix.ndim >= 2}
+        of_resident = dict(resident.model.named_parameters())
+        assert all(matrix.any() and torch.equal(matrix, of_resident[name]) for name, matrix in matrices.items())
 
 
 @pytest.mark.parametrize("spec", ["none", "layer_stream:slots=1"])
