@@ -296,8 +296,8 @@ def timed_steps(workload: Workload, warmup: int, steps: int) -> TimedSteps:
 def fill_zeros(model: nn.Module, device: torch.device) -> None:
     """Gives each matrix that starts at zero (adaLN-Zero, the second of an adapter) random values, as a trained one has.
 
-    Gradients that pass through zeros are zeros, of which a GPU computes products faster. And updates from gradients
-    near zero meet denormal numbers, with which a CPU is slow.
+    Gradients that pass through zeros are zeros, of which a GPU computes products faster. And the squares of gradients
+    near zero are denormal numbers, with which a CPU is slow.
     """
     draws = Draws(0, device)
     for name, parameter in model.named_parameters():
