@@ -301,7 +301,9 @@ def fill_zeros(model: nn.Module, device: torch.device) -> None:
     """
     draws = Draws(0, device)
     for name, parameter in model.named_parameters():
-        if parameter.ndim >= 2 and not isinstance(parameter, QuantisedWeight) and not parameter.any():
+        if parameter.ndim < 2 or isinstance(parameter, QuantisedWeight) or parameter.reshape(-1)[:1024].any():
+            continue
+        if not parameter.any():
             draws.normal(parameter.detach(), name, STD)
 
 
