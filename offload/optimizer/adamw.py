@@ -10,10 +10,12 @@ from torch import Tensor
 
 from offload.optimizer.claims import Claim, update_elsewhere, update_in_place
 from offload.optimizer.conversions import copy_state
-from offload.optimizer.deferral import Deferral
+from offload.optimizer.deferral import BEGUN, Deferral
 from offload.optimizer.formats import StateFormat
+from offload.optimizer.grad_scaler import scaler_factor
 from offload.optimizer.kernel_choice import fastest_update, update_on
 from offload.optimizer.kernels import UpdateKernel, torch_threads
+from offload.optimizer.operands import check_hyperparameters
 from offload.optimizer.param_groups import check_group, check_settings, decay_groups, hyperparameters_of
 from offload.optimizer.rounding import noise_seed
 from offload.optimizer.shared_states import SharedStates
@@ -22,7 +24,7 @@ from offload.optimizer.states import State, StatePlacement, require_host_memory,
 from offload.optimizer.together import in_two, update_together
 from offload.runtime.errors import KnobError
 from offload.runtime.host_cores import all_cores_but
-from offload.runtime.knobs import bytes_or, in_range, one_of
+from offload.runtime.knobs import bytes_or, one_of
 from offload.runtime.sharing.sharers import Sharers
 
 # The system could not start more: the process would end without a message.
@@ -72,6 +74,9 @@ class HostAdamW(torch.optim.AdamW):
 
     # Updates may run on a thread of their own, beside the step (`Mode.overlap`).
     overlaps = True
+    # A GradScaler then leaves the gradients alone: updates that have begun would not see what it makes of them.
+    _step_supports_amp_scaling = True
+    planned_bytes = staticmethod(state_bytes)
 
     def __init__(
         self,
@@ -98,11 +103,7 @@ class HostAdamW(torch.optim.AdamW):
         one_of("gradients", gradients, "auto", "keep", "release")
         if threads is not None and threads not in range(1, MAX_THREADS + 1):
             raise KnobError("threads", threads, f"must be at least 1 and at most {MAX_THREADS}, or null to choose")
-        in_range("lr", lr, at_least=0)
-        in_range("eps", eps, above=0)
-        in_range("weight_decay", weight_decay, at_least=0)
-        if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
-            raise KnobError("betas", list(betas), "must be two numbers, at least 0 and below 1")
+        check_hyperparameters(lr, betas, eps, weight_decay)
         self.threads = all_cores_but(1) if threads is None else threads
         self._chooses_threads = threads is None
         self._rounding_seed = rounding_seed
@@ -139,18 +140,28 @@ class HostAdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], Tensor] | None = None, *, scale: float = 1.0) -> Tensor | None:
         """Updates every parameter that has a gradient and is not claimed yet, and ends the step.
 
-        `closure` computes the loss first, which is returned. Gradients count `scale` times. The version counter of each
-        updated parameter rises, which shows that copies of it are outdated.
+        `closure` computes the loss first, which is returned. Gradients count `scale` times, and without the scale of a
+        GradScaler that calls it. The version counter of each updated parameter rises, which shows that copies of it are
+        outdated. Raises RuntimeError where updates have begun without such a factor.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if (factor := scaler_factor(self)) is None:
+            if not self.skip():
+                raise RuntimeError(f"GradScaler skips this step: {BEGUN}")
+            return loss
         if self._deferral is not None:
-            self._deferral.offer_all(scale)
-        self.update(self._group_of, scale)
+            self._deferral.offer_all(scale * factor)
+        self.update(self._group_of, scale * factor)
         self._claimed.clear()
         return loss
+
+    @property
+    def is_deferred(self) -> bool:
+        """True if something makes its updates beside the step."""
+        return self._deferral is not None
 
     def defer_to(self, updates: Deferral | None) -> None:
         """Makes `step` offer its updates to `updates` first, which may end later; None: `step` makes all itself."""
@@ -190,11 +201,15 @@ class HostAdamW(torch.optim.AdamW):
         self.bring_states_home()
         return states_as_torchs(super().state_dict(), self._parameters)
 
-    def skip(self) -> None:
-        """Ends the step without updating parameters that are not claimed yet; other updates stay if they are final."""
+    def skip(self) -> bool:
+        """Ends the step without updating parameters that are not claimed yet; other updates stay if they are final.
+
+        Returns True if none stays.
+        """
         if self._deferral is not None:
             self._deferral.skip()
-        self._claimed.clear()
+        final, self._claimed = self._claimed, set()
+        return not final
 
     @property
     def has_begun(self) -> bool:
@@ -220,8 +235,7 @@ class HostAdamW(torch.optim.AdamW):
         `released` has gradients that are in no `.grad`. Parameters of no group are left out. Raises ValueError for a
         sparse gradient, and claims nothing then.
         """
-        hyperparameters = [hyperparameters_of(group) for group in self.param_groups]
-        claims = []
+        hyperparameters, claims = [hyperparameters_of(group) for group in self.param_groups], []
         for parameter in dict.fromkeys(parameters):
             gradient = parameter.grad if released is None else released.get(parameter, parameter.grad)
             if gradient is None or parameter in self._claimed or (group := self._group_of.get(parameter)) is None:
@@ -257,7 +271,7 @@ class HostAdamW(torch.optim.AdamW):
         of a place at home and the new weight for it on the device, alike in shape and dtype.
         """
         parameter, kernel = claim.parameter, self.kernel_on(self._owner(claim.parameter).device_of(claim.parameter))
-        state = self.begin_update(parameter)
+        state = self.begin_updates([parameter])[0]
         if self._is_shared(parameter):
             return self._shared.update_placed(claim, state, gradient, kernel, scale)
         return [(parameter.data, update_elsewhere(claim, state, gradient, kernel, scale))]
@@ -305,14 +319,6 @@ class HostAdamW(torch.optim.AdamW):
         if self._shared is not None:
             self._shared.settle()
 
-    @staticmethod
-    def planned_bytes(parameters: Iterable[Tensor], format: StateFormat = StateFormat(), placed: bool = False) -> int:  # noqa: B008
-        """Returns the bytes of the states of those `parameters` that train, each counted once; meta ones will do.
-
-        `placed`: on a device, for weights that are elsewhere.
-        """
-        return state_bytes(parameters, format, placed)
-
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the result of `state_dict()`; tensors move to the parameters' devices, and else are shared with it.
@@ -351,13 +357,8 @@ class HostAdamW(torch.optim.AdamW):
             for home, weight in self.apply_on_device(claim, gradient.to(owner.device_of(parameter)), scale):
                 home.copy_(weight)
             return
-        state = self.begin_update(parameter)
-        kernel = self.kernel_on(parameter.device)
-        update_in_place(claim, state, kernel, scale, self._shared.slices(parameter) if is_shared else None)
-
-    def begin_update(self, parameter: Tensor) -> State:
-        """Counts an update that is about to be made; returns the parameter's state."""
-        return self.begin_updates([parameter])[0]
+        state, slices = self.begin_updates([parameter])[0], self._shared.slices(parameter) if is_shared else None
+        update_in_place(claim, state, self.kernel_on(parameter.device), scale, slices)
 
     def begin_updates(self, parameters: list[Tensor]) -> list[State]:
         """Counts updates that are about to be made, of parameters of one device; returns the parameters' states."""
@@ -392,7 +393,7 @@ class HostAdamW(torch.optim.AdamW):
     def __getstate__(self) -> dict[str, Any]:
         self.finish()
         names = ["threads", "_chooses_threads", "device_share", "format", "speculate", "_compile", "_claimed"]
-        names += ["_group_of", "_rounding_seed", "_noise_seeds"]
+        names += ["_group_of", "_rounding_seed", "_noise_seeds", "_all_decay"]
         # A copy makes its updates itself.
         own = {"_deferral": None, "_shared": None, "_placement": StatePlacement(self.format)}
         return super().__getstate__() | {name: getattr(self, name) for name in names} | own

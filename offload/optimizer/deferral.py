@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+# What an error says of updates that cannot be taken back.
+BEGUN = "updates of this step have begun inside backward, without it: let updates begin after backward (early=False)"
+
 
 class Deferral(Protocol):
     """Makes some of an optimizer's updates beside the caller."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from offload.optimizer.block_quantise import BLOCK
+from offload.runtime.errors import KnobError
+from offload.runtime.knobs import in_range
 
 
 class HyperParameters(NamedTuple):
@@ -20,6 +22,15 @@ class HyperParameters(NamedTuple):
     beta2: float
     eps: float
     weight_decay: float
+
+
+def check_hyperparameters(lr: float, betas: Sequence[float], eps: float, weight_decay: float) -> None:
+    """Raises KnobError for a value out of range."""
+    in_range("lr", lr, at_least=0)
+    in_range("eps", eps, above=0)
+    in_range("weight_decay", weight_decay, at_least=0)
+    if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
+        raise KnobError("betas", list(betas), "must be two numbers, at least 0 and below 1")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.deferral import BEGUN
 from offload.optimizer.device_states import DeviceStates
 from offload.optimizer.speculation import Decision, Speculation, SpeculativeUpdates
 from offload.optimizer.worker import UpdateWorker
@@ -40,7 +41,7 @@ class Overlap:
     `speculation`: updates may begin inside backward although not `early`, unless the optimizer has speculate=off. All
     that is seen between backward and `step` is as if none had begun, but for parameters and states that are looked at
     without `state_dict` or `finish`. Units with states on the device wait for `step`. Raises KnobError for states whose
-    updates cannot be undone.
+    updates cannot be undone, and RuntimeError for an optimizer that another overlap has.
     """
 
     def __init__(
@@ -51,6 +52,11 @@ class Overlap:
         device_share: int = 0,
         speculation: Speculation | None = None,
     ):
+        if optimizer.is_deferred:
+            raise RuntimeError(
+                "a mode makes the updates of this optimizer already: give each model that is attached an optimizer of"
+                " its own, or detach the other mode first"
+            )
         self._speculative = None
         if speculation is not None and not early and optimizer.speculate != "off":
             self._speculative = SpeculativeUpdates(optimizer, speculation, streamer.sharers.count)
@@ -86,10 +92,7 @@ class Overlap:
         """
         self._streamer.check_weights_may_change()
         if scale != 1.0 and self._speculative is None and self._optimizer.has_begun:
-            raise RuntimeError(
-                f"step(scale={scale:g}): updates of this step have begun inside backward, without it: let updates begin"
-                " after backward (early=False)"
-            )
+            raise RuntimeError(f"step(scale={scale:g}): {BEGUN}")
         # Those of a `step` just before, without a step of the mode between: what `step` itself updates may be theirs.
         self._device.finish()
         if self._speculative is not None:

@@ -42,7 +42,7 @@ def decay_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     """Returns groups of `params` (parameters or groups of them) in which biases and weights of norms do not decay.
 
     Those are the parameters of fewer than two dimensions; embeddings decay. Each group with both kinds becomes two, the
-    first with its own weight decay, the second with none.
+    first with its own weight decay, the second with none. Raises TypeError for a set of parameters, as torch does.
     """
     entries = list(params)
     if entries and not isinstance(entries[0], dict):
@@ -50,6 +50,8 @@ def decay_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     groups = []
     for group in entries:
         members = group["params"]
+        if isinstance(members, set):
+            raise TypeError("parameters come in a set, whose order differs from run to run: give a list")
         members = [members] if isinstance(members, Tensor) else list(members)
         decaying = [p for p in members if _tensor(p).ndim >= 2]
         constant = [p for p in members if _tensor(p).ndim < 2]

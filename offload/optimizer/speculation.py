@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ from offload.runtime.streams.counters import Counters
 
 # With speculate="auto" a step speculates if this many steps before it were neither clipped nor taken back.
 QUIET_STEPS = 2
+# Elements of a range that a mark has at least, if there are so many.
+MARKED = 16
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,25 @@ class Speculation:
     undo_bytes: int
 
 
+class Mark(NamedTuple):
+    """What shows that a tensor was written or given other data.
+
+    Autograd's counter rises with most writes, but not with those through `.data` or NumPy, nor with a GradScaler's:
+    some elements show whether all were changed.
+    """
+
+    version: int
+    address: int
+    elements: bytes
+
+
+def mark_of(tensor: Tensor, parts: Iterable[range]) -> Mark:
+    """Returns the mark of a tensor on the host, of elements in `parts` of its flat form; others may change."""
+    bits = tensor.detach().view(BITS[tensor.element_size()]).numpy().flat
+    elements = b"".join(bits[part.start : part.stop : max(len(part) // MARKED, 1)].tobytes() for part in parts)
+    return Mark(*version_and_address(tensor), elements)
+
+
 @dataclass(frozen=True, eq=False)
 class Trial:
     """A claimed update that was made and can be undone.
@@ -55,16 +78,14 @@ class Trial:
     logs: Sequence[tuple[range, UndoLog]]
     held: frozenset[str]
     step: float
-    # Autograd's version counters as the update leaves them, and the addresses of the data: they show whether somebody
-    # else has written to the parameter or the gradient since, or has given it other data, which raises no counter.
-    parameter_is: tuple[int, int]
-    gradient_is: tuple[int, int]
+    # Of the parameter and of its gradient in `parts` of their flat forms, as the update leaves them.
+    parts: Sequence[range]
+    marks: tuple[Mark, Mark]
 
     @property
     def is_untouched(self) -> bool:
-        """True if nobody has changed the parameter or its gradient since the update."""
-        parameter, gradient = self.claim.parameter, self.claim.gradient
-        return (version_and_address(parameter), version_and_address(gradient)) == (self.parameter_is, self.gradient_is)
+        """True if nobody seems to have changed the parameter or its gradient since the update."""
+        return self.marks == (mark_of(self.claim.parameter, self.parts), mark_of(self.claim.gradient, self.parts))
 
 
 @dataclass(frozen=True)
@@ -193,9 +214,8 @@ class SpeculativeUpdates:
         held, step = frozenset(state), state["step"].item() if "step" in state else 0.0
         begun: list[tuple[range, UndoLog]] = []
         # Noted before anything is read. The update itself raises the parameter's counter by one.
-        version, address = version_and_address(parameter)
-        trial = Trial(claim, begun, held, step, (version + 1, address), version_and_address(claim.gradient))
-        state, is_complete = optimizer.begin_update(parameter), True
+        version, gradient_mark = parameter._version, mark_of(claim.gradient, parts)
+        state, is_complete = optimizer.begin_updates([parameter])[0], True
         # `.data` has a version counter of its own: the kernel's writes are no changes by somebody else.
         operands = operands_of(claim, state, parameter.data, claim.gradient)
         kernel = self._kernel_of(optimizer)
@@ -211,6 +231,8 @@ class SpeculativeUpdates:
         # A sum that is not a number passes no limit, and stops as well.
         if not math.sqrt(self._squares) <= self._limit or self._squares == math.inf:
             self.stop()
+        marks = mark_of(parameter, parts)._replace(version=version + 1), gradient_mark
+        trial = Trial(claim, begun, held, step, parts, marks)
         if is_complete:
             self.made_parameters += parameter.numel()
             return trial
@@ -236,7 +258,7 @@ class SpeculativeUpdates:
             for part, log in trial.logs:
                 kernel.undo(operands.part(part), state["step"], claim.hyperparameters, log)
         # The old count is written, not subtracted: from 2^24 on a float32 counts no further.
-        optimizer.begin_update(parameter)["step"].fill_(trial.step)
+        optimizer.begin_updates([parameter])[0]["step"].fill_(trial.step)
         # A master that this update has made would later overwrite what others write to the weight until then.
         for name in state.keys() - trial.held:
             del state[name]

@@ -23,7 +23,7 @@ WEIGHT = "weight"
 State = dict[str, Tensor]
 
 
-def state_bytes(parameters: Iterable[Tensor], format: StateFormat, placed: bool = False) -> int:
+def state_bytes(parameters: Iterable[Tensor], format: StateFormat = StateFormat(), placed: bool = False) -> int:  # noqa: B008
     """Returns the bytes of states beside those of `parameters`, each counted once, that train; meta ones will do.
 
     `placed`: as `StatePlacement.place` puts them on a device.

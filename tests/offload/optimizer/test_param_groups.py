@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -80,3 +82,17 @@ def test_norms_and_biases_do_not_decay_where_that_is_chosen(optimizer: Callable,
     made.step()
     assert (weights[0] < 1).all()
     assert (weights[1] == 1).all()
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
+def test_a_copy_takes_further_groups(duplicate: Callable):
+    made = duplicate(HostAdamW([nn.Parameter(torch.ones(4, 4))], **SETTINGS, **OFF, decay_norms_and_biases=False))
+    made.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert made.param_groups[-1]["weight_decay"] == 0
+
+
+@pytest.mark.parametrize("decays", [True, False])
+def test_a_set_of_parameters_is_refused(decays: bool):
+    weights = {nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))}
+    with pytest.raises(TypeError, match="set"):
+        HostAdamW([{"params": weights}], **SETTINGS, **OFF, decay_norms_and_biases=decays)
