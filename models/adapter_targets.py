@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from models.loss import Head
@@ -15,7 +16,8 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 READS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 # As above, by the `model_type` of transformers: peft refuses the first two, and no kernel calls the third.
 READ_IN_MAMBA = ("out_proj", "conv1d", "dt_proj")
-MAMBAS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+READ_BY_TYPE = dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), READ_IN_MAMBA)
+READ_BY_TYPE["jamba"] = ("dt_proj",)
 # Layers beside experts that are one tensor: peft takes these names for the experts, which are no layers.
 OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 # Names in a message.
@@ -98,15 +100,29 @@ def _owns(module: nn.Module, recurse: bool = True) -> bool:
 def _layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields the layers that an adapter has an effect on."""
     hidden = [name for name, module in root.named_modules() if isinstance(module, READS_INSIDE)]
-    is_mamba = getattr(getattr(root, "config", None), "model_type", None) in MAMBAS
-    left_out = (*(READ_IN_MAMBA if is_mamba else ()), *(OF_EXPERTS if _has_fused_experts(root) else ()))
+    read = READ_BY_TYPE.get(getattr(getattr(root, "config", None), "model_type", None), ())
+    left_out = (*read, *(OF_EXPERTS if _has_fused_experts(root) else ()))
     for name, module in root.named_modules():
         if not name or isinstance(module, Head) or any(name.startswith(f"{parent}.") for parent in hidden):
             continue
         if name.rpartition(".")[2] in left_out:
             continue
-        if isinstance(module, (nn.Linear, *CONVOLUTIONS)) or is_conv1d(module):
+        if isinstance(module, CONVOLUTIONS) or is_conv1d(module) or _is_linear(module):
             yield name, module
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Tells whether a module is a linear layer, and no router or grouped product that inherits from one."""
+    if not isinstance(module, nn.Linear):
+        return False
+    if type(module).forward is nn.Linear.forward:
+        return True
+    try:
+        with torch.no_grad():
+            made = module(torch.zeros(1, 2, module.in_features, dtype=module.weight.dtype, device=module.weight.device))
+    except Exception:
+        return False
+    return isinstance(made, torch.Tensor) and made.shape == (1, 2, module.out_features)
 
 
 def _has_fused_experts(root: nn.Module) -> bool:

@@ -53,6 +53,8 @@ TAKES_NO_IMAGES = {
 }
 # The names of keys that count something begin so.
 COUNTS = ("n_", "num_")
+# Ends of the names of keys.
+PROBABILITIES, DEVIATIONS = ("dropout", "dropout_prob", "pdrop", "layerdrop"), ("initializer_range", "init_std")
 # Names of a message.
 NAMED = 3
 
@@ -215,12 +217,24 @@ def _merged(found: PreTrainedConfig, values: Mapping[str, Any], overrides: dict[
             # Some classes take -1 layers as none.
             if given.startswith(COUNTS) and isinstance(value, int) and value < 0:
                 raise _RefusedError(f"{path}{given}={value}: must be at least 0")
+            _check_range(f"{path}{given}", value)
             merged[key] = value
         if key == "num_labels":
             # A file's names of classes come before the number of them.
             merged.pop("id2label", None)
             merged.pop("label2id", None)
     return merged
+
+
+def _check_range(key: str, value: Any) -> None:
+    """Raises _RefusedError for a probability or a deviation out of range, which a forward alone would refuse."""
+    name = key.rpartition(".")[2]
+    if not isinstance(value, int | float):
+        return
+    if name.endswith(PROBABILITIES) and not 0 <= value <= 1:
+        raise _RefusedError(f"{key}={value}: must be between 0 and 1")
+    if name.endswith(DEVIATIONS) and not value >= 0:
+        raise _RefusedError(f"{key}={value}: must be at least 0")
 
 
 def _known_keys(config: PreTrainedConfig) -> set[str]:

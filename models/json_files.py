@@ -25,10 +25,15 @@ def read_object(file: Path, advice: str, kind: str = "a configuration", largest:
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error.strerror}): {advice}") from None
     try:
-        values = json.loads(content)
+        values = json.loads(content, object_hook=_as_number)
     # ValueError: also a number of too many digits, and bytes that are not UTF-8.
     except (ValueError, RecursionError):
         raise ValueError(f"{file} is not JSON: {advice}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{file} is not {kind}: {advice}")
     return values
+
+
+def _as_number(values: dict[str, Any]) -> Any:
+    """Returns the number that transformers writes as an object, because JSON has no infinity: {"__float__": NAME}."""
+    return float(values["__float__"]) if values.keys() == {"__float__"} else values

@@ -47,6 +47,7 @@ from training.weights.source import local_source, weights_of_source
 DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32}
 
 WEIGHTS = "model.weights"
+FLEX = "flex_attention"
 # Keys whose auto follows from the configuration and the device.
 SETTLED_HERE = ("precision", "microbatches", WEIGHTS)
 # The states of an optimizer without knobs for them.
@@ -108,6 +109,8 @@ class Components:
         if WEIGHTS in settled:
             config.model.weights = weights_of_source(config.model)
         dtype = DTYPES[config.precision]
+        if config.model.get("attention") == FLEX and device.type == "cpu" and not on_gpu:
+            raise UserError(f"model.attention={FLEX}: torch has no backward of it on a CPU: take sdpa or eager")
         model = _model(config, dtype) if model is None else model
         task.check_model(config, model)
         mode = make_mode(config.offload)

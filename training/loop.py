@@ -24,7 +24,7 @@ from training.planning.advice import nonfinite_advice
 from training.recorder import Recorder
 from training.runs.signals import StopRequest
 from training.seeds import seed_of
-from training.tasks.task import Task
+from training.tasks.task import Task, loss_to_train
 from training.weights.adapter import warn_of_unused
 
 
@@ -254,7 +254,7 @@ def forward_backward(
 
     def loss_of(index: int, part: Batch) -> Tensor:
         torch.manual_seed(seed_of(seed, step, share.first + index))
-        return task.loss(model, part) * (examples_in(part) / share.examples)
+        return loss_to_train(task, model, part) * (examples_in(part) / share.examples)
 
     parts = split_into(share.batch, microbatches)
     losses = mode.accumulate([partial(loss_of, index, part) for index, part in enumerate(parts)])

@@ -26,15 +26,17 @@ def find_blocks(model: nn.Module, path: str | None = None, key: str = "path") ->
 
     `path` is the dotted path of an nn.ModuleList or nn.Sequential. None stands for every ModuleList that is not inside
     another: the layers of encoder and decoder, of all towers, of both kinds. Where stages have lists inside, it takes
-    these lists. In a model without such lists it stands for the Sequential with the most parameters. Raises
-    KnobError naming the path, as the value of `key`, and the lists of the model.
+    these lists. Lists of less than a hundredth of the model count where there is nothing else. In a model without such
+    lists it stands for the Sequential with the most parameters. Raises KnobError naming the path, as the value of
+    `key`, and the lists of the model.
     """
     lists = {name: module for name, module in model.named_modules() if _is_list(module, (nn.ModuleList, nn.Sequential))}
     if path is None:
-        blocks = list(_without_overlap(_blocks_below(model, "", _nbytes(model))))
-        if blocks:
-            return blocks
         sequentials = [name for name, module in lists.items() if isinstance(module, nn.Sequential)]
+        # Small lists are better than none.
+        for least in (SMALL,) if sequentials else (SMALL, 0.0):
+            if blocks := list(_without_overlap(_blocks_below(model, "", _nbytes(model), least))):
+                return blocks
         path = max(sequentials, key=lambda name: _nbytes(lists[name]), default=None)
     if path not in lists or not len(lists[path]):
         known = ", ".join(sorted(name or "(the model itself)" for name in lists)) or "none"
@@ -55,22 +57,25 @@ def _is_list(module: nn.Module, kinds: type | tuple[type, ...]) -> bool:
     return isinstance(module, kinds) and not isinstance(module, ParametrizationList)
 
 
-def _blocks_below(module: nn.Module, path: str, total: int) -> Iterator[Named]:
-    """Yields the blocks of the outermost lists at or below `module`, in a model of `total` bytes."""
+def _blocks_below(module: nn.Module, path: str, total: int, least: float) -> Iterator[Named]:
+    """Yields the blocks of the outermost lists at or below `module`, in a model of `total` bytes.
+
+    Lists of a smaller share than `least` are left out.
+    """
     if not _is_list(module, nn.ModuleList):
         for name, child in module.named_children():
-            yield from _blocks_below(child, f"{path}.{name}".lstrip("."), total)
-    elif _nbytes(module) >= SMALL * total:
+            yield from _blocks_below(child, f"{path}.{name}".lstrip("."), total, least)
+    elif _nbytes(module) >= least * total:
         for name, block in module.named_children():
-            yield from _taken_apart(block, f"{path}.{name}".lstrip("."), total)
+            yield from _taken_apart(block, f"{path}.{name}".lstrip("."), total, least)
 
 
-def _taken_apart(block: nn.Module, path: str, total: int) -> Iterable[Named]:
+def _taken_apart(block: nn.Module, path: str, total: int, least: float) -> Iterable[Named]:
     # A list in a list is no block: nobody calls it.
     if _is_list(block, nn.ModuleList):
-        return _blocks_below(block, path, total)
+        return _blocks_below(block, path, total, least)
     if (nbytes := _nbytes(block)) > LARGE * total:
-        inner = list(_blocks_below(block, path, total))
+        inner = list(_blocks_below(block, path, total, least))
         if sum(_nbytes(module) for _, module in inner) >= NEARLY_ALL * nbytes:
             return inner
     return [(path, block)]

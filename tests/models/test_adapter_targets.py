@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,3 +104,36 @@ def test_names_are_short_where_they_are_no_others():
     names = target_names(llama(), ["q_proj"])
     assert short_names(llama(), names) == ["q_proj"]
     assert short_names(llama(), names[:1]) == ["model.layers.0.self_attn.q_proj"]
+
+
+class Router(nn.Linear):
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(rows).topk(1)
+
+
+class Grouped(nn.Linear):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(rows, self.weight.view(2, self.in_features // 2, -1))
+
+
+class Scaled(nn.Linear):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows @ self.weight.t() * 2.0
+
+
+def test_layers_that_inherit_from_linear_ones_and_compute_something_else_get_no_adapter():
+    with torch.device("meta"):
+        blocks = nn.ModuleList([nn.Sequential(Router(4, 2), Grouped(4, 4), Scaled(4, 8), nn.Linear(8, 4))])
+        model = nn.ModuleDict({"blocks": blocks})
+    assert target_names(model, None) == ["blocks.0.2", "blocks.0.3"]
+    with pytest.raises(ValueError, match=r"^targets=blocks.0.0: matches no module"):
+        target_names(model, ["blocks.0.0"])
+
+
+@pytest.mark.parametrize("model_type", ["jamba", "falcon_mamba"])
+def test_layers_whose_weights_are_read_alone_get_no_adapter(model_type: str):
+    mixer = nn.ModuleDict({"dt_proj": nn.Linear(2, 2), "out_proj": nn.Linear(2, 2), "x_proj": nn.Linear(2, 2)})
+    model = nn.ModuleDict({"layers": nn.ModuleList([mixer])})
+    model.config = SimpleNamespace(model_type=model_type)
+    called = ["out_proj", "x_proj"] if model_type == "jamba" else ["x_proj"]
+    assert target_names(model, None) == [f"layers.0.{name}" for name in called]

@@ -23,6 +23,18 @@ class TestFindSource:
         config = find_source(str(tmp_path), "causal_lm").config({"num_hidden_layers": 2, "layer_types": None})
         assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (64, 2, Qwen3Config().vocab_size)
 
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            ({"attention_dropout": 1.5}, r"^attention_dropout=1\.5: must be between 0 and 1$"),
+            ({"attention_dropout": -0.1}, r"^attention_dropout=-0\.1: must be between 0 and 1$"),
+            ({"initializer_range": -0.5}, r"^initializer_range=-0\.5: must be at least 0$"),
+        ],
+    )
+    def test_what_only_a_forward_would_refuse_is_refused(self, overrides: dict, message: str):
+        with pytest.raises(ValueError, match=message):
+            find_source("qwen3", "causal_lm").config(overrides)
+
     @pytest.mark.parametrize("task", ["regression", "", "CAUSAL_LM"])
     def test_an_unknown_task_is_refused(self, task: str):
         with pytest.raises(ValueError, match="must be one of causal_lm, classification"):

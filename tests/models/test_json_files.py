@@ -4,7 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
+from transformers import BambaConfig
 
+from models.hf_source import find_source
 from models.json_files import read_object
 
 
@@ -41,3 +43,11 @@ def test_what_is_no_file_is_refused(tmp_path: Path):
     for path in (tmp_path, tmp_path / "pipe.json"):
         with pytest.raises(ValueError, match=rf"^{path} is not a file: look elsewhere$"):
             read_object(path, "look elsewhere")
+
+
+def test_transformers_writes_infinity_as_an_object(tmp_path: Path):
+    config = BambaConfig(time_step_limit=(0.0, float("inf")))
+    config.save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    assert read_object(tmp_path / "config.json", "look elsewhere")["time_step_limit"] == [0.0, float("inf")]
+    assert find_source(str(tmp_path), "causal_lm").config().time_step_limit == config.time_step_limit

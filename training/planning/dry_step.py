@@ -14,6 +14,7 @@ from training.batches import Batch, examples_in
 from training.components import Components
 from training.config.construct import keys_under
 from training.planning.ranks import planned_sharers
+from training.tasks.task import loss_to_train
 
 # Microbatches that the dry run computes one by one; the bytes of more follow from these.
 MOST_DRY = 2
@@ -51,7 +52,7 @@ def _dry_run(
         parts = [components.task.meta_batch(config, size) for size in sizes]
 
     def loss_of(part: Batch) -> Tensor:
-        return components.task.loss(model, part) * (examples_in(part) / config.batch_size)
+        return loss_to_train(components.task, model, part) * (examples_in(part) / config.batch_size)
 
     return dry_run(
         components.mode,

@@ -102,6 +102,17 @@ class Task(ABC):
         raise UserError(f"sample.every={config.sample.every}: {type(self).__name__} has no samples: take null")
 
 
+def loss_to_train(task: Task, model: nn.Module, batch: Batch) -> Tensor:
+    """Returns `task.loss`. Raises UserError in one line where it depends on no parameter that trains."""
+    loss = task.loss(model, batch)
+    if not loss.requires_grad:
+        raise UserError(
+            "the loss depends on no parameter that trains: the forward does not use those that do; with an adapter,"
+            " take other layers in adapter.targets"
+        )
+    return loss
+
+
 def refuse_language_model(model: nn.Module, task: str, advice: str) -> None:
     """Raises UserError for a model of text in a task of images; `advice` names others."""
     if hasattr(model, "vocab_size"):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from offload.runtime.forward.block_attributes import STANDS_FOR
-from offload.runtime.forward.buffer_states import changes_unseen, may_change, version
+from offload.runtime.forward.buffer_states import changes_unseen, may_change, may_write_unseen, version
 from offload.runtime.forward.running_microbatch import SideBySideError, running_microbatch
 from offload.runtime.memory.device_slots import DeviceSlot
 from offload.runtime.tensor_parts import STATE, parts, replaced_in, state_of, wraps
@@ -257,7 +257,7 @@ def _may_have_changed(tensor: UnitTensor) -> bool:
     return (
         tensor.count_writes()
         or writes > 0
-        or any(changes_unseen(held, attribute.module.training) for attribute in tensor.attributes)
+        or any(changes_unseen(held, may_write_unseen(attribute.module)) for attribute in tensor.attributes)
     )
 
 

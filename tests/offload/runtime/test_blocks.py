@@ -92,6 +92,13 @@ def test_without_a_module_list_the_largest_sequential_has_the_blocks():
     assert names(Model(blocks=nn.ModuleList(layers(1, width=2)), rest=nn.Sequential(*layers(9)))) == ["blocks.0"]
 
 
+def test_small_lists_are_blocks_where_there_is_nothing_else():
+    model = Model(embedding=nn.Embedding(10_000, 4), blocks=nn.ModuleList(layers(2)))
+    assert names(model) == ["blocks.0", "blocks.1"]
+    model.rest = nn.Sequential(*layers(3))
+    assert names(model) == ["rest.0", "rest.1", "rest.2"]
+
+
 @pytest.mark.parametrize(
     ("model", "path", "message"),
     [

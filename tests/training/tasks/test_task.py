@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.training.helpers.in_process import composed
 from training.errors import UserError
-from training.tasks.task import Task
+from training.tasks.task import Task, loss_to_train
 
 
 class Doubles(Task):
@@ -35,3 +35,11 @@ def test_a_dataset_without_shapes_and_a_task_without_samples_are_named():
         Doubles().meta_batch(config, 2)
     with pytest.raises(UserError, match=r"^sample\.every=3: Doubles has no samples"):
         Doubles().sampler(config, nn.Identity())
+
+
+def test_a_loss_that_nothing_trains_for_is_refused():
+    model, batch = nn.Linear(1, 1), {"x": torch.ones(3, 1)}
+    assert loss_to_train(Doubles(), model, batch).requires_grad
+    model.requires_grad_(False)
+    with pytest.raises(UserError, match=r"^the loss depends on no parameter that trains: .* adapter\.targets$"):
+        loss_to_train(Doubles(), model, batch)
