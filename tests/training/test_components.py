@@ -163,3 +163,8 @@ def test_a_model_of_transformers_is_made_without_a_word_of_the_quantisers():
     ended = subprocess.run([sys.executable, "-c", QUIET], cwd=ROOT, capture_output=True, text=True, check=True)
     # torch itself remarks on an enumeration of torchao.
     assert (ended.stdout, [line for line in ended.stderr.splitlines() if "_pytree.py" not in line]) == ("", [])
+
+
+def test_an_attention_without_backward_on_a_cpu_is_refused():
+    with pytest.raises(UserError, match=r"^model\.attention=flex_attention: torch has no backward of it on a CPU"):
+        components_of("model=hf", "model.source=qwen3", "model.attention=flex_attention", "offload=none")

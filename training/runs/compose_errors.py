@@ -115,6 +115,8 @@ def _explained(error: Exception) -> str:
         return f"{where}{cause.full_key}: has no list of its own: give its keys, {cause.full_key}.KEY=VALUE"
     if not_keys := NOT_KEYS.match(message):
         keys = ", ".join(f"{cause.full_key}.{name}" for name in _keys_below(cause))
+        if not keys:
+            return f"{where}{cause.full_key}={not_keys[1]}: must have a value"
         return f"{where}{cause.full_key}={not_keys[1]}: has no value of its own: give one of its keys: {keys}"
     if of_another_type := OF_ANOTHER_TYPE.match(message):
         value, kind = of_another_type.groups()

@@ -26,6 +26,8 @@ def local_source(given: str) -> str:
 
     Raises UserError for a name that the Hub does not know, or if it cannot be reached.
     """
+    if not given:
+        raise UserError(f"{KEY}=: give a model type, a class or a folder, or the name of a model on the Hub")
     path = home_expanded(KEY, given)
     if path.is_dir():
         return str(path)

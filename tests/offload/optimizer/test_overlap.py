@@ -396,22 +396,3 @@ def test_an_interrupt_of_a_wait_hides_no_update_from_later_waits(monkeypatch: py
         pending = [mode._overlap.is_pending(unit) for unit in mode._overlap._units]
         gate.set()
         assert all(pending)
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_the_updates_of_an_optimizer_are_made_by_one_mode(early: bool):
-    first, second = made(Stack, torch.float32), made(Stack, torch.float32)
-    optimizer = host_adamw(nn.ModuleList([first, second]))
-    mode, other = LayerStream(), LayerStream()
-    with attached(mode, first):
-        mode.overlap(optimizer, early)
-        # Once more for the same mode.
-        mode.overlap(optimizer, early)
-        with attached(other, second):
-            with pytest.raises(RuntimeError, match="a mode makes the updates of this optimizer already"):
-                other.overlap(optimizer, early)
-            one_step(first, mode)
-            optimizer.step()
-    assert optimizer.state
-    with attached(other, second):
-        other.overlap(optimizer, early)

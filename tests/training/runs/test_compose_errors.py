@@ -40,6 +40,7 @@ from training.runs.compose_errors import explain_refusal, is_refusal
         ("offload.slots=3", "offload.slots: unknown key. Options that have it: offload=bounce_linear or "),
         ("eval=true", "eval=True: has no value of its own: give one of its keys: eval.every, eval.batches"),
         ("checkpoint=10", "checkpoint=10: has no value of its own: give one of its keys: checkpoint.every, "),
+        ("tracking.tags=[a,null]", "tracking.tags[1]=None: must have a value"),
         ("lr=0.1", "lr: unknown key. Did you mean optimizer.lr?"),
         ("seed=1,2", "seed=1,2: several values are a sweep, one run for each: python train.py -m seed=1,2"),
         ("offload=3", "offload=3: must be the name of an option: choose from bounce_linear, "),

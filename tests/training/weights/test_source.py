@@ -200,3 +200,8 @@ def test_without_a_network_the_line_says_how_to_do_it_by_hand(cache: Path, monke
         local_source("me/gpt2")
     assert str(refusal.value).endswith(advice)
     assert "\n" not in str(refusal.value)
+
+
+def test_an_empty_name_is_refused():
+    with pytest.raises(UserError, match=r"^model\.source=: give a model type, a class or a folder"):
+        local_source("")
