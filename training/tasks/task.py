@@ -103,9 +103,9 @@ class Task(ABC):
 
 
 def loss_to_train(task: Task, model: nn.Module, batch: Batch) -> Tensor:
-    """Returns `task.loss`. Raises UserError in one line where it depends on no parameter that trains."""
+    """Returns `task.loss`. Raises UserError where it has gradients and depends on no parameter that trains."""
     loss = task.loss(model, batch)
-    if not loss.requires_grad:
+    if torch.is_grad_enabled() and not loss.requires_grad:
         raise UserError(
             "the loss depends on no parameter that trains: the forward does not use those that do; with an adapter,"
             " take other layers in adapter.targets"
