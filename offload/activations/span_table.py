@@ -34,15 +34,19 @@ class SpanTable:
         self, record: SpanRecord, byte_range: ByteRange, storage: torch.UntypedStorage, block: PooledBlock
     ) -> SwappedSpan:
         """Makes the span of `byte_range` of `storage`, which goes to `block`."""
-        span = SwappedSpan(self.next_serial, record, byte_range, storage, block, self.released)
-        self._spans.append((self.next_serial, weakref.ref(span)))
+        serial = self.next_serial
+        # An interrupt may come between any two lines: then a span that is not in the table dies.
         self.next_serial += 1
+        span = SwappedSpan(serial, record, byte_range, storage, block, self.released)
+        self._spans.append((serial, weakref.ref(span)))
         return span
 
     def pop_released(self) -> ReleasedSpan:
         """Removes a dead span from the table. Returns what it left."""
         released = self.released.popleft()
-        del self._spans[self._index(released.serial)]
+        index = self._index(released.serial)
+        if index < len(self._spans) and self._spans[index][0] == released.serial:
+            del self._spans[index]
         self.ahead_bytes -= released.ahead_bytes
         return released
 

@@ -32,8 +32,7 @@ def fastest_update(threads: int, compile: str = "auto", format: StateFormat = St
     """Returns the faster of the two kernels on `threads` cores of this host, measured once a process.
 
     The C loop is compiled for `format`, in about a second, and measured; where there is no compiler, or it fails, the
-    fused kernel is taken. `compile="off"` takes that at once. Both kernels round alike, but for the last elements of a
-    tensor whose length is no multiple of the processor's vectors.
+    fused kernel is taken. `compile="off"` takes that at once. Both kernels round alike.
     """
     fused = FusedUpdate(threads)
     library = native_library(format) if compile != "off" else None

@@ -9,6 +9,7 @@ import torch
 from offload.planning import left_as_found
 from training.components import Components
 from training.errors import UserError, first_line
+from training.planning.dry_step import examples_of_rank
 
 # What libraries and torch say of sizes, of numbers that count, and of ones that are missing (null in a configuration).
 # Torch says so of a tensor without values too, but then it names meta tensors.
@@ -19,7 +20,7 @@ OF_SHAPES = re.compile(
 
 
 def refuse_shapes(components: Components) -> None:
-    """Raises UserError if the model refuses the shapes of a batch of one example, or has sizes that contradict.
+    """Raises UserError if the model refuses the shapes of a microbatch, or has sizes that contradict.
 
     Its forward runs on the meta device, without a mode. A forward that fails there for another reason may still run on
     values, and is not refused.
@@ -27,7 +28,8 @@ def refuse_shapes(components: Components) -> None:
     config = components.config
     try:
         with left_as_found(components.model), torch.no_grad():
-            components.task.loss(components.model, components.task.meta_batch(config, 1))
+            examples = -(-examples_of_rank(config) // config.microbatches)
+            components.task.loss(components.model, components.task.meta_batch(config, examples))
     except (ValueError, RuntimeError, TypeError, IndexError) as error:
         problem = first_line(error)
         if OF_SHAPES.search(problem) and "meta" not in problem:

@@ -18,6 +18,7 @@ from offload.runtime.streams.registry import Event
 from offload.runtime.streams.transfer import Transfer
 from offload.runtime.torch_internals import is_in_backward
 from offload.weights.gradients.updates import NO_UPDATES, Updates
+from offload.weights.prefetching import common_buffers
 from offload.weights.prefetching.access_order import AccessOrder
 from offload.weights.prefetching.file_homes import NO_FILES, NoFiles
 from offload.weights.prefetching.gathering import SliceGatherer
@@ -76,6 +77,7 @@ class Prefetcher:
 
     def begin_step(self) -> None:
         """Starts fetching the units that the step will use first."""
+        common_buffers.begin_step(self, self._units)
         self._access_order.begin()
         self._begin(self._access_order)
 
@@ -84,6 +86,7 @@ class Prefetcher:
 
         Blocks the host until no copy in reads them.
         """
+        common_buffers.end_step(self)
         self._access_order.end()
         self._followed = self._latest = None
         self._contents.end_step()
@@ -175,12 +178,17 @@ class Prefetcher:
             self._contents.evict(unit)
             slot = None
         slot = slot or self._fill_now(unit, self._make_room())
-        if in_window:
-            unit.open_windows += 1
-            self._allow_for_open_windows()
-        self._let_compute_read(unit, slot)
-        self._fetch_ahead(self._prefetch)
-        self._read_ahead()
+        unit.open_windows += in_window
+        try:
+            if in_window:
+                self._allow_for_open_windows()
+            self._let_compute_read(unit, slot)
+            self._fetch_ahead(self._prefetch)
+            self._read_ahead()
+        except BaseException:
+            # The caller knows of no window, and would close none.
+            unit.open_windows -= in_window
+            raise
         return slot
 
     def _may_have_changed(self, unit: OffloadUnit, slot: DeviceSlot) -> bool:
@@ -251,7 +259,11 @@ class Prefetcher:
             self._let_compute_read(unit, slot)
 
     def write_home(self, unit: OffloadUnit, tensors: list[UnitTensor]) -> None:
-        """Copies tensors of `unit` that compute changed in its slot back to the host block; see `SlotContents`."""
+        """Copies tensors of `unit` that compute changed in its slot back to the host block; see `SlotContents`.
+
+        Raises RuntimeError for a buffer that a model of another open step has too.
+        """
+        common_buffers.check_written(self, tensors)
         self._contents.write_home(unit, tensors)
 
     def _begin(self, order: AccessOrder | RepeatedOrder | None) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from offload.activations import span_table
 from offload.activations.host_pool import PooledBlock
 from offload.activations.span_table import SpanTable
 from offload.activations.step_record import StepRecord
@@ -33,6 +35,22 @@ def test_a_dead_span_leaves_its_block_and_its_place():
     assert not table.released
     assert table.alive() == spans
     assert swapped(table, step, 40).serial == 3
+
+
+def test_a_span_that_an_interrupt_kept_out_of_the_table_changes_no_other(monkeypatch: pytest.MonkeyPatch):
+    table, step = SpanTable(), StepRecord()
+    spans = [swapped(table, step, 10)]
+    with monkeypatch.context() as patched:
+
+        def interrupted(span: SwappedSpan) -> None:
+            raise KeyboardInterrupt
+
+        patched.setattr(span_table.weakref, "ref", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            swapped(table, step, 20)
+    spans.append(swapped(table, step, 30))
+    table.pop_released()
+    assert table.alive() == spans
 
 
 def test_bytes_ahead_of_use_are_counted_once_and_given_back_by_the_dead():

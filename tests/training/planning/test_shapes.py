@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.test_any_model import UNET
 from tests.training.helpers.in_process import TINY_RUN, components_of
@@ -59,6 +60,19 @@ def test_other_sizes_are_refused(name: str):
         UserError, match=r"^model=\w+ with dataset=synthetic_images: sizes do not fit each other \(.+\): "
     ):
         plan_run(components, machine_of(components), True)
+
+
+def test_the_examples_are_those_of_a_microbatch(monkeypatch: pytest.MonkeyPatch):
+    components = components_of(*RUN, *VIT, "dataset.shape=[3,16,16]", "batch_size=7", "microbatches=2")
+    seen = []
+
+    def fails(*given: torch.Tensor, **named: torch.Tensor) -> None:
+        seen.extend(len(tensor) for tensor in (*given[1:], *named.values()) if isinstance(tensor, torch.Tensor))
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(type(components.model), "forward", fails)
+    refuse_shapes(components)
+    assert set(seen) == {4}
 
 
 def test_fitting_sizes_and_models_that_need_values_are_not(monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,60 @@
+"""A copy in that fails, or an interrupt while it begins: the step after it is as if nothing had been."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from offload.modes.shard_offload import ShardOffload
+from offload.modes.tensor_swap import TensorSwap
+from offload.runtime.streams.transfer import Transfer
+from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs
+
+MODES = {
+    "bounce_linear": lambda: BounceLinear(slots=2),
+    "layer_stream": lambda: LayerStream(slots=2),
+    "shard_offload": lambda: ShardOffload(shards=2),
+    "tensor_swap": lambda: TensorSwap(LayerStream(slots=2)),
+}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_next_step_is_right(mode: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch):
+    copies_in, failed = Transfer.copies_in, 0
+    for failing in range(1, 12):
+        model, count = Stack(), 0
+        expected = copy.deepcopy(model)
+
+        def counted(*arguments, failing: int = failing, **keywords):
+            nonlocal count
+            count += 1
+            if count == failing:
+                raise error("no memory")
+            return copies_in(*arguments, **keywords)
+
+        offload = MODES[mode]()
+
+        def step(offload=offload, model=model) -> None:
+            model.zero_grad()
+            with offload.step():
+                model(stack_inputs(0, 0)).square().mean().backward()
+
+        with attached(offload, model):
+            step()
+            with monkeypatch.context() as patched:
+                patched.setattr(Transfer, "copies_in", counted)
+                try:
+                    step()
+                except error:
+                    failed += 1
+            step()
+            expected(stack_inputs(0, 0)).square().mean().backward()
+            for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+                assert torch.equal(parameter.grad, other.grad)
+        assert_same([*model.parameters()], [*expected.parameters()])
+    assert failed
