@@ -7,7 +7,7 @@ rounded to their formats after it. `native_kernel` has the C loop that does each
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from offload.optimizer.block_quantise import dequantise, quantise
+from offload.optimizer.fused_adamw import fused_adamw_
 from offload.optimizer.operands import HyperParameters, Operands
 from offload.optimizer.rounding import (
     MOMENT_NOISE,
@@ -25,14 +26,11 @@ from offload.optimizer.rounding import (
     round_weights,
     split,
 )
-from offload.runtime.torch_internals import fused_adamw_
 
 # Elements updated at a time. On the host, converted values then stay in the cache, which is three times as fast as a
 # copy of a whole large gradient. A GPU needs larger pieces, and has 64 MiB to spare for scratch.
 HOST_TILE = 1 << 21
 DEVICE_TILE = 1 << 24
-# float32 elements of the longest vectors of a processor that torch uses.
-VECTOR = 16
 
 
 class UpdateKernel(Protocol):
@@ -130,19 +128,20 @@ def _update_tile(
         _read_moment(piece.exp_avg, piece.exp_avg_scale, True, "exp_avg", scratch),
         _read_moment(piece.exp_avg_sq, piece.exp_avg_sq_scale, False, "exp_avg_sq", scratch),
     ]
-    values, count = (master, gradient, *moments), piece.weight.numel()
-    # torch rounds what is left behind the last whole vector in another way: neither as the C loop does, nor as in a
-    # longer range.
-    left = count % VECTOR if master.device.type == "cpu" else 0
-    if count > left:
-        _update_values([each[: count - left] for each in values], step, hyperparameters)
-    if left:
-        padded = [torch.nn.functional.pad(each[count - left :], (0, VECTOR - left)) for each in values]
-        _update_values(padded, step, hyperparameters)
-        for each, made in zip(values, padded, strict=True):
-            each[count - left :].copy_(made[:left])
+    # The kernel under torch.optim.AdamW(fused=True), whose wrappers would count a step for each tile.
+    fused_adamw_(
+        [master],
+        [gradient],
+        [moments[0]],
+        [moments[1]],
+        [],
+        [step],
+        **hyperparameters._asdict(),
+        amsgrad=False,
+        maximize=False,
+    )
     # A key takes more operations than the rest of a small update.
-    key = noise_key(piece.seed, step) if piece.takes_noise else None
+    key, count = noise_key(piece.seed, step) if piece.takes_noise else None, piece.weight.numel()
     noises = (None, None)
     if piece.rounds_moments:
         bits = noise_of(key, piece.start, count, MOMENT_NOISE)
@@ -150,15 +149,6 @@ def _update_tile(
     _write_moment(moments[0], piece.exp_avg, piece.exp_avg_scale, True, noises[0])
     _write_moment(moments[1], piece.exp_avg_sq, piece.exp_avg_sq_scale, False, noises[1])
     _write_master(master, piece, key)
-
-
-def _update_values(values: Sequence[Tensor], step: Tensor, hyperparameters: HyperParameters) -> None:
-    """Updates float32 [master, gradient, moments] by the kernel under torch.optim.AdamW(fused=True).
-
-    Its wrappers would count a step for each tile.
-    """
-    lists = [[each] for each in values]
-    fused_adamw_(*lists, [], [step], **hyperparameters._asdict(), amsgrad=False, maximize=False)
 
 
 def _read_master(piece: Operands, scratch: _Scratch) -> Tensor:

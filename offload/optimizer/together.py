@@ -18,12 +18,13 @@ from torch import Tensor
 
 from offload.optimizer.claims import Claim, operands_of
 from offload.optimizer.formats import MASTER_NAMES, MOMENTS, StateFormat
+from offload.optimizer.fused_adamw import fused_adamw_
 from offload.optimizer.kernel_check import CheckedUpdate
 from offload.optimizer.kernels import BlockwiseUpdate, UpdateKernel
 from offload.optimizer.operands import HyperParameters, Operands
 from offload.optimizer.rounding import join, round_weights, split
 from offload.optimizer.states import State
-from offload.runtime.torch_internals import copy_each, fused_adamw_, scaled_tensors, views_of_flat
+from offload.runtime.torch_internals import copy_each, scaled_tensors, views_of_flat
 
 # The types of devices that are sent calls.
 LAUNCHING = ("cuda",)
