@@ -21,6 +21,7 @@ LARGEST_YAML_BYTES = 2**22
 # Far longer than any record of a logged step, and a small piece of memory.
 LONGEST_LINE = 2**20
 DEEPEST = 100
+TOO_DEEP = f"it is nested more than {DEEPEST} deep"
 # A number of more digits has overflowed every type that a run has.
 MOST_DIGITS = 40
 
@@ -95,7 +96,7 @@ def json_object(text: bytes) -> dict[str, Any]:
     try:
         values = json.loads(text, parse_int=_integer)
     except RecursionError:
-        raise UnreadableError(f"it is nested more than {DEEPEST} deep") from None
+        raise UnreadableError(TOO_DEEP) from None
     except ValueError:
         raise UnreadableError("it is not JSON") from None
     if not isinstance(values, dict):
@@ -107,7 +108,7 @@ def json_object(text: bytes) -> dict[str, Any]:
         level = [child for children in nested for child in children]
         if not level:
             return values
-    raise UnreadableError(f"it is nested more than {DEEPEST} deep")
+    raise UnreadableError(TOO_DEEP)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -127,7 +128,10 @@ def parse_yaml(text: str) -> dict[str, Any]:
     try:
         _check_yaml(text)
         values = yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError, RecursionError):
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # The parser of PyYAML 6.0.4 reads ahead, and has a limit of its own.
+        if "maximum nesting depth" in str(error):
+            raise UnreadableError(TOO_DEEP) from None
         raise UnreadableError("it is not a plain YAML file") from None
     if not isinstance(values, dict):
         raise UnreadableError("it is not a configuration")
@@ -145,7 +149,7 @@ def _check_yaml(text: str) -> None:
             raise UnreadableError("it has YAML aliases, which no configuration has")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > DEEPEST:
-            raise UnreadableError(f"it is nested more than {DEEPEST} deep")
+            raise UnreadableError(TOO_DEEP)
 
 
 def _integer(text: str) -> int:
