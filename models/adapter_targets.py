@@ -120,6 +120,7 @@ def _is_linear(module: nn.Module) -> bool:
     try:
         with torch.no_grad():
             made = module(torch.zeros(1, 2, module.in_features, dtype=module.weight.dtype, device=module.weight.device))
+    # Each class refuses rows that it does not expect in its own way.
     except Exception:
         return False
     return isinstance(made, torch.Tensor) and made.shape == (1, 2, module.out_features)

@@ -36,4 +36,5 @@ def read_object(file: Path, advice: str, kind: str = "a configuration", largest:
 
 def _as_number(values: dict[str, Any]) -> Any:
     """Returns the number that transformers writes as an object, because JSON has no infinity: {"__float__": NAME}."""
-    return float(values["__float__"]) if values.keys() == {"__float__"} else values
+    name = values.get("__float__")
+    return float(name) if len(values) == 1 and isinstance(name, str) else values

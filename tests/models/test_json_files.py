@@ -1,5 +1,6 @@
 """JSON files of others: what is wrong with one is a line that names it, and no pipe is waited for."""
 
+import json
 import os
 from pathlib import Path
 
@@ -51,3 +52,10 @@ def test_transformers_writes_infinity_as_an_object(tmp_path: Path):
     assert "__float__" in (tmp_path / "config.json").read_text()
     assert read_object(tmp_path / "config.json", "look elsewhere")["time_step_limit"] == [0.0, float("inf")]
     assert find_source(str(tmp_path), "causal_lm").config().time_step_limit == config.time_step_limit
+
+
+@pytest.mark.parametrize("value", ["null", "[1]", "{}", "3"])
+def test_an_object_that_names_no_number_stays_one(tmp_path: Path, value: str):
+    (tmp_path / "a.json").write_text(f'{{"a": {{"__float__": {value}}}, "b": {{"__float__": "NaN", "c": 1}}}}')
+    found = read_object(tmp_path / "a.json", "look elsewhere")
+    assert found == {"a": {"__float__": json.loads(value)}, "b": {"__float__": "NaN", "c": 1}}

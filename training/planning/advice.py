@@ -24,7 +24,7 @@ from training.config.modes import weights_node
 from training.config.schema import SCHEMAS, Precision, RecomputeBlocks
 from training.config.validation import check
 from training.errors import UserError
-from training.planning.dry_step import examples_of_rank
+from training.planning.dry_step import examples_of_microbatch
 from training.planning.optimizer import PlannedUpdate
 from training.planning.report import RunPlan
 
@@ -264,4 +264,4 @@ def _share(before: Components, after: Components, at_once: bool) -> float:
 
 
 def _tokens(config: DictConfig) -> int:
-    return -(-examples_of_rank(config) // config.microbatches) * config.seq_len
+    return examples_of_microbatch(config) * config.seq_len

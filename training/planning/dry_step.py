@@ -43,6 +43,11 @@ def examples_of_rank(config: DictConfig) -> int:
     return -(-config.batch_size // config.devices)
 
 
+def examples_of_microbatch(config: DictConfig) -> int:
+    """Returns the examples of rank 0's largest microbatch."""
+    return -(-examples_of_rank(config) // config.microbatches)
+
+
 def _dry_run(
     components: Components, sizes: Sequence[int], has_gpu: bool, timed: SimulatedStreams | None = None
 ) -> DryRun:

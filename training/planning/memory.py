@@ -12,7 +12,7 @@ from offload.planning import DryRun
 from training.components import Components
 from training.parallel.buckets import exchange_bytes
 from training.parallel.world import ranks_of_host
-from training.planning.dry_step import examples_of_rank
+from training.planning.dry_step import examples_of_microbatch
 from training.planning.machine import Machine
 from training.planning.optimizer import PlannedUpdate
 from training.planning.ranks import bytes_of_ranks, summed_after_backward
@@ -94,7 +94,7 @@ def logits_bytes(components: Components) -> int:
     """Returns the bytes of the logits that exist at once, in float32: as many tokens as the head computes at a time."""
     config = components.config
     heads = [module for module in components.model.modules() if isinstance(module, Head)]
-    tokens = -(-examples_of_rank(config) // config.microbatches) * config.seq_len
+    tokens = examples_of_microbatch(config) * config.seq_len
     return max((4 * tokens_per_chunk(tokens, head.out_features) * head.out_features for head in heads), default=0)
 
 

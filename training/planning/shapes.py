@@ -9,7 +9,7 @@ import torch
 from offload.planning import left_as_found
 from training.components import Components
 from training.errors import UserError, first_line
-from training.planning.dry_step import examples_of_rank
+from training.planning.dry_step import examples_of_microbatch
 
 # What libraries and torch say of sizes, of numbers that count, and of ones that are missing (null in a configuration).
 # Torch says so of a tensor without values too, but then it names meta tensors.
@@ -28,8 +28,8 @@ def refuse_shapes(components: Components) -> None:
     config = components.config
     try:
         with left_as_found(components.model), torch.no_grad():
-            examples = -(-examples_of_rank(config) // config.microbatches)
-            components.task.loss(components.model, components.task.meta_batch(config, examples))
+            batch = components.task.meta_batch(config, examples_of_microbatch(config))
+            components.task.loss(components.model, batch)
     except (ValueError, RuntimeError, TypeError, IndexError) as error:
         problem = first_line(error)
         if OF_SHAPES.search(problem) and "meta" not in problem:
