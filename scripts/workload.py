@@ -135,6 +135,7 @@ class Workload(ABC):
     mode: Mode
     model: nn.Module
     microbatches: int
+    trained: list[nn.Parameter]
 
     def __init__(self, spec: str, options: argparse.Namespace, sharers: Sharers = NO_SHARERS):
         """`spec` is MODE or MODE:KEY=VALUE,...: a mode and its knobs. `sharers` share the homes of what streams."""
@@ -163,6 +164,7 @@ class Workload(ABC):
                 self.mode.overlap(self.optimizer, options.clip_norm is None, share, speculation)
                 self.optimizer.allocate()
             self._undo = self._undo.pop_all()
+        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         torch.manual_seed(0)
 
     @abstractmethod
@@ -195,7 +197,8 @@ class Workload(ABC):
         if self.optimizer is not None:
             norm = gradient_norm(self.model, self.mode.gradient_norms()) if clips else 0.0
             self.optimizer.step(scale=clip_scale(norm, options.clip_norm))
-        self.model.zero_grad(set_to_none=True)
+        for parameter in self.trained:
+            parameter.grad = None
         return losses.sum()
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from offload.runtime.streams.registry import Event, Stream, Streams
-from offload.runtime.tensor_parts import kind_wraps, parts
+from offload.runtime.tensor_parts import kind_wraps
 from offload.runtime.torch_internals import is_function_transform_tensor, storage_address
 
 _PLAIN = {torch.Tensor, nn.Parameter}
@@ -64,7 +64,8 @@ class DeviceSlots:
         """Returns the slot in which the storage of `tensor` lies, or that of a tensor which it wraps; or None."""
         kind = type(tensor)
         if kind not in _PLAIN and kind_wraps(kind):
-            return next(filter(None, map(self.slot_of, parts(tensor))), None)
+            names, _ = tensor.__tensor_flatten__()
+            return next(filter(None, (self.slot_of(getattr(tensor, name)) for name in names)), None)
         if tensor.layout is not torch.strided:
             return None
         try:

@@ -11,7 +11,7 @@ from offload.runtime.memory.device_slots import DeviceSlot
 from offload.runtime.memory.host_memory import HostArena, HostBlock
 from offload.runtime.memory.mapped_files import FileSpan
 from offload.runtime.streams.registry import Event
-from offload.runtime.tensor_parts import TakenApart, parts
+from offload.runtime.tensor_parts import Places, TakenApart, parts, places_of
 from offload.runtime.torch_internals import count_references, gradient_hooks
 from offload.weights.units.layouts import Layout
 from offload.weights.units.placement import ModuleAttribute, move_into, put_over
@@ -73,7 +73,7 @@ class UnitTensor:
         # Those of its first part.
         self.strides = self.layout.pieces[0].strides
         self.is_buffer = self.attributes[0].is_buffer
-        self._home_places: list[tuple[int, tuple[int, ...]]] = []
+        self._home_places: Places | None = None
         # For one that consists of several: the tensor at home, and that on the device.
         self._host_parts: TakenApart | None = None
         self._device_parts: TakenApart | None = None
@@ -81,7 +81,7 @@ class UnitTensor:
         self._views: dict[int, list[torch.Tensor]] = {}
         self._described_views: dict[int, list[tuple]] = {}
         # A stand-in, the places of its parts, and the host tensor for which it was made.
-        self._stand_ins: dict[int, tuple[TakenApart, list, TakenApart]] = {}
+        self._stand_ins: dict[int, tuple[TakenApart, Places, TakenApart]] = {}
 
     @property
     def trains(self) -> bool:
@@ -102,7 +102,7 @@ class UnitTensor:
         """
         if self.layout.is_compound:
             at_home = self._taken_apart
-            return at_home.version + self.writes + self.new_writes, hash(tuple(at_home.places))
+            return at_home.version + self.writes + self.new_writes, hash(at_home.places)
         # Without further calls: backward asks for every weight.
         host, device = self.host, self.device
         new_writes = 0 if device is None else device._version - self.device_version
@@ -172,9 +172,9 @@ class UnitTensor:
             self._device_parts = TakenApart(self.device)
         return self._device_parts.parts
 
-    def keep_stand_in(self, slot: DeviceSlot) -> None:
-        """Keeps `device`, which consists of several tensors in `slot`, for the next window on the unit there."""
-        taken = self._device_taken_apart
+    def keep_stand_in(self, slot: DeviceSlot, stand_in: torch.Tensor) -> None:
+        """Keeps a stand-in, which consists of several tensors in `slot`, for the next use of the unit there."""
+        taken = self._device_taken_apart if stand_in is self.device else TakenApart(stand_in)
         if taken.shows_parts:
             self._stand_ins[slot.index] = taken, taken.places, self._taken_apart
 
@@ -187,7 +187,8 @@ class UnitTensor:
         if at_home is not self._taken_apart or not taken.is_current or taken.places != places:
             del self._stand_ins[slot.index]
             return None
-        self._device_parts = taken
+        if taken.tensor is self.device or self.device is None:
+            self._device_parts = taken
         return taken.tensor
 
     def note_installed(self) -> None:
@@ -240,7 +241,7 @@ class UnitTensor:
 
     def _lies_in(self, memory: list[torch.Tensor]) -> None:
         self.home = [piece.data_ptr() for piece in memory]
-        self._home_places = [(piece.data_ptr(), piece.stride()) for piece in memory]
+        self._home_places = places_of(memory)
 
     def leave_files(self, arena: HostArena) -> None:
         """Moves the tensor into a host block of its own."""

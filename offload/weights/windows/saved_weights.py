@@ -41,6 +41,7 @@ from offload.weights.gradients.final import FinalGradients
 from offload.weights.prefetching.prefetcher import Prefetcher
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
+from offload.weights.windows.stand_ins import copy_of_frozen, frozen_stand_in
 
 
 class _SavedWeight(NamedTuple):
@@ -75,6 +76,15 @@ class _SavedWhole(NamedTuple):
     context: object
     shape: torch.Size
     strides: tuple[int, ...]
+
+
+class _SavedStandIn(NamedTuple):
+    """The stand-in of a frozen weight that wraps tensors, as its module holds it: see `_SavedWeight`."""
+
+    unit: OffloadUnit
+    tensor: UnitTensor
+    version: int
+    place: object
 
 
 class _Counted(NamedTuple):
@@ -146,14 +156,27 @@ class SavedWeights:
         """Returns the tensor of that name, in the slot where its unit is now."""
         return self._unpack(name)
 
-    def _saved(self, tensor: torch.Tensor, slot: DeviceSlot) -> _SavedWeight | _SavedWhole | Wrapping:
+    def _saved(self, tensor: torch.Tensor, slot: DeviceSlot) -> object:
         if wraps(tensor):
-            return self._saved_whole(tensor, slot) or Wrapping.of(tensor, self._saved_part)
+            return (
+                self._saved_stand_in(tensor, slot)
+                or self._saved_whole(tensor, slot)
+                or Wrapping.of(tensor, self._saved_part)
+            )
         unit = slot.content
         offset = tensor.storage_offset()
         whole = unit.tensor_at(offset * tensor.itemsize)
         flags = tensor.is_conj(), tensor.is_neg()
         return _SavedWeight(unit, tensor.dtype, offset, tensor.shape, tensor.stride(), whole, *whole.state, *flags)
+
+    def _saved_stand_in(self, tensor: torch.Tensor, slot: DeviceSlot) -> _SavedStandIn | None:
+        first = getattr(tensor, tensor.__tensor_flatten__()[0][0])
+        if wraps(first) or self._slots.slot_of(first) is not slot:
+            return None
+        whole = slot.content.tensor_at(first.storage_offset() * first.itemsize)
+        if whole.is_buffer or whole.device is not tensor or whole.kept_stand_in(slot) is not tensor:
+            return None
+        return _SavedStandIn(slot.content, whole, *whole.state)
 
     def _saved_whole(self, tensor: torch.Tensor, slot: DeviceSlot) -> _SavedWhole | None:
         names, context = tensor.__tensor_flatten__()
@@ -176,6 +199,8 @@ class SavedWeights:
             return self._unpacked(saved)
         if type(saved) is Kept and saved.tensor._version == saved.version:
             return saved.tensor
+        if type(saved) is _SavedStandIn:
+            return self._bring_back_stand_in(saved)
         return self._bring_back(saved) if type(saved) is _SavedWeight else self._unpacked(saved)
 
     @left_out_of_graphs
@@ -184,6 +209,8 @@ class SavedWeights:
             return saved.checked()
         if isinstance(saved, _SavedWeight):
             return self._bring_back(saved)
+        if isinstance(saved, _SavedStandIn):
+            return self._bring_back_stand_in(saved)
         if isinstance(saved, _SavedWhole):
             return self._bring_back_whole(saved)
         if isinstance(saved, Wrapping):
@@ -204,6 +231,12 @@ class SavedWeights:
             view = negated_view(view)
         # With create_graph, the unpacked tensor is saved again, outside any window: that copy must not live in a slot.
         return view.clone() if torch.is_grad_enabled() else view
+
+    def _bring_back_stand_in(self, saved: _SavedStandIn) -> torch.Tensor:
+        unit, tensor, version, place = saved
+        slot = self._slot_for(unit, tensor, (version, place))
+        # With create_graph as in `_bring_back`.
+        return copy_of_frozen(tensor, slot) if torch.is_grad_enabled() else frozen_stand_in(tensor, slot)
 
     def _bring_back_whole(self, saved: _SavedWhole) -> torch.Tensor:
         unit, tensor, version, place, kind, names, context, shape, strides = saved

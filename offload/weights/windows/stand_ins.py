@@ -100,6 +100,21 @@ def forget_stand_ins(unit: OffloadUnit) -> None:
         tensor.shares.clear()
 
 
+def frozen_stand_in(tensor: UnitTensor, slot: DeviceSlot) -> torch.Tensor:
+    """Returns the stand-in of a frozen parameter that consists of several tensors: one for each slot."""
+    # To make one runs much code of its class.
+    stand_in = tensor.kept_stand_in(slot)
+    if stand_in is None:
+        stand_in = _frozen(tensor.host, [view.data for view in tensor.views_in(slot)])
+        tensor.keep_stand_in(slot, stand_in)
+    return stand_in
+
+
+def copy_of_frozen(tensor: UnitTensor, slot: DeviceSlot) -> torch.Tensor:
+    """Returns such a stand-in that needs no slot."""
+    return _frozen(tensor.host, [view.data.clone() for view in tensor.views_in(slot)])
+
+
 def differs_from_home(tensor: UnitTensor) -> bool:
     """Tells whether a parameter has other values on the device than at home. Blocks the host until it knows."""
     # In a dry run there are no values.
@@ -160,11 +175,8 @@ def _stand_in(
     elif not tensor.layout.is_compound:
         tensor.device = _frozen(tensor.host, [view.data for view in tensor.views_in(slot)])
     else:
-        # To make one runs much code of its class.
-        tensor.device = tensor.kept_stand_in(slot)
-        if tensor.device is None:
-            tensor.device = _frozen(tensor.host, [view.data for view in tensor.views_in(slot)])
-            tensor.keep_stand_in(slot)
+        tensor.device = None
+        tensor.device = frozen_stand_in(tensor, slot)
     tensor.note_installed()
     forget_data_taken(tensor.device)
     return tensor.device if tensor.own_copy is None else tensor.own_copy

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from models import quantise
+from models.quantise import QuantisedWeight
+from models.quantise_formats import Int8
 from offload.modes.layer_stream import LayerStream
 from tests.offload.helpers.models import attached
 from tests.offload.helpers.quantised import WIDTH, Model, inputs, same_as_resident
@@ -134,3 +138,75 @@ def test_what_its_user_changes_inside_a_step_is_used(listed: bool, change: Calla
             model(inputs(0, 0)).sum().backward()
             scale_is_doubled(model)
         assert torch.equal(made(inputs(0, 1)), resident(inputs(0, 1)))
+
+
+def quantised_model() -> Model:
+    made, generator = Model("nested"), torch.Generator().manual_seed(2)
+    for block in made.blocks:
+        for layer in (block.first.base, block.second):
+            weight = QuantisedWeight.empty(Int8(), torch.empty(WIDTH, WIDTH))
+            with torch.no_grad():
+                weight.copy_(torch.randn(WIDTH, WIDTH, generator=generator) / 8)
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+    return made
+
+
+def test_backward_makes_none_where_the_slot_has_one(monkeypatch: pytest.MonkeyPatch):
+    made, count = quantised_model(), [0]
+    original = QuantisedWeight.__init__
+
+    def counted(*arguments: object, **keywords: object) -> None:
+        count[0] += 1
+        original(*arguments, **keywords)
+
+    mode = LayerStream(slots=2)
+    with attached(mode, made):
+        for step in range(6):
+            count[0] = 0
+            monkeypatch.setattr(QuantisedWeight, "__init__", counted)
+            with mode.step():
+                made(inputs(step, 0)).sum().backward()
+            monkeypatch.undo()
+            made.zero_grad()
+    assert count[0] == 0
+
+
+class Times(torch.autograd.Function):
+    """`rows` times the first row of a weight, which is saved, and saved again where backward has a graph."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, weight: QuantisedWeight) -> Tensor:
+        ctx.save_for_backward(weight)
+        return rows * weight.dequantised()[0]
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return Times.apply(gradient, *ctx.saved_tensors), None
+
+
+def test_second_derivatives_do_not_use_the_slot(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        quantise, "_Product", SimpleNamespace(apply=lambda rows, bias, weight: Times.apply(rows, weight))
+    )
+    made = quantised_model()
+    resident = copy.deepcopy(made)
+    mode = LayerStream(slots=1)
+    found = []
+    with attached(mode, made), mode.step():
+        for model in (made, resident):
+            given = inputs(0, 0)
+            (first,) = torch.autograd.grad(model(given).square().sum(), given, create_graph=True)
+            (second,) = torch.autograd.grad(first.square().sum(), given)
+            found.append((first, second))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_weight_changed_between_forward_and_backward_is_refused():
+    made = quantised_model()
+    mode = LayerStream(slots=1)
+    with attached(mode, made), mode.step():
+        loss = made(inputs(0, 0)).sum()
+        with torch.no_grad():
+            made.blocks[1].second.weight.copy_(torch.zeros(WIDTH, WIDTH))
+        with pytest.raises(RuntimeError, match=r"blocks\.1\.second\.weight, needed for gradient computation, has been"):
+            loss.backward()
