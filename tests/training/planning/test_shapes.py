@@ -86,3 +86,16 @@ def test_fitting_sizes_and_models_that_need_values_are_not(monkeypatch: pytest.M
 
             patch.setattr(type(components.model), "forward", fails)
             refuse_shapes(components)
+
+
+@pytest.mark.parametrize("shape", [[3, 8, 8], [1, 7, 7]])
+def test_samples_of_a_shape_that_the_model_does_not_take_are_refused(shape: list[int]):
+    given = f"task.sample_shape=[{','.join(map(str, shape))}]"
+    components = components_of(*RUN, *UNET, "sample.every=1", given)
+    with pytest.raises(UserError, match=rf"^task\.sample_shape=\[{shape[0]}, .*\]: the model takes no images of this"):
+        plan_run(components, machine_of(components), True)
+
+
+def test_samples_of_another_shape_that_the_model_takes_are_planned():
+    components = components_of(*RUN, *UNET, "sample.every=1", "task.sample_shape=[1,16,16]")
+    plan_run(components, machine_of(components), True)
