@@ -15,7 +15,8 @@ from training.planning.dry_step import examples_of_microbatch
 # What libraries and torch say of sizes, of numbers that count, and of ones that are missing (null in a configuration).
 # Torch says so of a tensor without values too, but then it names meta tensors.
 OF_SHAPES = re.compile(
-    r"\b(shapes?|sizes?|channels?|dimensions?|output_size|out of range|divisible)\b|must be \w+, not NoneType",
+    r"\b(shapes?|sizes?|channels?|dimensions?|reduction dim|output_size|out of range|divisible)\b"
+    r"|must be \w+, not NoneType",
     re.IGNORECASE,
 )
 

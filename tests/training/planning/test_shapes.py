@@ -23,7 +23,18 @@ VIT = (
     "dataset=synthetic_images",
     "dataset.num_classes=3",
 )
+TEXT_UNET = (
+    "model=diffusers",
+    "model.source=UNet2DConditionModel",
+    "model.overrides={sample_size: 8, block_out_channels: [8, 16], down_block_types: [CrossAttnDownBlock2D,"
+    " DownBlock2D], up_block_types: [UpBlock2D, CrossAttnUpBlock2D], norm_num_groups: 4, layers_per_block: 1,"
+    " cross_attention_dim: 12, attention_head_dim: 4}",
+    "task=flow_matching",
+    "dataset=synthetic_images",
+    "dataset.shape=[4,8,8]",
+)
 WRONG = {
+    "width of a text": (*TEXT_UNET, "dataset.condition={encoder_hidden_states: [3, 13]}"),
     "channels": (*VIT, "dataset.shape=[1,16,16]"),
     "pixels": (*VIT, "dataset.shape=[3,32,32]"),
     "channels of a UNet": (*UNET, "dataset=synthetic_images", "dataset.shape=[3,8,8]", "dataset.num_classes=3"),
