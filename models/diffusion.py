@@ -31,6 +31,7 @@ class DiffusionModel(nn.Module):
         network: the model itself, whose names of parameters are those of its files.
         condition_shapes: the shape of one example of each condition that the model needs, by name: () for `labels`,
             which are int64; all others are floating point.
+        optional_conditions: the names of further conditions that it takes.
         sample_shape: the shape of one image, [C, H, W]; None where the model takes any size.
         num_labels: the labels that have an embedding, that for no label included; None for a model without labels.
     """
@@ -40,6 +41,7 @@ class DiffusionModel(nn.Module):
         self.network = network
         self._family = family
         self.condition_shapes = family.condition_shapes(network.config)
+        self.optional_conditions = family.optional
         self.sample_shape = family.sample_shape(network.config)
         self.num_labels = family.num_labels(network.config)
         family.adapt(network)
@@ -90,7 +92,7 @@ class DiffusionModel(nn.Module):
         missing = [key for key in self.condition_shapes if key not in condition]
         if missing:
             raise ValueError(f"{name} needs {', '.join(missing)}: choose a dataset with them")
-        known = {*self.condition_shapes, *self._family.optional}
+        known = {*self.condition_shapes, *self.optional_conditions}
         unknown = [key for key in condition if key not in known]
         if unknown:
             takes = ", ".join(sorted(known)) or "no condition"

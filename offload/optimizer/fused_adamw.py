@@ -15,6 +15,8 @@ from offload.runtime import torch_internals
 
 # float32 elements of the longest vectors of a processor that torch uses.
 VECTOR = 16
+# The place of the gradients among the arguments.
+GRADIENTS = 1
 
 
 def fused_adamw_(
@@ -43,8 +45,10 @@ def fused_adamw_(
         steps = of_heads + [step for step, each in zip(steps, flat[0], strict=True) if len(each) % VECTOR]
         values = [[*whole, *tail.padded] for whole, tail in zip(heads, tails, strict=True)]
     torch_internals.fused_adamw_(*values, max_exp_avg_sqs, steps, **settings)
-    for tail in tails:
-        tail.write()
+    for number, tail in enumerate(tails):
+        # A gradient is only read: a write would raise its version, as if somebody had changed it.
+        if number != GRADIENTS:
+            tail.write()
 
 
 class _Tails:

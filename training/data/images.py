@@ -26,7 +26,7 @@ class ImageFolder(NumberedExamples):
 
     A batch has `images`, float32 [B, 3, size, size] from -1 to 1, and with labels `labels`, int64 [B], the places of
     the class folders in the order of their names. A picture is read when it is needed; its short side becomes `size`.
-    Hidden files and folders are left out, and files without an extension of pictures.
+    Hidden files and folders are left out, and files without an extension of pictures; links are followed.
 
     Args:
         folder: the folder, relative to the current one.
@@ -123,11 +123,27 @@ def _existing(folder: str | Path) -> Path:
 
 
 def _pictures_below(root: Path) -> list[str]:
-    """Returns the paths of all pictures below `root`, relative and with slashes, sorted."""
+    """Returns the paths of all pictures below `root`, relative and with slashes, sorted. Links to folders are followed.
+
+    Raises UserError for a folder that cannot be read, whose pictures would be missing in silence.
+    """
     found = []
-    for folder, subfolders, names in os.walk(root, followlinks=False):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+    for folder, subfolders, names in os.walk(root, followlinks=True, onerror=_unreadable):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".") and not _leads_back(folder, name)]
         for name in names:
             if not name.startswith(".") and name.lower().endswith(EXTENSIONS):
                 found.append(Path(folder, name).relative_to(root).as_posix())
     return sorted(found)
+
+
+def _leads_back(folder: str, name: str) -> bool:
+    """Tells whether a folder is a link to one that it is in, below which a walk would not end."""
+    path = Path(folder, name)
+    return path.is_symlink() and path.resolve() in {above.resolve() for above in path.parents}
+
+
+def _unreadable(error: OSError) -> None:
+    raise UserError(
+        f"dataset.folder: the folder {error.filename} cannot be read ({error.strerror}): change its permissions, or"
+        " move it"
+    )

@@ -66,16 +66,22 @@ def square_of(image, size: int, variation: tuple[int, ...] | None, *, crop: bool
     short = min(width, height)
     # At least `size`, which rounding might miss.
     resized = max(size, round(width * size / short)), max(size, round(height * size / short))
-    image = image.resize(resized, Image.Resampling.BICUBIC)
     left, top = (resized[0] - size) // 2, (resized[1] - size) // 2
     mirrored = False
     if variation is not None:
-        right, down, turned = (int(word) for word in random_words(3, CROPS, *variation))
+        right, below, turned = (int(word) for word in random_words(3, CROPS, *variation))
         if crop:
-            left, top = right % (resized[0] - size + 1), down % (resized[1] - size + 1)
+            left, top = right % (resized[0] - size + 1), below % (resized[1] - size + 1)
         # The highest bit: the lowest ones of a generator are its worst.
         mirrored = flip and bool(turned >> 63)
-    levels = np.asarray(image.crop((left, top, left + size, top + size)))
+    if resized[0] * resized[1] <= MAX_PIXELS:
+        image = image.resize(resized, Image.Resampling.BICUBIC).crop((left, top, left + size, top + size))
+    else:
+        # All of a long and thin picture would fill the memory: the square alone is made.
+        across, down = width / resized[0], height / resized[1]
+        box = left * across, top * down, min((left + size) * across, width), min((top + size) * down, height)
+        image = image.resize((size, size), Image.Resampling.BICUBIC, box)
+    levels = np.asarray(image)
     if mirrored:
         levels = levels[:, ::-1]
     return np.ascontiguousarray(levels.transpose(2, 0, 1))

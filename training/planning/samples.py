@@ -17,6 +17,7 @@ from offload.planning import Bandwidth, SimulatedStreams, dry_run_forwards
 from training.components import Components
 from training.evaluation.held_out import evaluating
 from training.planning.fit import MisfitError, limits_below, shortfalls
+from training.planning.shapes import refuse_sample_shape
 from training.profiling.hardware import rss_gib
 
 logger = logging.getLogger(__name__)
@@ -60,5 +61,6 @@ def _bytes_of(components: Components, forwards: Sequence[Callable[[], object]], 
             return dry_run_forwards(mode, model, forwards, timed=timed, on_gpu=has_gpu).peak_bytes
     # A model may fail in any way on tensors without values, and yet run on real ones.
     except Exception as error:
+        refuse_sample_shape(components)
         logger.debug("no dry run of a sample", exc_info=error)
         return 0

@@ -44,7 +44,14 @@ class Classification(Task):
         }
 
     def check_model(self, config: DictConfig, model: nn.Module) -> None:
-        refuse_language_model(model, "classification", "model=vit_l, or model=hf with model.task=classification")
+        advice = "model=vit_l, or model=hf with model.task=classification"
+        refuse_language_model(model, "classification", advice)
+        # As a model of flow matching has them: it is called with a time, and returns no classes.
+        if hasattr(model, "condition_shapes"):
+            raise UserError(
+                f"task=classification: {type(getattr(model, 'network', model)).__name__} is a diffusion model: take"
+                f" task=flow_matching, or a classifier ({advice})"
+            )
 
     def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
         """Raises UserError if the dataset has no labelled images, or more classes than the model."""

@@ -179,6 +179,12 @@ class FlowMatching(Task):
                 f"task=flow_matching: the model needs {', '.join(missing)}, which the dataset has not: choose another"
                 " dataset; random numbers are in dataset=synthetic_images, for its key condition or num_classes"
             )
+        optional = getattr(model, "optional_conditions", None)
+        if optional is not None and (unknown := [name for name in given if name not in (*shapes, *optional)]):
+            raise UserError(
+                f"task=flow_matching: the dataset has {', '.join(unknown)}, which the model cannot use; it takes"
+                f" {', '.join([*shapes, *optional]) or 'no condition'}: take a dataset without, or another model"
+            )
 
     def sample_forwards(self, config: DictConfig, model: nn.Module) -> Sequence[Callable[[], object]]:
         shape = self.sample_shape or getattr(model, "sample_shape", None)

@@ -40,3 +40,11 @@ def test_tensors_of_any_shape_and_number_share_a_call():
         alone = updated([[tensors[index]] for tensors in values])
         assert all(torch.equal(found[index], expected[0]) for found, expected in zip(together, alone, strict=True))
         assert not torch.equal(together[0][index], values[0][index])
+
+
+@pytest.mark.parametrize("count", [4, VECTOR + 1])
+def test_gradients_are_not_written(count: int):
+    # An update that may be undone takes a gradient with another version for one that somebody has changed.
+    values = [[torch.ones(count)] for _ in range(4)]
+    fused_adamw_(*values, [], [torch.tensor(1.0)], **SETTINGS, amsgrad=False, maximize=False)
+    assert [tensors[0]._version > 0 for tensors in values] == [True, False, True, True]

@@ -62,6 +62,33 @@ def test_pictures_below_class_folders_count_and_hidden_ones_do_not(animals: Path
     assert (dataset.num_classes, dataset.num_blocks) == (3, 13)
 
 
+def test_linked_folders_are_followed_but_not_in_circles(animals: Path) -> None:
+    root = animals / "links"
+    root.mkdir()
+    (root / "cat").symlink_to(animals / "cat", target_is_directory=True)
+    (root / "other").mkdir()
+    (root / "other" / "dog").symlink_to(animals / "dog", target_is_directory=True)
+    (root / "other" / "again").symlink_to(root, target_is_directory=True)
+    (animals / "dog" / "cats").symlink_to(animals / "cat", target_is_directory=True)
+    (animals / "cat" / "dogs").symlink_to(animals / "dog", target_is_directory=True)
+    dataset = ImageFolder(root, size=4, **SIZES)
+    assert (dataset.num_classes, dataset.num_blocks) == (2, 16)
+
+
+def test_a_folder_that_cannot_be_read_is_named(animals: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # By another way than permissions, which do not hold for root.
+    listed = os.scandir
+
+    def scandir(path: str):
+        if os.path.basename(path) == "dog":
+            raise PermissionError(13, "Permission denied", path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UserError, match=r"^dataset\.folder: the folder .*dog cannot be read \(Permission denied\): .*"):
+        ImageFolder(animals, size=4, **SIZES)
+
+
 def test_meta_batches_are_alike(animals: Path) -> None:
     for labels in (True, False):
         real = ImageFolder(animals, size=4, labels=labels, **SIZES).batch(0)

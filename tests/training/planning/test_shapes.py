@@ -23,7 +23,18 @@ VIT = (
     "dataset=synthetic_images",
     "dataset.num_classes=3",
 )
+TEXT_UNET = (
+    "model=diffusers",
+    "model.source=UNet2DConditionModel",
+    "model.overrides={sample_size: 8, block_out_channels: [8, 16], down_block_types: [CrossAttnDownBlock2D,"
+    " DownBlock2D], up_block_types: [UpBlock2D, CrossAttnUpBlock2D], norm_num_groups: 4, layers_per_block: 1,"
+    " cross_attention_dim: 12, attention_head_dim: 4}",
+    "task=flow_matching",
+    "dataset=synthetic_images",
+    "dataset.shape=[4,8,8]",
+)
 WRONG = {
+    "width of a text": (*TEXT_UNET, "dataset.condition={encoder_hidden_states: [3, 13]}"),
     "channels": (*VIT, "dataset.shape=[1,16,16]"),
     "pixels": (*VIT, "dataset.shape=[3,32,32]"),
     "channels of a UNet": (*UNET, "dataset=synthetic_images", "dataset.shape=[3,8,8]", "dataset.num_classes=3"),
@@ -86,3 +97,16 @@ def test_fitting_sizes_and_models_that_need_values_are_not(monkeypatch: pytest.M
 
             patch.setattr(type(components.model), "forward", fails)
             refuse_shapes(components)
+
+
+@pytest.mark.parametrize("shape", [[3, 8, 8], [1, 7, 7]])
+def test_samples_of_a_shape_that_the_model_does_not_take_are_refused(shape: list[int]):
+    given = f"task.sample_shape=[{','.join(map(str, shape))}]"
+    components = components_of(*RUN, *UNET, "sample.every=1", given)
+    with pytest.raises(UserError, match=rf"^task\.sample_shape=\[{shape[0]}, .*\]: the model takes no images of this"):
+        plan_run(components, machine_of(components), True)
+
+
+def test_samples_of_another_shape_that_the_model_takes_are_planned():
+    components = components_of(*RUN, *UNET, "sample.every=1", "task.sample_shape=[1,16,16]")
+    plan_run(components, machine_of(components), True)

@@ -113,3 +113,10 @@ def test_a_language_model_is_refused() -> None:
     model.vocab_size = 3
     with pytest.raises(UserError, match=r"^task=classification: Identity is a language model: take one of images"):
         Classification().check_model(None, model)
+
+
+def test_a_diffusion_model_is_refused() -> None:
+    model = nn.Identity()
+    model.condition_shapes = {}
+    with pytest.raises(UserError, match=r"^task=classification: Identity is a diffusion model: take task=flow_match"):
+        Classification().check_model(None, model)

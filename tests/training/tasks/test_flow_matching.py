@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from offload import KnobError
 from training.batches import split_into
 from training.data.glyphs import Glyphs
+from training.data.synthetic_images import SyntheticImages
 from training.errors import UserError
 from training.tasks.flow_matching import FlowMatching
 
@@ -227,6 +228,17 @@ class TestLoss:
         else:
             with pytest.raises(UserError, match=f"^task=flow_matching: {message}"):
                 task.check(config, dataset, model)
+
+    def test_a_condition_that_the_model_cannot_use_is_refused(self) -> None:
+        task, model = FlowMatching(), Linear()
+        model.condition_shapes, model.optional_conditions = {"text": (2, 3)}, ("mask",)
+        dataset = {"_target_": "training.data.synthetic_images.SyntheticImages", "shape": [1, 2, 2]}
+        condition = {"text": [2, 3], "mask": [2]}
+        config = OmegaConf.create({"dataset": dataset | {"condition": condition}})
+        task.check(config, SyntheticImages(seed=0, batch_size=1), model)
+        config = OmegaConf.create({"dataset": dataset | {"condition": condition | {"pooled": [4]}}})
+        with pytest.raises(UserError, match=r"^task=flow_matching: the dataset has pooled, .*; it takes text, mask"):
+            task.check(config, SyntheticImages(seed=0, batch_size=1), model)
 
 
 class OneChannel(nn.Module):
