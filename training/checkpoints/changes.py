@@ -100,6 +100,10 @@ def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key:
                 *changed["devices"],
             )
     may_change = (*may_change, *_kept_states(changed))
+    in_float32 = OmegaConf.select(config, "optimizer.state_dtype", default="fp32") == "fp32"
+    if in_float32 and changed.get("optimizer.state_rounding") == ("stochastic", "nearest"):
+        # Moments in float32 are not rounded; AdamW, which has no others, lacks the key.
+        may_change = (*may_change, "optimizer.state_rounding")
     refused = [name for name in changed if not any(fnmatchcase(name, pattern) for pattern in may_change)]
     if refused:
         lost = {name: f" ({LOSES[name]})" for name in refused if name in LOSES}
