@@ -71,7 +71,7 @@ def text_of(options: argparse.Namespace) -> str:
     components = Components.of(config, invocation, resolve_device(config.device))
     check_vocabulary(components.model, tokenizer.vocab_size)
     refuse_model(components.model, options.run)
-    refuse_damage(checkpoint)
+    refuse_damage(checkpoint, config)
     prompt = prompt_ids(tokenizer, options.prompt)
     positions = len(prompt) + options.tokens
     # The last token is only drawn.

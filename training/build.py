@@ -50,6 +50,7 @@ class Job(RankJob):
     Attributes:
         start: how far the run was when it was saved; for a new run, step 0.
         notes: how the run differs from what its configuration asks for.
+        source_sha256: of the config.json from which the model is made, for checkpoints.
     """
 
     plan: RunPlan
@@ -60,6 +61,7 @@ class Job(RankJob):
     tracker: Tracker
     checkpoints: Checkpoints
     notes: tuple[str, ...] = ()
+    source_sha256: str | None = None
 
 
 @contextmanager
@@ -112,7 +114,8 @@ def build(
             checkpoints = Checkpoints(run.config, run_dir, model, optimizer, streams, run.base)
             checkpoints.remove_leftovers(start.step)
             parts = components, streams, optimizer, schedule, ranks
-            yield Job(*parts, plan, run.dataset, run.evaluation, run.samples, start, tracker, checkpoints, run.notes)
+            described = run.notes, run.source_sha256
+            yield Job(*parts, plan, run.dataset, run.evaluation, run.samples, start, tracker, checkpoints, *described)
 
 
 def fill_model(run: PreparedRun, model: nn.Module) -> None:

@@ -33,6 +33,7 @@ from training.runs.invocation import Invocation
 from training.weights.adapter import RunAdapter
 from training.weights.files import ModelWeights
 from training.weights.mapped import is_mapped
+from training.weights.source import source_digest
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class PreparedRun:
         weights: the files that fill the model, or the base of the adapter; None: the checkpoint or the seed does.
         base: the frozen base of the adapter, for checkpoints.
         notes: how the run differs from what its configuration asks for.
+        source_sha256: of the config.json from which the model is made, for checkpoints.
     """
 
     config: DictConfig
@@ -62,6 +64,7 @@ class PreparedRun:
     weights: ModelWeights | None
     base: BaseReference | None
     notes: tuple[str, ...]
+    source_sha256: str | None
 
 
 def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> PreparedRun:
@@ -75,6 +78,9 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
     config, notes = without_abilities(config, components.mode)
     components = replace(components, config=config)
     checkpoint = starting_point(config, invocation.run_dir)
+    source_sha256 = source_digest(config.model)
+    if checkpoint is not None:
+        checkpoint.check_source(config.model.get("source"), source_sha256)
     here = resumes_here(config, checkpoint, invocation.run_dir)
     if not here:
         refuse_records(invocation.run_dir)
@@ -99,9 +105,8 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
     refuse_misfit(components, plan)
     ranks.check_model(components.model)
     base = None if adapter is None else base_of_run(config, checkpoint, weights)
-    return PreparedRun(
-        config, components, plan, dataset, evaluation, samples, checkpoint, here, adapter, weights, base, notes
-    )
+    started = checkpoint, here, adapter, weights, base, notes, source_sha256
+    return PreparedRun(config, components, plan, dataset, evaluation, samples, *started)
 
 
 def check_threads(config: DictConfig) -> None:

@@ -167,7 +167,8 @@ class Recorder:
         if self._samples is not None:
             self._samples.sync()
         digests = sha256_of(batch), digest_of_all(self._job.dataset)
-        state = RunState(step, self._skipped_steps, *digests, self._job.tracker.id, self._job.evaluation.sha256)
+        job = self._job
+        state = RunState(step, self._skipped_steps, *digests, job.tracker.id, job.evaluation.sha256, job.source_sha256)
         save_ms = self._job.checkpoints.save(state, required)
         if save_ms is not None:
             self._save_ms.append(save_ms)

@@ -1,6 +1,7 @@
 """Compares a configuration with that of a checkpoint, and refuses changes with which a run cannot resume."""
 
 import logging
+import math
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -85,17 +86,24 @@ def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key:
     changed = changed_values(config, saved)
     # The files of a frozen base may lie elsewhere now: they are compared by their contents.
     may_change = (*MAY_CHANGE, "model.weights") if has_adapter(config) else MAY_CHANGE
-    if "devices" in changed or "microbatches" in changed:
-        if _parts(parse_yaml(config_text(config))) == _parts(saved):
-            # The same parts of a step, on other devices.
+    if "devices" in changed:
+        was, now = _parts(saved), _parts(parse_yaml(config_text(config)))
+        as_many = math.prod(was) == math.prod(now) > 0
+        if as_many:
             may_change = (*may_change, "microbatches")
-        elif "devices" in changed:
+        # Several devices with several microbatches add up those of each device first.
+        if not (as_many and min(was) == min(now) == 1):
             logger.warning(
-                "devices: was %s, is %s: the parts of a step are others than before, so the rest of the run differs in"
-                " rounding from what it would have been; devices times microbatches, as it was, changes nothing",
+                "devices: was %s, is %s: the gradients of a step are added in other parts or in another order than"
+                " before, so the rest of the run differs in rounding from what it would have been; one device with N"
+                " microbatches and N devices with one each differ in nothing",
                 *changed["devices"],
             )
     may_change = (*may_change, *_kept_states(changed))
+    in_float32 = OmegaConf.select(config, "optimizer.state_dtype", default="fp32") == "fp32"
+    if in_float32 and changed.get("optimizer.state_rounding") == ("stochastic", "nearest"):
+        # Moments in float32 are not rounded; AdamW, which has no others, lacks the key.
+        may_change = (*may_change, "optimizer.state_rounding")
     refused = [name for name in changed if not any(fnmatchcase(name, pattern) for pattern in may_change)]
     if refused:
         lost = {name: f" ({LOSES[name]})" for name in refused if name in LOSES}
@@ -152,11 +160,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         return read_yaml(path)
 
 
-def _parts(values: dict[str, Any]) -> int:
-    """Returns the microbatches of a step on all devices, 0 if that is not settled; `values` are texts."""
+def _parts(values: dict[str, Any]) -> tuple[int, int]:
+    """Returns the devices and the microbatches of each, zeros if these are not settled; `values` are texts."""
     # A checkpoint without the key is older than it, and of one device.
     devices, microbatches = str(values.get("devices", 1)), str(values.get("microbatches", ""))
-    return int(devices) * int(microbatches) if devices.isdigit() and microbatches.isdigit() else 0
+    return (int(devices), int(microbatches)) if devices.isdigit() and microbatches.isdigit() else (0, 0)
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

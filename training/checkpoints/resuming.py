@@ -67,6 +67,18 @@ class Checkpoint:
             f" model.weights={self.folder}"
         )
 
+    def check_source(self, given: str, sha256: str | None) -> None:
+        """Raises UserError unless the config.json of `model.source`, which is `given`, is that of the run.
+
+        It decides what the model computes, and the configuration of the run has its place alone. An earlier checkpoint,
+        which does not have its digest, takes any.
+        """
+        if self.state.source_sha256 not in (None, sha256):
+            raise UserError(
+                f"resume={self.folder}: model.source={given}: its config.json has changed: restore it, or begin a new"
+                f" run from these weights, model.weights={self.folder}"
+            )
+
     def check_steps(self, steps: int) -> None:
         """Raises UserError if the checkpoint is after the last of `steps` steps."""
         if self.state.step > steps:

@@ -33,6 +33,8 @@ class RunState:
     """the id of the run in wandb"""
     eval_sha256: str | None = None
     """of the held-out batches, if the run evaluates"""
+    source_sha256: str | None = None
+    """of the config.json from which the model is made, if it is (`training.weights.source.source_digest`)"""
 
     def to_json(self) -> bytes:
         """Returns the content of a checkpoint's state.json."""
@@ -42,13 +44,15 @@ class RunState:
 def read_state(folder: Path) -> RunState:
     """Reads the state of the checkpoint in `folder`. Raises DamagedError if the file does not have a valid one."""
     path = folder / STATE_FILE
-    values = read_json(path)
+    # Earlier checkpoints lack the digest of the source.
+    values = {"source_sha256": None} | read_json(path)
     checks = {
         "step": _is_count,
         "skipped_steps": _is_count,
         "batch_sha256": lambda value: isinstance(value, str),
         "data_sha256": lambda value: value is None or isinstance(value, str),
         "eval_sha256": lambda value: value is None or isinstance(value, str),
+        "source_sha256": lambda value: value is None or isinstance(value, str),
         # It becomes part of a folder's name, so it may not lead elsewhere.
         "tracking_id": lambda value: value is None or re.fullmatch(r"[A-Za-z0-9_-]{1,64}", str(value)),
     }

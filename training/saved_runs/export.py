@@ -65,7 +65,7 @@ def export(
         refuse_present(folder)
         config, invocation = configuration(run_dir, overrides)
         checkpoint = checkpoint or newest_checkpoint(run_dir)
-        refuse_damage(checkpoint)
+        refuse_damage(checkpoint, config)
         if has_adapter(config):
             files = _of_adapter(config, invocation, checkpoint, max_shard_bytes, merge)
             write_whole_folder(folder, files)

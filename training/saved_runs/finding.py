@@ -9,6 +9,7 @@ from omegaconf import DictConfig, open_dict
 
 from training.checkpoints.layout import MANIFEST_FILE, MODEL_FILES, checkpoints_in, step_of
 from training.checkpoints.manifest import DamagedError, read_manifest, verify
+from training.checkpoints.state import read_state
 from training.config import schema
 from training.config.modes import FOLDER
 from training.config.validation import check
@@ -18,6 +19,7 @@ from training.runs.invocation import Invocation
 from training.runs.paths import home_expanded
 from training.runs.repeat import overrides_of
 from training.sweeps import launcher
+from training.weights.source import source_digest
 
 
 def found(given: str) -> tuple[Path, Path | None]:
@@ -54,10 +56,18 @@ def configuration(run_dir: Path, overrides: list[str]) -> tuple[DictConfig, Invo
     return config, invocation
 
 
-def refuse_damage(checkpoint: Path) -> None:
-    """Raises UserError if the weights in `checkpoint` are not those that were saved."""
+def refuse_damage(checkpoint: Path, config: DictConfig) -> None:
+    """Raises UserError if the weights in `checkpoint` are not those that were saved.
+
+    It does also if the config.json of `config`'s model.source is not that of the run, whose model would be another.
+    """
     try:
         files = read_manifest(checkpoint)
         verify(checkpoint, {name: record for name, record in files.items() if name.startswith(MODEL_FILES)})
+        saved = read_state(checkpoint).source_sha256
     except DamagedError as error:
         raise UserError(f"{error}: give another checkpoint") from error
+    if saved not in (None, source_digest(config.model)):
+        raise UserError(
+            f"{checkpoint}: model.source={config.model.source}: its config.json is not that of the run: restore it"
+        )

@@ -39,7 +39,7 @@ def weight_files_in(folder: Path) -> list[Path]:
 
     Raises ValueError if its index cannot be used.
     """
-    own = folder / _part_in(folder)
+    own = folder / part_in(folder)
     for stem in STEMS:
         for name in (f"{stem}.safetensors", f"{stem}.safetensors.index.json"):
             if (own / name).is_file():
@@ -65,7 +65,8 @@ def _lacks_its_model(path: Path) -> bool:
     return (path / MANIFEST_FILE).is_file() and (path / STATE_FILE).is_file() and not any(path.glob(f"{WEIGHTS_STEM}*"))
 
 
-def _part_in(folder: Path) -> str:
+def part_in(folder: Path) -> str:
+    """Returns in which of PARTS a local folder has a model's configuration; "" if in none."""
     return next((part for part in PARTS if (folder / part / CONFIG_FILE).is_file()), "")
 
 
@@ -160,7 +161,7 @@ class ModelWeights:
         try:
             # The client looks whether all files of these patterns are there.
             cached = partial(self._download, local_files_only=True)
-            part = _part_in(Path(cached(allow_patterns=CONFIG_FILES)))
+            part = part_in(Path(cached(allow_patterns=CONFIG_FILES)))
             files = weight_files_in(Path(cached(**_wanted(part))))
         except (OSError, ValueError):  # not there, or not complete
             return None

@@ -5,6 +5,7 @@ The configuration of a model on the Hub is downloaded first, and alone; `trainin
 
 from __future__ import annotations
 
+import hashlib
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from omegaconf import DictConfig
 from training.errors import UserError, first_line
 from training.metrics.progress import phase
 from training.runs.paths import home_expanded
-from training.weights.files import CONFIG_FILE, CONFIG_FILES, part_of, weight_files_in
+from training.weights.files import CONFIG_FILE, CONFIG_FILES, part_in, part_of, weight_files_in
 from training.weights.hub_client import HubName, ask_hub
 
 KEY = "model.source"
@@ -54,6 +55,18 @@ def local_source(given: str) -> str:
             return cached()
         except Exception as error:  # the client's errors have no common base class
             raise UserError(f"{key}: the download failed ({first_line(error)}); {by_hand}") from error
+
+
+def source_digest(model: DictConfig) -> str | None:
+    """Returns the SHA-256 of the config.json from which the model of `model.source` is made.
+
+    None: it is made from the name of an architecture, or by no library.
+    """
+    if "source" not in model:
+        return None
+    folder = Path(local_source(model.source))
+    file = folder / part_in(folder) / CONFIG_FILE
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
 
 
 def weights_of_source(model: DictConfig) -> str | None:

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.training.helpers.in_process import TINY_RUN, composed
+from training.checkpoints.changes import config_text, refuse_changes
 from training.errors import UserError
+from training.runs.bounded_files import parse_yaml
 
 CHANGES = [
     ("optimizer.lr=0.1", "optimizer.lr: was 0.002, is 0.1"),
@@ -76,3 +79,34 @@ def test_more_steps_of_a_falling_rate_are_a_warning(tmp_path: Path, run_here, at
     run_here(tmp_path / "run", "schedule=linear")
     run_here(tmp_path / "new", "schedule=linear", "steps=8", f"resume={at(tmp_path / 'run', 3)}")
     assert "steps: was 6, is 8: the learning rate falls over all steps" in caplog.text
+
+
+ONE_BY_ONE, OF_EACH_FIRST = ["1x6 6x1", "6x1 1x6"], ["1x6 2x3", "3x2 1x6", "3x2 2x3", "6x1 3x2"]
+
+
+@pytest.mark.parametrize("change", ONE_BY_ONE + OF_EACH_FIRST)
+def test_as_many_parts_of_a_step_in_another_order_are_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: str
+):
+    """(a + b) + (c + d) is not ((a + b) + c) + d."""
+
+    def of(parts: str):
+        devices, microbatches = parts.split("x")
+        keys = ("batch_size=6", f"devices={devices}", f"microbatches={microbatches}")
+        return composed(*TINY_RUN, *keys, run_dir=tmp_path)[0]
+
+    was, now = change.split()
+    refuse_changes(of(now), parse_yaml(config_text(of(was))), tmp_path, "resume=x")
+    assert ("differs in rounding" in caplog.text) == (change in OF_EACH_FIRST)
+
+
+def test_the_rounding_of_moments_may_change_where_they_are_not_rounded_any_more(tmp_path: Path):
+    def of(*keys: str):
+        return composed(*TINY_RUN, *keys, run_dir=tmp_path)[0]
+
+    stochastic = ("optimizer=host_adamw", "optimizer.state_dtype=bf16", "optimizer.state_rounding=stochastic")
+    saved = parse_yaml(config_text(of(*stochastic)))
+    refuse_changes(of("optimizer=adamw"), saved, tmp_path, "resume=x")
+    refuse_changes(of("optimizer=host_adamw"), saved, tmp_path, "resume=x")
+    with pytest.raises(UserError, match=r"in optimizer\.state_rounding: was stochastic, is nearest: give the old"):
+        refuse_changes(of(*stochastic[:2]), saved, tmp_path, "resume=x")

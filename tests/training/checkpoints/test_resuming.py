@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.helpers.in_process import run_here
+from tests.training.helpers.in_process import composed, run_here
 from training.errors import UserError
+from training.saved_runs.finding import newest_checkpoint, refuse_damage
+
+DECODER_SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+DECODER_SIZES |= {"num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize("where", ["nowhere", "."])
@@ -82,6 +86,28 @@ def test_other_text_is_refused(tmp_path: Path, run_here):
             run_here(tmp_path / "run", *dataset, "resume=auto")
     text.write_bytes(words)
     run_here(tmp_path / "run", *dataset, "resume=auto", "steps=7")
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_another_configuration_in_the_folder_of_the_source_is_refused(tmp_path: Path, tiny: tuple[str, ...], adapter):
+    """It decides what the same weights compute, and the configuration of a run has the folder's name alone."""
+    source = tmp_path / "model" / "config.json"
+    source.parent.mkdir()
+    values = {"model_type": "qwen3", "vocab_size": 320, **DECODER_SIZES}
+    source.write_text(json.dumps(values | {"rope_theta": 10000.0}))
+    run = [override for override in tiny if not override.startswith("model.")]
+    run += ["model=hf", f"model.source={source.parent}", f"adapter={adapter}"]
+    run_here(tmp_path / "run", *run)
+    source.write_text(json.dumps(values | {"rope_theta": 500.0}))
+    changed = r"model\.source=.*model: its config\.json has changed: restore it, or begin a new run"
+    with pytest.raises(UserError, match=changed):
+        run_here(tmp_path / "run", *run, "resume=auto", "steps=7")
+    config = composed(*run, run_dir=tmp_path / "run")[0]
+    with pytest.raises(UserError, match=r"its config\.json is not that of the run: restore it"):
+        refuse_damage(newest_checkpoint(tmp_path / "run"), config)
+    source.write_text(json.dumps(values | {"rope_theta": 10000.0}))
+    refuse_damage(newest_checkpoint(tmp_path / "run"), config)
+    run_here(tmp_path / "run", *run, "resume=auto", "steps=7")
 
 
 def test_a_dataset_that_is_not_in_memory_is_known_by_its_last_batch(

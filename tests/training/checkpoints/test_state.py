@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,16 @@ CPU = torch.device("cpu")
 
 
 def test_a_state_is_read_back(tmp_path: Path):
-    state = RunState(7, 2, "ab", "cd", "run-1", "ef")
+    state = RunState(7, 2, "ab", "cd", "run-1", "ef", "01")
     (tmp_path / STATE_FILE).write_bytes(state.to_json())
+    assert read_state(tmp_path) == state
+
+
+def test_an_earlier_state_has_no_digest_of_the_source(tmp_path: Path):
+    state = RunState(7, 2, "ab", "cd", "run-1", "ef")
+    values = json.loads(state.to_json())
+    del values["source_sha256"]
+    (tmp_path / STATE_FILE).write_text(json.dumps(values))
     assert read_state(tmp_path) == state
 
 
@@ -31,6 +40,7 @@ def test_a_state_is_read_back(tmp_path: Path):
         ({"data_sha256": 3}, "data_sha256"),
         ({"tracking_id": "../x"}, "tracking_id"),
         ({"eval_sha256": 3}, "eval_sha256"),
+        ({"source_sha256": 3}, "source_sha256"),
     ],
 )
 def test_what_no_run_writes_is_refused(tmp_path: Path, changed: dict, named: str):

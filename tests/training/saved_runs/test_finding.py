@@ -40,7 +40,8 @@ def test_what_is_not_there_or_damaged_is_refused(run: Path, tmp_path: Path):
         found(str(tmp_path / "none"))
     with pytest.raises(UserError, match=r"the run has no checkpoint: train with checkpoint\.every=N"):
         newest_checkpoint(tmp_path)
-    refuse_damage(newest_checkpoint(run))
+    config, _ = configuration(run, [])
+    refuse_damage(newest_checkpoint(run), config)
     (run / "checkpoints" / "step-00000001" / "model.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match=r"model\.safetensors has 0 bytes .*: give another checkpoint"):
-        refuse_damage(run / "checkpoints" / "step-00000001")
+        refuse_damage(run / "checkpoints" / "step-00000001", config)

@@ -24,7 +24,7 @@ from training.checkpoints.state import read_state
 from training.errors import UserError
 from training.planning.chosen import chosen_values
 from training.weights.files import ModelWeights
-from training.weights.source import local_source, weights_of_source
+from training.weights.source import local_source, source_digest, weights_of_source
 
 TINY_UNET = {**TINY, "num_class_embeds": 4}
 SHARD_BYTES = 3000
@@ -148,6 +148,19 @@ def test_a_plan_needs_the_configuration_alone(hub: Path):
     assert downloaded(hub) == {"config.json"}
     assert components.config.model.source == components.config.model.weights == "me/gpt2"
     assert chosen_values(components, None)["model.weights"] == "me/gpt2, those of model.source"
+
+
+def test_the_digest_of_a_source_is_that_of_the_file_that_makes_the_model(tmp_path: Path):
+    def digest(model: dict) -> str | None:
+        return source_digest(OmegaConf.create(model))
+
+    assert (digest({"hidden_size": 16}), digest({"source": "gpt2"}), digest({"source": "UNet2DModel"})) == (None,) * 3
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "unet" / "config.json").write_text("{}")
+    of_a_part = digest({"source": str(tmp_path)})
+    assert of_a_part == digest({"source": str(tmp_path / "unet")})
+    (tmp_path / "unet" / "config.json").write_text('{"a": 1}')
+    assert digest({"source": str(tmp_path)}) not in (None, of_a_part)
 
 
 def test_what_auto_stands_for(tmp_path: Path, repositories: dict):
