@@ -90,7 +90,9 @@ class StatePlacement:
             if WEIGHT not in state:
                 state[WEIGHT] = self._memory(parameter, parameter.shape, parameter.dtype)
                 self._versions.pop(parameter, None)
-            if self._versions.get(parameter) != version_and_address(parameter):
+            # A copy beside the parameter is made anew each time: writes through `.data` or NumPy raise no version.
+            is_beside = parameter not in self.placed
+            if is_beside or self._versions.get(parameter) != version_and_address(parameter):
                 state[WEIGHT].copy_(parameter.detach())
                 self.note_update(parameter)
 

@@ -190,3 +190,17 @@ def test_a_loaded_state_is_contiguous_and_in_the_format_of_the_state():
         "master": torch.float32,
     }
     assert adopted["exp_avg"].is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_is_not_contiguous_counts_as_it_is_whoever_wrote_it(dtype: torch.dtype):
+    """Its state has a copy of it. A write through `.data` raises no version counter."""
+    turned = nn.Parameter(torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).to(dtype).t())
+    plain = nn.Parameter(turned.detach().contiguous())
+    for weight in (turned, plain):
+        optimizer = HostAdamW([weight], **SETTINGS, **OFF)
+        for _ in range(3):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+            weight.data.mul_(0.5)
+    assert torch.equal(turned, plain)
