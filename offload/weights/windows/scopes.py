@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 
 import torch
 from torch import nn
 
+from offload.runtime.tensor_parts import parts, version_of
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 from offload.weights.windows.stand_in_class import data_was_taken
@@ -15,7 +17,8 @@ from offload.weights.windows.stand_in_class import data_was_taken
 class Scope:
     """The forward of `module`, which is running: the units whose windows it opened, and the copies that it got.
 
-    `before` has the values that copies of buffers had.
+    `before` has the values that copies of buffers had, `consisted` the parts and the version of those of parameters that
+    consist of several tensors.
     """
 
     def __init__(self, module: nn.Module):
@@ -23,6 +26,15 @@ class Scope:
         self.units: list[OffloadUnit] = []
         self.copies: dict[UnitTensor, torch.Tensor] = {}
         self.before: dict[UnitTensor, torch.Tensor] = {}
+        self.consisted: dict[UnitTensor, tuple[list[torch.Tensor], int]] = {}
+
+    def keep(self, tensor: UnitTensor, copy: torch.Tensor) -> None:
+        """Keeps the copy that the forward gets in place of `tensor`."""
+        self.copies[tensor] = copy
+        if tensor.is_buffer:
+            self.before[tensor] = copy.clone()
+        elif tensor.layout.is_compound:
+            self.consisted[tensor] = parts(copy), version_of(copy)
 
     def check_copies(self) -> None:
         """Raises RuntimeError where the forward has changed a copy."""
@@ -30,8 +42,12 @@ class Scope:
             # Kernels that update running statistics raise no version counter, and neither do writes through `.data`.
             if tensor in self.before:
                 changed = not torch.equal(copy, self.before[tensor])
+            elif tensor in self.consisted:
+                # Code writes to the parts, or gives it others. Quantised weights are read through `.data`.
+                before, version = self.consisted[tensor]
+                changed = version_of(copy) != version or any(map(operator.is_not, parts(copy), before))
             else:
-                changed = copy._version > 0 or (data_was_taken(copy) and not tensor.layout.is_compound)
+                changed = copy._version > 0 or data_was_taken(copy)
             if changed:
                 raise RuntimeError(
                     f"{tensor.name} was changed in a forward while all device slots are in use, and the change would be"

@@ -368,9 +368,7 @@ class Windows:
 
     def _copy_for(self, scope: Scope, unit: OffloadUnit, tensor: UnitTensor) -> torch.Tensor:
         if tensor not in scope.copies:
-            scope.copies[tensor] = self._copy(unit, tensor)
-            if tensor.is_buffer:
-                scope.before[tensor] = scope.copies[tensor].clone()
+            scope.keep(tensor, self._copy(unit, tensor))
         return scope.copies[tensor]
 
     def _copy(self, unit: OffloadUnit, tensor: UnitTensor) -> torch.Tensor:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
+from offload.modes.layer_stream import LayerStream
 from offload.weights.units.placement import ModuleAttribute
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 from offload.weights.windows.scopes import RunningForwards, Scope, ThreadForwards
+from tests.offload.helpers.models import attached
+from tests.offload.helpers.quantised import Nested
 
 
 def scope_with_a_copy(is_buffer: bool) -> tuple[Scope, torch.Tensor]:
@@ -21,9 +25,7 @@ def scope_with_a_copy(is_buffer: bool) -> tuple[Scope, torch.Tensor]:
     tensor = UnitTensor(name, host, [ModuleAttribute(module, name, is_buffer)], 0)
     copy = host.detach().clone()
     scope = Scope(module)
-    scope.copies[tensor] = copy
-    if is_buffer:
-        scope.before[tensor] = copy.clone()
+    scope.keep(tensor, copy)
     return scope, copy
 
 
@@ -34,6 +36,32 @@ def test_a_changed_copy_is_refused(is_buffer: bool):
     copy.add_(1)
     with pytest.raises(RuntimeError, match="was changed in a forward while all device slots are in use"):
         scope.check_copies()
+
+
+def a_part_is_written(weight: Nested) -> None:
+    weight.scale.mul_(2)
+
+
+def a_part_is_replaced(weight: Nested) -> None:
+    weight.scale = weight.scale * 2
+
+
+@pytest.mark.parametrize("change", [a_part_is_written, a_part_is_replaced])
+def test_a_changed_copy_of_a_quantised_weight_is_refused(change: Callable[[Nested], None]):
+    """The second module of a weight in common changes it, before its forward has a window."""
+    layers = [nn.Linear(16, 16) for _ in range(3)]
+    for layer in layers:
+        layer.weight = nn.Parameter(Nested.of(layer.weight.detach()), requires_grad=False)
+    layers[2].weight = layers[0].weight
+    layers[2].register_forward_pre_hook(lambda module, _: change(module.weight))
+    model, mode = nn.Sequential(*layers), LayerStream(slots=2)
+    with (
+        attached(mode, model),
+        pytest.raises(RuntimeError, match="was changed in a forward while all device slots are in use"),
+        mode.step(),
+        torch.no_grad(),
+    ):
+        model(torch.ones(2, 16))
 
 
 def test_scopes_belong_to_a_thread():
