@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.states import some_elements
 from offload.runtime.streams.deferred_free import DeferredFrees, PendingFree
 from offload.runtime.streams.registry import Event
 from offload.runtime.streams.transfer import Transfer
@@ -24,8 +26,9 @@ class DeviceStates:
     Their gradients stay on the device until they are updated, besides going to the host unless they are released: 2
     bytes a parameter more where they are bf16. Updates run on the d2h stream, between the copies, and send the new
     weights home. A gradient that a hook or the caller changes on the host is left to the optimizer's `step`; autograd's
-    version counter shows such a change, so one that is made through `.data` is missed. The gradient of a
-    parameter that has begun to train since is left to `step` as well: its state is on the host.
+    version counter shows such a change, or some elements do (`some_elements`) if it is made after backward through
+    `.data`, NumPy or a GradScaler's `unscale_`. They show weights that are written so, too. The gradient of a parameter
+    that has begun to train since is left to `step` as well: its state is on the host.
     """
 
     def __init__(
@@ -50,6 +53,9 @@ class DeviceStates:
         self._used_by_last: list[PendingFree] = []
         # Ends of the copies home of new weights.
         self._updated: dict[OffloadUnit, Event] = {}
+        # Some elements of the weights at home, None while these are updated, and of the gradients that landed there.
+        self._weight_marks: dict[Tensor, bytes | None] = {}
+        self._gradient_marks: dict[UnitTensor, bytes] = {}
         left = budget
         for unit in units:
             parameters = [tensor.host for tensor in unit.trained]
@@ -61,6 +67,7 @@ class DeviceStates:
             self.units.add(unit)
             self._placed.update(parameters)
             optimizer.place(parameters, self._streams.device)
+        self._weight_marks = {p: self._mark(p, p) for p in self._placed}
 
     def updates(self, tensor: UnitTensor) -> bool:
         """Tells whether the state of a tensor is on the device."""
@@ -75,8 +82,18 @@ class DeviceStates:
     def begin_step(self) -> None:
         """Frees gradients that no update has used."""
         self._in_step = True
+        self.notice_writes()
         self._free(self._gradients.values())
         self._gradients.clear()
+        self._gradient_marks.clear()
+
+    def notice_writes(self) -> None:
+        """Counts writes to weights at home which raised no version counter, so that their copies are made anew."""
+        for parameter, mark in self._weight_marks.items():
+            now = mark and self._mark(parameter, parameter)
+            if now != mark:
+                torch.autograd.graph.increment_version(parameter)
+                self._weight_marks[parameter] = now
 
     def offer(
         self, unit: OffloadUnit, tensors: Iterable[UnitTensor], scale: float = 1.0, after: Sequence[Event] = ()
@@ -87,7 +104,7 @@ class DeviceStates:
         """
         streams, d2h = self._streams, self._streams.d2h
         retained = [tensor for tensor in tensors if tensor in self._gradients]
-        as_landed = [tensor for tensor in retained if tensor.is_released or tensor.has_landed_gradient]
+        as_landed = [tensor for tensor in retained if tensor.is_released or self._is_as_landed(tensor)]
         by_parameter = {tensor.host: tensor for tensor in as_landed}
         released = {tensor.host: self._gradients[tensor].tensor for tensor in as_landed if tensor.is_released}
         claims = self._optimizer.claim(by_parameter, released)
@@ -99,6 +116,7 @@ class DeviceStates:
         for claim in claims:
             tensor = by_parameter[claim.parameter]
             gradient = self._gradients.pop(tensor)
+            self._weight_marks[claim.parameter] = None
             streams.reads(d2h, gradient, "update")
             with streams.on(d2h):
                 # Used on this stream alone, the memory of the new weight may be freed before its copy is done.
@@ -135,8 +153,23 @@ class DeviceStates:
         """Forgets updates, which are past: nothing is written home any more."""
         self._in_step = False
         self._forget()
+        landed = [tensor for tensor in self._gradients if not tensor.is_released and tensor.has_landed_gradient]
+        self._gradient_marks = {tensor: self._mark(tensor.host.grad, tensor.host) for tensor in landed}
+
+    def _is_as_landed(self, tensor: UnitTensor) -> bool:
+        if not tensor.has_landed_gradient:
+            return False
+        mark = self._gradient_marks.get(tensor)
+        return mark is None or mark == self._mark(tensor.host.grad, tensor.host)
+
+    def _mark(self, tensor: Tensor, parameter: Tensor) -> bytes | None:
+        """Returns some elements of a parameter or its gradient; None in a dry run."""
+        return some_elements(tensor, self._optimizer.own_parts(parameter)) if tensor.device.type == "cpu" else None
 
     def _forget(self) -> None:
+        for unit in self._updated:
+            for parameter in self._placed.intersection(tensor.host for tensor in unit.trained):
+                self._weight_marks[parameter] = self._mark(parameter, parameter)
         self._updated.clear()
         for gradients in (*self._used.values(), self._used_by_last):
             self._free(gradients)

@@ -95,6 +95,7 @@ class Overlap:
             raise RuntimeError(f"step(scale={scale:g}): {BEGUN}")
         # Those of a `step` just before, without a step of the mode between: what `step` itself updates may be theirs.
         self._device.finish()
+        self._device.notice_writes()
         if self._speculative is not None:
             undecided = self._worker.undecided_claims
             self._optimizer.release(undecided)

@@ -23,16 +23,13 @@ from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.claims import Claim, operands_of
 from offload.optimizer.kernels import torch_threads
 from offload.optimizer.native_undo import reversible
-from offload.optimizer.states import version_and_address
+from offload.optimizer.states import some_elements, version_and_address
 from offload.optimizer.undo_log import ReversibleUpdate, UndoArena, UndoLog, can_be_undone
 from offload.runtime.errors import KnobError
 from offload.runtime.streams.counters import Counters
 
 # With speculate="auto" a step speculates if this many steps before it were neither clipped nor taken back.
 QUIET_STEPS = 2
-# Elements of a range that a mark has at least, if there are so many.
-MARKED = 16
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -61,9 +58,7 @@ class Mark(NamedTuple):
 
 def mark_of(tensor: Tensor, parts: Iterable[range]) -> Mark:
     """Returns the mark of a tensor on the host, of elements in `parts` of its flat form; others may change."""
-    bits = tensor.detach().view(BITS[tensor.element_size()]).numpy().flat
-    elements = b"".join(bits[part.start : part.stop : max(len(part) // MARKED, 1)].tobytes() for part in parts)
-    return Mark(*version_and_address(tensor), elements)
+    return Mark(*version_and_address(tensor), some_elements(tensor, parts))
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,6 +19,9 @@ from offload.runtime.memory.host_bytes import free_host_bytes
 from offload.runtime.torch_internals import add_to_each
 
 WEIGHT = "weight"
+# Elements of a range that `some_elements` has at least, if there are so many.
+MARKED = 16
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 State = dict[str, Tensor]
 
@@ -133,3 +136,12 @@ class StatePlacement:
 def version_and_address(tensor: Tensor) -> tuple[int, int]:
     """Returns what shows that a tensor was written, and that it was given other data."""
     return tensor._version, tensor.data_ptr()
+
+
+def some_elements(tensor: Tensor, parts: Iterable[range]) -> bytes:
+    """Returns elements of a tensor on the host, of each of `parts` of its flat form.
+
+    They show most writes through `.data` or NumPy, which raise no version counter.
+    """
+    bits = tensor.detach().view(BITS[tensor.element_size()]).numpy().flat
+    return b"".join(bits[part.start : part.stop : max(len(part) // MARKED, 1)].tobytes() for part in parts)

@@ -332,3 +332,37 @@ def test_data_given_to_a_weight_counts_though_its_state_has_a_copy_of_it():
         return seen[:3] + seen[-len(model.state_dict()) :]
 
     assert_same(trained(LayerStream(slots=2)), trained(Resident()))
+
+
+def half_by_numpy(parameter: torch.Tensor) -> None:
+    parameter.detach().numpy()[:] *= 0.5
+
+
+def half_by_data(parameter: torch.Tensor) -> None:
+    parameter.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("half", [half_by_data, half_by_numpy])
+@pytest.mark.parametrize("what", ["weight after the step", "weight before it", "gradient"])
+def test_writes_without_a_version_counter_count(what: str, half: Callable[[torch.Tensor], None]):
+    """Such as weights that are clamped by `.data`, and gradients by a GradScaler's `unscale_`."""
+
+    def run(mode, overlaps: bool = True) -> list[torch.Tensor]:
+        model = made(Stack)
+        written = [*model.blocks[1].parameters()]
+        with attached(mode, model):
+            optimizer = host_adamw(model)
+            if overlaps:
+                mode.overlap(optimizer, early=False, device_share=10**9)
+            for step in range(3):
+                one_step(model, mode, step)
+                for parameter in written if what != "weight after the step" else ():
+                    half(parameter.grad if what == "gradient" else parameter)
+                optimizer.step()
+                optimizer.finish()
+                optimizer.zero_grad()
+                for parameter in written if what == "weight after the step" else ():
+                    half(parameter)
+            return [p.detach().clone() for p in model.parameters()]
+
+    assert_same(run(LayerStream(outside="stream")), run(Resident(), overlaps=False))
