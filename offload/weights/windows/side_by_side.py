@@ -11,10 +11,11 @@ from collections.abc import Callable
 import torch
 
 from offload.runtime.forward.running_microbatch import SideBySideError
-from offload.runtime.tensor_parts import lies_flat
+from offload.runtime.tensor_parts import lies_flat, parts, version_of
 from offload.weights.units.partition import CutModel
 from offload.weights.units.placement import ModuleAttribute
 from offload.weights.units.unit import OffloadUnit
+from offload.weights.units.unit_tensor import UnitTensor
 
 
 class WeightsSideBySide:
@@ -28,13 +29,10 @@ class WeightsSideBySide:
         self._held |= {attribute: tensor.host for tensor in streamed for attribute in tensor.attributes}
         self._names = {id(tensor.host): tensor.name for tensor in streamed}
         self._flags = [(tensor, tensor.requires_grad) for tensor in self._held.values() if tensor is not None]
-        updated = {tensor for unit in cut.units if is_pending(unit) for tensor in unit.tensors}
-        self._streamed = [
-            (tensor, 0 if tensor in updated else tensor.host._version, tensor.host.data_ptr()) for tensor in streamed
-        ]
-        self._updated = updated
+        self._updated = {tensor for unit in cut.units if is_pending(unit) for tensor in unit.tensors}
+        self._streamed = [(tensor, self._at_home(tensor)) for tensor in streamed]
         self._resident = [
-            (attributes[0], tensor, tensor._version, _address(tensor))
+            (attributes[0], tensor, version_of(tensor), _addresses(tensor))
             for attributes in resident
             if (tensor := attributes[0].tensor) is not None and not tensor.is_inference()
         ]
@@ -48,13 +46,12 @@ class WeightsSideBySide:
     def check(self) -> None:
         """Raises SideBySideError if a parameter was frozen, unfrozen or changed since, as far as torch counts it."""
         self.check_frozen()
-        for tensor, version, address in self._streamed:
-            version_now = 0 if tensor in self._updated else tensor.host._version
+        for tensor, at_home in self._streamed:
             by_forward = tensor.writes + tensor.new_writes
-            if by_forward or (version_now, tensor.host.data_ptr()) != (version, address):
+            if by_forward or self._at_home(tensor) != at_home:
                 raise SideBySideError(f"{tensor.name} was changed")
-        for attribute, parameter, version, address in self._resident:
-            if (parameter._version, _address(parameter)) != (version, address):
+        for attribute, parameter, version, addresses in self._resident:
+            if (version_of(parameter), _addresses(parameter)) != (version, addresses):
                 raise SideBySideError(f"{_name(attribute)} was changed")
 
     def put_back(self) -> None:
@@ -62,6 +59,13 @@ class WeightsSideBySide:
         for attribute, tensor in self._held.items():
             if attribute.tensor is not tensor:
                 attribute.assign(tensor)
+
+    def _at_home(self, tensor: UnitTensor) -> tuple[int, object]:
+        """Returns what shows that a weight is changed at home, or gets other data."""
+        if tensor.layout.is_compound:
+            # Code writes to the parts of a quantised weight, or gives it others.
+            return tensor.state
+        return 0 if tensor in self._updated else tensor.host._version, tensor.host.data_ptr()
 
     def _name(self, parameter: object) -> str:
         found = next(attribute for attribute, tensor in self._held.items() if tensor is parameter)
@@ -72,6 +76,6 @@ def _name(attribute: ModuleAttribute) -> str:
     return f"{attribute.name} of a {type(attribute.module).__name__}"
 
 
-def _address(tensor: torch.Tensor) -> int:
+def _addresses(tensor: torch.Tensor) -> list[int]:
     # A sparse tensor has none.
-    return tensor.data_ptr() if lies_flat(tensor) else 0
+    return [part.data_ptr() for part in parts(tensor)] if lies_flat(tensor) else []

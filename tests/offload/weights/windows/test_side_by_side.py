@@ -9,6 +9,7 @@ from torch import nn
 from offload.runtime.forward.running_microbatch import SideBySideError
 from offload.weights.units.partition import CutModel, CutPoint, cut
 from offload.weights.windows.side_by_side import WeightsSideBySide
+from tests.offload.helpers.quantised import Nested
 
 
 @pytest.fixture
@@ -39,6 +40,26 @@ def test_a_change_is_named(model: nn.Module, parts: CutModel, layer: int, name: 
     with pytest.raises(SideBySideError, match=f"^{name} {problem} in a loss") as refused:
         weights.check()
     assert "\n" not in str(refused.value)
+
+
+PART_CHANGES = {
+    "written": lambda weight: weight.scale.mul_(2),
+    "replaced": lambda weight: setattr(weight, "scale", weight.scale * 2),
+}
+
+
+@pytest.mark.parametrize(("layer", "name"), [(0, "0.weight"), (1, "weight of a Linear")])
+@pytest.mark.parametrize("change", PART_CHANGES)
+def test_a_change_of_a_part_is_named(model: nn.Module, layer: int, name: str, change: str):
+    """Such as the scales of a quantised weight, which has no version counter of theirs."""
+    for each in model:
+        each.weight = nn.Parameter(Nested.of(each.weight.detach()), requires_grad=False)
+    weights = WeightsSideBySide(cut(model, [CutPoint("0", model[0])]), lambda unit: False)
+    weights.check()
+    with torch.no_grad():
+        PART_CHANGES[change](model[layer].weight)
+    with pytest.raises(SideBySideError, match=f"^{name} was changed in a loss"):
+        weights.check()
 
 
 def test_an_update_that_is_under_way_is_no_change(model: nn.Module, parts: CutModel):
