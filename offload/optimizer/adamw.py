@@ -353,6 +353,7 @@ class HostAdamW(torch.optim.AdamW):
         parameter, is_shared = claim.parameter, self._is_shared(claim.parameter)
         owner = self._owner(parameter)
         if owner.is_placed(parameter):
+            torch.autograd.graph.increment_version(parameter)  # The copy there is made anew: see `some_elements`.
             gradient = self._shared.own_part(parameter, claim.gradient) if is_shared else claim.gradient
             for home, weight in self.apply_on_device(claim, gradient.to(owner.device_of(parameter)), scale):
                 home.copy_(weight)

@@ -17,8 +17,8 @@ from offload.weights.windows.stand_in_class import data_was_taken
 class Scope:
     """The forward of `module`, which is running: the units whose windows it opened, and the copies that it got.
 
-    `before` has the values that copies of buffers had, `consisted` the parts and the version of those of parameters that
-    consist of several tensors.
+    `before` has the values that copies of buffers had, and `consisted` the parts and the version of those of parameters
+    that consist of several tensors.
     """
 
     def __init__(self, module: nn.Module):
