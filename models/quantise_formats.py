@@ -28,8 +28,8 @@ BITSANDBYTES = "bitsandbytes==0.50.2"
 
 # Elements that a thread quantises at once: float32 copies of them fit in its share of the caches.
 PIECE_ELEMENTS_PER_THREAD = 2**17
-# The bits of numbers for exact sums; 2^24 of them can be added in an int64.
-SUMMAND_BITS = 38
+# The most bits of numbers for exact sums, and those of an int64 in which a sum fits.
+SUMMAND_BITS, SUM_BITS = 38, 63
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,9 @@ def _exact_mean(values: Tensor) -> Tensor:
     largest = values.max().item()
     if not math.isfinite(largest):
         return values.mean()
-    unit = 2.0 ** (SUMMAND_BITS - math.frexp(largest)[1])
+    # Of the experts of one tensor there may be more than 2^25 scales: with fewer bits each, their sum fits.
+    bits = min(SUMMAND_BITS, SUM_BITS - len(values).bit_length())
+    unit = 2.0 ** (bits - math.frexp(largest)[1])
     total = values.double().mul_(unit).round_().long().sum().item()
     return torch.tensor(total / unit / len(values), dtype=torch.float32)
 

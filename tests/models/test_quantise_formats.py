@@ -177,3 +177,9 @@ def test_a_product_imports_nothing(monkeypatch: pytest.MonkeyPatch):
 
 def test_formats_are_found_by_name():
     assert {name: kind.name for name, kind in FORMATS.items()} == {name: name for name in FORMATS}
+
+
+@pytest.mark.slow
+def test_the_mean_of_so_many_scales_that_their_sum_would_not_fit():
+    """The experts of one tensor: 2^32 elements have 2^26 scales, and the sum of as many numbers of 38 bits is 2^63."""
+    assert quantise_formats._exact_mean(torch.full((2**26,), 1.0)).item() == 1.0
