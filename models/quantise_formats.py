@@ -28,6 +28,8 @@ BITSANDBYTES = "bitsandbytes==0.50.2"
 
 # Elements that a thread quantises at once: float32 copies of them fit in its share of the caches.
 PIECE_ELEMENTS_PER_THREAD = 2**17
+# bitsandbytes' kernels for GPUs count elements in 32 bits: of a larger tensor they would leave a part as it was.
+KERNEL_ELEMENTS = 2**31 - 1
 # The most bits of numbers for exact sums, and those of an int64 in which a sum fits.
 SUMMAND_BITS, SUM_BITS = 38, 63
 
@@ -254,6 +256,8 @@ class Nf4(Format):
             numbers = inner["qdata"].expand(-1, 2).to(dtype, memory_format=torch.contiguous_format)
             return numbers.view(-1)[: shape.numel()].view(shape)
         _imported(self, "functional")
+        if shape.numel() > KERNEL_ELEMENTS:
+            return self._dequantised_by_parts(inner, shape, dtype)
         # The operations of its `dequantize_4bit`, without the state that it would read them from.
         operations = torch.ops.bitsandbytes
         absmax = inner["absmax"]
@@ -261,6 +265,18 @@ class Nf4(Format):
             scales = inner["nested_absmax"], inner["nested_code"], self.SCALES_BLOCK, torch.float32
             absmax = operations.dequantize_blockwise.default(absmax, *scales).add_(inner["offset"])
         return operations.dequantize_4bit.default(inner["qdata"], absmax, self.BLOCK, "nf4", shape, dtype)
+
+    def _dequantised_by_parts(self, inner: Mapping[str, Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        parts = [self.part(inner, shape, index) for index in range(shape[0])]
+        if None in parts:
+            raise RuntimeError(
+                f"nf4: a weight of shape {tuple(shape)} has more elements than bitsandbytes counts, {KERNEL_ELEMENTS},"
+                " and does not divide into whole blocks: leave its layer out with quantize.exclude"
+            )
+        matrix = torch.empty(shape, dtype=dtype, device=inner["qdata"].device)
+        for target, part in zip(matrix, parts, strict=True):
+            target.copy_(self.dequantise(part, shape[1:], dtype))
+        return matrix
 
 
 FORMATS: dict[str, type[Format]] = {kind.name: kind for kind in (Int8, Float8, Int4, Nf4)}

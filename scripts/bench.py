@@ -42,6 +42,7 @@ from offload.planning import Bandwidth, floor_ms, measure_bandwidth
 from scripts.workload import make_workload, parsed, parser, timed_steps
 from training.config.modes import RESIDENT, mode_options
 from training.profiling.hardware import vram_peak_gib, vram_reserved_gib
+from training.runs import console
 from training.visible_text import visible
 
 # Counters of a mode whose growth in a step is reported.
@@ -167,4 +168,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    console.tolerate_failures()
     main()

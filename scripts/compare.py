@@ -22,6 +22,7 @@ if __name__ == "__main__":
 
 from training.comparison.report import compare
 from training.errors import UserError
+from training.runs import console
 from training.visible_text import visible
 
 
@@ -41,5 +42,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     starting.interrupt_as_usual()
+    console.tolerate_failures()
     with starting.interrupt_in_one_line():
         main()

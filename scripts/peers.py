@@ -23,6 +23,7 @@ from training.comparison.report import compare
 from training.comparison.rows import Row
 from training.comparison.table import to_markdown
 from training.config.groups import options_of
+from training.runs import console
 from training.runs.files import MEMORY_FIGURE_FILE
 from training.sweeps.job import SweepJob, summary_in
 
@@ -155,4 +156,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    console.tolerate_failures()
     sys.exit(main())

@@ -144,6 +144,19 @@ def test_a_matrix_of_several_is_quantised_as_alone_and_can_be_cut_out(format: Fo
     assert Nf4().part(inner, torch.Size((6, 64, 64)), 1) is None
 
 
+@pytest.mark.parametrize("double", [False, True])
+def test_more_elements_than_a_kernel_counts_come_back_part_by_part(double: bool, monkeypatch: pytest.MonkeyPatch):
+    format = Nf4(double=double)
+    given = matrix(6 * 64, 256).view(6, 64, 256)
+    inner = format.quantise(given)
+    at_once = format.dequantise(inner, given.shape, torch.bfloat16)
+    monkeypatch.setattr(quantise_formats, "KERNEL_ELEMENTS", given.numel() - 1)
+    assert torch.equal(format.dequantise(inner, given.shape, torch.bfloat16), at_once)
+    if double:
+        with pytest.raises(RuntimeError, match=r"nf4: a weight of shape \(32, 96, 32\) has more .* quantize.exclude"):
+            format.dequantise(inner, torch.Size((32, 96, 32)), torch.bfloat16)
+
+
 def test_each_number_of_int4_is_its_own():
     # A group from -7 to 8 has a scale of 1, so that every element is a number.
     given = torch.arange(-7.0, 9.0).repeat(3, 4)

@@ -25,7 +25,7 @@ def compare(directories: Sequence[Path], out: Path) -> list[Row]:
     rows = build_rows(runs)
     title = " ".join(map(str, directories))
     common = " ".join(in_common(runs, all_settings(runs)))
-    # The table comes first: it is quick, and nothing in it can fail.
+    # The table comes first: it is quick.
     print(flush=True)
     print_tables(rows, title)
     out.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
-from hydra.errors import CompactHydraException, OverrideParseException
+from hydra.errors import CompactHydraException, HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -85,24 +85,26 @@ def overrides_of(run_dir: Path, prefix: str, others: Sequence[str], more_options
 def _directory(given: Sequence[str]) -> str:
     if len(given) > 1:
         raise UserError(f"{' '.join(given)}: give the run to repeat once")
-    try:
-        override = OverridesParser.create().parse_override(given[0])
-    except OverrideParseException as error:
-        raise UserError(explain_refusal(error)) from error
+    override = _parsed(given[0])
     value = override.value() if not override.is_sweep_override() else None
     if not isinstance(value, str | int | float) or value == "":
         raise UserError(f"{given[0]}: must be the directory of one run")
     return str(value)
 
 
+def _parsed(text: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(text)
+    # Its lexer raises the general one, for a character that it does not know.
+    except HydraException as error:
+        raise UserError(explain_refusal(OverrideParseException(text, str(error)))) from error
+
+
 def _replaced(prefix: str, others: Sequence[str]) -> set[str]:
     """Returns the paths that `others` replace as a whole: keys, and the packages of groups whose option they choose."""
     paths = set()
     for text in others:
-        try:
-            override = OverridesParser.create().parse_override(text)
-        except OverrideParseException as error:
-            raise UserError(explain_refusal(error)) from error
+        override = _parsed(text)
         if override.key_or_group == EXPERIMENT and override.value() is not None:
             raise UserError(f"{text}: {prefix} gives every value already: give single keys and options beside it")
         # A dictionary is merged into the run's, as always.

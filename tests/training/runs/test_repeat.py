@@ -105,6 +105,7 @@ def test_keys_that_came_since_have_todays_values(tmp_path: Path, files, capsys: 
         ("offload: tensor_swap", "offload: gone", (), r"repeat=.*: offload=gone: there is no such option"),
         ("offload: tensor_swap", "offload: ../../x", (), r"offload=../../x, which is not the name of an option"),
         ("", "", ("experiment=quickstart",), r"experiment=quickstart: repeat=.* gives every value already"),
+        ("", "", ("tags=[ä",), r"tags=\[ä: is not KEY=VALUE"),
         ("", "", ("repeat=b",), r"give the run to repeat once"),
     ],
 )
@@ -113,6 +114,11 @@ def test_what_cannot_be_repeated_is_one_line(tmp_path: Path, files, old: str, ne
     with pytest.raises(UserError, match=message) as raised:
         repeated([f"repeat={tmp_path}", *given])
     assert "\n" not in str(raised.value)
+
+
+def test_a_directory_that_hydra_cannot_read_is_one_line():
+    with pytest.raises(UserError, match=r"^repeat=runs/ä: is not KEY=VALUE.* two pairs of quotes"):
+        repeated(["repeat=runs/ä"])
 
 
 def test_what_is_replaced_need_not_exist_any_more(tmp_path: Path, files):
