@@ -175,6 +175,7 @@ def _stand_in(
     elif not tensor.layout.is_compound:
         tensor.device = _frozen(tensor.host, [view.data for view in tensor.views_in(slot)])
     else:
+        # Without the stand-in of another slot, the parts of the kept one count as those of `device`.
         tensor.device = None
         tensor.device = frozen_stand_in(tensor, slot)
     tensor.note_installed()
