@@ -1,13 +1,19 @@
 """Forward and backward of Llama-shaped blocks on several GPUs that share the weights of one host, against one GPU.
 
     python scripts/bench_ranks.py --ranks 2 --sequences 4 --seq-len 2048 --recompute
-    python scripts/bench_ranks.py --ranks 2 --sequences 2 --mode bounce_linear --optimizer --reduction fast
+    python scripts/bench_ranks.py --ranks 2 --sequences 2 --mode bounce_linear --optimizer --reduction fast --fsdp2
 
 The rows: the resident model on one GPU (`none`), the mode on one GPU, and the mode on all with the homes shared, where
-each copies in its slices and gathers the others'. Tokens are those of each GPU. A step on several GPUs includes the sum
-of the gradients over them, which each sends home in slices. `in GB` and `out GB` are what crosses one GPU's own link,
-`weights GB/s` is what arrives in its slots: the bytes that one GPU alone would copy in, over the step. Every row runs
-in processes of its own. With `--optimizer` a step includes the update, beside the device, of each rank's slices.
+each copies in its slices and gathers the others'. With `--fsdp2` also the model resident on all GPUs, in torch's
+`fully_shard` (Zhao et al. 2023) with torchtitan's settings: float32 masters, sums of gradients in float32; its update,
+with `--optimizer`, is torch's fused AdamW.
+
+Tokens are those of each GPU, and so `scaling` is the mode's step on one GPU over its step on all. A step on several
+GPUs includes the sum of the gradients over them, which each sends home in slices. `in GB` and `out GB` are what crosses
+one GPU's own link, `weights GB/s` is what arrives in its slots: the bytes that one GPU alone would copy in, over the
+step. `host GiB` is the memory of all processes of a row, where shared memory counts once. Every row runs in processes
+of its own, each with the N-th part of the cores. With `--optimizer` a step includes the update, beside the device, of
+each rank's slices; under `none` it has none.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import re
 import statistics
 import sys
 import tempfile
@@ -22,17 +29,28 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from offload import GIB, NO_SHARERS, Sharers
-from scripts.workload import BlocksWorkload, parsed, parser, timed_steps
+from models.initialise import initialise
+from offload import GIB, NO_SHARERS, Sharers, acquire, find_blocks, recompute, release, usable_cores
+from scripts.workload import BlocksWorkload, blocks, parsed, parser, timed_steps
 from training.config.modes import RESIDENT
+from training.metrics.step_timer import StepTimer
+from training.parallel.devices import device_of, share_cores
+from training.parallel.group import Group
+from training.parallel.setup import Setup
 from training.profiling.hardware import vram_peak_gib
 from training.visible_text import visible
 
-COLUMNS = ("step_ms", "to_none", "stall_ms", "in_gb", "out_gb", "weights_gb_s", "peak_gib", "pinned_gib", "loss")
-TITLES = ("step ms", "to none", "stall ms", "in GB", "out GB", "weights GB/s", "peak GiB", "pinned GiB", "loss")
+COLUMNS = (
+    "step_ms", "to_none", "scaling", "stall_ms", "in_gb", "out_gb", "weights_gb_s", "peak_gib", "host_gib", "loss"
+)  # fmt: skip
+TITLES = (
+    "step ms", "to none", "scaling", "stall ms", "in GB", "out GB", "weights GB/s", "peak GiB", "host GiB", "loss"
+)  # fmt: skip
+FULLY_SHARDED = "fsdp2"
 
 
 def measure(spec: str, options: argparse.Namespace, sharers: Sharers) -> dict[str, float]:
@@ -41,32 +59,79 @@ def measure(spec: str, options: argparse.Namespace, sharers: Sharers) -> dict[st
         timed = timed_steps(workload, options.warmup, options.steps)
         if workload.optimizer is not None:
             workload.optimizer.finish()
-        sharers.exchange((0,), "the end", patient=True)
-        return {
+        found = {
             "step_ms": statistics.median(timed.times_ms),
             "stall_ms": timed.grown.stall_ms / options.steps,
             "in_gb": timed.grown.h2d_bytes / options.steps / 1e9,
             "out_gb": timed.grown.d2h_bytes / options.steps / 1e9,
             "peak_gib": vram_peak_gib(workload.device),
-            "pinned_gib": timed.after.host_pinned_bytes / GIB,
+            "host_gib": proportional_gib(),
             "loss": timed.loss,
         }
+        sharers.exchange((0,), "the end", patient=True)
+        return found
+
+
+def measure_fully_sharded(options: argparse.Namespace) -> dict[str, float]:
+    """Measures steps of one rank of `fully_shard`, with all of the model and its states on the devices."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    device = torch.device(options.device)
+    model = blocks(options).to_empty(device=device)
+    initialise(model, 0, device)
+    if options.recompute:
+        recompute(block for _, block in find_blocks(model))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True) if options.optimizer else None
+    tokens = torch.zeros(options.sequences, options.seq_len, dtype=torch.int64, device=device)
+    streams = acquire(device)
+    clock = StepTimer(streams)
+    for step in range(options.warmup + options.steps):
+        if step == options.warmup:
+            clock.collect()
+        clock.start()
+        loss = model(tokens, tokens)
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad()
+        clock.stop()
+    found = {
+        "step_ms": statistics.median(clock.collect()),
+        "peak_gib": vram_peak_gib(device),
+        "host_gib": proportional_gib(),
+        "loss": loss.item(),
+    }
+    release(streams)
+    dist.barrier()
+    return found
+
+
+def proportional_gib() -> float:
+    """Returns the host memory of this process in GiB, of each page its part among the processes that share it."""
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return int(re.search(r"^Pss:\s*(\d+) kB", rollup, re.MULTILINE)[1]) * 1024 / GIB
 
 
 def measure_rank(rank: int, count: int, folder: str, spec: str, options: argparse.Namespace) -> dict[str, float]:
     """Joins the other ranks through a file in `folder`, and measures this one."""
-    import torch.distributed as dist
-
-    from training.parallel.devices import device_of, share_cores
-    from training.parallel.group import Group
-    from training.parallel.setup import Setup
-
-    share_cores(count)
+    cores = share_cores(usable_cores() // options.ranks)
+    options.threads = options.threads or max(cores - 1, 1)
     device = device_of(options.device, count, rank)
     options.device = str(device)
     if count == 1:
         return measure(spec, options, NO_SHARERS)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
+    backend = "cuda:nccl,cpu:gloo" if spec == FULLY_SHARDED and device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=count)
+    if spec == FULLY_SHARDED:
+        try:
+            return measure_fully_sharded(options)
+        finally:
+            dist.destroy_process_group()
     group = Group(device, Setup(device.type, count, 600, options.reduction))
     try:
         return measure(spec, options, group.sharers(shared=True))
@@ -80,19 +145,24 @@ def row_of(name: str, spec: str, count: int, options: argparse.Namespace) -> dic
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(count, mp_context=context) as pool:
         ranks = [pool.submit(measure_rank, rank, count, folder, spec, options) for rank in range(count)]
         try:
-            return {"name": name, **max((rank.result() for rank in ranks), key=lambda found: found["step_ms"])}
+            found = [rank.result() for rank in ranks]
         except Exception as error:  # a rank that fails is a row of the table
             return {"name": name, "failed": f"{type(error).__name__}: {error}".splitlines()[0]}
+    host_gib = sum(rank["host_gib"] for rank in found)
+    return {"name": name, **max(found, key=lambda rank: rank["step_ms"]), "host_gib": host_gib}
 
 
-def with_rates(rows: list[dict]) -> list[dict]:
-    """Adds the ratio to the resident step, and the rate at which weights arrive."""
-    resident, alone = rows[0].get("step_ms"), rows[1].get("in_gb")
-    for row in rows:
-        if "failed" not in row:
-            row["to_none"] = resident and row["step_ms"] / resident
-            row["weights_gb_s"] = alone and row["in_gb"] and alone / row["step_ms"] * 1e3
-    return rows
+def add_rates(row: dict, rows: list[dict]) -> None:
+    """Adds the ratio to the resident step, the mode's scaling, and the rate at which weights arrive.
+
+    `rows` are those of the resident model and of the mode on one device, as far as they are measured.
+    """
+    resident, alone = rows[0].get("step_ms"), rows[1] if len(rows) > 1 else {}
+    if "failed" not in row:
+        row["to_none"] = resident and row["step_ms"] / resident
+    if row.get("in_gb") and alone.get("in_gb"):
+        row["scaling"] = alone["step_ms"] / row["step_ms"]
+        row["weights_gb_s"] = alone["in_gb"] / row["step_ms"] * 1e3
 
 
 def cell(value: float | None) -> str:
@@ -104,28 +174,29 @@ def main() -> None:
     options_parser.add_argument("--ranks", type=int, default=2, help="GPUs, or processes of the CPU")
     options_parser.add_argument("--mode", default="layer_stream", metavar="MODE[:KEY=VALUE,...]")
     options_parser.add_argument("--reduction", choices=("ordered", "fast"), default="ordered")
+    options_parser.add_argument("--fsdp2", action="store_true", help="with a row of torch's fully_shard, resident")
     options_parser.add_argument("--steps", type=int, default=7, help="timed steps")
     options_parser.add_argument("--warmup", type=int, default=3, help="steps before")
     options_parser.add_argument("--json", type=Path, help="file for the figures")
     options = parsed(options_parser)
     if options.model is not None or options.head or options.microbatches > 1 or options.forward:
         options_parser.error("blocks alone, with one microbatch: leave --model, --head, --microbatches, --forward out")
-    rows = with_rates(
-        [
-            row_of("none, 1", RESIDENT, 1, options),
-            row_of(f"{options.mode}, 1", options.mode, 1, options),
-            row_of(f"{options.mode}, {options.ranks} shared", options.mode, options.ranks, options),
-        ]
-    )
     tokens = options.sequences * options.seq_len
     print(
         f"{options.blocks} blocks of {options.hidden}, {tokens} tokens a device, recompute={options.recompute},"
         f" reduction={options.reduction}, torch {torch.__version__}"
     )
-    print(f"{'mode, devices':30}" + "".join(f"{title:>13}" for title in TITLES))
-    for row in rows:
+    print(f"{'mode, devices':30}" + "".join(f"{title:>13}" for title in TITLES), flush=True)
+    kinds = [("none, 1", RESIDENT, 1), (f"{options.mode}, 1", options.mode, 1)]
+    kinds.append((f"{options.mode}, {options.ranks} shared", options.mode, options.ranks))
+    if options.fsdp2:
+        kinds.append((f"{FULLY_SHARDED}, {options.ranks}", FULLY_SHARDED, options.ranks))
+    rows: list[dict] = []
+    for name, spec, count in kinds:
+        rows.append(row := row_of(name, spec, count, options))
+        add_rates(row, rows)
         cells = "".join(cell(row.get(key)) for key in COLUMNS)
-        print(f"{row['name']:30}" + (f"failed: {visible(row['failed'])}" if "failed" in row else cells))
+        print(f"{name:30}" + (f"failed: {visible(row['failed'])}" if "failed" in row else cells), flush=True)
     if options.json:
         options.json.write_text(json.dumps({"options": vars(options), "rows": rows}, default=str))
 

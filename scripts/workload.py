@@ -78,6 +78,14 @@ class Blocks(nn.Module):
         return hidden.float().square().mean()
 
 
+def blocks(options: argparse.Namespace) -> nn.Module:
+    """Returns the model of `BlocksWorkload`, in float32, on the meta device."""
+    with torch.device("meta"):
+        shape = (options.hidden, options.intermediate, options.blocks, options.heads, options.heads)
+        model = Llama(options.head or 1, *shape)
+    return model if options.head else Blocks(model.model.layers, options.hidden // options.heads)
+
+
 def parser(description: str) -> argparse.ArgumentParser:
     """Makes the parser of the options that define a step."""
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -211,12 +219,7 @@ class BlocksWorkload(Workload):
         options = self.options
         name, self.mode = build_mode(spec)
         self.microbatches = options.microbatches
-        with torch.device("meta"):
-            shape = (options.hidden, options.intermediate, options.blocks, options.heads, options.heads)
-            model = Llama(options.head or 1, *shape)
-            if not options.head:
-                model = Blocks(model.model.layers, options.hidden // options.heads)
-        self.model = model.bfloat16()
+        self.model = blocks(options).bfloat16()
         self.mode.attach(self.model, self.streams, self.sharers)
         self._undo.callback(self.mode.detach)
         initialise(self.model, 0, self.device)

@@ -213,7 +213,7 @@ class Recorder:
 
     def _memory(self, counters: Counters) -> dict[str, float]:
         """Returns the memory of the run: of the GPU that needs most, and of all ranks of the host that needs most."""
-        ranks = self._job.ranks.measured(memory_of_rank(self._device, counters))
+        ranks = self._job.ranks.measured(memory_of_rank(self._device, counters, self._job.ranks.home_sharers))
         for peaks, values in zip(self._rank_peaks, ranks, strict=True):
             peaks.update({name: max(value, peaks.get(name, value)) for name, value in values.items()})
         memory = {
@@ -255,13 +255,16 @@ class Recorder:
             self.evaluated_step = record["train/step"]
 
 
-def memory_of_rank(device: torch.device, counters: Counters) -> dict[str, float]:
-    """Returns the memory of this process, in GiB: peaks on its device since the last call, and the host's now."""
+def memory_of_rank(device: torch.device, counters: Counters, sharers: int) -> dict[str, float]:
+    """Returns the memory of this process, in GiB: peaks on its device since the last call, and the host's now.
+
+    Of the host's memory that `sharers` processes share it is this one's part.
+    """
     memory = {
         "memory/vram_peak_gib": vram_peak_gib(device),
         "memory/vram_reserved_gib": vram_reserved_gib(device),
         "memory/host_pinned_gib": counters.host_pinned_bytes / GIB,
-        "memory/rss_gib": rss_gib(),
+        "memory/rss_gib": rss_gib(sharers),
     }
     # A mode that adapts may need less from here on, which a peak of the whole run would hide.
     reset_peaks(device)

@@ -11,9 +11,8 @@ import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from offload.runtime.streams import registry
-from offload.weights.prefetching.prefetcher import Prefetcher
 from offload.weights.units import joining
-from tests.offload.helpers.late import make_late
+from tests.offload.helpers.late import make_late, poison_slots
 from tests.offload.helpers.small import make_small
 from tests.offload.helpers.swapping import Swap
 
@@ -61,12 +60,7 @@ def exact_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fills each slot with NaN when its unit leaves it."""
-    original = Prefetcher.__init__
-
-    def poisoning(self, units, slots, transfer, prefetch, poison, *others):
-        original(self, units, slots, transfer, prefetch, True, *others)
-
-    monkeypatch.setattr(Prefetcher, "__init__", poisoning)
+    poison_slots(monkeypatch)
 
 
 @pytest.fixture(params=["nobody", "h2d", "d2h", "compute"])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,3 +19,18 @@ def gather_into(whole: Tensor, own: Tensor, group: dist.ProcessGroup, later: boo
     `later`: returns at once, with what to wait for.
     """
     return _gather(whole, own, group=group, async_op=later)
+
+
+def end_collectives(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Ends what NCCL `groups` have queued, because a rank is lost: else the device would wait for it for ever, and the
+    end of the run for the device. What is computed from then on is wrong."""
+    for group in groups:
+        # The group may have ended by itself.
+        with suppress(RuntimeError):
+            group.abort()
+
+
+def first_sentence(text: str) -> str:
+    """Returns the first sentence of an error of torch's, without the place in its source; gloo adds much advice."""
+    sentence = re.sub(r"^\[[^]]*\]", "", " ".join(text.split())).strip()
+    return re.split(r"\.\s", sentence)[0][:120].rstrip(".")

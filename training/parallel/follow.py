@@ -132,7 +132,7 @@ def carry_out(job: RankJob, ranks: Group) -> None:
                 job.optimizer.finish()
                 ranks.report()
             case ("measure",):
-                ranks.report(memory_of_rank(ranks.device, job.components.mode.counters()))
+                ranks.report(memory_of_rank(ranks.device, job.components.mode.counters(), ranks.home_sharers))
             case ("fingerprints",):
                 ranks.report(ranks.fingerprints())
             case ("end",):

@@ -8,7 +8,6 @@ collectives inside a step (`training.parallel.sharers`): one that fails there en
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from offload import NO_SHARERS, HostAdamW, SharerLostError, Sharers, Speculation, meet
 from training.batches import Batch, examples_in, split_into
 from training.errors import UserError
+from training.parallel.collectives import end_collectives, first_sentence
 from training.parallel.copies import Copies, fingerprint, refuse_statistics
 from training.parallel.messages import encoded, from_bytes
 from training.parallel.ranks import RankLostError, Ranks, Share
@@ -89,6 +89,7 @@ class Group(Ranks):
         self._end_others = end_others
         self._messages = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._host = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._exchange_s))
+        self._nccl_groups: list[dist.ProcessGroup] = []
         self._data = self._new_data_group()
         self._waiter = Waiter()
         self._parts = 0
@@ -185,7 +186,10 @@ class Group(Ranks):
     def _new_data_group(self, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
         """Returns a group of these ranks, or all, for tensors on the devices; every rank makes it."""
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        return dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=self._exchange_s))
+        group = dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=self._exchange_s))
+        if backend == "nccl" and group != dist.GroupMember.NON_GROUP_MEMBER:
+            self._nccl_groups.append(group)
+        return group
 
     def check_model(self, model: nn.Module) -> None:
         refuse_statistics(model)
@@ -361,6 +365,7 @@ class Group(Ranks):
 
     def _lost(self, rank: int | None, error: RuntimeError, what: str = "an exchange") -> Exception:
         """Returns what a failed exchange with `rank`, or with all, means; `what` was to be done."""
+        end_collectives(self._nccl_groups)
         hung = error.hangs if isinstance(error, SharerLostError) else "Timed out" in str(error)
         if not self.is_first:
             if hung and not rank:
@@ -383,12 +388,6 @@ class Group(Ranks):
             f"{self._name(rank)} hangs: it did not report within parallel.timeout_s={self.timeout_s:g}: give more if a"
             " step may take so long"
         )
-
-
-def first_sentence(text: str) -> str:
-    """Returns the first sentence of an error of torch's, without the place in its source; gloo adds much advice."""
-    sentence = re.sub(r"^\[[^]]*\]", "", " ".join(text.split())).strip()
-    return re.split(r"\.\s", sentence)[0][:120].rstrip(".")
 
 
 def _own_memory(share: Share) -> Share:

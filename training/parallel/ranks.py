@@ -52,6 +52,11 @@ class Ranks:
     shares_homes = False
     """True if the ranks share the homes of what streams. A rank that is lost may then leave them half updated."""
 
+    @property
+    def home_sharers(self) -> int:
+        """The processes of this host that share homes; 1 where each has its own."""
+        return self.hosts.count(self.hosts[self.rank]) if self.shares_homes else 1
+
     def sharers(self, shared: bool) -> Sharers:
         """Returns those with whom the mode shares the homes of what streams: the other ranks, if `shared`."""
         return NO_SHARERS

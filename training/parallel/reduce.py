@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from offload import l2_norm
 from training.parallel.buckets import buckets
+from training.parallel.collectives import gather_into
 
 # Gradients begin at multiples of this in a bucket, as tensors do in memory: kernels may add in another order elsewhere.
 ALIGNMENT_BYTES = 512
@@ -35,7 +36,7 @@ def ordered_sum(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
     own = slices[0]
     for other in slices[1:]:
         own += other
-    dist.all_gather(list(flat.view(torch.uint8).chunk(count)), own.view(torch.uint8), group=group)
+    gather_into(flat.view(torch.uint8), own.view(torch.uint8), group)
     return flat
 
 
@@ -73,7 +74,7 @@ def ordered_sum_of_hosts(flat: Tensor, here: dist.ProcessGroup, across: dist.Pro
     if host < hosts - 1:
         dist.send(total.view(torch.uint8), dist.get_global_rank(across, host + 1), group=across)
     dist.broadcast(total.view(torch.uint8), dist.get_global_rank(across, hosts - 1), group=across)
-    dist.all_gather(list(flat.view(torch.uint8).chunk(here.size())), total.view(torch.uint8), group=here)
+    gather_into(flat.view(torch.uint8), total.view(torch.uint8), here)
     return flat
 
 
@@ -82,7 +83,7 @@ def fast_sum_of_hosts(flat: Tensor, here: dist.ProcessGroup, across: dist.Proces
     dist.all_reduce(flat, group=here)
     own = flat.chunk(here.size())[here.rank()].clone()
     dist.all_reduce(own, group=across)
-    dist.all_gather(list(flat.view(torch.uint8).chunk(here.size())), own.view(torch.uint8), group=here)
+    gather_into(flat.view(torch.uint8), own.view(torch.uint8), here)
     return flat
 
 

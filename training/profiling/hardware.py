@@ -153,9 +153,20 @@ def known_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return datasheet_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
 
 
-def rss_gib() -> float:
-    """Returns the resident host memory of this process in GiB."""
-    return psutil.Process().memory_info().rss / GIB
+def rss_gib(sharers: int = 1) -> float:
+    """Returns the resident host memory of this process in GiB; of memory that `sharers` processes share, its part."""
+    shared = _resident_shared_bytes() if sharers > 1 else 0
+    return (psutil.Process().memory_info().rss - shared + shared / sharers) / GIB
+
+
+def _resident_shared_bytes() -> int:
+    """Returns the resident bytes of shared memory of this process, libraries left out; 0 where the system has no
+    number for them."""
+    with suppress(OSError), open("/proc/self/status", "rb") as file:
+        for line in file:
+            if line.startswith(b"RssShmem:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def vram_bytes(device: torch.device) -> int:

@@ -23,8 +23,9 @@ WORD_BYTES = 8
 # The number of the exchange, how many numbers there are, the numbers, the checksum. Two cache lines of most processors.
 ROW_WORDS = 16
 MOST_NUMBERS = ROW_WORDS - 3
-# A process that waits first lets others run, then it sleeps, longer and longer.
-YIELDS = 50
+# A process that waits first lets others run, then it sleeps, longer and longer. A sleep of 20 us takes 70 or more, by
+# which the process is late for the next exchange, so that the others wait then: most waits end without one.
+YIELD_S = 5e-4
 SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 20e-6, 1e-3
 # Seconds between two checks that the process it waits for is still there.
 LOOK_EVERY_S = 0.05
@@ -75,10 +76,11 @@ class ExchangeBoard:
         return row[2:end].tolist()
 
     def _awaited(self, rank: int, deadline: float, limit_s: float) -> list[int]:
-        for _ in range(YIELDS):
-            if (found := self._read(rank)) is not None:
-                return found
+        sleeps_at = time.monotonic() + YIELD_S
+        while (found := self._read(rank)) is None and time.monotonic() < sleeps_at:
             os.sched_yield()
+        if found is not None:
+            return found
         pause_s, look = SHORTEST_SLEEP_S, time.monotonic() + LOOK_EVERY_S
         while (found := self._read(rank)) is None:
             time.sleep(pause_s)

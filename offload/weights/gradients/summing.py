@@ -7,7 +7,7 @@ link to the host once, divided among the sharers, where ZeRO-2 (Rajbhandari et a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,13 +16,11 @@ from offload.runtime.sharing.sharers import Sharers
 from offload.runtime.streams.deferred_free import DeferredFrees, PendingFree
 from offload.runtime.streams.registry import Event
 from offload.runtime.streams.transfer import Transfer, profiled
+from offload.weights.gradients.sum_layout import SumLayout
 from offload.weights.gradients.updates import NO_UPDATES, Updates
-from offload.weights.units.slices import slices_of
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 
-# Gradients begin at multiples of this in a buffer, as tensors do in memory: kernels may add in another order elsewhere.
-ALIGNMENT_BYTES = 512
 # Units whose gradients may wait for those of the sharers. Beyond that the oldest goes home, to be summed after it.
 WAITING_UNITS = 4
 
@@ -41,22 +39,17 @@ CopyIn = Callable[[OffloadUnit], Sequence[Event]]
 class _UnitGradients:
     """The gradients of a unit: a flat buffer for each dtype, with a view for each tensor that trains."""
 
-    def __init__(self, unit: OffloadUnit, transfer: Transfer, count: int):
+    def __init__(self, unit: OffloadUnit, layout: SumLayout, transfer: Transfer):
         streams = transfer.streams
-        self.views: dict[UnitTensor, torch.Tensor] = {}
+        self.layout = layout
         self.landed: set[UnitTensor] = set()
-        self.buffers: list[PendingFree] = []
-        for dtype in dict.fromkeys(tensor.dtype for tensor in unit.trained):
-            tensors = [tensor for tensor in unit.trained if tensor.dtype == dtype]
-            step = ALIGNMENT_BYTES // dtype.itemsize
-            sizes = [-(-tensor.host.numel() // step) * step for tensor in tensors]
-            length = -(-sum(sizes) // (step * count)) * step * count
-            # The bytes between the gradients are summed with them, and used by nobody.
-            flat = torch.zeros(length, dtype=dtype, device=streams.device)
-            name = f"device gradients of {unit}"
-            self.buffers.append(PendingFree(flat, streams.event(), name, streams.compute))
-            for tensor, part in zip(tensors, flat[: sum(sizes)].split(sizes), strict=True):
-                self.views[tensor] = part[: tensor.host.numel()].view(tensor.shape)
+        name = f"device gradients of {unit}"
+        # What lies between the gradients is summed with them, and used by nobody.
+        self.buffers = [
+            PendingFree(torch.empty(size, dtype=dtype, device=streams.device), streams.event(), name, streams.compute)
+            for dtype, size in layout.sizes
+        ]
+        self.views = layout.views([buffer.tensor for buffer in self.buffers])
 
     @property
     def is_complete(self) -> bool:
@@ -96,6 +89,7 @@ class GradientSum:
         self._deferred_frees = DeferredFrees(transfer, limit_bytes)
         self._takes_norms = False
         self._held: dict[OffloadUnit, _UnitGradients] = {}
+        self._layouts: dict[OffloadUnit, SumLayout] = {}
 
     def begin_step(self, norms: bool) -> None:
         """Begins a step. `norms`: take the norms of the sums."""
@@ -116,7 +110,7 @@ class GradientSum:
         if unit not in self._held:
             if len(self._held) >= WAITING_UNITS:
                 self._give_up(next(iter(self._held)))
-            self._held[unit] = _UnitGradients(unit, self._transfer, self._sharers.count)
+            self._held[unit] = _UnitGradients(unit, self._layout_of(unit), self._transfer)
         held = self._held[unit]
         for buffer in held.buffers:
             streams.writes(streams.compute, buffer, "backward")
@@ -200,7 +194,7 @@ class GradientSum:
     def _sum(self, unit: OffloadUnit, held: _UnitGradients) -> None:
         streams = self._streams
         gather, d2h = streams.gather, streams.d2h
-        kept = self._room_for_updates(unit)
+        kept = self._room_for_updates(unit, held.layout)
         self._transfer.after_compute(gather)
         with profiled(f"sum gradients of {unit}"), streams.on(gather), torch.no_grad():
             for buffer in held.buffers:
@@ -210,20 +204,21 @@ class GradientSum:
                 tensor.norm = l2_norm(view) if self._takes_norms else None
                 if tensor in kept:
                     streams.writes(gather, kept[tensor], "sum")
-                    own = [view.view(-1)[part.start : part.stop] for part in self._own_elements(unit, tensor)]
+                    own = [view.view(-1)[part.start : part.stop] for part in held.layout.own[tensor]]
                     torch.cat(own or [view.new_empty(0)], out=kept[tensor].tensor)
         for tensor, gradient in kept.items():
             self.updates.retain_gradient(unit, tensor, gradient)
         summed = streams.event()
         summed.record(gather)
-        copies = [copy for tensor, view in held.views.items() for copy in self._own_parts(unit, tensor, view)]
+        parts = [(buffer, part) for buffer, own in zip(held.buffers, held.layout.parts, strict=True) for part in own]
         # Ends the copies of this process, whose slices are all that it updates.
-        done = streams.event() if copies else summed
+        done = streams.event() if parts else summed
         d2h.wait_event(summed)
-        for buffer in held.buffers if copies else ():
+        for buffer, part in parts:
             streams.reads(d2h, buffer, "copy out")
-        for home, part, name in copies:
-            self._transfer.copy_out(home, part, done=done, what=f"gradient of {name}")
+            for tensor in part.tensors:
+                streams.writes(d2h, tensor, "copy out")
+            self._transfer.copy_out(part.home, buffer.tensor[part.place], done=done, what=f"gradients of {unit}")
         for buffer in held.buffers:
             buffer.done = done
             self._deferred_frees.add(buffer)
@@ -233,28 +228,21 @@ class GradientSum:
             tensor.host.grad = home
             self.summed.add(tensor)
 
-    def _room_for_updates(self, unit: OffloadUnit) -> dict[UnitTensor, PendingFree]:
+    def _room_for_updates(self, unit: OffloadUnit, layout: SumLayout) -> dict[UnitTensor, PendingFree]:
         """Returns memory for this process's slices of each sum, one behind the other, where the device updates."""
         if not self.updates.keeps_gradients(unit):
             return {}
         streams, found = self._streams, {}
-        for tensor in unit.trained:
-            count = sum(map(len, self._own_elements(unit, tensor)))
-            room = torch.empty(count, dtype=tensor.dtype, device=streams.device)
+        for tensor, own in layout.own.items():
+            room = torch.empty(sum(map(len, own)), dtype=tensor.dtype, device=streams.device)
             name = f"device gradient of {tensor.name}"
             found[tensor] = PendingFree(room, streams.event(), name, streams.compute)
             streams.writes(streams.compute, found[tensor], "what this memory was used for before")
         return found
 
-    def _own_elements(self, unit: OffloadUnit, tensor: UnitTensor) -> list[range]:
-        return slices_of(unit, self._sharers.count).elements(tensor, self._sharers.rank)
-
-    def _own_parts(
-        self, unit: OffloadUnit, tensor: UnitTensor, total: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
-        """Yields the home, the sum and the name of each part of a gradient that this process sends home."""
-        streams = self._streams
-        for part in self._own_elements(unit, tensor):
-            streams.writes(streams.d2h, tensor, "copy out")
-            own = slice(part.start, part.stop)
-            yield tensor.shared_gradient.view(-1)[own], total.view(-1)[own], tensor.name
+    def _layout_of(self, unit: OffloadUnit) -> SumLayout:
+        """Returns the layout of the tensors that train now."""
+        trained = unit.trained
+        if unit not in self._layouts or self._layouts[unit].tensors != trained:
+            self._layouts[unit] = SumLayout(unit, trained, self._sharers.count, self._sharers.rank)
+        return self._layouts[unit]

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from offload.weights.units.unit import SHARED_ALIGNMENT_BYTES, OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 
-# As many chunks as let copies and gathers overlap. A chunk below the least size would be mostly latency.
+# The gather of a unit overlaps with the copy of the next. Only where a unit takes long are its own two to overlap, in
+# chunks: each costs the host a copy and a collective more.
 CHUNKS = 2
-LEAST_CHUNK_BYTES = 8 * 2**20
+LEAST_CHUNK_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,8 @@ SHARED_ALIGNMENT_BYTES = 1024
 class OffloadUnit:
     """Tensors that move together; at home they lie in `weights`, one flat host block, each with a storage of its own.
 
-    The block has the first tensors; those with `spans` follow, whose homes are in files.
+    The block has the first tensors; those with `spans` follow, whose homes are in files. `gradients` is the block of
+    the sums of gradients, where processes share it.
 
     Each begins at a multiple of `alignment`.
 
@@ -68,6 +69,7 @@ class OffloadUnit:
     index: int
     tensors: list[UnitTensor] = field(default_factory=list)
     weights: HostBlock | None = None
+    gradients: HostBlock | None = None
     written: Event | None = None
     open_windows: int = 0
     # Its updates have begun inside this backward: what a slot has of it is out of date, and not read again.
@@ -255,6 +257,7 @@ class OffloadUnit:
             memory = gradients.piece(used, tensor.nbytes)
             if is_shared:
                 tensor.shared_gradient = tensor.layout.pieces[0].over(memory).data
+                tensor.gradient_offset, self.gradients = used, gradients
             else:
                 tensor.make_gradient(memory)
             used += aligned(tensor.nbytes)

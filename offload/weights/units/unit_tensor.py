@@ -41,8 +41,10 @@ class UnitTensor:
     home: list[int] = field(default_factory=list)
     file_version: int | None = None
     gradient: torch.Tensor | None = None
-    # Where processes share the home: the memory, which they share too, for the sum of their gradients.
+    # Where processes share the home: the memory, which they share too, for the sum of their gradients, and where it
+    # begins in the unit's `gradients`.
     shared_gradient: torch.Tensor | None = None
+    gradient_offset: int = 0
     # A loss has used the host tensor besides its stand-in.
     meets_host_gradient: bool = False
     # This step's gradient went to its update, and is in no `.grad`.

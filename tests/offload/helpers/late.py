@@ -1,4 +1,4 @@
-"""Makes streams late on purpose, so that a missing wait shows in the numbers."""
+"""Makes streams late on purpose, and fills freed slots with NaN, so that a missing wait shows in the numbers."""
 
 from __future__ import annotations
 
@@ -42,3 +42,13 @@ def make_late(monkeypatch: pytest.MonkeyPatch, late: str) -> None:
     monkeypatch.setattr(Transfer, "_copy", late_copy)
     monkeypatch.setattr(Prefetcher, "fetch", late_fetch)
     monkeypatch.setattr(Transfer, "await_on", late_await)
+
+
+def poison_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fills each slot with NaN when its unit leaves it."""
+    original = Prefetcher.__init__
+
+    def poisoning(self, units, slots, transfer, prefetch, poison, *others):
+        original(self, units, slots, transfer, prefetch, True, *others)
+
+    monkeypatch.setattr(Prefetcher, "__init__", poisoning)

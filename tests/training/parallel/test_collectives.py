@@ -1,4 +1,4 @@
-"""The collective whose name torch has changed."""
+"""The collective whose name torch has changed, and the end of collectives that a lost rank will never join."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from training.parallel.collectives import gather_into
+from training.parallel.collectives import end_collectives, first_sentence, gather_into
 
 
 def gathered(rank: int, folder: Path) -> None:
@@ -37,3 +37,24 @@ def test_slices_of_all_ranks_are_gathered_in_place(tmp_path: Path):
         whole, later = torch.load(tmp_path / f"{rank}.pt")
         assert whole.tolist() == [1, 1, 1, 2, 2, 2]
         assert later.tolist() == [5, 6]
+
+
+def test_all_groups_are_ended_also_where_one_has_ended_by_itself():
+    ended = []
+
+    class Queued:
+        def __init__(self, name: str):
+            self.name = name
+
+        def abort(self) -> None:
+            ended.append(self.name)
+            if self.name == "first":
+                raise RuntimeError("NCCL communicator was aborted")
+
+    end_collectives([Queued("first"), Queued("second")])
+    assert ended == ["first", "second"]
+
+
+def test_of_an_error_the_first_sentence_is_told_without_its_place():
+    text = "[/src/gloo/pair.cc:538] Connection closed by peer [::1]:123. It is no fault of\n this process. See there."
+    assert first_sentence(text) == "Connection closed by peer [::1]:123"

@@ -100,6 +100,7 @@ class Alone(Group):
         self.rank, self.count, self.timeout_s, self.is_exchanging = 0, 2, 5.0, False
         self._cause = lambda rank: None
         self.hosts = (0, 0)
+        self._nccl_groups = []
 
 
 def fail(error: Exception) -> None:

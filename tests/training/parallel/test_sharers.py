@@ -240,21 +240,6 @@ def test_microbatches_of_a_rank_are_added_before_the_ranks_are(tmp_path: Path):
     assert content(at(tmp_path / "shared", 3)) == content(at(tmp_path / "own", 3))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("mode", ["layer_stream", "bounce_linear", "shard_offload"])
-@pytest.mark.parametrize("homes", ["shared", "own"])
-def test_two_gpus_compute_what_one_does(tmp_path: Path, mode: str, homes: str):
-    """In processes of their own: this one must not have begun to use a GPU."""
-    common = [*RUN, "device=auto", "optimizer=host_adamw", f"offload={mode}", "steps=4", "precision=bf16"]
-    two = ["devices=2", "microbatches=1", f"parallel.homes={homes}"]
-    for name, keys in {"one": ["microbatches=2"], "two": two}.items():
-        command = [sys.executable, "train.py", *common, *keys, f"hydra.run.dir={tmp_path / name}"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
-    assert content(at(tmp_path / "two", 4)) == content(at(tmp_path / "one", 4))
-
-
 def test_a_run_moves_to_ranks_that_share_weights_and_back(one: Path, two: Path):
     back = one.with_name("back")
     run_here(back, *RUN, *STREAMED, "microbatches=2", f"resume={two}")

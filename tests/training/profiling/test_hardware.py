@@ -2,6 +2,7 @@
 
 import json
 import mmap
+import os
 import subprocess
 import sys
 import time
@@ -190,6 +191,17 @@ def test_memory_on_the_cpu():
         assert hardware.rss_gib() - before_gib > 0.03
     hardware.reset_peaks(CPU)
     assert hardware.vram_peak_gib(CPU) == hardware.vram_reserved_gib(CPU) == 0.0
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+def test_of_memory_that_processes_share_each_has_its_part():
+    descriptor = os.memfd_create("shared")
+    os.ftruncate(descriptor, 64 * 2**20)
+    with mmap.mmap(descriptor, 64 * 2**20, mmap.MAP_SHARED) as held:
+        held.write(b"1" * len(held))
+        whole, part = hardware.rss_gib(), hardware.rss_gib(sharers=4)
+    os.close(descriptor)
+    assert whole - part == pytest.approx(0.75 * 64 / 2**10, rel=0.2)
 
 
 @pytest.mark.slow

@@ -1,0 +1,70 @@
+"""Where the gradients of a unit lie while its sharers sum them, and which parts of the sums go home from one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from offload.weights.units.slices import slices_of
+from offload.weights.units.unit import OffloadUnit
+from offload.weights.units.unit_tensor import UnitTensor
+
+# Gradients begin at multiples of this in a buffer, as tensors do in memory: kernels may add in another order elsewhere.
+ALIGNMENT_BYTES = 512
+
+
+class SumPart(NamedTuple):
+    """A part of a flat buffer that this process sends home: its place there, and at home; it has these tensors."""
+
+    place: slice
+    home: torch.Tensor
+    tensors: list[UnitTensor]
+
+
+class SumLayout:
+    """Where the gradients of a unit lie in flat buffers, one for each dtype, and which parts go home from here."""
+
+    def __init__(self, unit: OffloadUnit, tensors: list[UnitTensor], count: int, rank: int):
+        self.tensors = tensors
+        self.sizes: list[tuple[torch.dtype, int]] = []
+        self.places: dict[UnitTensor, tuple[int, int]] = {}
+        """the buffer and the start of each"""
+        self.own = {tensor: slices_of(unit, count).elements(tensor, rank) for tensor in tensors}
+        """the elements of each that are this process's"""
+        for number, dtype in enumerate(dict.fromkeys(tensor.dtype for tensor in tensors)):
+            step, end = ALIGNMENT_BYTES // dtype.itemsize, 0
+            for tensor in tensors:
+                if tensor.dtype == dtype:
+                    self.places[tensor] = number, end
+                    end += -(-tensor.host.numel() // step) * step
+            self.sizes.append((dtype, -(-end // (step * count)) * step * count))
+        self.parts = [list(self._parts(unit, number)) for number in range(len(self.sizes))]
+
+    def views(self, buffers: Sequence[torch.Tensor]) -> dict[UnitTensor, torch.Tensor]:
+        """Returns the part of its buffer for each gradient, in its shape."""
+        found = {}
+        for tensor, (number, start) in self.places.items():
+            found[tensor] = buffers[number][start : start + tensor.shape.numel()].view(tensor.shape)
+        return found
+
+    def _parts(self, unit: OffloadUnit, number: int) -> Iterator[SumPart]:
+        """Yields the parts of a buffer. Neighbours at home that are as far apart in the buffer are one part."""
+        size = self.sizes[number][0].itemsize
+        # Places in the buffer, and the first byte at home.
+        runs: list[tuple[int, int, int, list[UnitTensor]]] = []
+        for tensor, (buffer, start) in self.places.items():
+            if buffer != number or tensor.shared_gradient is None:
+                continue
+            for part in self.own[tensor]:
+                first, last = start + part.start, start + part.stop
+                home = tensor.gradient_offset + part.start * size
+                if runs and home - runs[-1][2] == (first - runs[-1][0]) * size:
+                    begin, _, place, tensors = runs.pop()
+                    runs.append((begin, last, place, [*tensors, tensor]))
+                else:
+                    runs.append((first, last, home, [tensor]))
+        for first, last, home, tensors in runs:
+            memory = unit.gradients.piece(home, (last - first) * size).view(self.sizes[number][0])
+            yield SumPart(slice(first, last), memory, tensors)

@@ -1,0 +1,223 @@
+"""Two GPUs compute what one does: over NCCL, with shared homes and with their own, whichever stream is late.
+
+The runs are processes of their own: this one must not have begun to use a GPU.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from offload import HostAdamW, acquire, meet, release
+from offload.modes.layer_stream import LayerStream
+from tests import ROOT
+from tests.offload.helpers.late import DELAY_CYCLES, make_late, poison_slots
+from tests.offload.helpers.models import Stack, assert_same, stack_inputs
+from tests.offload.helpers.optimizers import SETTINGS
+from tests.training.helpers.results import content
+from tests.training.helpers.sweeps import wait_for_end, wait_for_metrics
+from tests.training.parallel.conftest import RUN
+from training.metrics.files import read_summary
+from training.parallel.devices import device_of
+from training.parallel.group import Group
+from training.parallel.ranks import ALONE
+from training.parallel.setup import Setup
+from training.parallel.sharers import GroupSharers
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+COMMON = [*RUN, "device=auto", "optimizer=host_adamw", "precision=bf16"]
+TWO = ["devices=2", "microbatches=1"]
+DEVICE = "cuda"
+SHARED = "parallel.homes=shared"
+OWN = "parallel.homes=own"
+
+
+def run(folder: Path, *overrides: str, launcher: tuple[str, ...] = (), gpus: str = "0,1") -> None:
+    command = [sys.executable, *launcher, "train.py", *COMMON, *overrides, f"hydra.run.dir={folder}"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpus}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def at(run_dir: Path, step: int) -> dict[str, str]:
+    return content(run_dir / "checkpoints" / f"step-{step:08d}")
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the resident model on one GPU, with two microbatches."""
+    folder = tmp_path_factory.mktemp("one")
+    run(folder, "offload=none", "microbatches=2")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("mode", "homes"),
+    [
+        ("none", OWN),
+        ("layer_stream", OWN),
+        ("tensor_swap", OWN),
+        ("layer_stream", SHARED),
+        ("bounce_linear", SHARED),
+        ("shard_offload", SHARED),
+        ("layer_stream_swap", SHARED),
+    ],
+)
+def test_two_gpus_compute_what_the_resident_model_does_on_one(one: Path, tmp_path: Path, mode: str, homes: str):
+    run(tmp_path, f"offload={mode}", *TWO, homes)
+    assert at(tmp_path, 6) == at(one, 6)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("optimizer.device_share=40KiB", "offload.outside=stream"),
+        ("offload.resident=50%",),
+        ("parallel.reduction=fast",),
+    ],
+)
+def test_knobs_change_no_bit(one: Path, tmp_path: Path, keys: tuple[str, ...]):
+    run(tmp_path, "offload=layer_stream", *TWO, SHARED, *keys)
+    assert at(tmp_path, 6) == at(one, 6)
+
+
+def test_a_run_moves_to_two_gpus_and_back(one: Path, tmp_path: Path):
+    resumed = one / "checkpoints" / "step-00000002"
+    run(tmp_path / "two", "offload=layer_stream", *TWO, SHARED, f"resume={resumed}", "steps=4")
+    run(tmp_path / "back", "offload=layer_stream", "microbatches=2", f"resume={tmp_path / 'two'}")
+    assert at(tmp_path / "back", 6) == at(one, 6)
+
+
+def test_torchrun_starts_the_same_run(one: Path, tmp_path: Path):
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
+    run(tmp_path, "offload=layer_stream", "microbatches=1", SHARED, launcher=launcher)
+    assert at(tmp_path, 6) == at(one, 6)
+
+
+def test_two_hosts_of_one_gpu_each(one: Path, tmp_path: Path):
+    port = free_port()
+
+    def host(number: int) -> None:
+        nodes = ("--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1")
+        address = ("--master-addr", "127.0.0.1", "--master-port", str(port))
+        launcher = ("-m", "torch.distributed.run", *nodes, *address)
+        run(tmp_path, "offload=layer_stream", "microbatches=1", launcher=launcher, gpus=str(number))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(host, (0, 1)))
+    assert at(tmp_path, 6) == at(one, 6)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_is_killed_ends_the_run_at_once(tmp_path: Path, lost: int):
+    keys = ("offload=layer_stream", *TWO, SHARED, "steps=1000000", "eval.every=null", "checkpoint.every=null")
+    command = [sys.executable, "train.py", *COMMON, *keys, "log_every=1", f"hydra.run.dir={tmp_path}"]
+    with open(tmp_path / "console", "w") as console:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=console, stderr=console)
+    try:
+        wait_for_metrics(process, tmp_path, tmp_path / "console")
+        ranks = [process.pid, *(child.pid for child in psutil.Process(process.pid).children())]
+        os.kill(ranks[lost], signal.SIGKILL)
+        assert process.wait(60) != 0
+        wait_for_end(ranks[1])
+        if lost:
+            assert "rank 1: its process was killed (SIGKILL)" in read_summary(tmp_path)["reason"]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def trained(rank: int, count: int, folder: Path, late: str) -> None:
+    """Saves weights and states after a few steps of one of `count` GPUs, which share homes unless it is the only one.
+
+    Slots are filled with NaN when their unit leaves. Spinning kernels go before the work of the stream `late`.
+    """
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    device = device_of(DEVICE, count, rank)
+    # Its updates are the host's too: torch's kernels on a GPU round otherwise.
+    ranks, mode = ALONE, LayerStream(slots=2, outside="stream")
+    if count > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/{late}", rank=rank, world_size=count)
+        ranks = Group(device, Setup(device.type, count, 300))
+    torch.manual_seed(0)
+    model = Stack(width=64, recompute="non-reentrant").bfloat16()
+    microbatches = range(2) if count == 1 else (rank,)
+
+    def loss_of(step: int, index: int) -> torch.Tensor:
+        return model(stack_inputs(step, index, str(device)).bfloat16()).float().square().mean() / 2
+
+    with pytest.MonkeyPatch.context() as patch:
+        make_late(patch, late)
+        poison_slots(patch)
+        for name in ("gather", "sum") if late == "gather" else ():
+            patch.setattr(GroupSharers, name, late_collective(getattr(GroupSharers, name)))
+        streams = acquire(device)
+        sharers = ranks.sharers(count > 1)
+        mode.attach(model, streams, sharers)
+        optimizer = HostAdamW(model.parameters(), **SETTINGS, decay_norms_and_biases=False, compile="off")
+        mode.divide(optimizer)
+        mode.overlap(optimizer, True)
+        optimizer.allocate()
+        for step in range(5):
+            with mode.step(norms=True):
+                mode.accumulate([partial(loss_of, step, index) for index in microbatches])
+            if count > 1:
+                ranks.reduce(model, mode.gradient_norms(), mode.summed_parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.finish()
+        optimizer.bring_states_home()
+        meet(sharers, "the updates of all")
+        states = optimizer.state_dict()["state"]
+        found = [states[index][name] for index in sorted(states) for name in sorted(states[index])]
+        found += [*model.state_dict().values()]
+        torch.save([tensor.cpu().clone() for tensor in found], folder / f"{late}-{rank}-of-{count}.pt")
+        meet(sharers, "the end")
+        mode.detach()
+        release(streams)
+        if count > 1:
+            ranks.leave()
+
+
+def late_collective(collective):
+    def late(self, tensor: torch.Tensor, what: str) -> None:
+        torch.cuda._sleep(DELAY_CYCLES)
+        collective(self, tensor, what)
+
+    return late
+
+
+@pytest.mark.parametrize("late", ["nobody", "h2d", "d2h", "compute", "gather"])
+def test_streams_that_are_late_change_no_bit(tmp_path: Path, late: str):
+    processes = multiprocessing.get_context("spawn")
+    for count in (1, 2):
+        ranks = [processes.Process(target=trained, args=(rank, count, tmp_path, late)) for rank in range(count)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(200)
+            process.kill()
+            assert process.exitcode == 0
+    expected, *found = (torch.load(tmp_path / f"{late}-{name}.pt") for name in ("0-of-1", "0-of-2", "1-of-2"))
+    for tensors in found:
+        assert_same(tensors, expected)
