@@ -21,7 +21,6 @@ from offload import (
     Mode,
     Sharers,
     Streams,
-    WeightMode,
     acquire,
     find_blocks,
     recompute,
@@ -31,11 +30,11 @@ from offload.planning import StateFormat, can_be_undone
 from training.config.adapter import has_adapter
 from training.config.auto import AUTO
 from training.config.construct import keys_under, make_mode, make_task
-from training.config.parallel import Homes
 from training.config.schema import OnNonfinite, Precision, RecomputeBlocks
 from training.errors import UserError
 from training.gradients import KEPT, GradientChoice
 from training.metrics.progress import phase
+from training.parallel.homes import shares_homes
 from training.parallel.world import ranks_of_host
 from training.runs.invocation import Invocation
 from training.tasks.task import Task
@@ -167,7 +166,7 @@ class Components:
     @property
     def shares_homes(self) -> bool:
         """True if the ranks of a host have one copy of what streams, in memory that they share."""
-        return _shares_homes(self.config, self.mode)
+        return shares_homes(self.config, self.mode)
 
     @property
     def state_format(self) -> StateFormat:
@@ -189,15 +188,10 @@ def footprint_of(config: DictConfig, mode: Mode, model: nn.Module, gradients: Gr
     """
     map_weights(config, mode, model)
     mode.release_gradients(gradients.released)
-    if _shares_homes(config, mode):
+    if shares_homes(config, mode):
         mode.expect_sharers(ranks_of_host(config))
     with keys_under("offload"):
         return mode.footprint(model, recompute=recomputes(config))
-
-
-def _shares_homes(config: DictConfig, mode: Mode) -> bool:
-    wanted = config.parallel.homes == Homes.shared and isinstance(getattr(mode, "weights", mode), WeightMode)
-    return wanted and ranks_of_host(config) > 1
 
 
 def recomputes(config: DictConfig) -> bool:

@@ -9,9 +9,9 @@ from torch import nn
 
 from offload import Footprint, Mode
 from training.config.auto import AUTO
-from training.config.parallel import Homes
 from training.config.schema import OnNonfinite
 from training.errors import UserError
+from training.parallel.homes import shares_homes
 
 KEY = "optimizer.gradients"
 
@@ -55,7 +55,7 @@ def _why_kept(config: DictConfig, mode: Mode, model: nn.Module, kept: Footprint)
     if (reason := mode.why_gradients_stay(model)) is not None:
         return reason
     if config.devices > 1:
-        return f"{_why_ranks_keep(config)}: take devices=1"
+        return f"{_why_ranks_keep(config, mode)}: take devices=1"
     if config.clip_norm is not None:
         return (
             f"clip_norm={config.clip_norm:g} needs them until their norm is known: to release them take clip_norm=null"
@@ -70,8 +70,8 @@ def _why_kept(config: DictConfig, mode: Mode, model: nn.Module, kept: Footprint)
     return None
 
 
-def _why_ranks_keep(config: DictConfig) -> str:
-    if config.parallel.homes == Homes.own:
+def _why_ranks_keep(config: DictConfig, mode: Mode) -> str:
+    if not shares_homes(config, mode):
         return f"devices={config.devices} sum them after backward"
     return (
         f"the sums of devices={config.devices} go home, because a unit of which one device lacks a gradient is summed"

@@ -26,8 +26,8 @@ NEEDED = {
     "clip_norm=0.5": "clip_norm=0.5 needs them until their norm is known: to release them take clip_norm=null",
     "on_nonfinite=skip": "on_nonfinite=skip needs to know first that all are finite: take on_nonfinite=stop",
     "microbatches=2": "those of microbatches=2 are added up in host memory: take microbatches=1, or",
-    "devices=2": "devices=2 sum them after backward: take devices=1",
-    "devices=2 parallel.homes=shared": "the sums of devices=2 go home, because a unit of which one device lacks a",
+    "devices=2 parallel.homes=own": "devices=2 sum them after backward: take devices=1",
+    "devices=2": "the sums of devices=2 go home, because a unit of which one device lacks a",
 }
 
 

@@ -23,8 +23,12 @@ class Numa(StrEnum):
 
 
 class Homes(StrEnum):
-    """own: each rank has its own copy of all weights and states. shared: ranks of a host have one of what streams."""
+    """own: each rank has its own copy of all weights and states. shared: ranks of a host have one of what streams.
 
+    auto: shared where each host has as many ranks, else own.
+    """
+
+    auto = "auto"
     own = "own"
     shared = "shared"
 

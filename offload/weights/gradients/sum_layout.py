@@ -1,4 +1,4 @@
-"""Where the gradients of a unit lie while its sharers sum them, and which parts of the sums go home from one of them."""
+"""Where the gradients of a unit lie while its sharers sum them, and which parts of the sums each of them sends home."""
 
 from __future__ import annotations
 

@@ -16,11 +16,11 @@ def test_each_choice_is_a_way_to_add():
     assert {str(choice) for choice in Reduction} == set(SUMS)
 
 
-def test_the_default_is_the_order_of_the_ranks():
+def test_the_default_is_the_order_of_the_ranks_which_share_what_they_can():
     config, _ = composed()
     check(config)
     assert (config.devices, config.parallel.reduction) == (1, Reduction.ordered)
-    assert config.parallel.homes == Homes.own
+    assert config.parallel.homes == Homes.auto
 
 
 def test_other_values_are_refused():

@@ -18,12 +18,10 @@ import torch.distributed as dist
 
 from tests import ROOT
 from tests.offload.helpers.sharers import homes_in_use
-from tests.training.helpers.in_process import components_of, composed, run_here
+from tests.training.helpers.in_process import components_of, run_here
 from tests.training.helpers.results import content
 from tests.training.helpers.sweeps import wait_for_end, wait_for_metrics, wait_until
 from tests.training.parallel.conftest import RUN, forked, run_ranks
-from training.config.validation import check
-from training.errors import UserError
 from training.metrics.files import read_summary
 from training.parallel import group
 from training.parallel.group import FirstLostError, Group
@@ -178,13 +176,6 @@ def test_a_rank_that_is_killed_at_any_moment_ends_the_run_and_leaves_no_memory(t
         process.wait()
 
 
-def test_ranks_share_what_streams():
-    assert components_of(*STREAMED, "devices=2").shares_homes
-    assert not components_of(*STREAMED, "offload=none", "devices=2").shares_homes
-    assert not components_of(*STREAMED[:2], "devices=2").shares_homes
-    assert not components_of(*STREAMED).shares_homes
-
-
 def test_updates_begin_inside_backward_where_a_rank_has_its_gradients_in_one_go():
     early = (*STREAMED, "devices=2", "clip_norm=null")
     assert components_of(*early, "microbatches=1").updates_begin_early
@@ -203,15 +194,6 @@ def test_updates_inside_backward_and_states_on_the_devices_are_those_of_one_devi
     run_ranks(folder, *STREAMED, *keys, "devices=2", "microbatches=1", "optimizer.device_share=40KiB")
     for step in (2, 4):
         assert content(at(folder, step)) == content(at(expected, step))
-
-
-def test_hosts_have_as_many_ranks_where_they_share():
-    wrong = r"^parallel.homes=shared with devices=3 on parallel.hosts=2: .* or parallel.homes=own$"
-    with pytest.raises(UserError, match=wrong):
-        check(composed(*STREAMED, "devices=3", "parallel.hosts=2", "plan=true")[0])
-    assert components_of(*STREAMED, "devices=4", "parallel.hosts=2").shares_homes
-    # A rank alone on its host has nobody to share with.
-    assert not components_of(*STREAMED, "devices=2", "parallel.hosts=2").shares_homes
 
 
 @pytest.mark.slow

@@ -72,9 +72,9 @@ def test_the_logs_take_at_most_what_a_host_budget_leaves(planned):
         (("clip_norm=null",), None),
         (("optimizer.speculate=off",), None),
         (("optimizer=adamw",), None),
-        (("devices=2",), None),
-        (("devices=2", "parallel.homes=shared", "microbatches=1"), "updates begin inside backward, and are undone"),
-        (("devices=2", "parallel.homes=shared", "microbatches=2"), None),
+        (("devices=2", "parallel.homes=own"), None),
+        (("devices=2", "microbatches=1"), "updates begin inside backward, and are undone"),
+        (("devices=2", "microbatches=2"), None),
     ],
     ids=str,
 )

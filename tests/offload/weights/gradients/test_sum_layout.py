@@ -1,0 +1,78 @@
+"""The buffers in which gradients are summed, and the parts of them that each sharer sends home."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from offload.runtime.memory.host_memory import HostArena
+from offload.weights.gradients.sum_layout import ALIGNMENT_BYTES, SumLayout
+from offload.weights.units.partition import CutPoint, cut, cut_for_sharers
+from offload.weights.units.unit import OffloadUnit
+
+COUNT = 3
+
+
+class Weights(nn.Module):
+    """Sizes that are multiples of the alignments, others, one of another dtype, and one that is frozen."""
+
+    def __init__(self, frozen: bool = False):
+        super().__init__()
+        sizes = (4096, 2048, 300, 4096, 8192)
+        self.wide = nn.ParameterList(nn.Parameter(torch.zeros(size)) for size in sizes)
+        self.narrow = nn.Parameter(torch.zeros(5000, dtype=torch.bfloat16))
+        self.wide[1].requires_grad_(not frozen)
+
+
+def unit_of(model: nn.Module) -> OffloadUnit:
+    (unit,) = cut_for_sharers(cut(model, [CutPoint("", model)])).units
+    unit.bring_home(HostArena(torch.device("cpu")), is_shared=True)
+    return unit
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_sharers_send_all_of_the_sums_home_each_to_its_place(frozen: bool):
+    unit = unit_of(Weights(frozen))
+    for rank in range(COUNT):
+        layout = SumLayout(unit, unit.trained, COUNT, rank)
+        buffers = [torch.zeros(size, dtype=dtype) for dtype, size in layout.sizes]
+        for number, (tensor, view) in enumerate(layout.views(buffers).items(), start=1):
+            assert view.shape == tensor.shape
+            assert view.storage_offset() * view.itemsize % ALIGNMENT_BYTES == 0
+            # Every element another, as far as the dtype has as many numbers.
+            view.copy_(torch.arange(view.numel()) + number)
+        for buffer, parts in zip(buffers, layout.parts, strict=True):
+            assert buffer.numel() % COUNT == 0
+            for part in parts:
+                part.home.copy_(buffer[part.place])
+    for number, tensor in enumerate(unit.trained, start=1):
+        expected = (torch.arange(tensor.host.numel()) + number).to(tensor.dtype)
+        assert torch.equal(tensor.shared_gradient, expected)
+
+
+def test_neighbours_go_home_in_one_copy():
+    unit = unit_of(Weights())
+    layout = SumLayout(unit, unit.trained, 1, 0)
+    # All lie as at home, but for the one behind 300 elements, whose end is aligned otherwise there.
+    joined = {
+        dtype: [len(part.tensors) for part in own] for (dtype, _), own in zip(layout.sizes, layout.parts, strict=True)
+    }
+    assert joined == {torch.float32: [3, 2], torch.bfloat16: [1]}
+    assert all(one.place.stop <= other.place.start for own in layout.parts for one, other in pairwise(own))
+
+
+def test_what_is_frozen_at_home_is_not_written():
+    unit = unit_of(Weights())
+    whole = unit.trained
+    frozen = whole[1]
+    frozen.host.requires_grad_(False)
+    frozen.shared_gradient.fill_(7)
+    layout = SumLayout(unit, unit.trained, 1, 0)
+    for (dtype, size), parts in zip(layout.sizes, layout.parts, strict=True):
+        for part in parts:
+            part.home.copy_(torch.full((size,), 3, dtype=dtype)[part.place])
+    assert frozen.shared_gradient.eq(7).all()
+    assert all(tensor.shared_gradient.eq(3).all() for tensor in unit.trained)
