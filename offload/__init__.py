@@ -37,6 +37,7 @@ too. Every other module may change without notice.
 - `Sharers`: processes of one host, each with a device, that share the homes of what streams: `mode.attach(model,
   streams, sharers)`, then `mode.divide(optimizer)`. `NO_SHARERS` is a process by itself. `ExchangeBoard`: their
   exchanges of numbers through shared memory; `SharerLostError` names one that has ended or hangs; `meet` waits for all.
+  An error that sharing alone brings about ends with `OWN_HOMES`.
 - `KnobError`: a knob has a value that it cannot have. On the CPU also `HostOperandError`: an operation takes host
   memory and tensors of the device, which a GPU would refuse; and `StreamOrderError`: the engine left out a wait.
 - `FileSpan`: bytes of a file. `mode.map_weights` takes those of frozen weights, which `source=mapped` reads from there
@@ -80,7 +81,7 @@ from offload.runtime.knobs import choice, explanations, in_range, knob
 from offload.runtime.memory.mapped_files import ChangedFileError, FileSpan, lies_in_file
 from offload.runtime.norms import l2_norm
 from offload.runtime.sharing.exchange_board import ExchangeBoard
-from offload.runtime.sharing.sharers import NO_SHARERS, SharerLostError, Sharers, meet
+from offload.runtime.sharing.sharers import NO_SHARERS, OWN_HOMES, SharerLostError, Sharers, meet
 from offload.runtime.streams.counters import Counters
 from offload.runtime.streams.device_work import HostOperandError
 from offload.runtime.streams.registry import Streams, acquire, release
@@ -91,6 +92,7 @@ from offload.weights.footprint import Footprint
 __all__ = [
     "GIB",
     "NO_SHARERS",
+    "OWN_HOMES",
     "ActivationMode",
     "BounceLinear",
     "ChangedFileError",

@@ -11,7 +11,7 @@ import mmap
 import os
 from contextlib import ExitStack
 
-from offload.runtime.sharing.sharers import Sharers, meet
+from offload.runtime.sharing.sharers import OWN_HOMES, Sharers, meet
 
 
 class SharedMemory:
@@ -81,6 +81,5 @@ def _opened(process: int, descriptor: int) -> int:
         return os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise RuntimeError(
-            f"the memory of rank 0 (process {process}) cannot be opened ({error.strerror}): give each process a home of"
-            " its own"
+            f"the memory of rank 0 (process {process}) cannot be opened ({error.strerror}): {OWN_HOMES}"
         ) from error

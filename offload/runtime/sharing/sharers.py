@@ -16,6 +16,9 @@ from typing import Protocol
 
 import torch
 
+OWN_HOMES = "give each process a home of its own"
+"""ends the message of an error that sharing alone brings about; who configures it adds how"""
+
 
 class SharerLostError(RuntimeError):
     """A sharer, number `rank` of its host, has ended or `hangs`: what all were to do together cannot be done."""

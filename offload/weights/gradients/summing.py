@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from offload.runtime.norms import l2_norm
-from offload.runtime.sharing.sharers import Sharers
+from offload.runtime.sharing.sharers import OWN_HOMES, Sharers
 from offload.runtime.streams.deferred_free import DeferredFrees, PendingFree
 from offload.runtime.streams.registry import Event
 from offload.runtime.streams.transfer import Transfer, profiled
@@ -140,7 +140,7 @@ class GradientSum:
         if tensor in self.summed or self.holds(unit, tensor):
             raise RuntimeError(
                 f"a loss uses {tensor.name} in host memory, besides the forward that has it on the device: processes"
-                " that share it sum its gradient without that; give each process a home of its own"
+                f" that share it sum its gradient without that; {OWN_HOMES}"
             )
 
     def holds(self, unit: OffloadUnit, tensor: UnitTensor) -> bool:

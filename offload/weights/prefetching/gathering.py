@@ -7,7 +7,7 @@ h2d stream, collectives on the gather stream, a chunk behind them.
 from __future__ import annotations
 
 from offload.runtime.memory.device_slots import DeviceSlot
-from offload.runtime.sharing.sharers import Sharers
+from offload.runtime.sharing.sharers import OWN_HOMES, Sharers
 from offload.runtime.streams.transfer import Transfer, profiled
 from offload.weights.gradients.summing import GradientSum
 from offload.weights.units.slices import slices_of
@@ -107,7 +107,7 @@ class SliceGatherer:
             if theirs[:2] != [index, int(ahead)]:
                 raise RuntimeError(
                     f"rank {sharers.first + sharers.rank} has come to {what}, rank {rank} to {self._named(theirs[0])}:"
-                    " processes that share weights must use them in the same order; give each process a home of its own"
+                    f" processes that share weights must use them in the same order; {OWN_HOMES}"
                 )
         if not sums:
             return any(theirs[2] for theirs in found), False

@@ -20,6 +20,7 @@ from __future__ import annotations
 import torch
 
 from offload.runtime.memory.device_slots import DeviceSlot, DeviceSlots
+from offload.runtime.sharing.sharers import OWN_HOMES
 from offload.runtime.streams.registry import Event
 from offload.runtime.streams.transfer import Transfer
 from offload.weights.prefetching.file_homes import NoFiles
@@ -107,7 +108,7 @@ class SlotContents:
         if self._gatherer is not None:
             raise RuntimeError(
                 f"{tensors[0].name} was changed in a forward, and several processes share it: their changes would"
-                " differ; give each process a home of its own"
+                f" differ; {OWN_HOMES}"
             )
         streams.writes(streams.compute, slot, f"update of {unit.name}")
         self._transfer.after_compute(streams.d2h)

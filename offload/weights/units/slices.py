@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from offload.runtime.sharing.sharers import OWN_HOMES
 from offload.weights.units.unit import SHARED_ALIGNMENT_BYTES, OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 
@@ -80,11 +81,11 @@ def check_divisible(unit: OffloadUnit) -> None:
     if mapped := [tensor.name for tensor in unit.tensors if tensor.spans is not None]:
         raise ValueError(
             f"{mapped[0]} has its home in a file (source=mapped), which processes do not share: use source=memory, or"
-            " give each process a home of its own"
+            f" {OWN_HOMES}"
         )
     for tensor in unit.trained:
         if not tensor.host.is_contiguous():
             raise ValueError(
                 f"{tensor.name} has strides {tuple(tensor.host.stride())}, so processes that share it cannot update"
-                " slices of it: make it contiguous, or give each process a home of its own"
+                f" slices of it: make it contiguous, or {OWN_HOMES}"
             )

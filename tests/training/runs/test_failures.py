@@ -11,6 +11,7 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
+from offload import OWN_HOMES
 from tests import ROOT
 from training.errors import UserError
 from training.runs.failures import explain
@@ -44,6 +45,11 @@ def os_error(number, name=None):
         (RuntimeError("write: No space left on device (28)"), "failed", "the disk is full: free some space"),
         (FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "x.txt"), "failed", "x.txt: No such file"),
         (os_error(errno.EACCES, "x.txt"), "failed", "x.txt: Permission denied"),
+        (
+            RuntimeError(f"w was changed in a forward: {OWN_HOMES}"),
+            "failed",
+            "w was changed in a forward: give each process a home of its own: parallel.homes=own",
+        ),
         (RuntimeError("can't start new thread"), "failed", "the system starts no more threads for this user or"),
     ],
 )
