@@ -33,9 +33,11 @@ class PlannedSharers:
         self._receive(whole.nbytes)
 
     def sum(self, flat: torch.Tensor, what: str) -> None:
-        # Slices come from all before they are added, and the sums are gathered.
-        received = torch.empty_like(flat)
-        self._receive(flat.nbytes + received.nbytes)
+        if self.count > 2:
+            # The slices that come from all before they are added. Two are added in place.
+            torch.empty_like(flat)
+        # Slices, and then their sums.
+        self._receive(2 * flat.nbytes)
 
     def _receive(self, nbytes: int) -> None:
         others = nbytes * (self.count - 1) / self.count

@@ -54,16 +54,16 @@ def reduced(rank: int, folder: Path, count: int) -> None:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """The reduced gradients of three ranks, by way of adding and dtype."""
-    return forked(reduced, tmp_path_factory.mktemp("reduced"), 3)
+@pytest.fixture(scope="module", params=[2, 3])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """The reduced gradients of two and of three ranks, by way of adding and dtype."""
+    return forked(reduced, tmp_path_factory.mktemp("reduced"), request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ordered_sums_are_those_of_autograd_over_microbatches(results, dtype: torch.dtype):
     parameters = model(dtype)
-    for rank in range(3):
+    for rank in range(len(results)):
         for parameter, gradient in zip(parameters, gradients(rank), strict=True):
             if gradient is not None:
                 parameter.backward(gradient.to(dtype))
@@ -84,6 +84,37 @@ def test_fast_sums_are_the_same_on_all_ranks_and_near_the_ordered_ones(results, 
             assert gradient is None or torch.equal(gradient, first), rank
             if gradient is not None:
                 torch.testing.assert_close(gradient, ordered, rtol=0.02, atol=0.5)
+
+
+def summed_patterns(rank: int, folder: Path, count: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), count), rank=rank, world_size=count)
+    found = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        own = patterns(rank, dtype)
+        found[dtype] = SUMS["ordered"](own.clone(), dist.group.WORLD)
+    torch.save(found, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def patterns(rank: int, dtype: torch.dtype) -> Tensor:
+    """All patterns of 16 bits, in another order for each rank."""
+    order = torch.randperm(2**16, generator=torch.Generator().manual_seed(rank))
+    return (order - 2**15).to(torch.int16).view(dtype)
+
+
+def test_a_sum_of_two_ranks_rounds_as_torch_does_for_all_kinds_of_numbers(tmp_path: Path):
+    for found in forked(summed_patterns, tmp_path, 2):
+        for dtype, total in found.items():
+            assert_sum_of_patterns(total, dtype)
+
+
+def assert_sum_of_patterns(total: Tensor, dtype: torch.dtype) -> None:
+    """Compares what two ranks have summed with torch's sum, on the CPU."""
+    expected = patterns(0, dtype) + patterns(1, dtype)
+    assert torch.equal(total.isnan(), expected.isnan())
+    numbers = ~expected.isnan()
+    assert torch.equal(total.view(torch.int16)[numbers], expected.view(torch.int16)[numbers])
 
 
 # The hosts of six ranks, in their order; the middle one takes sums of others, and gives them on.
@@ -127,6 +158,7 @@ def test_hosts_with_other_numbers_of_ranks_or_another_order_are_refused(hosts: t
         HostGroups.of(0, hosts, None, None)
 
 
+@pytest.mark.parametrize("results", [3], indirect=True)
 def test_the_order_shows_in_these_gradients(results):
     """Else the first test could not fail."""
     a, b, c = (next(g for g in gradients(rank) if g is not None) for rank in range(3))

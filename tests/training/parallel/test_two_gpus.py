@@ -29,10 +29,12 @@ from tests.offload.helpers.optimizers import SETTINGS
 from tests.training.helpers.results import content
 from tests.training.helpers.sweeps import wait_for_end, wait_for_metrics
 from tests.training.parallel.conftest import RUN
+from tests.training.parallel.test_reduce import assert_sum_of_patterns, patterns
 from training.metrics.files import read_summary
 from training.parallel.devices import device_of
 from training.parallel.group import Group
 from training.parallel.ranks import ALONE
+from training.parallel.reduce import ordered_sum
 from training.parallel.setup import Setup
 from training.parallel.sharers import GroupSharers
 
@@ -197,6 +199,31 @@ def trained(rank: int, count: int, folder: Path, late: str) -> None:
         release(streams)
         if count > 1:
             ranks.leave()
+
+
+def summed_patterns(rank: int, folder: Path) -> None:
+    device = device_of(DEVICE, 2, rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2, device_id=device)
+    found = {
+        dtype: ordered_sum(patterns(rank, dtype).to(device), dist.group.WORLD).cpu()
+        for dtype in (torch.bfloat16, torch.float16)
+    }
+    torch.save(found, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_nccl_adds_two_numbers_of_any_kind_as_torch_does(tmp_path: Path):
+    processes = multiprocessing.get_context("spawn")
+    ranks = [processes.Process(target=summed_patterns, args=(rank, tmp_path)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(200)
+        process.kill()
+        assert process.exitcode == 0
+    for found in (torch.load(tmp_path / f"{rank}.pt") for rank in range(2)):
+        for dtype, total in found.items():
+            assert_sum_of_patterns(total, dtype)
 
 
 def late_collective(collective):
