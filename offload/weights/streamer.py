@@ -266,11 +266,12 @@ class WeightStreamer:
         """Counts copies and updates since construction, and the host memory of the units now."""
         # Waits of forwards between steps count, too.
         self.telemetry.collect()
+        shared_bytes = 0 if self.homes is self.arena else self.homes.pinned_bytes
         copies = Counters(
             h2d_bytes=self.telemetry.h2d_bytes,
             d2h_bytes=self.telemetry.d2h_bytes,
             stall_ms=self.telemetry.stall_ms,
-            host_pinned_bytes=sum(arena.pinned_bytes for arena in {self.arena, self.homes}),
+            host_pinned_bytes=self.arena.pinned_bytes + shared_bytes // self.sharers.count,
             host_pageable_bytes=sum(arena.pageable_bytes for arena in {self.arena, self.homes}),
             file_bytes=self._files.read_bytes,
             file_wait_ms=self._files.wait_ms,

@@ -11,7 +11,6 @@ from offload import GIB, parse_bytes
 from offload.planning import DryRun
 from training.components import Components
 from training.parallel.buckets import exchange_bytes
-from training.parallel.world import ranks_of_host
 from training.planning.dry_step import examples_of_microbatch
 from training.planning.machine import Machine
 from training.planning.optimizer import PlannedUpdate
@@ -30,6 +29,10 @@ def budgets_of(config: DictConfig, machine: Machine, has_gpu: bool) -> dict[str,
         "vram_budget": _least("vram_budget", config.vram_budget, machine.vram_gib) if has_gpu else None,
         "host_budget": _least("host_budget", config.host_budget, machine.host_gib),
     }
+
+
+# The parts of the host's memory that are page-locked.
+PINNED = ("weights", "read ahead", "gradients", "activations")
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class PlannedMemory:
         host = _of_the_host(components, step, update) | ({} if has_gpu else {"device": sum(device.values())})
         host = with_log(bytes_of_ranks(host, components), components, update, machine)
         is_pinned = has_gpu and config.offload.get("pin", "auto") != "off"
-        return cls(device, host, update, step.host_bytes * ranks_of_host(config) if is_pinned else 0)
+        return cls(device, host, update, sum(host.get(part, 0) for part in PINNED) if is_pinned else 0)
 
 
 def _of_the_step(components: Components, has_gpu: bool, step: DryRun) -> dict[str, int]:

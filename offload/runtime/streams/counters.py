@@ -28,7 +28,8 @@ class Counters:
         speculated_parameters: of these, inside backward, before it was known whether the update had to be undone.
         undone_parameters: of these, those whose update was undone. `undo_ms`: that took on the host.
         file_bytes: read from files of weights. `file_wait_ms`: the host waited for these reads.
-        host_pinned_bytes, host_pageable_bytes: host memory that the mode has now, page-locked and not.
+        host_pinned_bytes, host_pageable_bytes: host memory that the mode has now, page-locked and not; of page-locked
+            memory that several processes share, this one's part.
     """
 
     h2d_bytes: float = 0

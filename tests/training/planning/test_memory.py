@@ -51,6 +51,14 @@ def test_without_a_gpu_everything_is_on_the_host_and_nothing_is_locked(planned):
     assert gpu.pinned_bytes > 0
 
 
+def test_what_ranks_share_is_locked_once_on_a_host(planned):
+    job = ("offload=layer_stream", "batch_size=2", "seq_len=16", "microbatches=1")
+    one, two = planned(*job), planned(*job, "devices=2")
+    # What is shared is aligned to 1 KiB.
+    assert two.pinned_bytes == pytest.approx(one.pinned_bytes, rel=0.01)
+    assert planned(*job, "devices=2", "parallel.homes=own").pinned_bytes == 2 * one.pinned_bytes
+
+
 def test_the_exchange_of_gradients_counts_where_it_is_larger_than_activations(planned):
     job = ("batch_size=2", "seq_len=2", "microbatches=1")
     assert "exchange" not in planned(*job).device_bytes
