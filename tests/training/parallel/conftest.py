@@ -30,9 +30,12 @@ def run_ranks(folder: Path, *overrides: str, watch: Callable[[Ranks], None] = la
             return train(job)
 
 
-def forked(work: Callable[[int, Path, int], None], folder: Path, count: int) -> list[dict]:
-    """Calls `work` in a process for each rank; returns what each has saved."""
-    start: Callable = multiprocessing.get_context("fork").Process
+def forked(work: Callable[[int, Path, int], None], folder: Path, count: int, start_method: str = "fork") -> list:
+    """Calls `work` in a process for each rank; returns what each has saved.
+
+    A process that uses a GPU needs `start_method="spawn"`, which imports everything again.
+    """
+    start: Callable = multiprocessing.get_context(start_method).Process
     processes = [start(target=work, args=(rank, folder, count)) for rank in range(count)]
     for process in processes:
         process.start()

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from tests.training.parallel.conftest import forked
 from training.parallel.collectives import end_collectives, first_sentence, gather_into
 
 
-def gathered(rank: int, folder: Path) -> None:
-    store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+def gathered(rank: int, folder: Path, count: int) -> None:
+    store = dist.FileStore(str(folder / "store"), count)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
     whole = torch.zeros(6, dtype=torch.uint8)
     own = whole[3 * rank : 3 * rank + 3].fill_(rank + 1)
     with warnings.catch_warnings(action="error"):
@@ -26,15 +26,7 @@ def gathered(rank: int, folder: Path) -> None:
 
 
 def test_slices_of_all_ranks_are_gathered_in_place(tmp_path: Path):
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=gathered, args=(rank, tmp_path)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-    for rank in range(2):
-        whole, later = torch.load(tmp_path / f"{rank}.pt")
+    for whole, later in forked(gathered, tmp_path, 2):
         assert whole.tolist() == [1, 1, 1, 2, 2, 2]
         assert later.tolist() == [5, 6]
 

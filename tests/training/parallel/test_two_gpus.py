@@ -5,7 +5,6 @@ The runs are processes of their own: this one must not have begun to use a GPU.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -28,7 +27,7 @@ from tests.offload.helpers.models import Stack, assert_same, stack_inputs
 from tests.offload.helpers.optimizers import SETTINGS
 from tests.training.helpers.results import content
 from tests.training.helpers.sweeps import wait_for_end, wait_for_metrics
-from tests.training.parallel.conftest import RUN
+from tests.training.parallel.conftest import RUN, forked
 from tests.training.parallel.test_reduce import assert_sum_of_patterns, patterns
 from training.metrics.files import read_summary
 from training.parallel.devices import device_of
@@ -149,7 +148,7 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def trained(rank: int, count: int, folder: Path, late: str) -> None:
+def trained(rank: int, folder: Path, count: int, late: str) -> None:
     """Saves weights and states after a few steps of one of `count` GPUs, which share homes unless it is the only one.
 
     Slots are filled with NaN when their unit leaves. Spinning kernels go before the work of the stream `late`.
@@ -159,7 +158,7 @@ def trained(rank: int, count: int, folder: Path, late: str) -> None:
     # Its updates are the host's too: torch's kernels on a GPU round otherwise.
     ranks, mode = ALONE, LayerStream(slots=2, outside="stream")
     if count > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/{late}", rank=rank, world_size=count)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
         ranks = Group(device, Setup(device.type, count, 300))
     torch.manual_seed(0)
     model = Stack(width=64, recompute="non-reentrant").bfloat16()
@@ -193,7 +192,7 @@ def trained(rank: int, count: int, folder: Path, late: str) -> None:
         states = optimizer.state_dict()["state"]
         found = [states[index][name] for index in sorted(states) for name in sorted(states[index])]
         found += [*model.state_dict().values()]
-        torch.save([tensor.cpu().clone() for tensor in found], folder / f"{late}-{rank}-of-{count}.pt")
+        torch.save([tensor.cpu().clone() for tensor in found], folder / f"{rank}.pt")
         meet(sharers, "the end")
         mode.detach()
         release(streams)
@@ -201,9 +200,9 @@ def trained(rank: int, count: int, folder: Path, late: str) -> None:
             ranks.leave()
 
 
-def summed_patterns(rank: int, folder: Path) -> None:
-    device = device_of(DEVICE, 2, rank)
-    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2, device_id=device)
+def summed_patterns(rank: int, folder: Path, count: int) -> None:
+    device = device_of(DEVICE, count, rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=count, device_id=device)
     found = {
         dtype: ordered_sum(patterns(rank, dtype).to(device), dist.group.WORLD).cpu()
         for dtype in (torch.bfloat16, torch.float16)
@@ -213,15 +212,7 @@ def summed_patterns(rank: int, folder: Path) -> None:
 
 
 def test_nccl_adds_two_numbers_of_any_kind_as_torch_does(tmp_path: Path):
-    processes = multiprocessing.get_context("spawn")
-    ranks = [processes.Process(target=summed_patterns, args=(rank, tmp_path)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(200)
-        process.kill()
-        assert process.exitcode == 0
-    for found in (torch.load(tmp_path / f"{rank}.pt") for rank in range(2)):
+    for found in forked(summed_patterns, tmp_path, 2, "spawn"):
         for dtype, total in found.items():
             assert_sum_of_patterns(total, dtype)
 
@@ -236,15 +227,10 @@ def late_collective(collective):
 
 @pytest.mark.parametrize("late", ["nobody", "h2d", "d2h", "compute", "gather"])
 def test_streams_that_are_late_change_no_bit(tmp_path: Path, late: str):
-    processes = multiprocessing.get_context("spawn")
-    for count in (1, 2):
-        ranks = [processes.Process(target=trained, args=(rank, count, tmp_path, late)) for rank in range(count)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(200)
-            process.kill()
-            assert process.exitcode == 0
-    expected, *found = (torch.load(tmp_path / f"{late}-{name}.pt") for name in ("0-of-1", "0-of-2", "1-of-2"))
+    work = partial(trained, late=late)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    (expected,) = forked(work, tmp_path / "one", 1, "spawn")
+    found = forked(work, tmp_path / "two", 2, "spawn")
     for tensors in found:
         assert_same(tensors, expected)
