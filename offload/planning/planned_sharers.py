@@ -33,8 +33,8 @@ class PlannedSharers:
         self._receive(whole.nbytes)
 
     def sum(self, flat: torch.Tensor, what: str) -> None:
-        if self.count > 2:
-            # The slices that come from all before they are added. Two are added in place.
+        if self.count * self.hosts > 2:
+            # The slices that come from all of a host before they are added. Those of two processes are added in place.
             torch.empty_like(flat)
         # Slices, and then their sums.
         self._receive(2 * flat.nbytes)

@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed under one name in all versions of torch."""
+"""Collectives of torch.distributed: under one name in all versions of torch, ended early, and their errors in short."""
 
 from __future__ import annotations
 
