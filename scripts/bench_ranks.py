@@ -132,7 +132,7 @@ def measure_rank(rank: int, count: int, folder: str, spec: str, options: argpars
             return measure_fully_sharded(options)
         finally:
             dist.destroy_process_group()
-    group = Group(device, Setup(device.type, count, 600, options.reduction))
+    group = Group(device, Setup(device.type, count, 600, options.reduction, copies=options.copies))
     try:
         return measure(spec, options, group.sharers(shared=True))
     finally:
@@ -174,6 +174,7 @@ def main() -> None:
     options_parser.add_argument("--ranks", type=int, default=2, help="GPUs, or processes of the CPU")
     options_parser.add_argument("--mode", default="layer_stream", metavar="MODE[:KEY=VALUE,...]")
     options_parser.add_argument("--reduction", choices=("ordered", "fast"), default="ordered")
+    options_parser.add_argument("--copies", choices=("auto", "slices", "whole"), default="auto", help="parallel.copies")
     options_parser.add_argument("--fsdp2", action="store_true", help="with a row of torch's fully_shard, resident")
     options_parser.add_argument("--steps", type=int, default=7, help="timed steps")
     options_parser.add_argument("--warmup", type=int, default=3, help="steps before")
@@ -184,7 +185,7 @@ def main() -> None:
     tokens = options.sequences * options.seq_len
     print(
         f"{options.blocks} blocks of {options.hidden}, {tokens} tokens a device, recompute={options.recompute},"
-        f" reduction={options.reduction}, torch {torch.__version__}"
+        f" reduction={options.reduction}, copies={options.copies}, torch {torch.__version__}"
     )
     print(f"{'mode, devices':30}" + "".join(f"{title:>13}" for title in TITLES), flush=True)
     kinds = [("none, 1", RESIDENT, 1), (f"{options.mode}, 1", options.mode, 1)]

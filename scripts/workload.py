@@ -39,7 +39,7 @@ from offload import (
     release,
     upload,
 )
-from offload.planning import log_bytes
+from offload.planning import can_be_undone, log_bytes
 from training.batches import Batch, examples_in, uploaded
 from training.components import Components, attached
 from training.config import schema
@@ -166,7 +166,7 @@ class Workload(ABC):
                 self.optimizer = HostAdamW(self.model.parameters(), lr=1e-5, **formats, **kernels)
                 share = parse_bytes("--device-share", options.device_share)
                 speculation = None
-                if options.clip_norm is not None:
+                if options.clip_norm is not None and can_be_undone(self.optimizer.format):
                     speculation = Speculation(options.clip_norm, log_bytes(self.model.parameters()))
                 self.mode.divide(self.optimizer)
                 self.mode.overlap(self.optimizer, options.clip_norm is None, share, speculation)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from offload.planning.simulated_streams import SimulatedStreams
+from offload.runtime.sharing.sharers import CopyWay
 
 
 class PlannedSharers:
@@ -18,9 +19,11 @@ class PlannedSharers:
 
     rank = first = 0
 
-    def __init__(self, count: int, hosts: int = 1, streams: SimulatedStreams | None = None):
+    def __init__(self, count: int, hosts: int = 1, streams: SimulatedStreams | None = None, copies: CopyWay = "slices"):
         self.count = count
         self.hosts = hosts
+        # Nothing could be timed in a dry run.
+        self.copies = "slices" if copies == "auto" else copies
         self.exchanged_bytes = 0.0
         self._streams = streams
 

@@ -154,7 +154,7 @@ def _buffers(slots: int) -> None:
             model(stack_inputs(0, 0))
 
 
-def _gathering(device_share: int = 0) -> None:
+def _gathering(device_share: int = 0, copies: str = "slices") -> None:
     """Sharers that share homes, sum gradients and update inside backward; units that are fetched and not used."""
 
     def work(sharers: ThreadSharers) -> None:
@@ -174,7 +174,7 @@ def _gathering(device_share: int = 0) -> None:
             model.blocks[0](torch.ones(5, 16))
         mode.detach()
 
-    as_sharers(2, work)
+    as_sharers(2, work, copies=copies)
 
 
 @contextmanager
@@ -306,6 +306,7 @@ def _parts() -> list[Callable[[], object]]:
         _reading_files,
         _gathering,
         part(_gathering, device_share=10**9),
+        part(_gathering, copies="whole"),
         *(part(_buffers, slots) for slots in (1, 2, 3)),
         *(part(_updating, early, at_once) for early in (False, True) for at_once in (False, True)),
         *(part(_speculating, at_once) for at_once in (False, True)),

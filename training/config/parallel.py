@@ -15,6 +15,17 @@ class Reduction(StrEnum):
     fast = "fast"
 
 
+class Copies(StrEnum):
+    """slices: each device copies in its part of a unit and gathers the others'. whole: each copies all in.
+
+    auto: the faster of the two, by some steps of each.
+    """
+
+    auto = "auto"
+    slices = "slices"
+    whole = "whole"
+
+
 class Numa(StrEnum):
     """auto: each rank runs on the NUMA node of its GPU, where a host has several. off: it runs on any core."""
 
@@ -37,12 +48,13 @@ class Homes(StrEnum):
 class Parallel:
     """The keys of a run on several devices.
 
-    `homes`: what offload modes keep in host memory is there once for each rank, or once on a host. `reduction`: the
-    order in which gradients are summed. `hosts`: over how many they are spread, evenly. `timeout_s`: seconds after
-    which a rank that does not answer counts as hung.
+    `homes`: what offload modes keep in host memory is there once for each rank, or once on a host. `copies`: how
+    devices that share it bring it in. `reduction`: the order in which gradients are summed. `hosts`: over how many they
+    are spread, evenly. `timeout_s`: seconds after which a rank that does not answer counts as hung.
     """
 
     homes: Homes = MISSING
+    copies: Copies = MISSING
     reduction: Reduction = MISSING
     numa: Numa = MISSING
     hosts: int = number(at_least=1, at_most=64)

@@ -84,6 +84,7 @@ class Group(Ranks):
         # The group of the ranks that are the first on their hosts, which have copies of the homes.
         self._firsts: dist.ProcessGroup | None = None
         self._sum: Sum = SUMS[setup.reduction]
+        self._copy_way = setup.copies
         self._sums = self._sum, SUMS_OF_HOSTS[setup.reduction]
         self._cause = cause or (lambda rank: None)
         self._end_others = end_others
@@ -173,7 +174,7 @@ class Group(Ranks):
         new_patient_group = partial(dist.new_group, backend="gloo", timeout=PATIENCE)
         groups = HostGroups.of(self.rank, self.hosts, self._data_group_of, new_patient_group)
         self._sharers = GroupSharers(
-            groups, self._host, self._exchange_s, PATIENCE, self._sums, self._collective, self._wait
+            groups, self._host, self._exchange_s, PATIENCE, self._sums, self._collective, self._wait, self._copy_way
         )
         if self.rank == groups.ranks[0]:
             self._firsts = groups.across

@@ -70,6 +70,7 @@ def _joined(config: DictConfig, world: World | None, followers: Followers | None
         config.parallel.timeout_s,
         reduction=str(config.parallel.reduction),
         numa=str(config.parallel.numa),
+        copies=str(config.parallel.copies),
     )
     world = world or World.of_first(setup.devices)
     seat = take_seat(setup.device, setup.numa, world)

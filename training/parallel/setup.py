@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from offload import CopyWay
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -16,6 +18,7 @@ class Setup:
     timeout_s: float = 600
     reduction: str = "ordered"
     numa: str = "auto"
+    copies: CopyWay = "auto"
 
     def shared(self) -> Setup:
         """Returns the setup of rank 0, on every rank."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload import ExchangeBoard, Sharers
+from offload import CopyWay, ExchangeBoard, Sharers
 from training.errors import UserError
 from training.parallel.collectives import gather_into
 from training.parallel.reduce import Sum, SumOfHosts
@@ -89,6 +89,7 @@ class GroupSharers:
         limit_s: how long an exchange within the host may take.
         patience: the limit for exchanges between steps: rank 0 may load weights meanwhile.
         add: sums a flat tensor over the ranks of all hosts.
+        copies: how units come in.
     """
 
     def __init__(
@@ -100,7 +101,9 @@ class GroupSharers:
         add: tuple[Sum, SumOfHosts],
         attempt: Attempt,
         wait: Wait,
+        copies: CopyWay = "auto",
     ):
+        self.copies = copies
         self.rank, self.count = groups.data.rank(), groups.data.size()
         self.first, self.hosts = groups.ranks[0], groups.hosts
         self._groups = groups

@@ -51,7 +51,8 @@ def planned_sharers(components: Components, timed: SimulatedStreams | None) -> P
     """Returns those with whom a dry run shares the homes; None where it shares nothing."""
     if not components.shares_homes:
         return None
-    return PlannedSharers(ranks_of_host(components.config), components.config.parallel.hosts, timed)
+    parallel = components.config.parallel
+    return PlannedSharers(ranks_of_host(components.config), parallel.hosts, timed, parallel.copies.value)
 
 
 def summed_after_backward(components: Components) -> Sequence[nn.Parameter]:

@@ -12,12 +12,16 @@ Every sharer makes the same calls in the same order: each of them waits for the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
 OWN_HOMES = "give each process a home of its own"
 """ends the message of an error that sharing alone brings about; who configures it adds how"""
+
+
+CopyWay = Literal["auto", "slices", "whole"]
+"""how sharers bring units in: each its slices, which all gather, or each whole units; auto: as is faster"""
 
 
 class SharerLostError(RuntimeError):
@@ -39,6 +43,7 @@ class Sharers(Protocol):
     count: int
     first: int
     hosts: int
+    copies: CopyWay
 
     def exchange(
         self, numbers: Sequence[int], what: str, patient: bool = False, everywhere: bool = False
@@ -70,6 +75,7 @@ class NoSharers:
 
     rank = first = 0
     count = hosts = 1
+    copies: CopyWay = "slices"
 
     def exchange(
         self, numbers: Sequence[int], what: str, patient: bool = False, everywhere: bool = False

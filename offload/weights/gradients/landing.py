@@ -142,13 +142,12 @@ class GradientLanding:
         """
         self._send()
         self.offloader.release()
-        if self.sum is None:
-            written = self._streams.event()
-            written.record(self._streams.d2h)
-            written.synchronize()
-        else:
+        # Of sums, too, for which d2h waits.
+        written = self._streams.event()
+        written.record(self._streams.d2h)
+        written.synchronize()
+        if self.sum is not None:
             self.sum.release()
-            self._streams.synchronize()
         for unit in self._units:
             for tensor in unit.trained:
                 self._streams.reads(None, tensor, "the optimizer's update")

@@ -1,20 +1,34 @@
 """Brings a unit into a slot together with the sharers of its home: each copies in its slices, all gather them.
 
 A slice comes over this device's own link to the host, the rest over the links between the devices. Copies run on the
-h2d stream, collectives on the gather stream, a chunk behind them.
+h2d stream, collectives on the gather stream, a chunk behind them. Where that is faster (`copy_choice`), each copies in
+the whole unit, once no sharer updates it any more.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from offload.runtime.memory.device_slots import DeviceSlot
 from offload.runtime.sharing.sharers import OWN_HOMES, Sharers
 from offload.runtime.streams.transfer import Transfer, profiled
 from offload.weights.gradients.summing import GradientSum
+from offload.weights.prefetching.copy_choice import CopyChoice
 from offload.weights.units.slices import slices_of
 from offload.weights.units.unit import OffloadUnit
 
 # In place of a unit's index: the step has ended, and nothing is fetched any more.
 END_OF_STEP = -1
+
+# What a sharer says of a unit that is to be fetched: an update of it has not ended, or it has to come in by slices.
+PENDING, BY_SLICES = 1, 2
+
+
+class Agreement(NamedTuple):
+    """What sharers agree on for a fetch. `pending`: an update has not ended on one. `whole`: each copies all."""
+
+    pending: bool
+    whole: bool
 
 
 class _Chunk:
@@ -36,31 +50,56 @@ class SliceGatherer:
     """
 
     def __init__(self, sharers: Sharers, units: list[OffloadUnit], transfer: Transfer, gradients: GradientSum):
+        self._choice = CopyChoice(sharers.copies)
         self._sharers = sharers
         self._units = units
         self._transfer = transfer
         self._gradients = gradients
         self._chunks: dict[tuple[int, int], _Chunk] = {}
         self._last_in_backward: OffloadUnit | None = None
+        self._not_agreed_on: OffloadUnit | None = None
 
-    def agree(self, unit: OffloadUnit, ahead: bool, pending: bool = False) -> bool:
-        """Returns True if `pending` is True on any sharer. `ahead`: the unit is fetched ahead of its use.
+    def begin_step(self) -> None:
+        """Begins a step, in which units come in whole or by slices."""
+        self._choice.begin_step()
 
-        Raises RuntimeError if a sharer is about to do something else.
+    def agree(self, unit: OffloadUnit, ahead: bool, pending: bool, is_home: bool) -> Agreement:
+        """Agrees on a fetch with the sharers. `ahead`: the unit is fetched ahead of its use.
+
+        `pending`: an update of the unit has not ended here; else it has been waited for. The update counts that begins
+        with this exchange. `is_home`: no new weights of this device are on their way home. A unit comes in by slices as
+        well when its gradients are summed, because the update of another sharer may follow. Raises RuntimeError if a
+        sharer is about to do something else.
         """
         name = f"{unit} {'ahead of its use' if ahead else 'for its use'}"
-        pending_anywhere, _ = self._exchange(unit.index, ahead, pending, f"the fetch of {name}", everywhere=False)
-        return pending_anywhere
+        by_slices = not (self._choice.whole and is_home)
+        had_begun = unit.has_begun_updates
+        flags = PENDING * pending | BY_SLICES * by_slices
+        found, _ = self._exchange(unit.index, ahead, flags, f"the fetch of {name}", everywhere=False)
+        begins = unit.has_begun_updates and not had_begun
+        whole = not found & BY_SLICES and not self._gradients.has_summed(unit)
+        agreed = Agreement(bool(found & PENDING) or begins, whole)
+        if agreed.whole and not agreed.pending:
+            self._gradients.copies_all_of(unit)
+        return agreed
 
     def note_use(self, unit: OffloadUnit, in_backward: bool) -> None:
         """Takes the use of a unit in a step. Where it is another than the last one in backward, all sharers agree.
 
         So gradients are summed also where units that are still in their slots are not fetched again. All hosts come to
-        this, while only the sharers of one host take part in a fetch.
+        this, while only the sharers of one host take part in a fetch. On one host a fetch before `after_use` will do.
         """
         if in_backward and unit is not self._last_in_backward:
-            self._exchange(unit.index, False, False, f"the use of {unit} in backward", everywhere=True)
+            self._not_agreed_on = unit
+            if self._sharers.hosts > 1:
+                self.after_use()
         self._last_in_backward = unit if in_backward else None
+
+    def after_use(self) -> None:
+        """Agrees on the use that was noted last, unless the sharers have exchanged their gradients since."""
+        unit, self._not_agreed_on = self._not_agreed_on, None
+        if unit is not None:
+            self._exchange(unit.index, False, 0, f"the use of {unit} in backward", everywhere=True)
 
     def agree_on_end(self) -> None:
         """Sums the gradients that all sharers have and have not summed yet.
@@ -69,7 +108,7 @@ class SliceGatherer:
         """
         summed = True
         while summed:
-            _, summed = self._exchange(END_OF_STEP, False, False, "the end of a step", everywhere=True)
+            _, summed = self._exchange(END_OF_STEP, False, 0, "the end of a step", everywhere=True)
 
     def fill(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
         """Queues the copies of this process's slices and the gathers of all; `slot.ready` ends the last of these.
@@ -92,8 +131,8 @@ class SliceGatherer:
         streams.writes(gather, slot, f"gather of {unit}")
         slot.ready.record(gather)
 
-    def _exchange(self, index: int, ahead: bool, pending: bool, what: str, everywhere: bool) -> tuple[bool, bool]:
-        """Returns whether `pending` is True on any sharer, and whether gradients were summed.
+    def _exchange(self, index: int, ahead: bool, flags: int, what: str, everywhere: bool) -> tuple[int, bool]:
+        """Returns the flags of all sharers together, and whether gradients were summed.
 
         `everywhere`: with the sharers of all hosts, who sum gradients together.
         """
@@ -102,17 +141,20 @@ class SliceGatherer:
         offers = self._gradients.offers() if sums else ()
         # On one host there is one kind of exchange, so that a sharer at its end meets one that still fetches.
         everywhere = everywhere and sharers.hosts > 1
-        found = sharers.exchange((index, int(ahead), int(pending), *offers), what, everywhere=everywhere)
+        found = sharers.exchange((index, int(ahead), flags, *offers), what, everywhere=everywhere)
         for rank, theirs in enumerate(found, start=0 if everywhere else sharers.first):
             if theirs[:2] != [index, int(ahead)]:
                 raise RuntimeError(
                     f"rank {sharers.first + sharers.rank} has come to {what}, rank {rank} to {self._named(theirs[0])}:"
                     f" processes that share weights must use them in the same order; {OWN_HOMES}"
                 )
-        if not sums:
-            return any(theirs[2] for theirs in found), False
-        summed = self._gradients.sum_common([theirs[3:] for theirs in found])
-        return any(theirs[2] for theirs in found), summed
+        together = 0
+        for theirs in found:
+            together |= theirs[2]
+        if sums:
+            self._not_agreed_on = None
+        summed = sums and self._gradients.sum_common([theirs[3:] for theirs in found])
+        return together, summed
 
     def _named(self, index: int) -> str:
         if index == END_OF_STEP:

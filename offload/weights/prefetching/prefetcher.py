@@ -78,6 +78,8 @@ class Prefetcher:
     def begin_step(self) -> None:
         """Starts fetching the units that the step will use first."""
         common_buffers.begin_step(self, self._units)
+        if self._gatherer is not None:
+            self._gatherer.begin_step()
         self._access_order.begin()
         self._begin(self._access_order)
 
@@ -184,6 +186,8 @@ class Prefetcher:
                 self._allow_for_open_windows()
             self._let_compute_read(unit, slot)
             self._fetch_ahead(self._prefetch)
+            if self._gathers:
+                self._gatherer.after_use()
             self._read_ahead()
         except BaseException:
             # The caller knows of no window, and would close none.
@@ -310,16 +314,16 @@ class Prefetcher:
             slot = self._contents.free_slot() or self._evict_later_than(unit)
             if slot is None:
                 return
-            pending = self.updates.is_pending(unit) or not self._files.is_ready(unit)
+            pending, by_slices = self.updates.is_pending(unit) or not self._files.is_ready(unit), False
             if self._gathers:
                 # All sharers fetch the unit, or none.
-                pending = self._gatherer.agree(unit, True, pending)
+                pending, by_slices = self._agree(unit, True, pending)
             if pending:
                 # The host goes on and queues other work for compute. The slot was given up before: given up later, it
                 # would be free only behind that work.
                 self.is_put_off = True
                 return
-            self._fill(unit, slot)
+            self._fill(unit, slot, by_slices)
 
     def _read_ahead(self) -> None:
         """Reads ahead the files that the next copies in need, those of the next step too."""
@@ -366,13 +370,23 @@ class Prefetcher:
         return self._contents.evict(self._units[farthest])
 
     def _fill_now(self, unit: OffloadUnit, slot: DeviceSlot) -> DeviceSlot:
-        if self._gathers:
-            self._gatherer.agree(unit, False)
-        return self._fill(unit, slot)
+        pending, by_slices = self._gathers, False
+        while pending:
+            pending, by_slices = self._agree(unit, False, False)
+        return self._fill(unit, slot, by_slices)
 
-    def _fill(self, unit: OffloadUnit, slot: DeviceSlot) -> DeviceSlot:
-        self.updates.before_onload(unit)
-        self._contents.fill(unit, slot, by_slices=self._gathers)
+    def _agree(self, unit: OffloadUnit, ahead: bool, pending: bool) -> tuple[bool, bool]:
+        """Agrees with the sharers on a fetch; returns whether an update keeps one from it, and whether by slices."""
+        if not pending:
+            # Before, because others may copy what this process updates.
+            self.updates.before_onload(unit)
+        agreed = self._gatherer.agree(unit, ahead, pending, self.updates.is_home(unit))
+        return agreed.pending, not agreed.whole
+
+    def _fill(self, unit: OffloadUnit, slot: DeviceSlot, by_slices: bool) -> DeviceSlot:
+        if not self._gathers:
+            self.updates.before_onload(unit)
+        self._contents.fill(unit, slot, by_slices)
         if self._followed is self._inference_order:
             self._promised.setdefault(unit, unit.parameters_now())
         return slot

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from offload.runtime.sharing.sharers import CopyWay
+
 # Longer than any of their calls takes.
 LIMIT_S = 300
 
@@ -46,7 +48,8 @@ class _Table:
 class ThreadSharers:
     """`offload.runtime.sharing.sharers.Sharers` of a thread: number `number` of all."""
 
-    def __init__(self, number: int, everyone: _Table, hosts: Sequence[_Table]):
+    def __init__(self, number: int, everyone: _Table, hosts: Sequence[_Table], copies: CopyWay):
+        self.copies = copies
         self.hosts, self.count = len(hosts), len(everyone.values) // len(hosts)
         self.number, self.rank = number, number % self.count
         self.first = number - self.rank
@@ -88,7 +91,9 @@ class ThreadSharers:
         met.wait()
 
 
-def as_sharers(count: int, work: Callable[[ThreadSharers], Any], hosts: int = 1) -> list[Any]:
+def as_sharers(
+    count: int, work: Callable[[ThreadSharers], Any], hosts: int = 1, copies: CopyWay = "slices"
+) -> list[Any]:
     """Calls `work` in a thread for each of `count` sharers of each host; returns what they return.
 
     Raises the error of the first that fails.
@@ -101,7 +106,7 @@ def as_sharers(count: int, work: Callable[[ThreadSharers], Any], hosts: int = 1)
         # several cores are others than those of one.
         torch.set_num_threads(1)
         try:
-            return work(ThreadSharers(number, everyone, tables))
+            return work(ThreadSharers(number, everyone, tables, copies))
         except BaseException as error:
             errors.append(error)
             for table in (everyone, *tables):
