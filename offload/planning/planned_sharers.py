@@ -35,12 +35,12 @@ class PlannedSharers:
     def gather(self, whole: torch.Tensor, what: str) -> None:
         self._receive(whole.nbytes)
 
-    def sum(self, flat: torch.Tensor, what: str) -> None:
+    def sum(self, flat: torch.Tensor, what: str, in_slices: bool = False) -> None:
         if self.count * self.hosts > 2:
             # The slices that come from all of a host before they are added. Those of two processes are added in place.
             torch.empty_like(flat)
         # Slices, and then their sums.
-        self._receive(2 * flat.nbytes)
+        self._receive(flat.nbytes if in_slices else 2 * flat.nbytes)
 
     def _receive(self, nbytes: int) -> None:
         others = nbytes * (self.count - 1) / self.count

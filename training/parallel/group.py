@@ -26,7 +26,7 @@ from training.parallel.collectives import end_collectives, first_sentence
 from training.parallel.copies import Copies, fingerprint, refuse_statistics
 from training.parallel.messages import encoded, from_bytes
 from training.parallel.ranks import RankLostError, Ranks, Share
-from training.parallel.reduce import SUMS, SUMS_OF_HOSTS, Sum, reduce_gradients
+from training.parallel.reduce import SUMS, Sum, reduce_gradients
 from training.parallel.setup import Setup
 from training.parallel.sharers import GroupSharers, HostGroups, of_first
 from training.parallel.waiting import Waiter
@@ -84,8 +84,7 @@ class Group(Ranks):
         # The group of the ranks that are the first on their hosts, which have copies of the homes.
         self._firsts: dist.ProcessGroup | None = None
         self._sum: Sum = SUMS[setup.reduction]
-        self._copy_way = setup.copies
-        self._sums = self._sum, SUMS_OF_HOSTS[setup.reduction]
+        self._ways = setup.reduction, setup.copies
         self._cause = cause or (lambda rank: None)
         self._end_others = end_others
         self._messages = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -173,9 +172,8 @@ class Group(Ranks):
             return NO_SHARERS
         new_patient_group = partial(dist.new_group, backend="gloo", timeout=PATIENCE)
         groups = HostGroups.of(self.rank, self.hosts, self._data_group_of, new_patient_group)
-        self._sharers = GroupSharers(
-            groups, self._host, self._exchange_s, PATIENCE, self._sums, self._collective, self._wait, self._copy_way
-        )
+        attempt, wait = self._collective, self._wait
+        self._sharers = GroupSharers(groups, self._host, self._exchange_s, PATIENCE, self._ways, attempt, wait)
         if self.rank == groups.ranks[0]:
             self._firsts = groups.across
         return self._sharers

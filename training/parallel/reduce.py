@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from offload import l2_norm
 from training.parallel.buckets import buckets
-from training.parallel.collectives import gather_into
+from training.parallel.collectives import add_slices, gather_into
 
 # Gradients begin at multiples of this in a bucket, as tensors do in memory: kernels may add in another order elsewhere.
 ALIGNMENT_BYTES = 512
@@ -35,15 +35,29 @@ def ordered_sum(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
     if count == 2 and flat.dtype in ADDED_BY_LIBRARIES:
         # A single addition has no order. One collective in place of two, and half the time of the device.
         return fast_sum(flat, group)
+    own = _ordered_slice(flat, group)
+    gather_into(flat.view(torch.uint8), own.view(torch.uint8), group)
+    return flat
+
+
+def ordered_slices(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """As `ordered_sum`, but of the result each rank has its slice alone: the rest of `flat` is not defined."""
+    count = group.size()
+    if count == 2 and flat.dtype in ADDED_BY_LIBRARIES:
+        return fast_slices(flat, group)
+    flat.chunk(count)[group.rank()].copy_(_ordered_slice(flat, group))
+    return flat
+
+
+def _ordered_slice(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns this rank's slice of the sum, in memory of its own."""
     # As bytes, which every library moves, whatever the dtype.
     received = torch.empty_like(flat)
     dist.all_to_all_single(received.view(torch.uint8), flat.view(torch.uint8), group=group)
-    slices = received.view(count, -1)
-    own = slices[0]
-    for other in slices[1:]:
+    own, *others = received.view(group.size(), -1)
+    for other in others:
         own += other
-    gather_into(flat.view(torch.uint8), own.view(torch.uint8), group)
-    return flat
+    return own
 
 
 def fast_sum(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -52,7 +66,14 @@ def fast_sum(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
     return flat
 
 
+def fast_slices(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """As `fast_sum`, but of the result each rank has its slice alone: the rest of `flat` is not defined."""
+    add_slices(flat, group)
+    return flat
+
+
 SUMS: Mapping[str, Sum] = {"ordered": ordered_sum, "fast": fast_sum}
+SUMS_IN_SLICES: Mapping[str, Sum] = {"ordered": ordered_slices, "fast": fast_slices}
 
 SumOfHosts = Callable[[Tensor, dist.ProcessGroup, dist.ProcessGroup], Tensor]
 """sums a flat tensor over all ranks of several hosts, given the group of this rank's host, and that of the ranks which
@@ -65,6 +86,18 @@ def ordered_sum_of_hosts(flat: Tensor, here: dist.ProcessGroup, across: dist.Pro
     Each slice goes from host to host. A host adds its ranks' slices one by one to what comes, because a sum of its own
     that is added as one number would round otherwise. The last host has the sum, which goes to all.
     """
+    own = _ordered_slice_of_hosts(flat, here, across)
+    gather_into(flat.view(torch.uint8), own.view(torch.uint8), here)
+    return flat
+
+
+def ordered_slices_of_hosts(flat: Tensor, here: dist.ProcessGroup, across: dist.ProcessGroup) -> Tensor:
+    """As `ordered_sum_of_hosts`, but of the result each rank has its slice alone."""
+    flat.chunk(here.size())[here.rank()].copy_(_ordered_slice_of_hosts(flat, here, across))
+    return flat
+
+
+def _ordered_slice_of_hosts(flat: Tensor, here: dist.ProcessGroup, across: dist.ProcessGroup) -> Tensor:
     host, hosts = across.rank(), across.size()
     received = torch.empty_like(flat)
     dist.all_to_all_single(received.view(torch.uint8), flat.view(torch.uint8), group=here)
@@ -80,8 +113,7 @@ def ordered_sum_of_hosts(flat: Tensor, here: dist.ProcessGroup, across: dist.Pro
     if host < hosts - 1:
         dist.send(total.view(torch.uint8), dist.get_global_rank(across, host + 1), group=across)
     dist.broadcast(total.view(torch.uint8), dist.get_global_rank(across, hosts - 1), group=across)
-    gather_into(flat.view(torch.uint8), total.view(torch.uint8), here)
-    return flat
+    return total
 
 
 def fast_sum_of_hosts(flat: Tensor, here: dist.ProcessGroup, across: dist.ProcessGroup) -> Tensor:
@@ -93,7 +125,15 @@ def fast_sum_of_hosts(flat: Tensor, here: dist.ProcessGroup, across: dist.Proces
     return flat
 
 
+def fast_slices_of_hosts(flat: Tensor, here: dist.ProcessGroup, across: dist.ProcessGroup) -> Tensor:
+    """As `fast_sum_of_hosts`, but of the result each rank has its slice alone."""
+    add_slices(flat, here)
+    dist.all_reduce(flat.chunk(here.size())[here.rank()], group=across)
+    return flat
+
+
 SUMS_OF_HOSTS: Mapping[str, SumOfHosts] = {"ordered": ordered_sum_of_hosts, "fast": fast_sum_of_hosts}
+SUMS_OF_HOSTS_IN_SLICES: Mapping[str, SumOfHosts] = {"ordered": ordered_slices_of_hosts, "fast": fast_slices_of_hosts}
 
 
 def reduce_gradients(

@@ -20,7 +20,7 @@ from torch import Tensor
 from offload import CopyWay, ExchangeBoard, Sharers
 from training.errors import UserError
 from training.parallel.collectives import gather_into
-from training.parallel.reduce import Sum, SumOfHosts
+from training.parallel.reduce import SUMS, SUMS_IN_SLICES, SUMS_OF_HOSTS, SUMS_OF_HOSTS_IN_SLICES
 
 Attempt = Callable[[Callable[[], Any], str], Any]
 """makes a call for the purpose named, and turns the errors of torch.distributed into those of the run"""
@@ -88,8 +88,8 @@ class GroupSharers:
         everyone: the group of all ranks for exchanges inside a step, whose time limit finds a rank that hangs.
         limit_s: how long an exchange within the host may take.
         patience: the limit for exchanges between steps: rank 0 may load weights meanwhile.
-        add: sums a flat tensor over the ranks of all hosts.
-        copies: how units come in.
+        ways: `parallel.reduction`, the order in which gradients are summed over the ranks of all hosts, and
+            `parallel.copies`, how units come in.
     """
 
     def __init__(
@@ -98,19 +98,17 @@ class GroupSharers:
         everyone: dist.ProcessGroup,
         limit_s: float,
         patience: timedelta,
-        add: tuple[Sum, SumOfHosts],
+        ways: tuple[str, CopyWay],
         attempt: Attempt,
         wait: Wait,
-        copies: CopyWay = "auto",
     ):
-        self.copies = copies
+        self._reduction, self.copies = ways
         self.rank, self.count = groups.data.rank(), groups.data.size()
         self.first, self.hosts = groups.ranks[0], groups.hosts
         self._groups = groups
         self._everyone = everyone
         self._limit_s = limit_s
         self._patience = patience
-        self._add, self._add_hosts = add
         self._attempt = attempt
         self._wait = wait
         self._board = ExchangeBoard(self)
@@ -133,9 +131,11 @@ class GroupSharers:
         own = whole.chunk(self.count)[self.rank]
         self._attempt(lambda: gather_into(whole, own, self._groups.data), what)
 
-    def sum(self, flat: Tensor, what: str) -> None:
+    def sum(self, flat: Tensor, what: str, in_slices: bool = False) -> None:
         groups = self._groups
         if groups.across is None:
-            self._attempt(lambda: self._add(flat, groups.data), what)
+            add = (SUMS_IN_SLICES if in_slices else SUMS)[self._reduction]
+            self._attempt(lambda: add(flat, groups.data), what)
         else:
-            self._attempt(lambda: self._add_hosts(flat, groups.data, groups.across), what)
+            add = (SUMS_OF_HOSTS_IN_SLICES if in_slices else SUMS_OF_HOSTS)[self._reduction]
+            self._attempt(lambda: add(flat, groups.data, groups.across), what)

@@ -62,9 +62,10 @@ class Sharers(Protocol):
         """
         ...
 
-    def sum(self, flat: torch.Tensor, what: str) -> None:
+    def sum(self, flat: torch.Tensor, what: str, in_slices: bool = False) -> None:
         """Makes `flat` (1-D on the device, its length a multiple of `count`) the sum over the sharers of all hosts.
 
+        `in_slices`: the k-th of its `count` slices is all that sharer k needs of the sum; the rest is not defined then.
         It does so on the current stream, and the host does not wait where the device has streams.
         """
         ...
@@ -85,7 +86,7 @@ class NoSharers:
     def gather(self, whole: torch.Tensor, what: str) -> None:
         pass
 
-    def sum(self, flat: torch.Tensor, what: str) -> None:
+    def sum(self, flat: torch.Tensor, what: str, in_slices: bool = False) -> None:
         pass
 
 

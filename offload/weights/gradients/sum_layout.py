@@ -8,11 +8,8 @@ from typing import NamedTuple
 import torch
 
 from offload.weights.units.slices import slices_of
-from offload.weights.units.unit import OffloadUnit
+from offload.weights.units.unit import SHARED_ALIGNMENT_BYTES, OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
-
-# Gradients begin at multiples of this in a buffer, as tensors do in memory: kernels may add in another order elsewhere.
-ALIGNMENT_BYTES = 512
 
 
 class SumPart(NamedTuple):
@@ -34,13 +31,16 @@ class SumLayout:
         self.own = {tensor: slices_of(unit, count).elements(tensor, rank) for tensor in tensors}
         """the elements of each that are this process's"""
         for number, dtype in enumerate(dict.fromkeys(tensor.dtype for tensor in tensors)):
-            step, end = ALIGNMENT_BYTES // dtype.itemsize, 0
+            # As at home. Kernels add in another order where memory is aligned to less than 512.
+            step, end = SHARED_ALIGNMENT_BYTES // dtype.itemsize, 0
             for tensor in tensors:
                 if tensor.dtype == dtype:
                     self.places[tensor] = number, end
                     end += -(-tensor.host.numel() // step) * step
             self.sizes.append((dtype, -(-end // (step * count)) * step * count))
         self.parts = [list(self._parts(unit, number)) for number in range(len(self.sizes))]
+        self.in_slices = [self._divides(unit, number, count) for number in range(len(self.sizes))]
+        """for each buffer whether what process k sends home is in the k-th of its `count` slices, for all k"""
 
     def views(self, buffers: Sequence[torch.Tensor]) -> dict[UnitTensor, torch.Tensor]:
         """Returns the part of its buffer for each gradient, in its shape."""
@@ -48,6 +48,16 @@ class SumLayout:
         for tensor, (number, start) in self.places.items():
             found[tensor] = buffers[number][start : start + tensor.shape.numel()].view(tensor.shape)
         return found
+
+    def _divides(self, unit: OffloadUnit, number: int, count: int) -> bool:
+        slices, size = slices_of(unit, count), self.sizes[number][1] // count
+        return all(
+            rank * size <= start + part.start and start + part.stop <= (rank + 1) * size
+            for tensor, (buffer, start) in self.places.items()
+            for rank in range(count)
+            for part in slices.elements(tensor, rank)
+            if buffer == number
+        )
 
     def _parts(self, unit: OffloadUnit, number: int) -> Iterator[SumPart]:
         """Yields the parts of a buffer. Neighbours at home that are as far apart in the buffer are one part."""

@@ -224,9 +224,11 @@ class GradientSum:
         streams.writes(gather, self._others[unit], "updates of other sharers")
         self._summed_units.add(unit)
         with profiled(f"sum gradients of {unit}"), streams.on(gather), torch.no_grad():
-            for buffer in held.buffers:
+            for buffer, in_slices in zip(held.buffers, held.layout.in_slices, strict=True):
                 streams.writes(gather, buffer, "sum")
-                self._sharers.sum(buffer.tensor, f"the gradients of {unit}")
+                # A norm is that of the whole sum.
+                in_slices = in_slices and not self._takes_norms
+                self._sharers.sum(buffer.tensor, f"the gradients of {unit}", in_slices)
             for tensor, view in held.views.items():
                 tensor.norm = l2_norm(view) if self._takes_norms else None
                 if tensor in kept:

@@ -119,7 +119,7 @@ class OffloadUnit:
 
     @property
     def gradient_bytes(self) -> int:
-        return sum(aligned(tensor.nbytes) for tensor in self.trained)
+        return sum(aligned(tensor.nbytes, self.alignment) for tensor in self.trained)
 
     @cached_property
     def buffer_places(self) -> list[tuple[nn.Module, str]]:
@@ -260,7 +260,7 @@ class OffloadUnit:
                 tensor.gradient_offset, self.gradients = used, gradients
             else:
                 tensor.make_gradient(memory)
-            used += aligned(tensor.nbytes)
+            used += aligned(tensor.nbytes, self.alignment)
 
     def put_back(self) -> None:
         """Takes `bring_home` back, also one that failed: meta tensors are in their modules again."""

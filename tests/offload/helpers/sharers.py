@@ -53,7 +53,7 @@ class ThreadSharers:
         self.hosts, self.count = len(hosts), len(everyone.values) // len(hosts)
         self.number, self.rank = number, number % self.count
         self.first = number - self.rank
-        self.gathers = self.sums = 0
+        self.gathers = self.sums = self.sums_in_slices = 0
         self._everyone, self._here = everyone, hosts[number // self.count]
 
     def exchange(
@@ -68,12 +68,18 @@ class ThreadSharers:
         for part, given in zip(whole.chunk(self.count), self._here.laid_down(self.rank, own), strict=True):
             part.copy_(given)
 
-    def sum(self, flat: torch.Tensor, what: str) -> None:
+    def sum(self, flat: torch.Tensor, what: str, in_slices: bool = False) -> None:
         self.sums += 1
+        self.sums_in_slices += in_slices
         first, *others = self.laid_down(flat.clone())
-        flat.copy_(first)
+        total = first.clone()
         for other in others:
-            flat += other
+            total += other
+        if in_slices:
+            own = total.chunk(self.count)[self.rank].clone()
+            total.view(torch.uint8).fill_(0xFF)
+            total.chunk(self.count)[self.rank].copy_(own)
+        flat.copy_(total)
 
     def laid_down(self, value: Any) -> list[Any]:
         """Returns the values of the threads of all hosts; each waits for the others."""

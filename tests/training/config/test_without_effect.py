@@ -8,7 +8,12 @@ from tests.training.config.test_validation import composed
 from training.config.without_effect import TURNED_ON_BY, warn_of_keys_without_effect
 
 # Keys that take names alone.
-VALUES = {"parallel.homes": "shared", "parallel.reduction": "fast", "parallel.numa": "off"}
+VALUES = {
+    "parallel.homes": "shared",
+    "parallel.copies": "whole",
+    "parallel.reduction": "fast",
+    "parallel.numa": "off",
+}
 
 
 @pytest.mark.parametrize("key", TURNED_ON_BY)

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from tests.training.parallel.conftest import forked
 from training.errors import UserError
-from training.parallel.reduce import SUMS, SUMS_OF_HOSTS, reduce_gradients
+from training.parallel.reduce import (
+    SUMS,
+    SUMS_IN_SLICES,
+    SUMS_OF_HOSTS,
+    SUMS_OF_HOSTS_IN_SLICES,
+    reduce_gradients,
+)
 from training.parallel.sharers import HostGroups
 
 
@@ -50,6 +56,11 @@ def reduced(rank: int, folder: Path, count: int) -> None:
             parameters = with_gradients(rank, dtype)
             reduce_gradients(parameters, [True] * 4 + [False], torch.device("cpu"), dist.group.WORLD, add)
             results[name, dtype] = [parameter.grad for parameter in parameters]
+    for ways in (SUMS, SUMS_IN_SLICES):
+        for name, add in ways.items():
+            for dtype in (torch.float32, torch.bfloat16, torch.int32):
+                given = flat_gradient(rank, 24 * count).to(dtype)
+                results["flat", ways is SUMS, name, dtype] = add(given, dist.group.WORLD).chunk(count)[rank].clone()
     torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -84,6 +95,19 @@ def test_fast_sums_are_the_same_on_all_ranks_and_near_the_ordered_ones(results, 
             assert gradient is None or torch.equal(gradient, first), rank
             if gradient is not None:
                 torch.testing.assert_close(gradient, ordered, rtol=0.02, atol=0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+@pytest.mark.parametrize("name", SUMS)
+def test_a_slice_of_a_sum_has_the_bits_of_the_whole_one(results, name: str, dtype: torch.dtype):
+    for found in results:
+        whole, sliced = (found["flat", is_whole, name, dtype] for is_whole in (True, False))
+        assert whole.any()
+        if name == "ordered" or len(results) == 2:
+            assert torch.equal(whole, sliced)
+        else:
+            # The library may add in another order.
+            torch.testing.assert_close(whole, sliced, rtol=0.02, atol=0.5)
 
 
 def summed_patterns(rank: int, folder: Path, count: int) -> None:
@@ -121,9 +145,9 @@ def assert_sum_of_patterns(total: Tensor, dtype: torch.dtype) -> None:
 HOSTS = (0, 0, 1, 1, 2, 2)
 
 
-def flat_gradient(rank: int) -> Tensor:
+def flat_gradient(rank: int, size: int = 64) -> Tensor:
     generator = torch.Generator().manual_seed(rank)
-    return torch.randn(64, generator=generator) * 10 ** torch.randn(64, generator=generator)
+    return torch.randn(size, generator=generator) * 10 ** torch.randn(size, generator=generator)
 
 
 def summed_over_hosts(rank: int, folder: Path, count: int) -> None:
@@ -134,6 +158,8 @@ def summed_over_hosts(rank: int, folder: Path, count: int) -> None:
     results = {
         name: add(flat_gradient(rank), groups.data, groups.across).clone() for name, add in SUMS_OF_HOSTS.items()
     }
+    for name, add in SUMS_OF_HOSTS_IN_SLICES.items():
+        results[name, "slice"] = add(flat_gradient(rank), groups.data, groups.across).chunk(2)[rank % 2].clone()
     torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -143,7 +169,9 @@ def test_sums_over_hosts_are_in_the_order_of_the_ranks(tmp_path: Path):
     for rank in range(1, 6):
         expected += flat_gradient(rank)
     found = forked(summed_over_hosts, tmp_path, 6)
-    for results in found:
+    for rank, results in enumerate(found):
+        for name in SUMS_OF_HOSTS:
+            assert torch.equal(results[name, "slice"], results[name].chunk(2)[rank % 2])
         assert torch.equal(results["ordered"], expected)
         assert torch.equal(results["fast"], found[0]["fast"])
         torch.testing.assert_close(results["fast"], expected, rtol=1e-4, atol=1e-3)

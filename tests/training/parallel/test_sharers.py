@@ -101,6 +101,8 @@ def sharing(rank: int, folder: Path, count: int) -> None:
     sharers.gather(whole, "test")
     flat = torch.full((4,), 10.0**rank)
     sharers.sum(flat, "test")
+    sliced = torch.full((4,), 10.0**rank)
+    sharers.sum(sliced, "test", in_slices=True)
     found = {
         "place": (sharers.rank, sharers.count, sharers.first, sharers.hosts),
         "host": sharers.exchange((rank, -1), "test"),
@@ -110,6 +112,7 @@ def sharing(rank: int, folder: Path, count: int) -> None:
         "norm": ranks.agreed(0.1 + rank),
         "not finite": ranks.agreed(math.nan if rank == 0 else 1.0),
         "sum": flat.tolist(),
+        "slice": sliced.chunk(2)[sharers.rank].tolist(),
     }
     if sharers.rank == 0:
         try:
@@ -135,6 +138,7 @@ def test_ranks_of_a_host_share_and_all_hosts_sum(tmp_path: Path, hosts: int):
         assert math.isnan(found["not finite"])
         assert found["gathered"] == [first] * 4 + [first + 1] * 4
         assert found["sum"] == [sum(10.0**other for other in everyone)] * 4
+        assert found["slice"] == found["sum"][:2]
         if rank == 0:
             assert found["lost"].startswith("RankLostError: rank 1")
             assert "has ended" in found["lost"]

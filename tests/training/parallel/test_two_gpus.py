@@ -33,7 +33,7 @@ from training.metrics.files import read_summary
 from training.parallel.devices import device_of
 from training.parallel.group import Group
 from training.parallel.ranks import ALONE
-from training.parallel.reduce import ordered_sum
+from training.parallel.reduce import ordered_slices, ordered_sum
 from training.parallel.setup import Setup
 from training.parallel.sharers import GroupSharers
 
@@ -90,6 +90,9 @@ def test_two_gpus_compute_what_the_resident_model_does_on_one(one: Path, tmp_pat
         ("optimizer.device_share=40KiB", "offload.outside=stream"),
         ("offload.resident=50%",),
         ("parallel.reduction=fast",),
+        ("parallel.copies=slices",),
+        ("parallel.copies=whole",),
+        ("parallel.copies=whole", "optimizer.device_share=40KiB", "clip_norm=null"),
     ],
 )
 def test_knobs_change_no_bit(one: Path, tmp_path: Path, keys: tuple[str, ...]):
@@ -148,10 +151,10 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def trained(rank: int, folder: Path, count: int, late: str) -> None:
+def trained(rank: int, folder: Path, count: int, late: str, copies: str) -> None:
     """Saves weights and states after a few steps of one of `count` GPUs, which share homes unless it is the only one.
 
-    Slots are filled with NaN when their unit leaves. Spinning kernels go before the work of the stream `late`.
+    Those that copy whole units in sum in slices, too. Slots are filled with NaN when their unit leaves. Spinning kernels go before the work of the stream `late`.
     """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     device = device_of(DEVICE, count, rank)
@@ -159,7 +162,7 @@ def trained(rank: int, folder: Path, count: int, late: str) -> None:
     ranks, mode = ALONE, LayerStream(slots=2, outside="stream")
     if count > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
-        ranks = Group(device, Setup(device.type, count, 300))
+        ranks = Group(device, Setup(device.type, count, 300, copies=copies))
     torch.manual_seed(0)
     model = Stack(width=64, recompute="non-reentrant").bfloat16()
     microbatches = range(2) if count == 1 else (rank,)
@@ -180,7 +183,7 @@ def trained(rank: int, folder: Path, count: int, late: str) -> None:
         mode.overlap(optimizer, True)
         optimizer.allocate()
         for step in range(5):
-            with mode.step(norms=True):
+            with mode.step(norms=copies == "slices"):
                 mode.accumulate([partial(loss_of, step, index) for index in microbatches])
             if count > 1:
                 ranks.reduce(model, mode.gradient_norms(), mode.summed_parameters())
@@ -207,6 +210,9 @@ def summed_patterns(rank: int, folder: Path, count: int) -> None:
         dtype: ordered_sum(patterns(rank, dtype).to(device), dist.group.WORLD).cpu()
         for dtype in (torch.bfloat16, torch.float16)
     }
+    for dtype, total in found.items():
+        sliced = ordered_slices(patterns(rank, dtype).to(device), dist.group.WORLD).cpu()
+        assert torch.equal(*(flat.view(torch.int16).chunk(count)[rank] for flat in (total, sliced)))
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -218,16 +224,17 @@ def test_nccl_adds_two_numbers_of_any_kind_as_torch_does(tmp_path: Path):
 
 
 def late_collective(collective):
-    def late(self, tensor: torch.Tensor, what: str) -> None:
+    def late(self, tensor: torch.Tensor, *options: object) -> None:
         torch.cuda._sleep(DELAY_CYCLES)
-        collective(self, tensor, what)
+        collective(self, tensor, *options)
 
     return late
 
 
 @pytest.mark.parametrize("late", ["nobody", "h2d", "d2h", "compute", "gather"])
-def test_streams_that_are_late_change_no_bit(tmp_path: Path, late: str):
-    work = partial(trained, late=late)
+@pytest.mark.parametrize("copies", ["slices", "whole"])
+def test_streams_that_are_late_change_no_bit(tmp_path: Path, late: str, copies: str):
+    work = partial(trained, late=late, copies=copies)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     (expected,) = forked(work, tmp_path / "one", 1, "spawn")

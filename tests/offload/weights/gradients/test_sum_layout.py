@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from offload.runtime.memory.host_memory import HostArena
-from offload.weights.gradients.sum_layout import ALIGNMENT_BYTES, SumLayout
+from offload.weights.gradients.sum_layout import SumLayout
 from offload.weights.units.partition import CutPoint, cut, cut_for_sharers
-from offload.weights.units.unit import OffloadUnit
+from offload.weights.units.unit import SHARED_ALIGNMENT_BYTES, OffloadUnit
 
 COUNT = 3
 
@@ -41,7 +41,7 @@ def test_sharers_send_all_of_the_sums_home_each_to_its_place(frozen: bool):
         buffers = [torch.zeros(size, dtype=dtype) for dtype, size in layout.sizes]
         for number, (tensor, view) in enumerate(layout.views(buffers).items(), start=1):
             assert view.shape == tensor.shape
-            assert view.storage_offset() * view.itemsize % ALIGNMENT_BYTES == 0
+            assert view.storage_offset() * view.itemsize % SHARED_ALIGNMENT_BYTES == 0
             # Every element another, as far as the dtype has as many numbers.
             view.copy_(torch.arange(view.numel()) + number)
         for buffer, parts in zip(buffers, layout.parts, strict=True):
@@ -56,11 +56,10 @@ def test_sharers_send_all_of_the_sums_home_each_to_its_place(frozen: bool):
 def test_neighbours_go_home_in_one_copy():
     unit = unit_of(Weights())
     layout = SumLayout(unit, unit.trained, 1, 0)
-    # All lie as at home, but for the one behind 300 elements, whose end is aligned otherwise there.
     joined = {
         dtype: [len(part.tensors) for part in own] for (dtype, _), own in zip(layout.sizes, layout.parts, strict=True)
     }
-    assert joined == {torch.float32: [3, 2], torch.bfloat16: [1]}
+    assert joined == {torch.float32: [5], torch.bfloat16: [1]}
     assert all(one.place.stop <= other.place.start for own in layout.parts for one, other in pairwise(own))
 
 
@@ -76,3 +75,23 @@ def test_what_is_frozen_at_home_is_not_written():
             part.home.copy_(torch.full((size,), 3, dtype=dtype)[part.place])
     assert frozen.shared_gradient.eq(7).all()
     assert all(tensor.shared_gradient.eq(3).all() for tensor in unit.trained)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_goes_home_is_the_own_slice_of_the_buffer_where_all_has_one_dtype_and_trains(frozen: bool, count: int):
+    model = Weights(frozen)
+    del model.narrow
+    unit = unit_of(model)
+    layouts = [SumLayout(unit, unit.trained, count, rank) for rank in range(count)]
+    ((dtype, size),) = layouts[0].sizes
+    assert dtype == torch.float32
+    assert all(layout.in_slices == [not frozen] for layout in layouts)
+    if not frozen:
+        own = [part.place for layout in layouts for part in layout.parts[0]]
+        assert [place.start for place in own] == [rank * size // count for rank in range(count)]
+
+
+def test_other_units_are_not_sent_home_in_slices():
+    unit = unit_of(Weights())
+    assert SumLayout(unit, unit.trained, COUNT, 0).in_slices == [False, False]

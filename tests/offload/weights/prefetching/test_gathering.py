@@ -70,6 +70,7 @@ def trained(
     early: bool = False,
     device_share: int = 0,
     scale: float = 0.5,
+    takes_norms: bool = True,
     **format: str,
 ) -> dict:
     """Trains for some steps with one microbatch a sharer, of `count`. Returns losses, weights and states.
@@ -86,7 +87,7 @@ def trained(
         losses, begun = [], []
         for step in range(STEPS):
             own = [sharers.first + sharers.rank] if sharers.count > 1 else range(count)
-            with mode.step(norms=True):
+            with mode.step(norms=takes_norms):
                 losses += mode.accumulate([partial(loss_of, model, step, number) for number in own])
             norms = {name: mode.gradient_norms().get(p) for name, p in model.named_parameters()}
             if sharers.count > 1:
@@ -176,6 +177,28 @@ def test_sharers_of_two_hosts_compute_what_one_process_does(early: bool):
         expected = one["losses"][number:-1:4] + one["losses"][-1:]
         assert all(map(torch.equal, sharer["losses"], expected)), number
         assert sharer["begun"] == [False, early, early]
+        assert sharer["sums"]
+        assert same(sharer, one)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("device_share", [0, 3000])
+def test_sums_without_norms_are_made_in_slices(hosts: int, device_share: int, monkeypatch: pytest.MonkeyPatch):
+    # Slices of several chunks are not one slice of the unit.
+    monkeypatch.setattr(slices, "LEAST_CHUNK_BYTES", 2**20)
+    torch.manual_seed(0)
+    model = Stack(depth=3).to(torch.bfloat16)
+    count = 2 * hosts
+    one = trained(copy.deepcopy(model), LayerStream(slots=2), NO_SHARERS, count, scale=1.0)
+
+    def work(sharers: ThreadSharers) -> dict:
+        options = {"early": True, "scale": 1.0, "device_share": device_share, "takes_norms": False}
+        found = trained(copy.deepcopy(model), LayerStream(slots=2), sharers, count, **options)
+        # Of equal sizes, aligned as at home.
+        assert sharers.sums_in_slices == sharers.sums > 0
+        return found
+
+    for sharer in as_sharers(2, work, hosts):
         assert sharer["sums"]
         assert same(sharer, one)
 
