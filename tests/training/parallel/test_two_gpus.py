@@ -154,7 +154,8 @@ def free_port() -> int:
 def trained(rank: int, folder: Path, count: int, late: str, copies: str) -> None:
     """Saves weights and states after a few steps of one of `count` GPUs, which share homes unless it is the only one.
 
-    Those that copy whole units in sum in slices, too. Slots are filled with NaN when their unit leaves. Spinning kernels go before the work of the stream `late`.
+    Those that copy whole units in sum in slices, too. Slots are filled with NaN when their unit leaves. Kernels that
+    spin go before the work of the stream `late`.
     """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     device = device_of(DEVICE, count, rank)
