@@ -2,7 +2,8 @@
 
 Settings of its documentation (https://www.deepspeed.ai/docs/config-json/#zero-optimizations-for-fp16-training and
 https://www.deepspeed.ai/tutorials/zero/): page-locked memory, overlap_comm, contiguous_gradients, DeepSpeedCPUAdam;
-buckets and thresholds at their defaults. SuperOffload as in training/DeepSpeed-SuperOffload of DeepSpeedExamples.
+buckets and thresholds at their defaults. SuperOffload as in training/DeepSpeed-SuperOffload of DeepSpeedExamples, for a
+Llama of 8 billion parameters on one GPU: there weights stay on the GPU.
 """
 
 from __future__ import annotations
@@ -31,9 +32,16 @@ class DeepSpeedZero3(Peer):
     package: ClassVar[str] = "deepspeed"
     needs_cuda: ClassVar[bool] = True
     owns_update: ClassVar[bool] = True
-    notes: ClassVar[tuple[str, ...]] = ("it clips and measures the norm by itself, in the update",)
 
     super_offload: bool = knob(False)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        beside = (
+            "weights stay on the GPU; the memory of its update process is not counted",
+            "updates begin inside backward, with the learning rate of the step before",
+        )
+        return ("it clips and measures the norm by itself, in the update", *(beside if self.super_offload else ()))
 
     def own_optimizer(self, groups: list[dict], clip_norm: float | None, microbatches: int) -> OwnOptimizer:
         join_alone(self._device)
@@ -49,6 +57,8 @@ class DeepSpeedZero3(Peer):
 
         def update(lr: float, measure: bool) -> float | None:
             set_rate(engine.optimizer, lr)
+            # What SuperOffload updates on the GPU.
+            set_rate(getattr(engine.optimizer, "backup_optimizer", engine.optimizer), lr)
             engine.step()
             norm = engine.get_global_grad_norm()
             return None if norm is None else float(norm)
@@ -72,18 +82,18 @@ class DeepSpeedZero3(Peer):
 
     def _config(self, dtype: torch.dtype, clip_norm: float | None, microbatches: int) -> dict:
         on_host = {"device": "cpu", "pin_memory": True}
-        # A tenth of the states stays on the device, as SuperOffload's examples have it.
-        beside = {"super_offload": True, "ratio": 0.9, "cpuadam_cores_perc": 0.9} if self.super_offload else {}
+        zero = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True}
+        if self.super_offload:
+            # A fifth of the states stays on the GPU, in whole groups of parameters.
+            beside = {"super_offload": True, "ratio": 0.8, "cpuadam_cores_perc": 0.9}
+            sizes = {"sub_group_size": 400_000_000, "reduce_bucket_size": 400_000_000}
+            zero |= {"overlap_comm": False, **sizes, "offload_optimizer": {**on_host, **beside}}
+        else:
+            zero |= {"offload_param": on_host, "offload_optimizer": on_host}
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": microbatches,
             "gradient_clipping": clip_norm or 0.0,
             "bf16": {"enabled": dtype == torch.bfloat16},
-            "zero_optimization": {
-                "stage": 3,
-                "overlap_comm": True,
-                "contiguous_gradients": True,
-                "offload_param": on_host,
-                "offload_optimizer": {**on_host, **beside},
-            },
+            "zero_optimization": zero,
         }
