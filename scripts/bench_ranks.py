@@ -9,7 +9,8 @@ each copies in its slices and gathers the others'. With `--fsdp2` also the model
 with `--optimizer`, is torch's fused AdamW.
 
 Tokens are those of each GPU, and so `scaling` is the mode's step on one GPU over its step on all. A step on several
-GPUs includes the sum of the gradients over them, which each sends home in slices. `in GB` and `out GB` are what crosses
+GPUs includes the sum of the gradients over them, which each sends home in slices. `wait ms` is the time that the host
+waits for updates. `in GB` and `out GB` are what crosses
 one GPU's own link, `weights GB/s` is what arrives in its slots: the bytes that one GPU alone would copy in, over the
 step. `host GiB` is the memory of all processes of a row, where shared memory counts once. Every row runs in processes
 of its own, each with the N-th part of the cores. With `--optimizer` a step includes the update, beside the device, of
@@ -35,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.initialise import initialise
 from offload import GIB, NO_SHARERS, Sharers, acquire, find_blocks, recompute, release, usable_cores
-from scripts.workload import BlocksWorkload, blocks, parsed, parser, timed_steps
+from scripts.workload import BlocksWorkload, Reduce, blocks, parsed, parser, timed_steps
 from training.config.modes import RESIDENT
 from training.metrics.step_timer import StepTimer
 from training.parallel.devices import device_of, share_cores
@@ -45,23 +46,27 @@ from training.profiling.hardware import vram_peak_gib
 from training.visible_text import visible
 
 COLUMNS = (
-    "step_ms", "to_none", "scaling", "stall_ms", "in_gb", "out_gb", "weights_gb_s", "peak_gib", "host_gib", "loss"
+    "step_ms", "to_none", "scaling", "stall_ms", "wait_ms", "in_gb", "out_gb", "weights_gb_s", "peak_gib", "host_gib",
+    "loss",
 )  # fmt: skip
 TITLES = (
-    "step ms", "to none", "scaling", "stall ms", "in GB", "out GB", "weights GB/s", "peak GiB", "host GiB", "loss"
+    "step ms", "to none", "scaling", "stall ms", "wait ms", "in GB", "out GB", "weights GB/s", "peak GiB", "host GiB",
+    "loss",
 )  # fmt: skip
 FULLY_SHARDED = "fsdp2"
 
 
-def measure(spec: str, options: argparse.Namespace, sharers: Sharers) -> dict[str, float]:
-    """Measures steps of one rank: medians, and bytes moved in a step."""
+def measure(spec: str, options: argparse.Namespace, sharers: Sharers, reduce: Reduce | None = None) -> dict[str, float]:
+    """Measures steps of one rank: medians, and bytes moved in a step. `reduce` sums what the mode does not."""
     with BlocksWorkload(spec, options, sharers) as workload:
+        workload.reduce = reduce
         timed = timed_steps(workload, options.warmup, options.steps)
         if workload.optimizer is not None:
             workload.optimizer.finish()
         found = {
             "step_ms": statistics.median(timed.times_ms),
             "stall_ms": timed.grown.stall_ms / options.steps,
+            "wait_ms": timed.grown.update_wait_ms / options.steps,
             "in_gb": timed.grown.h2d_bytes / options.steps / 1e9,
             "out_gb": timed.grown.d2h_bytes / options.steps / 1e9,
             "peak_gib": vram_peak_gib(workload.device),
@@ -134,7 +139,7 @@ def measure_rank(rank: int, count: int, folder: str, spec: str, options: argpars
             dist.destroy_process_group()
     group = Group(device, Setup(device.type, count, 600, options.reduction, copies=options.copies))
     try:
-        return measure(spec, options, group.sharers(shared=True))
+        return measure(spec, options, group.sharers(shared=True), group.reduce)
     finally:
         group.leave()
 

@@ -11,6 +11,7 @@ import re
 import sys
 import tempfile
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,10 @@ from training.tasks.causal_lm import CausalLM
 from training.tasks.task import Task
 from training.weights.adapter import RunAdapter
 from training.weights.filling import fill_buffers, fill_parameters
+
+Norms = Mapping[nn.Parameter, torch.Tensor]
+Reduce = Callable[[nn.Module, Norms, Collection[nn.Parameter]], Norms]
+"""sums the gradients of a model, but for those of these parameters, and returns their norms; see `Ranks.reduce`"""
 
 
 class Blocks(nn.Module):
@@ -152,6 +157,8 @@ class Workload(ABC):
         self.device = torch.device(options.device)
         self.streams = acquire(self.device)
         self.optimizer: HostAdamW | None = None
+        self.reduce: Reduce | None = None
+        """sums gradients of several processes which the mode has not summed, where they are several"""
         self._undo = ExitStack()
         self._undo.callback(release, self.streams)
         clock = StepTimer(self.streams)
@@ -202,8 +209,11 @@ class Workload(ABC):
         with self.mode.step(norms=clips):
             share = Share(batch, examples_in(batch))
             losses = forward_backward(self.task, self.mode, self.model, share, self.microbatches, seed=0, step=0)
+        norms, summed = self.mode.gradient_norms(), self.mode.summed_parameters()
+        if self.reduce is not None and not summed.issuperset(self.trained):
+            norms = self.reduce(self.model, norms, summed)
         if self.optimizer is not None:
-            norm = gradient_norm(self.model, self.mode.gradient_norms()) if clips else 0.0
+            norm = gradient_norm(self.model, norms) if clips else 0.0
             self.optimizer.step(scale=clip_scale(norm, options.clip_norm))
         for parameter in self.trained:
             parameter.grad = None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 import torch
 from hydra.errors import HydraException
+from torch import nn
 
+from offload import l2_norm
 from scripts import bench, bench_ranks
-from scripts.workload import Workload, make_workload, parsed, parser, timed_steps
+from scripts.workload import Norms, Workload, make_workload, parsed, parser, timed_steps
 
 DIT = (
     "--model=flux_small", "--set", "batch_size=2", "dataset.shape=[16, 16, 16]",
@@ -48,6 +51,33 @@ def test_a_model_brings_its_task_and_data():
     with workload("layer_stream", *UNET) as made:
         assert set(made.batch()) >= {"images", "labels"}
         assert torch.isfinite(made.step())
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_what_a_mode_does_not_sum_is_summed_before_the_update(clips: bool):
+    def doubled(model: nn.Module, norms: Norms, summed: Collection[nn.Parameter]) -> Norms:
+        assert not summed
+        for parameter in model.parameters():
+            parameter.grad.mul_(2)
+        return {parameter: 2 * norms.get(parameter, l2_norm(parameter.grad) / 2) for parameter in model.parameters()}
+
+    update = ("--optimizer", "--threads=1", *(["--clip-norm=0.01"] if clips else []))
+    with workload("layer_stream", *BLOCKS, *update) as once, workload("layer_stream", *BLOCKS, *update) as twice:
+        twice.reduce = doubled
+        for made in (once, twice):
+            made.step()
+            made.optimizer.finish()
+        states = [[made.optimizer.state[p]["exp_avg"] for p in made.model.parameters()] for made in (once, twice)]
+    # Clipped to one norm, or twice as large.
+    for one, two in zip(*states, strict=True):
+        torch.testing.assert_close(two, one if clips else 2 * one)
+
+
+@pytest.mark.parametrize("format", [("stochastic", "fp32"), ("compact", "int8")], ids=str)
+def test_formats_whose_updates_cannot_be_undone_are_clipped_too(format: tuple[str, str]):
+    master, state_dtype = format
+    keys = ("--optimizer", "--threads=1", "--clip-norm=0.01", f"--master={master}", f"--state-dtype={state_dtype}")
+    assert len(losses("layer_stream", *BLOCKS, *keys)) == 3
 
 
 @pytest.mark.parametrize("spec", ["none", "layer_stream"])
