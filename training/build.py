@@ -103,7 +103,7 @@ def build(
             if base_loss is not None:
                 report(components, loss_of_first(components, model, streams, run.dataset), base_loss)
             with phase("allocating the optimizer's states, choosing its kernel"):
-                optimizer = build_optimizer(components, speculation, ranks.update_threads)
+                optimizer = build_optimizer(components, speculation, ranks.cores)
             warn_of_warmup(run.config)
             schedule = build_schedule(run.config, optimizer)
             if checkpoint is not None:
@@ -129,18 +129,21 @@ def fill_model(run: PreparedRun, model: nn.Module) -> None:
 
 
 def build_optimizer(
-    components: Components, speculation: Speculation | None = None, threads: int | None = None
+    components: Components, speculation: Speculation | None = None, cores: int | None = None
 ) -> HostAdamW | OwnOptimizer:
     """Makes the optimizer and its states; its updates run beside the step if it can do that.
 
-    `speculation` lets them begin before the norm of the gradients is known. They run on `threads` threads, unless
-    `optimizer.threads` is given; None leaves the number to the optimizer. A mode that owns the update makes its own
-    optimizer, with the same hyper-parameters. Raises MemoryError if the host has too little memory for the states.
+    `speculation` lets them begin before the norm of the gradients is known. This process has `cores` of the host, None:
+    all, some of which updates leave to others unless `optimizer.threads` is given. A mode that owns the update makes
+    its own optimizer, with the same hyper-parameters. Raises MemoryError if the host has too little memory for states.
     """
     config, mode = components.config, components.mode
     given = config.optimizer
-    chosen = {"threads": threads} if "threads" in given and given.threads is None else {}
+    shares = cores is not None and "threads" in given and given.threads is None
+    chosen = {"threads": max(cores - 1, 1)} if shares else {}
     optimizer = instantiate(given, params=trained_parameters(components.model), **chosen)
+    if shares:
+        optimizer.cores = cores
     if mode.owns_update:
         groups = optimizer.param_groups
         # It holds the parameters, whose memory the mode may replace.

@@ -23,7 +23,7 @@ from offload.optimizer.state_dicts import states_as_torchs, states_to_load
 from offload.optimizer.states import State, StatePlacement, require_host_memory, state_bytes
 from offload.optimizer.together import in_two, update_together
 from offload.runtime.errors import KnobError
-from offload.runtime.host_cores import all_cores_but
+from offload.runtime.host_cores import usable_cores
 from offload.runtime.knobs import bytes_or, one_of
 from offload.runtime.sharing.sharers import Sharers
 
@@ -104,8 +104,8 @@ class HostAdamW(torch.optim.AdamW):
         if threads is not None and threads not in range(1, MAX_THREADS + 1):
             raise KnobError("threads", threads, f"must be at least 1 and at most {MAX_THREADS}, or null to choose")
         check_hyperparameters(lr, betas, eps, weight_decay)
-        self.threads = all_cores_but(1) if threads is None else threads
-        self._chooses_threads = threads is None
+        self.cores = usable_cores() if threads is None else None
+        self.threads = threads or max(self.cores - 1, 1)
         self._rounding_seed = rounding_seed
         self.device_share = bytes_or("auto", "device_share", device_share)
         self.speculate, self._compile, self._all_decay = speculate, compile, decay_norms_and_biases
@@ -179,9 +179,9 @@ class HostAdamW(torch.optim.AdamW):
         self._shared = SharedStates(slices, self.format, sharers)
 
     def leave_cores(self, count: int) -> None:
-        """Makes updates run on all cores but `count`, unless `threads` was given."""
-        if self._chooses_threads:
-            self.threads = all_cores_but(count)
+        """Makes updates run on all of `cores` but `count`, unless `threads` was given and `cores` is None."""
+        if self.cores is not None:
+            self.threads = max(self.cores - count, 1)
             if self._updates_on_host:
                 fastest_update(self.threads, self._compile, self.format)
 
@@ -393,7 +393,7 @@ class HostAdamW(torch.optim.AdamW):
 
     def __getstate__(self) -> dict[str, Any]:
         self.finish()
-        names = ["threads", "_chooses_threads", "device_share", "format", "speculate", "_compile", "_claimed"]
+        names = ["threads", "cores", "device_share", "format", "speculate", "_compile", "_claimed"]
         names += ["_group_of", "_rounding_seed", "_noise_seeds", "_all_decay"]
         # A copy makes its updates itself.
         own = {"_deferral": None, "_shared": None, "_placement": StatePlacement(self.format)}

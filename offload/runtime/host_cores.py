@@ -22,8 +22,3 @@ def usable_cores() -> int:
             quota, period = (group / "cpu.max").read_text().split()
             cores = min(cores, math.ceil(int(quota) / int(period)))
     return max(cores, 1)
-
-
-def all_cores_but(count: int) -> int:
-    """Returns the number of usable cores without `count` of them, at least 1."""
-    return max(usable_cores() - count, 1)

@@ -13,6 +13,7 @@ import torch
 from models.llama import Llama
 from offload.modes.layer_stream import LayerStream
 from offload.optimizer.adamw import HostAdamW
+from offload.optimizer.overlap import BUSY_CORES, LAUNCHING_CORES
 from offload.runtime.byte_sizes import GIB
 from offload.runtime.streams import registry
 from offload.weights.streamer import WeightStreamer
@@ -159,14 +160,17 @@ def test_model_and_mode_are_made_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert sorted(made) == ["LayerStream", "LayerStream", "Llama"]
 
 
-@pytest.mark.parametrize(("given", "of_rank", "taken"), [("null", 5, 5), ("3", 5, 3), ("3", None, 3)])
-def test_updates_run_on_the_ranks_threads_unless_a_number_is_given(given: str, of_rank: int | None, taken: int):
-    components = components_of(*JOB, f"optimizer.threads={given}")
+@pytest.mark.parametrize("clip_norm", ["1.0", "null"])
+@pytest.mark.parametrize(("given", "of_rank", "left"), [("null", 7, True), ("3", 7, False), ("3", None, False)])
+def test_updates_leave_cores_of_the_ranks_unless_a_number_is_given(
+    given: str, of_rank: int | None, left: bool, clip_norm: str
+):
+    components = components_of(*JOB, f"optimizer.threads={given}", f"clip_norm={clip_norm}")
     with acquired(components.device) as streams, attached(components, streams):
-        optimizer = build_optimizer(components, threads=of_rank)
-        assert optimizer.threads == taken
-        optimizer.leave_cores(1)
-        assert optimizer.threads == taken
+        optimizer = build_optimizer(components, cores=of_rank)
+        early = components.updates_begin_early
+        assert early == (clip_norm == "null")
+        assert optimizer.threads == (7 - (BUSY_CORES if early else LAUNCHING_CORES) if left else 3)
     assert components.config.optimizer.threads == (None if given == "null" else 3)
 
 
@@ -174,7 +178,7 @@ def test_updates_run_on_the_ranks_threads_unless_a_number_is_given(given: str, o
 def test_optimizers_of_torch_take_no_number_of_threads(of_rank: int | None):
     components = components_of(*TINY_RUN, "offload=none", "optimizer=adamw")
     with acquired(components.device) as streams, attached(components, streams):
-        assert isinstance(build_optimizer(components, threads=of_rank), torch.optim.Optimizer)
+        assert isinstance(build_optimizer(components, cores=of_rank), torch.optim.Optimizer)
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,6 @@ class Seat:
     device: torch.device
     cores: int
 
-    @property
-    def update_threads(self) -> int:
-        """The threads that update on this rank, unless a number is given: one core is left to what computes."""
-        return max(self.cores - 1, 1)
-
 
 def take_seat(name: str, numa: str, world: World) -> Seat:
     """Takes the device of this rank for `device=name`, and its part of the cores.

@@ -97,7 +97,7 @@ def join(world: World) -> Group:
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     setup = Setup().shared()
     seat = take_seat(setup.device, setup.numa, world)
-    return Group(seat.device, setup, host=world.host, update_threads=seat.update_threads)
+    return Group(seat.device, setup, host=world.host, cores=seat.cores)
 
 
 def obey(ranks: Group) -> None:
@@ -154,7 +154,7 @@ def built(
         attached(components, streams, ranks.sharers(components.shares_homes)) as model,
     ):
         fill_buffers(model)
-        optimizer = build_optimizer(components, speculation, ranks.update_threads)
+        optimizer = build_optimizer(components, speculation, ranks.cores)
         schedule = build_schedule(config, optimizer)
         ranks.report()
         word, step = ranks.order()

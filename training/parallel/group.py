@@ -59,7 +59,7 @@ class Group(Ranks):
         cause: on rank 0, of ranks whose processes it started: returns why the process of a rank ended; None if it runs.
         host: the number of this rank's host.
         end_others: on rank 0, of ranks whose processes it started: ends them at once.
-        update_threads: the threads that update on this rank, unless a number is given.
+        cores: how many of the host's cores are this rank's; None: all.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class Group(Ranks):
         cause: Callable[[int], str | None] | None = None,
         host: int = 0,
         end_others: Callable[[], None] = lambda: None,
-        update_threads: int | None = None,
+        cores: int | None = None,
     ):
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         hosts: list[int] = [host] * self.count
         dist.all_gather_object(hosts, host)
         self.hosts = tuple(hosts)
-        self.device, self.update_threads = device, update_threads
+        self.device, self.cores = device, cores
         self.timeout_s = setup.timeout_s
         self.is_exchanging = False
         """True once this rank has failed in a collective, in which the others wait for it: they take no report."""

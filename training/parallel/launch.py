@@ -80,7 +80,7 @@ def _joined(config: DictConfig, world: World | None, followers: Followers | None
         dist.init_process_group("gloo", store=followers.store(), rank=0, world_size=setup.devices)
     try:
         of_followers = {} if followers is None else {"cause": followers.cause, "end_others": followers.kill}
-        group = Group(seat.device, setup.shared(), host=world.host, update_threads=seat.update_threads, **of_followers)
+        group = Group(seat.device, setup.shared(), host=world.host, cores=seat.cores, **of_followers)
         yield group
         group.close()
     except BaseException:

@@ -47,8 +47,8 @@ class Ranks:
     count = 1
     hosts: Sequence[int] = (0,)
     """the number of each rank's host"""
-    update_threads: int | None = None
-    """the threads that update on this rank, unless `optimizer.threads` is given; None: the optimizer chooses"""
+    cores: int | None = None
+    """how many of the host's cores are this rank's; None: all"""
     shares_homes = False
     """True if the ranks share the homes of what streams. A rank that is lost may then leave them half updated."""
 

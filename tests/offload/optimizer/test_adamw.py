@@ -228,14 +228,14 @@ def test_settings_out_of_range_are_refused(setting: dict, message: str):
 
 def test_all_cores_but_one_update(monkeypatch: pytest.MonkeyPatch):
     for cores, threads in ((16, 15), (2, 1), (1, 1)):
-        monkeypatch.setattr("offload.runtime.host_cores.usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr("offload.optimizer.adamw.usable_cores", lambda cores=cores: cores)
         assert HostAdamW(parameters(), compile="off").threads == threads
     assert HostAdamW(parameters(), compile="off", threads=5).threads == 5
 
 
 @pytest.mark.parametrize(("cores", "at_step", "inside"), [(16, 15, 13), (2, 1, 1)])
 def test_inside_backward_cores_are_left_to_it(cores: int, at_step: int, inside: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("offload.runtime.host_cores.usable_cores", lambda: cores)
+    monkeypatch.setattr("offload.optimizer.adamw.usable_cores", lambda: cores)
     model, mode = nn.Sequential(nn.Linear(4, 4)), BounceLinear()
     optimizer = HostAdamW(model.parameters(), compile="off")
     given = HostAdamW(model.parameters(), compile="off", threads=5)

@@ -8,16 +8,11 @@ from pathlib import Path
 import pytest
 
 from offload.runtime import control_groups
-from offload.runtime.host_cores import all_cores_but, usable_cores
+from offload.runtime.host_cores import usable_cores
 
 
 def test_usable_cores_are_at_least_one_and_at_most_all():
     assert 1 <= usable_cores() <= os.cpu_count()
-
-
-def test_some_cores_may_be_left_out_but_never_all(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("offload.runtime.host_cores.usable_cores", lambda: 8)
-    assert [all_cores_but(count) for count in (0, 1, 3, 7, 8, 9)] == [8, 7, 5, 1, 1, 1]
 
 
 @pytest.mark.parametrize(

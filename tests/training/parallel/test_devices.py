@@ -77,7 +77,3 @@ def test_threads_are_shared():
     before = torch.get_num_threads()
     assert (share_cores(10_000), torch.get_num_threads()) == (10_000, before)
     assert (share_cores(0), torch.get_num_threads()) == (1, 1)
-
-
-def test_one_core_of_a_rank_is_left_to_what_computes():
-    assert [Seat(torch.device("cpu"), cores).update_threads for cores in (1, 2, 8)] == [1, 1, 7]

@@ -41,7 +41,7 @@ def test_the_threads_of_a_rank_are_not_written_into_the_configuration(tmp_path: 
     """A run that repeats this one on one device would keep them."""
     config, _ = composed(*RUN, "devices=2", "optimizer=host_adamw", run_dir=tmp_path)
     with signals_as_before(), connected(config, None) as ranks:
-        assert ranks.update_threads == max(usable_cores() // 2 - 1, 1)
+        assert ranks.cores == max(usable_cores() // 2, 1)
     assert config.optimizer.threads is None
 
 

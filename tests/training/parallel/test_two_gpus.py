@@ -41,7 +41,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-COMMON = [*RUN, "device=auto", "optimizer=host_adamw", "precision=bf16"]
+# Several tests run at once, each with two ranks.
+COMMON = [*RUN, "device=auto", "optimizer=host_adamw", "optimizer.threads=2", "precision=bf16"]
 TWO = ["devices=2", "microbatches=1"]
 DEVICE = "cuda"
 SHARED = "parallel.homes=shared"
