@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from offload.runtime.sharing.sharers import CopyWay
@@ -124,3 +125,8 @@ def as_sharers(
     if errors:
         raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
     return [result.result() for result in results]
+
+
+def bring_in(monkeypatch: pytest.MonkeyPatch, copies: CopyWay) -> None:
+    """Makes `copies` the way in which the sharers of a test bring units in, unless it says another."""
+    monkeypatch.setattr(as_sharers, "__defaults__", (*as_sharers.__defaults__[:-1], copies))

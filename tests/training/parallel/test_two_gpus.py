@@ -180,7 +180,7 @@ def trained(rank: int, folder: Path, count: int, late: str, copies: str) -> None
         streams = acquire(device)
         sharers = ranks.sharers(count > 1)
         mode.attach(model, streams, sharers)
-        optimizer = HostAdamW(model.parameters(), **SETTINGS, decay_norms_and_biases=False, compile="off")
+        optimizer = HostAdamW(model.parameters(), **SETTINGS, threads=2, decay_norms_and_biases=False, compile="off")
         mode.divide(optimizer)
         mode.overlap(optimizer, True)
         optimizer.allocate()

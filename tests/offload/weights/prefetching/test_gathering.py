@@ -23,7 +23,7 @@ from offload.runtime.streams.stream_checker import CheckedStreams
 from offload.weights.units import slices
 from tests.offload.helpers.mapped import with_low_rank
 from tests.offload.helpers.models import Stack, stack_inputs
-from tests.offload.helpers.sharers import ThreadSharers, as_sharers
+from tests.offload.helpers.sharers import ThreadSharers, as_sharers, bring_in
 from tests.offload.helpers.updates import WORKER
 
 STEPS = 3
@@ -32,8 +32,7 @@ STEPS = 3
 @pytest.fixture(autouse=True, params=["slices", "whole"])
 def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the sharers of each test bring units in."""
-    defaults = (*as_sharers.__defaults__[:-1], request.param)
-    monkeypatch.setattr(as_sharers, "__defaults__", defaults)
+    bring_in(monkeypatch, request.param)
     return request.param
 
 
