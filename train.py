@@ -13,7 +13,7 @@ import hydra
 from omegaconf import DictConfig
 
 from training.config import help, schema
-from training.config.validation import check
+from training.config.validation import check, check_presence
 from training.config.without_effect import warn_of_keys_without_effect
 from training.errors import UserError
 from training.parallel.launch import connected
@@ -38,6 +38,7 @@ def main(config: DictConfig) -> None:
     run_dir = invocation.run_dir
     with refusals_reported(), locked(run_dir), failures_recorded(run_dir) as directory:
         directory.propose(config, invocation)
+        check_presence(config)
         world = World.of_environment()
         settle_devices(config, world, invocation.overridden)
         check(config)

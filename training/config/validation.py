@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -39,6 +39,13 @@ def check(config: DictConfig) -> None:
     _check_rules(config)
     make_mode(config.offload)
     check_optimizer(config.optimizer)
+
+
+def check_presence(config: DictConfig) -> None:
+    """Raises UserError for a section of keys that is not there, because `~SECTION` has removed it."""
+    for entry in fields(OmegaConf.get_type(config)):
+        if is_dataclass(entry.type) and entry.name not in config:
+            raise UserError(f"~{entry.name}: its keys cannot be left out: give them values, {entry.name}.KEY=VALUE")
 
 
 def _sections(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, DictConfig]]:

@@ -98,6 +98,10 @@ def _explained(error: Exception) -> str:
         return f"{group}@{place}.{name}: {place}, as chosen, has no such key.{having or ' --help lists its keys'}"
     if twice := re.match(r"Could not append to config\. An item is already at '([^']+)'", str(error)):
         return f"+{twice[1]}: the key is there already: write {twice[1]}=VALUE, without +"
+    if absent := re.match(r"Could not delete from config\. '([^']+)' does not exist", str(error)):
+        return f"~{absent[1]}: is null or no key: leave it out, or give it a value, {absent[1]}=VALUE"
+    if other := re.match(r"Could not delete '([^=']+)(=[^']*)?'\. No match in the defaults list", str(error)):
+        return f"~{other[1]}{other[2] or ''}: is not chosen: choose an option, {other[1]}=OPTION"
     cause = _cause(error)
     if cause is None or cause.full_key is None:
         return " ".join(str(error).split())
@@ -107,6 +111,8 @@ def _explained(error: Exception) -> str:
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return where + unknown_key(cause.full_key, cause.parent_node or []) + _for_a_job(error)
     message = cause.msg.partition("\n")[0]
+    if "does not support deletion" in message:
+        return f"~{cause.full_key}: a key cannot be left out: give it a value, {cause.full_key}=VALUE"
     if "is not Optional" in message:
         return f"{where}{cause.full_key}=null: must have a value"
     if "is not a ListConfig" in message:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from tests.training.helpers.in_process import command_here, conf_initialised
-from training.config.validation import check
+from training.config.validation import check, check_presence
 from training.errors import UserError
 from training.runs.compose_errors import explain_refusal, is_refusal
 
@@ -250,3 +250,10 @@ def test_overrides_that_are_no_keys(model: str, overrides: str):
         f"model.overrides={overrides}: must be keys with values"
     )
     assert refusal(f"model={model}", "model.source=x", "model.overrides={a: 1}") is None
+
+
+@pytest.mark.parametrize("section", ["checkpoint", "eval", "parallel", "sample"])
+def test_a_section_that_is_left_out_is_named(section: str):
+    check_presence(composed([]))
+    with pytest.raises(UserError, match=rf"^~{section}: its keys cannot be left out: .* {section}.KEY=VALUE$"):
+        check_presence(composed([f"~{section}"]))

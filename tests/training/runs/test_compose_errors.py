@@ -52,6 +52,10 @@ from training.runs.compose_errors import explain_refusal, is_refusal
         ("model=Qwen/Qwen3-8B", "model=Qwen/Qwen3-8B: there is no such option; choose from diffusers, "),
         ("hydra/launcher=slurm", "hydra/launcher=slurm: there is no such option; choose from basic, process, "),
         ("eval=[1]", "eval: has no list of its own: give its keys, eval.KEY=VALUE"),
+        ("~optimizer.lr", "~optimizer.lr: a key cannot be left out: give it a value, optimizer.lr=VALUE"),
+        ("~checkpoint.every", "~checkpoint.every: is null or no key: leave it out, or give it a value, checkpoint."),
+        ("~nothing", "~nothing: is null or no key: leave it out"),
+        ("~schedule=cosine", "~schedule=cosine: is not chosen: choose an option, schedule=OPTION"),
         ("+steps=3", "+steps: the key is there already: write steps=VALUE, without +"),
         (
             "offload@offload.weights=none",
