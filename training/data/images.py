@@ -70,6 +70,11 @@ class ImageFolder(NumberedExamples):
                 f"dataset.labels=true: {loose[0]} is in no class folder of {folder}: take dataset.labels=false, or move"
                 " it"
             )
+        if labels and (empty := sorted(_folders_in(self._root).difference(classes))):
+            # Else the numbers of the classes behind it would change when it gets its first picture.
+            raise UserError(
+                f"dataset.folder={folder}: the class folder {empty[0]} has no pictures: remove it, or fill it"
+            )
         self.num_classes = len(classes) if labels else None
         self._class_of = {name: number for number, name in enumerate(classes)}
         self._size = size
@@ -120,6 +125,11 @@ def _existing(folder: str | Path) -> Path:
     if not str(folder) or not path.is_dir():
         raise UserError(f"dataset.folder={folder}: no such folder (looked from {Path.cwd()})")
     return path
+
+
+def _folders_in(root: Path) -> set[str]:
+    entries = (entry for entry in root.iterdir() if not entry.name.startswith("."))
+    return {entry.name for entry in entries if entry.is_dir() and not _leads_back(str(root), entry.name)}
 
 
 def _pictures_below(root: Path) -> list[str]:

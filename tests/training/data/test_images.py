@@ -168,6 +168,14 @@ def test_folders_without_classes_or_pictures_are_refused(animals: Path, tmp_path
         ImageFolder(tmp_path / "empty", **SIZES)
 
 
+def test_a_class_folder_without_pictures_is_refused(animals: Path) -> None:
+    (animals / "beetle" / "none yet").mkdir(parents=True)
+    (animals / ".hidden").mkdir()
+    with pytest.raises(UserError, match=r"the class folder beetle has no pictures: remove it, or fill it$"):
+        ImageFolder(animals, size=4, seed=0, batch_size=1)
+    assert ImageFolder(animals, size=4, seed=0, batch_size=1, labels=False).num_classes is None
+
+
 def test_a_picture_that_is_damaged_gone_or_a_pipe_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a" / "x.png"
     write(path, 1)
