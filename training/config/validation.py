@@ -42,10 +42,13 @@ def check(config: DictConfig) -> None:
 
 
 def check_presence(config: DictConfig) -> None:
-    """Raises UserError for a section of keys that is not there, because `~SECTION` has removed it."""
+    """Raises UserError for a key or a section that `~KEY` has removed; others may refer to it."""
     for entry in fields(OmegaConf.get_type(config)):
-        if is_dataclass(entry.type) and entry.name not in config:
+        if entry.name in config or entry.name in SCHEMAS:
+            continue
+        if is_dataclass(entry.type):
             raise UserError(f"~{entry.name}: its keys cannot be left out: give them values, {entry.name}.KEY=VALUE")
+        raise UserError(f"~{entry.name}: the key cannot be left out: give it a value, {entry.name}=VALUE")
 
 
 def _sections(config: DictConfig, prefix: str = "") -> Iterator[tuple[str, DictConfig]]:

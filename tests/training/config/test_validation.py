@@ -257,3 +257,8 @@ def test_a_section_that_is_left_out_is_named(section: str):
     check_presence(composed([]))
     with pytest.raises(UserError, match=rf"^~{section}: its keys cannot be left out: .* {section}.KEY=VALUE$"):
         check_presence(composed([f"~{section}"]))
+
+
+def test_a_key_that_is_left_out_is_named_and_not_one_that_refers_to_it():
+    with pytest.raises(UserError, match=r"^~seed: the key cannot be left out: give it a value, seed=VALUE$"):
+        check_presence(composed(["~seed", "optimizer=host_adamw"]))
