@@ -176,7 +176,9 @@ class CachedLanguageModel(CausalLanguageModel):
 
     def key_value_cache(self, capacity: int) -> DynamicCache:
         """Returns an empty cache of transformers for one text; it grows, whatever the `capacity`."""
-        return DynamicCache(config=self.hf.config)
+        cache = DynamicCache(config=self.hf.config)
+        # transformers counts the layers of Whisper's encoder. Without a configuration it adds layers as they come.
+        return DynamicCache() if 0 < len(cache.layers) < getattr(self.hf.config, "decoder_layers", 0) else cache
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, cache: DynamicCache | None = None) -> Tensor:
         """Returns the loss as `CausalLanguageModel` does, or with `cache` the logits of the last position.

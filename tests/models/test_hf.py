@@ -241,6 +241,19 @@ class TestKeysAndValues:
         assert [tuple(part.shape[:2]) for part in parts] == [(1, 1)] * 4
         torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-5, atol=1e-6)
 
+    @pytest.mark.parametrize("layers", [(1, 3), (3, 1)])
+    def test_a_decoder_may_have_other_numbers_of_layers_than_its_encoder(self, layers: tuple[int, int]):
+        sizes = {"d_model": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_target_positions": 16}
+        tokens = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        layers = dict(zip(("encoder_layers", "decoder_layers"), layers, strict=True))
+        model = build_hf("whisper", "causal_lm", {**sizes, **tokens, "decoder_start_token_id": 1, **layers}).eval()
+        ids = torch.randint(3, VOCABULARY, (1, 6), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            cache = model.key_value_cache(6)
+            parts = [model(part, cache=cache) for part in (ids[:, :3], *ids[:, 3:].split(1, dim=1))]
+            expected = model.hf(input_ids=ids).logits[:, 2:]
+        torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-5, atol=1e-6)
+
     @pytest.mark.parametrize("name", [*sorted(WITHOUT_CACHE), "prophetnet"])
     def test_an_architecture_without_them_cannot_generate(self, name: str):
         assert not can_generate(tiny(name, "meta"))
