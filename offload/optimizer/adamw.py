@@ -179,7 +179,7 @@ class HostAdamW(torch.optim.AdamW):
         self._shared = SharedStates(slices, self.format, sharers)
 
     def leave_cores(self, count: int) -> None:
-        """Makes updates run on all of `cores` but `count`, unless `threads` was given and `cores` is None."""
+        """Makes updates run on all of this process's `cores` but `count`; these are None where `threads` was given."""
         if self.cores is not None:
             self.threads = max(self.cores - count, 1)
             if self._updates_on_host:

@@ -19,7 +19,6 @@ import torch
 OWN_HOMES = "give each process a home of its own"
 """ends the message of an error that sharing alone brings about; who configures it adds how"""
 
-
 CopyWay = Literal["auto", "slices", "whole"]
 """how sharers bring units in: each its slices, which all gather, or each whole units; auto: as is faster"""
 

@@ -28,7 +28,6 @@ WAITING_UNITS = 4
 SUMS_AT_ONCE = 4
 NOTHING = -1
 
-
 LandAlone = Callable[[OffloadUnit, UnitTensor, torch.Tensor], None]
 """sends one sharer's gradient home, to memory of its own"""
 IsFinal = Callable[[OffloadUnit], bool]
