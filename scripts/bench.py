@@ -3,10 +3,12 @@
     python scripts/bench.py --modes none bounce_linear --sequences 2 --seq-len 2048
     python scripts/bench.py --sequences 8 --recompute --json bench.json
     python scripts/bench.py --model flux --modes none layer_stream --optimizer
+    python scripts/bench.py --modes none layer_stream --optimizer --formats compact,bf16 stochastic,int8
 
 With `--model` it is a step of that option of conf/model, with the task, the data and the recompute that it brings;
 `--set` changes keys of its configuration (`--set batch_size=2 recompute=none`). With `--optimizer` a step of every mode
 but `none` includes the update of its weights on the host, beside the device; `none` is forward and backward alone. With
+`--formats` each such mode has a row for each format of the optimizer's states, its master and its moments. With
 `--head` the embedding, the head and the loss are there too. Every mode runs in a process of its own. A step ends with
 the gradients where the mode keeps them: on the device for `none`, on the host for the streaming modes. The peak printed
 is that of the timed steps; the file has the peak of all steps too.
@@ -28,6 +30,7 @@ import json
 import multiprocessing
 import statistics
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -134,6 +137,18 @@ def described(options: argparse.Namespace) -> str:
     return f"{options.blocks} blocks of {options.hidden}, {tokens} tokens, recompute={options.recompute}"
 
 
+def rows_of(options: argparse.Namespace) -> Iterator[tuple[str, str, argparse.Namespace]]:
+    """Yields the name of each row, its mode and its options: the resident model first, for the ratios to it."""
+    for spec in sorted(options.modes, key=lambda spec: spec != RESIDENT):
+        if spec == RESIDENT or not options.formats:
+            yield spec, spec, options
+            continue
+        for pair in options.formats:
+            master, _, state_dtype = pair.partition(",")
+            own = vars(options) | {"master": master, "state_dtype": state_dtype}
+            yield f"{spec} {pair}", spec, argparse.Namespace(**own)
+
+
 def _cell(value: float | None, scale: float) -> str:
     """Formats a value; a dash stands for one that was not measured."""
     return f"{'-':>11}" if value is None else f"{value / scale:11.3f}"
@@ -142,6 +157,7 @@ def _cell(value: float | None, scale: float) -> str:
 def main() -> None:
     options_parser = parser(__doc__)
     options_parser.add_argument("--modes", nargs="+", default=weight_modes(), metavar="MODE[:KEY=VALUE,...]")
+    options_parser.add_argument("--formats", nargs="+", default=[], metavar="MASTER,STATE_DTYPE", help="of the states")
     options_parser.add_argument("--steps", type=int, default=7, help="timed steps")
     options_parser.add_argument("--warmup", type=int, default=2, help="steps before")
     options_parser.add_argument("--json", type=Path, help="file for the figures")
@@ -154,15 +170,14 @@ def main() -> None:
     )
     print(f"{'mode':36}" + "".join(f"{title:>11}" for title, _, _ in COLUMNS), flush=True)
     rows, resident_ms = [], None
-    # The resident model first, for the ratios to it.
-    for spec in sorted(options.modes, key=lambda spec: spec != RESIDENT):
-        row = isolated(measure, spec, options)
+    for name, spec, own in rows_of(options):
+        row = isolated(measure, spec, own) | {"row": name}
         if spec == RESIDENT:
             resident_ms = row.get("step_ms")
         rows.append(row if "failed" in row else with_ratios(row, resident_ms, bus))
         cells = (_cell(rows[-1].get(key), scale) for _, key, scale in COLUMNS)
         # At once, so that it is there if the rest is stopped.
-        print(f"{spec:36}" + (f"failed: {visible(row['failed'])}" if "failed" in row else "".join(cells)), flush=True)
+        print(f"{name:36}" + (f"failed: {visible(row['failed'])}" if "failed" in row else "".join(cells)), flush=True)
     if options.json:
         options.json.write_text(json.dumps({"options": vars(options), "gb_per_s": speed, "rows": rows}, default=str))
 

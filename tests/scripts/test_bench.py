@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.runtime.memory.bandwidth import Bandwidth
-from scripts.bench import weight_modes, with_ratios
+from scripts.bench import rows_of, weight_modes, with_ratios
 from scripts.workload import build_mode
 from tests import ROOT
 from training.config.modes import mode_options
@@ -55,3 +56,30 @@ def test_any_mode_is_built_by_its_name_with_its_knobs():
 def test_without_names_all_modes_of_weights_are_measured():
     assert set(weight_modes()) >= {"none", "bounce_linear", "layer_stream", "shard_offload"}
     assert not {"tensor_swap", "save_on_cpu", "layer_stream_swap"} & set(weight_modes())
+
+
+def test_each_mode_but_the_resident_one_has_a_row_for_each_format():
+    given = {"modes": ["layer_stream", "none"], "master": "compact", "state_dtype": "fp32"}
+    found = list(rows_of(Namespace(**given, formats=["compact,bf16", "stochastic,int8"])))
+    assert [name for name, _, _ in found] == ["none", "layer_stream compact,bf16", "layer_stream stochastic,int8"]
+    assert [(own.master, own.state_dtype) for _, _, own in found] == [
+        ("compact", "fp32"),
+        ("compact", "bf16"),
+        ("stochastic", "int8"),
+    ]
+    assert [(name, spec) for name, spec, _ in rows_of(Namespace(**given, formats=[]))] == [
+        ("none", "none"),
+        ("layer_stream", "layer_stream"),
+    ]
+
+
+@pytest.mark.slow
+def test_formats_are_clipped_and_a_wrong_one_is_named():
+    shape = ["--hidden=64", "--intermediate=128", "--heads=4", "--blocks=2", "--seq-len=16", "--steps=1"]
+    keys = ["--modes", "layer_stream", "--optimizer", "--clip-norm=1e-3", "--threads=1"]
+    command = [sys.executable, "scripts/bench.py", "--device", "cpu", *shape, *keys, "--formats", "kahan,int8", "bf16"]
+    rows = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()[2:]
+    assert rows[0].startswith("layer_stream kahan,int8")
+    assert "failed" not in rows[0]
+    assert rows[1].startswith("layer_stream bf16")
+    assert "failed: KnobError: " in rows[1]
