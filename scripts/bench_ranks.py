@@ -36,7 +36,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from models.initialise import initialise
 from offload import GIB, NO_SHARERS, Sharers, acquire, find_blocks, recompute, release, usable_cores
-from offload.optimizer.overlap import BUSY_CORES
 from scripts.workload import BlocksWorkload, Reduce, blocks, parsed, parser, timed_steps
 from training.config.modes import RESIDENT
 from training.metrics.step_timer import StepTimer
@@ -125,9 +124,7 @@ def proportional_gib() -> float:
 
 def measure_rank(rank: int, count: int, folder: str, spec: str, options: argparse.Namespace) -> dict[str, float]:
     """Joins the other ranks through a file in `folder`, and measures this one."""
-    cores = share_cores(usable_cores() // options.ranks)
-    # As where one process has the host.
-    options.threads = options.threads or max(cores - BUSY_CORES, 1)
+    options.cores = share_cores(usable_cores() // options.ranks)
     device = device_of(options.device, count, rank)
     options.device = str(device)
     if count == 1:

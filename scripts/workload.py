@@ -110,6 +110,8 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument("--clip-norm", type=float, default=None)
     options.add_argument("--device-share", default="0", help="bytes of its states that live on the device: 10GiB")
     options.add_argument("--threads", type=int, default=None, help="cores of the host optimizer")
+    # Cores of the host that this process has; all of them unless the program divides them.
+    options.set_defaults(cores=None)
     options.add_argument("--compile", default="auto", help="kernels of the updates: auto or off")
     options.add_argument("--master", default="compact", help="format of its masters, as optimizer.master")
     options.add_argument("--state-dtype", default="fp32", help="format of its moments, as optimizer.state_dtype")
@@ -171,6 +173,8 @@ class Workload(ABC):
                 formats = {"master": options.master, "state_dtype": options.state_dtype}
                 kernels = {"threads": options.threads, "compile": options.compile}
                 self.optimizer = HostAdamW(self.model.parameters(), lr=1e-5, **formats, **kernels)
+                if options.threads is None and options.cores is not None:
+                    self.optimizer.cores = options.cores
                 share = parse_bytes("--device-share", options.device_share)
                 speculation = None
                 if options.clip_norm is not None and can_be_undone(self.optimizer.format):
