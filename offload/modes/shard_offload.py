@@ -193,7 +193,7 @@ class ShardOffload(WeightMode):
         """
         if running_microbatch() is not None:
             raise RuntimeError("accumulate inside a loss of several microbatches: call loss.backward() there")
-        if len(losses) == 1 or self._one_by_one or self._model is None:
+        if len(losses) < 2 or self._one_by_one or self._model is None:
             return super().accumulate(losses)
         if any(map(_takes_each_gradient, self._model.parameters())):
             return super().accumulate(losses)

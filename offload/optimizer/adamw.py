@@ -16,10 +16,10 @@ from offload.optimizer.grad_scaler import scaler_factor
 from offload.optimizer.kernel_choice import fastest_update, update_on
 from offload.optimizer.kernels import UpdateKernel, torch_threads
 from offload.optimizer.operands import check_hyperparameters
-from offload.optimizer.param_groups import check_group, check_settings, decay_groups, hyperparameters_of
+from offload.optimizer.param_groups import check_dtype, check_group, decay_groups, hyperparameters_of
 from offload.optimizer.rounding import noise_seed
 from offload.optimizer.shared_states import SharedStates
-from offload.optimizer.state_dicts import states_as_torchs, states_to_load
+from offload.optimizer.state_dicts import loads_states, states_as_torchs, states_to_load
 from offload.optimizer.states import State, StatePlacement, require_host_memory, state_bytes
 from offload.optimizer.together import in_two, update_together
 from offload.runtime.errors import KnobError
@@ -233,7 +233,7 @@ class HostAdamW(torch.optim.AdamW):
         """Claims the updates of those parameters that have a gradient and are not claimed yet in this step.
 
         `released` has gradients that are in no `.grad`. Parameters of no group are left out. Raises ValueError for a
-        sparse gradient, and claims nothing then.
+        sparse gradient and for a dtype that is not supported, and claims nothing then.
         """
         hyperparameters, claims = [hyperparameters_of(group) for group in self.param_groups], []
         for parameter in dict.fromkeys(parameters):
@@ -242,6 +242,7 @@ class HostAdamW(torch.optim.AdamW):
                 continue
             if gradient.layout is not torch.strided:
                 raise ValueError("AdamW takes no sparse gradients: build the embedding with sparse=False")
+            check_dtype(parameter)
             claims.append(Claim(parameter, gradient, hyperparameters[group], self.format, self._noise_seeds[parameter]))
         self._claimed.update([claim.parameter for claim in claims])
         return claims
@@ -329,11 +330,10 @@ class HostAdamW(torch.optim.AdamW):
         Raises ValueError for state of another model, or for settings that are not supported; nothing is loaded then.
         """
         self.finish()
-        for group in state_dict["param_groups"]:
-            check_settings(group, "the optimizer state to load")
-        loaded = states_to_load(state_dict, self._parameters, self.format)
-        # torch would round float32 state of a bf16 parameter to bf16, so it gets the settings alone.
-        super().load_state_dict({**state_dict, "state": {}})
+        with loads_states(self, lambda given: states_to_load(given, self._parameters, self.format), self._adopt):
+            super().load_state_dict(state_dict)
+
+    def _adopt(self, loaded: dict[Tensor, State]) -> None:
         self._claimed.clear()
         for parameter, state in loaded.items():
             self.state[parameter] = self._owner(parameter).adopt(parameter, state)

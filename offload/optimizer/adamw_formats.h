@@ -132,7 +132,12 @@ static inline int16_t remainder_of(float value) { return value != value ? 0 : (i
 #define stochastic_WRITE_ONLY 0
 #define stochastic_HAS_REST 0
 
-#define kahan_READ(i) (load_bf16(weight[i]) + load_bf16(rest[i]))
+/* An error of more than half the distance to the next weight away from zero is that of an overwritten weight. */
+static inline float with_error(bf16 weight, bf16 error) {
+  float value = load_bf16(weight), rest = load_bf16(error), distance = load_bf16((bf16)(weight + 1)) - value;
+  return value + (2 * fabsf(rest) <= fabsf(distance) ? rest : 0);
+}
+#define kahan_READ(i) with_error(weight[i], rest[i])
 #define kahan_WRITE(i, o, value) (out)[o] = to_away(value), rest[i] = to_even((value) - load_bf16(to_away(value)))
 #define kahan_WRITE_ONLY 0
 #define kahan_HAS_REST 1

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from offload.optimizer.block_quantise import dequantise, quantise, scales_for
 from offload.optimizer.formats import CODES, MASTER_NAMES, MOMENTS, SCALE, StateFormat
-from offload.optimizer.rounding import join
+from offload.optimizer.rounding import add_compensation, join
 from offload.optimizer.states import WEIGHT, State
 
 MASTER, REMAINDER, COMPENSATION = (MASTER_NAMES[dtype] for dtype in (torch.float32, torch.int16, torch.bfloat16))
@@ -89,7 +89,8 @@ def _master(state: State, weight: Tensor) -> Tensor | None:
         return join(flat, remainder.view(-1), values).view(weight.shape)
     if COMPENSATION in state:
         compensation = state[COMPENSATION]
-        return weight.detach().to(compensation.device).float() + compensation
+        values = weight.detach().to(compensation.device, torch.float32, copy=True)
+        return add_compensation(values, compensation)
     return None
 
 

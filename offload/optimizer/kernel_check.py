@@ -124,7 +124,7 @@ def hard_operands(kind: Kind) -> Operands:
     They are the same at each call. The noise's counter of 32 bits ends within them.
     """
     draw = torch.Generator().manual_seed(0)
-    part = COUNT // 4
+    part, is_kahan = COUNT // 4, kind.master == torch.bfloat16
     weight, gradient = _numbers(kind.weight, 1.0, draw), _numbers(kind.gradient, 1e-3, draw)
     exp_avg, exp_avg_sq = _numbers(kind.moment, 1e-3, draw), _numbers(kind.moment, 1e-6, draw)
     exp_avg_sq[: COUNT - part // 2].abs_()
@@ -136,7 +136,8 @@ def hard_operands(kind: Kind) -> Operands:
         gradient=gradient,
         exp_avg=exp_avg,
         exp_avg_sq=exp_avg_sq,
-        master=None if kind.master is None else _numbers(kind.master, 1.0, draw),
+        # Beside ordinary weights a compensation of this size is that of its weight, or that of another.
+        master=None if kind.master is None else _numbers(kind.master, 2**-9 if is_kahan else 1.0, draw),
         start=(1 << 32) - COUNT // 2,
         seed=-77,
         rounds_moments=kind.rounds_moments,

@@ -19,6 +19,7 @@ from offload.optimizer.fused_adamw import fused_adamw_
 from offload.optimizer.operands import HyperParameters, Operands
 from offload.optimizer.rounding import (
     MOMENT_NOISE,
+    add_compensation,
     join,
     noise_key,
     noise_of,
@@ -160,7 +161,7 @@ def _read_master(piece: Operands, scratch: _Scratch) -> Tensor:
         return master
     if master.dtype == torch.int16:
         return join(weight, master, scratch.tile("master", weight.numel()))
-    return scratch.float32("master", weight).add_(master)
+    return add_compensation(scratch.float32("master", weight), master)
 
 
 def _write_master(values: Tensor, piece: Operands, key: Tensor | None) -> None:

@@ -27,7 +27,8 @@ class HyperParameters(NamedTuple):
 def check_hyperparameters(lr: float, betas: Sequence[float], eps: float, weight_decay: float) -> None:
     """Raises KnobError for a value out of range."""
     in_range("lr", lr, at_least=0)
-    in_range("eps", eps, above=0)
+    # Less is 0 in float32, in which updates are computed: 0 / 0 where a gradient is 0.
+    in_range("eps", eps, at_least=1e-45)
     in_range("weight_decay", weight_decay, at_least=0)
     if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
         raise KnobError("betas", list(betas), "must be two numbers, at least 0 and below 1")

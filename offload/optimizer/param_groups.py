@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.optimizer.operands import HyperParameters
+from offload.optimizer.operands import HyperParameters, check_hyperparameters
 
 # Keys of torch's AdamW that change the arithmetic, and the one value of each that the update here computes.
 COMPUTED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
@@ -16,11 +16,22 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Raises ValueError where a setting, or the dtype of a parameter that trains, is not supported."""
+    """Raises ValueError where a setting, or the dtype of a parameter that trains, is not supported.
+
+    A setting out of range is a KnobError.
+    """
     check_settings(group, "a parameter group")
+    betas = [float(beta) for beta in group["betas"]]
+    check_hyperparameters(float(group["lr"]), betas, float(group["eps"]), float(group["weight_decay"]))
     for parameter in group["params"]:
-        if parameter.requires_grad and parameter.dtype not in DTYPES:
-            raise ValueError(f"a parameter is {parameter.dtype}: AdamW here takes float32, bfloat16 and float16")
+        if parameter.requires_grad:
+            check_dtype(parameter)
+
+
+def check_dtype(parameter: Tensor) -> None:
+    """Raises ValueError for a parameter whose dtype is not supported."""
+    if parameter.dtype not in DTYPES:
+        raise ValueError(f"a parameter is {parameter.dtype}: AdamW here takes float32, bfloat16 and float16")
 
 
 def check_settings(group: dict[str, Any], what: str) -> None:
@@ -42,7 +53,8 @@ def decay_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     """Returns groups of `params` (parameters or groups of them) in which biases and weights of norms do not decay.
 
     Those are the parameters of fewer than two dimensions; embeddings decay. Each group with both kinds becomes two, the
-    first with its own weight decay, the second with none. Raises TypeError for a set of parameters, as torch does.
+    first with its own weight decay, the second with none. Raises TypeError for a set of parameters, as torch does. What
+    is no tensor stays in the first, for torch to refuse.
     """
     entries = list(params)
     if entries and not isinstance(entries[0], dict):
@@ -53,8 +65,8 @@ def decay_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
         if isinstance(members, set):
             raise TypeError("parameters come in a set, whose order differs from run to run: give a list")
         members = [members] if isinstance(members, Tensor) else list(members)
-        decaying = [p for p in members if _tensor(p).ndim >= 2]
-        constant = [p for p in members if _tensor(p).ndim < 2]
+        decaying = [p for p in members if _dimensions(p) >= 2]
+        constant = [p for p in members if _dimensions(p) < 2]
         if decaying or not constant:
             groups.append({**group, "params": decaying})
         if constant:
@@ -62,5 +74,5 @@ def decay_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     return groups
 
 
-def _tensor(parameter: Tensor | tuple[str, Tensor]) -> Tensor:
-    return parameter[1] if isinstance(parameter, tuple) else parameter
+def _dimensions(parameter: Tensor | tuple[str, Tensor]) -> int:
+    return getattr(parameter[1] if isinstance(parameter, tuple) else parameter, "ndim", 2)

@@ -56,6 +56,16 @@ def join(weight: Tensor, remainder: Tensor, values: Tensor) -> Tensor:
     return values
 
 
+def add_compensation(values: Tensor, compensation: Tensor) -> Tensor:
+    """Adds its rounding error `compensation` (bfloat16) to each bfloat16 weight in `values` (float32), in place.
+
+    An error of more than half the distance to the next bfloat16 away from zero is that of another weight, which
+    somebody has overwritten since: it counts as zero.
+    """
+    distance = (values.view(torch.int32) + 0x10000).view(torch.float32).sub_(values).abs_()
+    return values.add_(torch.where(compensation.abs() * 2 <= distance, compensation, 0))
+
+
 def round_stochastically(values: Tensor, noise: Tensor, rounded: Tensor) -> None:
     """Rounds float32 `values` into bfloat16 `rounded`, up or down with probabilities that make the mean exact.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +12,13 @@ from torch import Tensor
 from offload.optimizer.block_quantise import scales_for
 from offload.optimizer.conversions import in_format, moment_names_of
 from offload.optimizer.formats import MASTER_NAMES, MOMENTS, SCALE, StateFormat
+from offload.optimizer.param_groups import check_settings
 from offload.optimizer.states import WEIGHT, State
+
+# A compensation is written as bits: torch's AdamW would carry along bfloat16 beside a bfloat16 parameter unseen, while
+# it makes numbers of bits.
+COMPENSATION = MASTER_NAMES[torch.bfloat16]
+WRITTEN_AS = {name: torch.int16 if name == COMPENSATION else dtype for dtype, name in MASTER_NAMES.items()}
 
 
 def states_as_torchs(state_dict: dict[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
@@ -19,7 +26,8 @@ def states_as_torchs(state_dict: dict[str, Any], parameters: Sequence[Tensor]) -
     groups.
 
     torch's fused kernels walk memory and expect that. States of contiguous parameters are not copied. Copies of weights
-    are left out. torch's AdamW takes no moments in 8 bits: it ends at its first step.
+    are left out. Compensations are the bits of bfloat16 (int16), which torch's AdamW makes other numbers of. It takes
+    no moments in 8 bits: it ends at its first step.
     """
     states = {
         index: {name: tensor for name, tensor in state.items() if name != WEIGHT}
@@ -28,7 +36,38 @@ def states_as_torchs(state_dict: dict[str, Any], parameters: Sequence[Tensor]) -
     for index, parameter in enumerate(parameters):
         if index in states and not parameter.is_contiguous():
             states[index] = {name: _laid_out(tensor, parameter) for name, tensor in states[index].items()}
+    for state in states.values():
+        if COMPENSATION in state:
+            state[COMPENSATION] = state[COMPENSATION].view(WRITTEN_AS[COMPENSATION])
     return {**state_dict, "state": states}
+
+
+@contextmanager
+def loads_states(
+    optimizer: torch.optim.Optimizer,
+    to_load: Callable[[dict[str, Any]], dict[Tensor, State]],
+    adopt: Callable[[dict[Tensor, State]], None],
+) -> Iterator[None]:
+    """In the block torch's `optimizer.load_state_dict` loads the settings alone; `adopt` gets the states.
+
+    They are what `to_load` makes of the state dict that the hooks which run before loading have returned. The hooks for
+    afterwards find them adopted. torch would round float32 state of a bf16 parameter to bf16.
+    """
+    found: dict[Tensor, State] = {}
+
+    def take(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        found.update(to_load(state_dict))
+        return {**state_dict, "state": {}}
+
+    hooks = (
+        optimizer.register_load_state_dict_pre_hook(take),
+        optimizer.register_load_state_dict_post_hook(lambda _: adopt(found), prepend=True),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def states_to_load(
@@ -39,8 +78,10 @@ def states_to_load(
     A master is left out where it is redundant or outdated: a float32 parameter is its own master, and torch's AdamW
     rounds the master of another to the parameter's dtype and does not update it.
 
-    Raises ValueError where a state is missing or its shape is not that of its parameter.
+    Raises ValueError where a state is missing, its shape is not that of its parameter, or a setting is not supported.
     """
+    for group in state_dict["param_groups"]:
+        check_settings(group, "the optimizer state to load")
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     found = {}
     # Where the numbers of parameters differ, torch raises an error.
@@ -61,8 +102,11 @@ def states_to_load(
             _check_shape(name, tensor, index, parameter)
         states["step"] = states["step"].reshape(()).float()
         for dtype, name in MASTER_NAMES.items():
-            if name in states and (parameter.dtype == torch.float32 or states[name].dtype != dtype):
-                del states[name]
+            if name in states:
+                if parameter.dtype == torch.float32 or states[name].dtype != WRITTEN_AS[name]:
+                    del states[name]
+                else:
+                    states[name] = states[name].view(dtype)
         states = in_format(states, parameter, format)
         found[parameter] = states
     return found

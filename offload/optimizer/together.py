@@ -22,7 +22,7 @@ from offload.optimizer.fused_adamw import fused_adamw_
 from offload.optimizer.kernel_check import CheckedUpdate
 from offload.optimizer.kernels import BlockwiseUpdate, UpdateKernel
 from offload.optimizer.operands import HyperParameters, Operands
-from offload.optimizer.rounding import join, round_weights, split
+from offload.optimizer.rounding import add_compensation, join, round_weights, split
 from offload.optimizer.states import State
 from offload.runtime.torch_internals import copy_each, scaled_tensors, views_of_flat
 
@@ -229,9 +229,9 @@ class _Masters:
             join(weight, remainder, scratch.take("master").flat)
             self.tensors = scratch.take("master").views
         elif self._kind == torch.bfloat16:
-            compensation = scratch.gather(SPARE, self._beside).flat
-            scratch.gather("master", weights).flat.add_(compensation)
-            self.tensors = scratch.take("master").views
+            master = scratch.gather("master", weights)
+            add_compensation(master.flat, scratch.gather(SPARE, self._beside).flat)
+            self.tensors = master.views
         else:
             self.tensors = weights if self._kind is None else self._beside
 

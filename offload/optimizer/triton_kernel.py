@@ -161,7 +161,10 @@ def _update(
     v = _read(exp_avg_sqs, inside)
     value = _read(masters if master == "fp32" else weights, inside)
     if master == "kahan":
-        value = value + _read(masters, inside)
+        rest = _read(masters, inside)
+        distance = (value.to(tl.uint32, bitcast=True) + 0x10000).to(tl.float32, bitcast=True) - value
+        # One of more than half the distance is the error of an overwritten weight.
+        value = value + tl.where(tl.abs(rest) * 2 <= tl.abs(distance), rest, 0.0)
     if master == "compact":
         rest = tl.load(masters, inside).to(tl.int32)
         bits = value.to(tl.uint32, bitcast=True)

@@ -137,8 +137,14 @@ class GradientSum:
     def takes(self, unit: OffloadUnit, tensor: UnitTensor, is_final: bool) -> bool:
         """Tells whether the sharers sum a gradient that lands inside backward, or it goes home alone.
 
-        `is_final`: it is of the last microbatch. Raises RuntimeError where it would be added to a sum.
+        `is_final`: it is of the last microbatch. Raises RuntimeError where it would be added to a sum, and for a tensor
+        that was frozen when the sharers made the memory of gradients and states.
         """
+        if tensor.shared_gradient is None:
+            raise RuntimeError(
+                f"{tensor.name} trains, and was frozen when processes began to share its unit: unfreeze it before the"
+                f" mode is attached; {OWN_HOMES}"
+            )
         if tensor.host.grad is tensor.shared_gradient and tensor not in self.summed:
             raise RuntimeError(
                 f"the gradient of {tensor.name} is a sum over several processes, which nothing more is added to: set it"
@@ -146,7 +152,7 @@ class GradientSum:
             )
         if tensor in self.summed or self.holds(unit, tensor):
             return True
-        return is_final and tensor.host.grad is None and tensor.shared_gradient is not None
+        return is_final and tensor.host.grad is None
 
     def refuse_host_use(self, unit: OffloadUnit, tensor: UnitTensor) -> None:
         """Raises RuntimeError if the sharers sum a gradient that a loss adds to on the host."""

@@ -361,3 +361,11 @@ def test_shards_are_packed_by_bytes():
     assert ShardOffload(shard_bytes=2 * block + 1).footprint(Stack()).units == 2
     assert ShardOffload(shards=3, include=["blocks.[012]"]).footprint(Stack()).units == 3
     assert ShardOffload(shards=3, include=["no such block"]).footprint(Stack()).units == 0
+
+
+def test_a_step_without_microbatches_changes_nothing():
+    model = Stack()
+    with attached(mode := ShardOffload(shards=2), model):
+        with mode.step():
+            assert mode.accumulate([]) == []
+        assert all(parameter.grad is None for parameter in model.parameters())

@@ -52,6 +52,44 @@ def test_dtypes_without_an_update_are_refused_unless_they_are_frozen():
     HostAdamW([*parameters(torch.float16), frozen], **OFF)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_dtypes_without_an_update_are_refused_when_they_train_later(dtype: torch.dtype):
+    weights = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, dtype=dtype), requires_grad=False)]
+    optimizer = HostAdamW(weights, **OFF)
+    weights[1].requires_grad_(True)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    with pytest.raises(ValueError, match=f"a parameter is {dtype}: .* takes float32, bfloat16 and float16"):
+        optimizer.step()
+    assert all(weight.eq(1).all() for weight in weights)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"lr": -1.0}, "lr=-1.0: must be at least 0"),
+        ({"lr": float("nan")}, "lr=nan: must be at least 0"),
+        ({"eps": 1e-60}, "eps=1e-60: must be at least 1e-45"),
+        ({"betas": (1.0, 0.9)}, "betas=.*: must be two numbers, at least 0 and below 1"),
+        ({"betas": (0.9,)}, "betas=.*: must be two numbers, at least 0 and below 1"),
+    ],
+)
+def test_settings_of_a_group_out_of_range_are_refused(setting: dict, message: str):
+    weights = parameters()
+    optimizer = HostAdamW(weights[2:], **OFF)
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": weights[:2], **setting})
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(ValueError, match=message):
+        HostAdamW(weights, **OFF, **setting)
+
+
+def test_what_is_no_tensor_is_left_for_torch_to_refuse():
+    for all_decay in (False, True):
+        with pytest.raises(TypeError, match="optimizer can only optimize Tensors"):
+            HostAdamW(["weight"], **OFF, decay_norms_and_biases=all_decay)
+
+
 def test_groups_without_decay_are_those_of_norms_and_biases():
     model = nn.Sequential(nn.Embedding(4, 8), nn.LayerNorm(8), nn.Linear(8, 4), nn.Conv2d(1, 1, 3))
     decaying, constant = decay_groups(model.parameters())

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from offload.optimizer.rounding import (
+    add_compensation,
     join,
     noise_key,
     noise_of,
@@ -135,3 +136,25 @@ def test_seeds_parameters_and_steps_have_noise_of_their_own():
         for step in range(1, 5)
     }
     assert len(keys) == 64
+
+
+# Beside a power of two the distances to both neighbours differ.
+@pytest.mark.parametrize("near", [-0x8001, -0x8000, -0x4001, -0x4000, -1, 0, 1, 0x7FFF, 0x8000, 0x8001])
+def test_a_compensation_counts_beside_its_own_weight(near: int):
+    values = torch.cat([patterns(near, 255, 1 << 23), patterns(abs(near), CHUNK, 4093)])
+    values = torch.cat([values, -values])
+    weight = torch.empty(values.shape, dtype=torch.bfloat16)
+    round_weights(values, weight)
+    is_finite = weight.isfinite()
+    values, weight = values[is_finite], weight[is_finite]
+    compensation = (values - weight.float()).bfloat16()
+    expected = weight.float() + compensation
+    assert torch.equal(bits_of(add_compensation(weight.float(), compensation)), bits_of(expected))
+
+
+@pytest.mark.parametrize("error", [0.25, -0.25])
+def test_a_compensation_of_a_larger_weight_counts_as_zero(error: float):
+    weight = torch.tensor([0.0, 1e-3, -1e-3, 1.0, 60.0, float("inf"), 90.0]).bfloat16()
+    found = add_compensation(weight.float(), torch.full(weight.shape, error).bfloat16())
+    # Half the distance of 90 to the next number is 0.25.
+    assert found.tolist() == [*weight[:-1].tolist(), 90 + error]

@@ -61,16 +61,17 @@ def test_state_of_torchs_adamw_loads_and_loads_back():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_training_by_torchs_adamw_in_between_is_kept(layout: torch.memory_format, dtype: torch.dtype):
+@pytest.mark.parametrize("master", ["compact", "fp32", "kahan"])
+def test_training_by_torchs_adamw_in_between_is_kept(master: str, layout: torch.memory_format, dtype: torch.dtype):
     """Trains by ours, by torch's, and by ours with lr=0: the weights stay as torch's left them."""
     ours = [nn.Parameter(p.detach().to(memory_format=layout)) if p.ndim == 4 else p for p in parameters(dtype)]
-    train(host := HostAdamW(ours, **SETTINGS, **OFF), ours, range(3))
+    train(host := HostAdamW(ours, **SETTINGS, **OFF, master=master), ours, range(3))
     theirs = [nn.Parameter(weight.detach().clone()) for weight in ours]
     torchs = torch.optim.AdamW(theirs)
     torchs.load_state_dict(roundtrip(host.state_dict()))
     train(torchs, theirs, range(3, 23))
     back = [nn.Parameter(weight.detach().clone()) for weight in theirs]
-    again = HostAdamW(back, **OFF)
+    again = HostAdamW(back, **OFF, master=master)
     again.load_state_dict(roundtrip(torchs.state_dict()))
     state = again.state[back[0]]
     assert state["exp_avg"].dtype == torch.float32
@@ -172,3 +173,29 @@ def test_a_copy_of_the_optimizer_updates_its_own_model():
     assert not torch.equal(model.weight, other.weight)
     train(other_optimizer, list(other.parameters()), range(2, 4))
     assert torch.equal(model.weight, other.weight)
+
+
+def test_hooks_around_loading_see_the_states():
+    weights = parameters()
+    train(host := HostAdamW(weights, **SETTINGS, **OFF), weights, range(2))
+    saved, seen = host.state_dict(), []
+
+    def sevens(_: HostAdamW, state_dict: dict) -> dict:
+        states = state_dict["state"]
+        return state_dict | {
+            "state": {
+                index: state | {"exp_avg": torch.full_like(state["exp_avg"], 7)} for index, state in states.items()
+            }
+        }
+
+    host.register_load_state_dict_pre_hook(sevens)
+    host.register_load_state_dict_post_hook(lambda optimizer: seen.append(optimizer.state[weights[0]]["exp_avg"]))
+    for count in (1, 2):
+        host.load_state_dict(saved)
+        assert len(seen) == count
+        assert seen[-1].eq(7).all()
+    saved["param_groups"][0]["maximize"] = True
+    with pytest.raises(ValueError, match="the optimizer state to load has maximize=True"):
+        host.load_state_dict(saved)
+    assert host.state[weights[0]]["exp_avg"].eq(7).all()
+    assert len(seen) == 2

@@ -130,7 +130,7 @@ def test_a_bf16_weight_in_any_layout_is_updated_as_a_contiguous_one(master: str)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 def test_a_bf16_weight_that_is_written_between_steps_counts_but_for_one_with_a_float32_master(layout: str):
     found = {}
-    for master in ("compact", "fp32"):
+    for master in ("compact", "kahan", "fp32"):
         base = torch.randn(16, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
         weight = nn.Parameter(base if layout == "contiguous" else base.t())
         train(optimizer := HostAdamW([weight], **SETTINGS | {"lr": 0.0}, **OFF, master=master), [weight], range(2))
@@ -139,6 +139,7 @@ def test_a_bf16_weight_that_is_written_between_steps_counts_but_for_one_with_a_f
         train(optimizer, [weight], range(2, 3))
         found[master] = weight.detach().clone()
     assert found["compact"].abs().max() < 1e-40
+    assert found["kahan"].abs().max() < 1e-40
     assert found["fp32"].abs().max() > 1
 
 

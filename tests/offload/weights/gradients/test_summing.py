@@ -146,6 +146,21 @@ def test_a_loss_on_the_host_besides_is_an_error():
         as_sharers(2, work)
 
 
+def test_a_parameter_that_was_frozen_when_sharing_began_cannot_train():
+    """The memory of its gradient and of its states is not shared."""
+
+    def work(sharers: ThreadSharers) -> None:
+        model, mode = Stack(depth=2), LayerStream(slots=2)
+        model.blocks[1].requires_grad_(False)
+        mode.attach(model, streams(), sharers)
+        model.blocks[1].norm.bias.requires_grad_(True)
+        with mode.step():
+            mode.accumulate([lambda: model(stack_inputs(0, sharers.rank)).square().mean()])
+
+    with pytest.raises(RuntimeError, match=r"^blocks.1.norm.bias trains, and was frozen when processes began to share"):
+        as_sharers(2, work)
+
+
 def test_nothing_is_added_to_the_sums_of_the_last_step():
     def work(sharers: ThreadSharers) -> None:
         model, mode = Stack(depth=2), LayerStream(slots=2)
