@@ -15,6 +15,7 @@ from training.checkpoints.base import BaseReference
 from training.checkpoints.resuming import Checkpoint, is_in, starting_point
 from training.components import Components
 from training.config.auto import AUTO
+from training.config.modes import weights_node
 from training.config.validation import check_steps
 from training.errors import UserError
 from training.evaluation.held_out import Evaluation
@@ -143,7 +144,7 @@ def weights_of_run(
     if is_mapped(config):
         raise UserError(
             f"resume={checkpoint.folder}: a checkpoint of a whole model is loaded into memory, so its weights cannot"
-            " stay in the files of model.weights: take source=memory"
+            f" stay in the files of model.weights: take {weights_node(config)[0]}.source=memory"
         )
     return None
 

@@ -85,8 +85,8 @@ def _explained(error: Exception) -> str:
         named = f"; by its name or folder: model=hf model.source={option}" if group == "model" and "/" in option else ""
         return f"{group}={option}: there is no such option; choose from {', '.join(error.options)}{named}"
     if isinstance(error, OverrideParseException):
-        advice = "put a VALUE with blanks, brackets or other signs between two pairs of quotes: KEY=\"'VALUE'\""
-        return f"{error.override}: is not KEY=VALUE, without blanks around =; {advice}"
+        advice = "put a VALUE with blanks, brackets, letters beyond a-z or other signs between two pairs of quotes"
+        return f"{error.override}: is not KEY=VALUE, without blanks around =; {advice}: KEY=\"'VALUE'\""
     if several := re.match(r"Ambiguous value for argument '([^']+)'", str(error)):
         return f"{several[1]}: several values are a sweep, one run for each: python train.py -m {several[1]}"
     if twice := re.match(r"Multiple values for ([^ ]+)\. .*: (.+)'$", str(error)):

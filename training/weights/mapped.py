@@ -37,7 +37,7 @@ def map_weights(config: DictConfig, mode: Mode, model: nn.Module) -> None:
             reason = max(places.reasons.values(), key=list(places.reasons.values()).count)
             raise UserError(
                 f"{weights_node(config)[0]}.source={MAPPED}: no frozen weight can be read from"
-                f" model.weights={config.model.weights}: they {reason}; take source=memory"
+                f" model.weights={config.model.weights}: they {reason}; take {weights_node(config)[0]}.source=memory"
             )
         spans = {t: [FileSpan(place.file, place.offset, place.nbytes) for place in found[t]] for t in found}
         mode.map_weights(spans)
@@ -72,20 +72,21 @@ def largest_file(config: DictConfig, model: nn.Module) -> Path:
 
 
 def _places(config: DictConfig, model: nn.Module) -> Places:
-    key = f"{weights_node(config)[0]}.source={MAPPED}"
+    source = f"{weights_node(config)[0]}.source"
+    key = f"{source}={MAPPED}"
     if config.model.weights is None:
         raise UserError(
             f"{key}: reads weights from files in every step, and model.weights=null has none: give model.weights=PATH,"
-            " or take source=memory"
+            f" or take {source}=memory"
         )
     if config.devices > 1:
         raise UserError(
-            f"{key}: is for one device so far: take devices=1 instead of {config.devices}, or source=memory"
+            f"{key}: is for one device so far: take devices=1 instead of {config.devices}, or {source}=memory"
         )
     if all(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(
             f"{key}: reads frozen weights from files, and here all train: train an adapter (adapter=lora), quantize the"
-            " weights, or take source=memory"
+            f" weights, or take {source}=memory"
         )
     path = ModelWeights.find(config.model.weights, ask=False).local_path()
     try:

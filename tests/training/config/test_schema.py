@@ -191,7 +191,7 @@ def test_a_sound_overlay_is_accepted(overlay):
         (["optimizer.betas=[0.9,1]"], "optimizer.betas=[0.9, 1.0]: must be two numbers"),
         (["optimizer.lr=nan"], "optimizer.lr=nan: must be at least 0"),
         (["optimizer.lr=inf"], "optimizer.lr=inf: must be finite"),
-        (["optimizer.eps=0"], "optimizer.eps=0.0: must be above 0"),
+        (["optimizer.eps=0"], "optimizer.eps=0.0: must be at least 1e-45"),
         (
             ["optimizer=host_adamw", "optimizer.state_dtype=fp16"],
             "optimizer.state_dtype=fp16: must be fp32 or bf16 or int8",

@@ -27,7 +27,7 @@ from training.runs.compose_errors import explain_refusal, is_refusal
         ("tracking.tags=a", "tracking.tags=a: must be a list, such as [a]"),
         (
             "steps",
-            "steps: is not KEY=VALUE, without blanks around =; put a VALUE with blanks, brackets or other ",
+            "steps: is not KEY=VALUE, without blanks around =; put a VALUE with blanks, brackets, letters ",
         ),
         (
             "hydra.run.dir=a=b",

@@ -95,7 +95,7 @@ def test_a_file_that_changes_ends_the_run_with_one_line(tmp_path: Path, weights:
         (("model.weights=null",), "model.weights=null has none: give model.weights=PATH"),
         (("adapter=none",), "here all train: train an adapter"),
         (("devices=2", "batch_size=4"), "is for one device so far"),
-        (("precision=bf16",), "they are F32 in the files, and torch.bfloat16 here; take source=memory"),
+        (("precision=bf16",), "they are F32 in the files, and torch.bfloat16 here; take offload.source=memory"),
         (("offload.ring_bytes=1KiB",), r"offload.ring_bytes=1024: must be at least \d+, the bytes of"),
         (("model.num_hidden_layers=1",), "model.weights=.*: .* which the model lacks"),
     ],
