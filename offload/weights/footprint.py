@@ -16,10 +16,20 @@ class Footprint:
     """Bytes by place for one model under one mode, and the traffic of a step of one microbatch.
 
     A dry run (`offload.planning.dry_run`) tells the bytes that depend on the order of use and on activations.
-    `layer_major`: all microbatches of a step share its traffic. `activation_budget_bytes` of swapped activations stay
-    on the device (None: as many as copies would not hide). `resident` are the tensors that stay on the device,
-    `trained` the parameters of each unit that train. Where processes share the homes, `slices` has for each of them,
-    and for each unit, the elements of the ranges that it updates.
+
+    Args:
+        units, largest_unit_bytes: the number of units that stream, and the bytes of the largest.
+        resident_bytes, slot_bytes: of what stays on the device, and of the slots there.
+        host_weight_bytes, host_gradient_bytes: of the weights that stream, and of the homes of their gradients.
+        h2d_bytes, d2h_bytes: that cross the bus each way in a step, h2d an upper bound.
+        file_bytes: of the weights that stream from files.
+        ring_bytes: of the page-locked memory through which they are read.
+        layer_major: all microbatches of a step share its traffic.
+        activation_budget_bytes: of swapped activations that stay on the device; None: as many as copies would not hide.
+        resident: the tensors that stay on the device.
+        trained: the parameters of each unit that train.
+        slices: where processes share the homes, for each of them and for each unit the elements of the ranges that it
+            updates.
     """
 
     units: int

@@ -32,7 +32,10 @@ LOOK_EVERY_S = 0.05
 
 
 class ExchangeBoard:
-    """The rows of all `sharers` of a host; every sharer makes one at the same time, and waits for the others."""
+    """The rows of all `sharers` of a host; every sharer makes one at the same time, and waits for the others.
+
+    Raises SharerLostError, as `Sharers.exchange` does, if one of them does not come.
+    """
 
     def __init__(self, sharers: Sharers):
         self._rank, self._count = sharers.rank, sharers.count
@@ -45,8 +48,8 @@ class ExchangeBoard:
     def exchange(self, numbers: Sequence[int], limit_s: float) -> list[list[int]]:
         """Blocks the host until every sharer has written its numbers; returns those of each, in the order of ranks.
 
-        At most MOST_NUMBERS, of 64 bits. Raises SharerLostError for a sharer whose process has ended, or that does not
-        come within `limit_s` seconds.
+        The numbers are signed, of 64 bits. Raises ValueError for more than MOST_NUMBERS, and SharerLostError for a
+        sharer whose process has ended, or that does not come within `limit_s` seconds.
         """
         if len(numbers) > MOST_NUMBERS:
             raise ValueError(f"{len(numbers)} numbers are more than a row of the exchange board has: {MOST_NUMBERS}")

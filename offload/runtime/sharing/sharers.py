@@ -35,7 +35,9 @@ class SharerLostError(RuntimeError):
 class Sharers(Protocol):
     """The processes that share homes. This one is number `rank` of the `count` of its host.
 
-    `first` is the number of its host's first among those of all `hosts`, each of which has `count`.
+    `first` is the number of its host's first among those of all `hosts`, each of which has `count`. `copies` is the way
+    in which units come in. Every method raises an error, SharerLostError where it is known which, for a sharer that
+    has ended or hangs.
     """
 
     rank: int
@@ -64,6 +66,7 @@ class Sharers(Protocol):
     def sum(self, flat: torch.Tensor, what: str, in_slices: bool = False) -> None:
         """Makes `flat` (1-D on the device, its length a multiple of `count`) the sum over the sharers of all hosts.
 
+        `flat` is of the gradients' dtype, in which it is summed, in the order of ranks or in the library's own.
         `in_slices`: the k-th of its `count` slices is all that sharer k needs of the sum; the rest is not defined then.
         It does so on the current stream, and the host does not wait where the device has streams.
         """
