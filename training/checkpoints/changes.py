@@ -106,13 +106,18 @@ def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key:
         may_change = (*may_change, "optimizer.state_rounding")
     refused = [name for name in changed if not any(fnmatchcase(name, pattern) for pattern in may_change)]
     if refused:
+        if "model._target_" in refused:
+            # A model of another class has other keys, which say no more.
+            refused = ["model._target_"]
         lost = {name: f" ({LOSES[name]})" for name in refused if name in LOSES}
         listed = "; ".join(
             f"{name}: was {changed[name][0]}, is {changed[name][1]}{lost.get(name, '')}" for name in refused
         )
+        # Another model cannot load the weights.
+        is_other_model = any(name.startswith("model.") and name != "model.weights" for name in refused)
+        or_anew = "" if is_other_model else f", or begin a new run from these weights, model.weights={folder}"
         raise UserError(
-            f"{key}: the configuration is not the checkpoint's in {listed}: give the old values to resume,"
-            f" or begin a new run from these weights, model.weights={folder}"
+            f"{key}: the configuration is not the checkpoint's in {listed}: give the old values to resume{or_anew}"
         )
     if "steps" in changed and OmegaConf.select(config, "schedule.final") is not None:
         logger.warning(

@@ -35,6 +35,20 @@ def test_a_changed_configuration_is_refused_listing_the_keys(
     assert listed in str(refusal.value)
     assert "steps:" not in str(refusal.value)
     assert "\n" not in str(refusal.value)
+    # Another model cannot begin with these weights.
+    begins_anew = f"or begin a new run from these weights, model.weights={finished}" in str(refusal.value)
+    assert begins_anew == (not override.startswith("model.hidden_size"))
+
+
+def test_another_class_of_model_is_one_key(tmp_path: Path):
+    saved = parse_yaml(config_text(composed(*TINY_RUN, run_dir=tmp_path)[0]))
+    with pytest.raises(UserError) as refusal:
+        refuse_changes(composed("model=gpt2", run_dir=tmp_path)[0], saved, tmp_path, "resume=x")
+    found = str(refusal.value)
+    assert found == (
+        "resume=x: the configuration is not the checkpoint's in model._target_: was models.llama.Llama, is"
+        " models.hf.build_hf: give the old values to resume"
+    )
 
 
 def test_all_changed_keys_are_listed(tmp_path: Path, finished: Path, run_here):
