@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from offload.optimizer.block_quantise import scales_for
-from offload.optimizer.conversions import in_format, moment_names_of
+from offload.optimizer.conversions import COMPENSATION, in_format, moment_names_of
 from offload.optimizer.formats import MASTER_NAMES, MOMENTS, SCALE, StateFormat
 from offload.optimizer.param_groups import check_settings
 from offload.optimizer.states import WEIGHT, State
 
 # A compensation is written as bits: torch's AdamW would carry along bfloat16 beside a bfloat16 parameter unseen, while
 # it makes numbers of bits.
-COMPENSATION = MASTER_NAMES[torch.bfloat16]
 WRITTEN_AS = {name: torch.int16 if name == COMPENSATION else dtype for dtype, name in MASTER_NAMES.items()}
 
 

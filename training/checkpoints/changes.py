@@ -113,7 +113,7 @@ def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key:
         listed = "; ".join(
             f"{name}: was {changed[name][0]}, is {changed[name][1]}{lost.get(name, '')}" for name in refused
         )
-        # Another model cannot load the weights.
+        # The weights may not fit into another model.
         is_other_model = any(name.startswith("model.") and name != "model.weights" for name in refused)
         or_anew = "" if is_other_model else f", or begin a new run from these weights, model.weights={folder}"
         raise UserError(
