@@ -36,9 +36,9 @@ too. Every other module may change without notice.
 - `Counters`: bytes copied and times waited, from `mode.counters()`. `Footprint`: bytes of a mode before it is attached.
 - `Sharers`: processes of one host, each with a device, that share the homes of what streams: `mode.attach(model,
   streams, sharers)`, then `mode.divide(optimizer)`; `CopyWay`: how they bring units in. `NO_SHARERS` is a process by
-  itself. `ExchangeBoard`: their
-  exchanges of numbers through shared memory; `SharerLostError` names one that has ended or hangs; `meet` waits for all.
-  An error that sharing alone brings about ends with `OWN_HOMES`.
+  itself. `ExchangeBoard`: their exchanges of numbers through shared memory; `SharerLostError` names one that has ended
+  or hangs; `meet` waits for all. An error that sharing alone brings about ends with `OWN_HOMES`. `gradient_buckets`
+  cuts gradients into runs that a loop sums at once, each a `GradientBucket`.
 - `KnobError`: a knob has a value that it cannot have. On the CPU also `HostOperandError`: an operation takes host
   memory and tensors of the device, which a GPU would refuse; and `StreamOrderError`: the engine left out a wait.
 - `FileSpan`: bytes of a file. `mode.map_weights` takes those of frozen weights, which `source=mapped` reads from there
@@ -89,6 +89,7 @@ from offload.runtime.streams.registry import Streams, acquire, release
 from offload.runtime.streams.stream_checker import StreamOrderError
 from offload.runtime.streams.transfer import upload
 from offload.weights.footprint import Footprint
+from offload.weights.gradients.buckets import GradientBucket, gradient_buckets
 
 __all__ = [
     "GIB",
@@ -102,6 +103,7 @@ __all__ = [
     "ExchangeBoard",
     "FileSpan",
     "Footprint",
+    "GradientBucket",
     "HostAdamW",
     "HostOperandError",
     "KnobError",
@@ -123,6 +125,7 @@ __all__ = [
     "explanations",
     "find_blocks",
     "format_bytes",
+    "gradient_buckets",
     "in_range",
     "knob",
     "l2_norm",

@@ -25,6 +25,7 @@ from offload.runtime.forward.block_attributes import restore
 from offload.runtime.sharing.sharers import NO_SHARERS
 from offload.runtime.streams.counters import Counters
 from offload.runtime.streams.stream_checker import CheckedStreams
+from offload.runtime.torch_internals import gradient_accumulator
 from offload.weights.gradients.updates import ImmediateUpdates
 from offload.weights.units.partition import cut
 
@@ -193,7 +194,7 @@ def dry_run(
 def _note_gradients(parameters: Iterable[Tensor], tracker: MemoryTracker) -> Callable[[], None]:
     """Tells `tracker` when a gradient of these parameters lands, until the returned function is called."""
     # Hooks on the parameters themselves would change the order of microbatches that a mode chooses.
-    nodes = [(tensor, tensor.expand_as(tensor).grad_fn.next_functions[0][0]) for tensor in parameters]
+    nodes = [(tensor, gradient_accumulator(tensor)) for tensor in parameters]
     handles = [node.register_hook(lambda *_, tensor=tensor: tracker.gradient_landed(tensor)) for tensor, node in nodes]
 
     def forget() -> None:

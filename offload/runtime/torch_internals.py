@@ -230,6 +230,12 @@ def set_sequence_number(node: torch.autograd.graph.Node, number: int) -> None:
     node._set_sequence_nr(number)
 
 
+def gradient_accumulator(parameter: Tensor) -> torch.autograd.graph.Node:
+    """Returns the node that adds to `parameter.grad`. The parameter does not keep it alive, nor its hooks."""
+    with torch.enable_grad():
+        return parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+
+
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Tells whether hooks of `register_hook` or `register_post_accumulate_grad_hook` wait for the gradient."""
     return any(gradient_hooks(tensor))

@@ -22,6 +22,7 @@ from offload.runtime.sharing.sharers import NO_SHARERS, Sharers, meet
 from offload.runtime.streams.counters import Counters
 from offload.runtime.streams.registry import Streams
 from offload.runtime.streams.transfer import Telemetry, Transfer
+from offload.runtime.tensor_parts import wraps
 from offload.weights.gradients.landing import GradientLanding
 from offload.weights.gradients.ring import gradient_ring_bytes
 from offload.weights.gradients.updates import NO_UPDATES, Updates
@@ -112,6 +113,7 @@ class WeightStreamer:
             sharers,
             limit_bytes=GRADIENT_SLOTS * cut.largest_unit_bytes,
             releases=releases,
+            on_device=[tensor for tensor, _ in cut.resident if tensor.requires_grad and not wraps(tensor)],
         )
         shared = sharers.count > 1
         gatherer = SliceGatherer(sharers, cut.units, self.transfer, self.gradients.sum) if shared else None
@@ -246,6 +248,7 @@ class WeightStreamer:
 
     def _give_back(self) -> None:
         self._windows.remove()
+        self.gradients.close()
         # They refer back to this object: without them the device memory goes with its last reference.
         self._windows = None
         self.prefetcher.evict_all()

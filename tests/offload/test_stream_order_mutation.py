@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from operator import itemgetter
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ from offload.runtime.streams.stream_checker import (
     StreamOrderError,
 )
 from offload.weights.gradients import ring
+from offload.weights.gradients.buckets import gradient_buckets
 from offload.weights.units import slices
 from tests.offload.helpers.mapped import losses_of, with_low_rank, write_frozen
 from tests.offload.helpers.models import Stack, attached, stack_inputs, train
@@ -174,7 +176,9 @@ def _gathering(device_share: int = 0, copies: str = "slices") -> None:
             model.blocks[0](torch.ones(5, 16))
         mode.detach()
 
-    as_sharers(2, work, copies=copies)
+    # A bucket for each gradient that stays on the device, so that some are summed before those of a unit.
+    with patch.object(gradient_buckets, "__defaults__", (1, 1)):
+        as_sharers(2, work, copies=copies)
 
 
 @contextmanager

@@ -15,12 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from offload import l2_norm
-from training.parallel.buckets import buckets
+from offload import gradient_buckets, l2_norm
 from training.parallel.collectives import add_slices, gather_into
-
-# Gradients begin at multiples of this in a bucket, as tensors do in memory: kernels may add in another order elsewhere.
-ALIGNMENT_BYTES = 512
 
 # Those that NCCL and gloo add, rounding once, as torch does.
 ADDED_BY_LIBRARIES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
@@ -151,16 +147,10 @@ def reduce_gradients(
     """
     norms = {}
     given = [parameter for parameter, some in zip(parameters, has_gradient, strict=True) if some]
-    for bucket in buckets(list(reversed(given))):
-        starts, length = _layout(bucket, group.size())
-        # Minus zero changes no sum, not even the sign of a zero: a rank without a gradient leaves the others' as it is.
-        flat = torch.full((length,), -0.0, dtype=bucket[0].dtype, device=device)
-        views = [_view(flat, start, parameter) for start, parameter in zip(starts, bucket, strict=True)]
-        for view, parameter in zip(views, bucket, strict=True):
-            if parameter.grad is not None:
-                view.copy_(parameter.grad)
+    for bucket in gradient_buckets(given, group.size()):
+        flat = bucket.flat(device)
         add(flat, group)
-        for view, parameter in zip(views, bucket, strict=True):
+        for parameter, view in bucket.views(flat):
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
             if parameter.grad.device != device:
@@ -170,18 +160,6 @@ def reduce_gradients(
     return norms
 
 
-def _layout(bucket: Sequence[nn.Parameter], count: int) -> tuple[list[int], int]:
-    """Returns where each gradient begins, and the length of the bucket, which divides by `count`."""
-    step = ALIGNMENT_BYTES // bucket[0].dtype.itemsize
-    starts, end = [], 0
-    for parameter in bucket:
-        starts.append(end)
-        end += -(-parameter.numel() // step) * step
-    whole = step * count
-    return starts, -(-end // whole) * whole
-
-
-def _view(flat: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
-    """Returns the part of a bucket for the gradient of `parameter`, with the strides that autograd gives it."""
-    strides = torch.empty_like(parameter, device="meta").stride()
-    return flat.as_strided(parameter.shape, strides, start)
+def exchange_bytes(parameters: Sequence[nn.Parameter]) -> int:
+    """Returns the bytes on the device in which gradients are exchanged: two of the largest bucket."""
+    return 2 * max((bucket.length * bucket.dtype.itemsize for bucket in gradient_buckets(parameters)), default=0)

@@ -10,7 +10,7 @@ from models.loss import Head, tokens_per_chunk
 from offload import GIB, parse_bytes
 from offload.planning import DryRun
 from training.components import Components
-from training.parallel.buckets import exchange_bytes
+from training.parallel.reduce import exchange_bytes
 from training.planning.dry_step import examples_of_microbatch
 from training.planning.machine import Machine
 from training.planning.optimizer import PlannedUpdate

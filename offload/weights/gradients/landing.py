@@ -23,6 +23,7 @@ from offload.runtime.torch_internals import (
     is_in_data_parallel,
     left_out_of_graphs,
 )
+from offload.weights.gradients.device_sums import DeviceSums
 from offload.weights.gradients.final import KEEP, FinalGradients
 from offload.weights.gradients.offloader import GradientOffloader, Landing
 from offload.weights.gradients.released import ReleasedGradients, used_on_host
@@ -36,7 +37,7 @@ class GradientLanding:
     """The gradients of one attached model's units, in steps and between them.
 
     `limit_bytes` of them may wait on the device for the bus. `releases`: they go to updates inside backward, and have
-    no homes.
+    no homes. `on_device`: the parameters that stay there, whose gradients `sharers` sum as well.
     """
 
     copy_in: Callable[[OffloadUnit], list[Event]]
@@ -51,6 +52,7 @@ class GradientLanding:
         *,
         limit_bytes: int,
         releases: bool,
+        on_device: Sequence[nn.Parameter] = (),
     ):
         streams = transfer.streams
         self.limit_bytes = limit_bytes
@@ -61,6 +63,7 @@ class GradientLanding:
             self.sum = GradientSum(
                 sharers,
                 units,
+                DeviceSums(sharers, on_device, transfer),
                 transfer,
                 limit_bytes,
                 land_alone=self._land_alone,
@@ -95,6 +98,11 @@ class GradientLanding:
         if self.sum is not None:
             self.sum.updates = updates
 
+    def close(self) -> None:
+        """Takes the hooks off the parameters on the device."""
+        if self.sum is not None:
+            self.sum.on_device.close()
+
     # A step.
 
     def begin_step(self, norms: bool) -> None:
@@ -125,7 +133,9 @@ class GradientLanding:
     def last_microbatch(self) -> None:
         """Declares that the gradients which land from now on in this step are final."""
         self.final.counting = self._updates.early
-        self._are_final = self.sum is not None
+        if self.sum is not None:
+            self._are_final = True
+            self.sum.on_device.last_microbatch()
 
     def end_backward(self) -> None:
         """Sends all home, also what the step, if it has failed, has left."""
@@ -133,6 +143,7 @@ class GradientLanding:
         self._send()
         if self.sum is not None:
             self.sum.abandon()
+            self.sum.on_device.end_step()
         self.final.end_step()
 
     def settle(self) -> None:
@@ -166,8 +177,9 @@ class GradientLanding:
 
     def summed_parameters(self) -> frozenset[nn.Parameter]:
         """Returns the parameters whose gradients of the last step are sums over the sharers already."""
-        summed = () if self.sum is None else self.sum.summed
-        return frozenset(tensor.host for tensor in summed)
+        if self.sum is None:
+            return frozenset()
+        return frozenset(tensor.host for tensor in self.sum.summed) | self.sum.on_device.summed
 
     def begin_forward(self) -> None:
         """Leaves all gradients to autograd from now on, if the forward that begins is of DistributedDataParallel.

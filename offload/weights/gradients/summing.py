@@ -1,8 +1,8 @@
 """Sums gradients over the sharers of a model's homes, on the devices, while backward goes on.
 
-The gradients of a unit are gathered in a flat buffer as they land. Once all are there, on every sharer, the buffers are
-summed, and each sharer sends its slices of the sum home: it updates these and no others. So every gradient crosses the
-link to the host once, divided among the sharers, where ZeRO-2 (Rajbhandari et al. 2020) divides them as well.
+Once all gradients of a unit are there, on every sharer, they are copied into a flat buffer, the buffers are summed, and
+each sharer sends its slices of the sum home: it updates these and no others. So every gradient crosses the link to the
+host once, divided among the sharers, where ZeRO-2 (Rajbhandari et al. 2020) divides them as well.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from offload.runtime.sharing.sharers import OWN_HOMES, Sharers
 from offload.runtime.streams.deferred_free import DeferredFrees, PendingFree
 from offload.runtime.streams.registry import Event
 from offload.runtime.streams.transfer import Transfer, profiled
+from offload.runtime.torch_internals import copy_each
+from offload.weights.gradients.device_sums import DeviceSums
+from offload.weights.gradients.offers import NOTHING, SUMS_AT_ONCE, offer
 from offload.weights.gradients.sum_layout import SumLayout
 from offload.weights.gradients.updates import NO_UPDATES, Updates
 from offload.weights.units.unit import OffloadUnit
@@ -23,10 +26,6 @@ from offload.weights.units.unit_tensor import UnitTensor
 
 # Units whose gradients may wait for those of the sharers. Beyond that the oldest goes home, to be summed after it.
 WAITING_UNITS = 4
-
-# Units whose gradients may be summed at one exchange, and what stands for none of them.
-SUMS_AT_ONCE = 4
-NOTHING = -1
 
 LandAlone = Callable[[OffloadUnit, UnitTensor, torch.Tensor], None]
 """sends one sharer's gradient home, to memory of its own"""
@@ -47,23 +46,15 @@ class _OthersSlices:
 
 
 class _UnitGradients:
-    """The gradients of a unit: a flat buffer for each dtype, with a view for each tensor that trains."""
+    """The gradients of a unit, as they land, and where they are to lie."""
 
-    def __init__(self, unit: OffloadUnit, layout: SumLayout, transfer: Transfer):
-        streams = transfer.streams
+    def __init__(self, layout: SumLayout):
         self.layout = layout
-        self.landed: set[UnitTensor] = set()
-        name = f"device gradients of {unit}"
-        # What lies between the gradients is summed with them, and used by nobody.
-        self.buffers = [
-            PendingFree(torch.empty(size, dtype=dtype, device=streams.device), streams.event(), name, streams.compute)
-            for dtype, size in layout.sizes
-        ]
-        self.views = layout.views([buffer.tensor for buffer in self.buffers])
+        self.landed: dict[UnitTensor, PendingFree] = {}
 
     @property
     def is_complete(self) -> bool:
-        return len(self.landed) == len(self.views)
+        return len(self.landed) == len(self.layout.tensors)
 
 
 class GradientSum:
@@ -72,13 +63,15 @@ class GradientSum:
     A unit is summed inside backward when all sharers have all of its gradients: they tell each other with the fetches
     (`SliceGatherer`). A gradient that a sharer lacks (of an expert without tokens there) keeps its
     unit from that. Such a unit goes home by `land_alone`, and so do those beyond WAITING_UNITS: the caller sums them.
-    Where the gradients of a unit are final on all sharers, `updates` may begin behind its sum.
+    Where the gradients of a unit are final on all sharers, `updates` may begin behind its sum. `on_device` has those
+    of the parameters that stay on the device.
     """
 
     def __init__(
         self,
         sharers: Sharers,
         units: Sequence[OffloadUnit],
+        on_device: DeviceSums,
         transfer: Transfer,
         limit_bytes: int,
         *,
@@ -87,6 +80,7 @@ class GradientSum:
         copy_in: CopyIn,
     ):
         self.updates: Updates = NO_UPDATES
+        self.on_device = on_device
         self.summed: set[UnitTensor] = set()
         """what was summed in this step or the last"""
         self._sharers = sharers
@@ -96,7 +90,9 @@ class GradientSum:
         self._transfer = transfer
         self._streams = transfer.streams
         self._land_alone = land_alone
+        # Of buffers, which go home, and of gradients, which are copied into buffers: that is over soon.
         self._deferred_frees = DeferredFrees(transfer, limit_bytes)
+        self._copied_frees = DeferredFrees(transfer, limit_bytes // 2)
         self._takes_norms = False
         self._held: dict[OffloadUnit, _UnitGradients] = {}
         self._layouts: dict[OffloadUnit, SumLayout] = {}
@@ -108,6 +104,7 @@ class GradientSum:
         self._takes_norms = norms
         self.summed.clear()
         self._summed_units.clear()
+        self.on_device.begin_step()
 
     def land(self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor) -> None:
         """Takes a gradient of the last microbatch, or a further piece of it.
@@ -123,16 +120,15 @@ class GradientSum:
         if unit not in self._held:
             if len(self._held) >= WAITING_UNITS:
                 self._give_up(next(iter(self._held)))
-            self._held[unit] = _UnitGradients(unit, self._layout_of(unit), self._transfer)
-        held = self._held[unit]
-        for buffer in held.buffers:
-            streams.writes(streams.compute, buffer, "backward")
-        with torch.no_grad():
-            if tensor in held.landed:
-                held.views[tensor].add_(gradient)
-            else:
-                held.views[tensor].copy_(gradient)
-        held.landed.add(tensor)
+            self._held[unit] = _UnitGradients(self._layout_of(unit))
+        landed = self._held[unit].landed
+        if tensor in landed:
+            # In memory of its own: what backward has made may be the gradient of another weight as well.
+            with torch.no_grad():
+                gradient = landed[tensor].tensor + gradient
+        name = f"device gradient of {tensor.name}"
+        landed[tensor] = PendingFree(gradient, streams.event(), name, streams.compute)
+        streams.writes(streams.compute, landed[tensor], "backward")
 
     def takes(self, unit: OffloadUnit, tensor: UnitTensor, is_final: bool) -> bool:
         """Tells whether the sharers sum a gradient that lands inside backward, or it goes home alone.
@@ -175,21 +171,21 @@ class GradientSum:
         self._streams.reads(self._streams.h2d, self._others[unit], "onload")
 
     def offers(self) -> tuple[int, ...]:
-        """Returns SUMS_AT_ONCE numbers: the units whose gradients are all there, the oldest first, and whether final.
+        """Returns the units whose gradients are all there, the oldest first, and whether final; then the buckets.
 
-        The sharers exchange them, and give those of all to `sum_common`.
+        The sharers exchange these numbers, and give those of all to `sum_common`.
         """
-        complete = [unit for unit, held in self._held.items() if held.is_complete][:SUMS_AT_ONCE]
-        numbers = [2 * unit.index + self._is_final(unit) for unit in complete]
-        return (*numbers, *[NOTHING] * (SUMS_AT_ONCE - len(numbers)))
+        complete = [unit for unit, held in self._held.items() if held.is_complete]
+        return *offer([2 * unit.index + self._is_final(unit) for unit in complete]), *self.on_device.offers()
 
     def sum_common(self, offers: Sequence[Sequence[int]]) -> bool:
-        """Queues the sums of the units that all sharers have offered, and the copies of its own slices home.
+        """Queues the sums of what all sharers have offered, and the copies of its own slices of units home.
 
         `offers` has those of each sharer. The order is that of the first, and so the same on all. Returns True if there
         are any.
         """
-        finals = [{number // 2: number % 2 for number in theirs if number != NOTHING} for theirs in offers]
+        of_units = [theirs[:SUMS_AT_ONCE] for theirs in offers]
+        finals = [{number // 2: number % 2 for number in theirs if number != NOTHING} for theirs in of_units]
         common = [index for index in finals[0] if all(index in theirs for theirs in finals)]
         for index in common:
             unit = self._units[index]
@@ -197,7 +193,7 @@ class GradientSum:
             # All sharers begin updates early or none: one that still needed the weights would gather new slices.
             if all(theirs[index] for theirs in finals):
                 self.updates.gradients_landed(unit, unit.trained, after=self._copy_in(unit))
-        return bool(common)
+        return self.on_device.sum_common([theirs[SUMS_AT_ONCE:] for theirs in offers]) or bool(common)
 
     def end_step(self) -> None:
         """Sends home what the sharers have not summed."""
@@ -206,6 +202,7 @@ class GradientSum:
 
     def release(self) -> None:
         """Hands the device memory of sums back, for use behind their copies."""
+        self._copied_frees.release()
         self._deferred_frees.release()
 
     def abandon(self) -> None:
@@ -214,14 +211,15 @@ class GradientSum:
 
     def _give_up(self, unit: OffloadUnit) -> None:
         held = self._held.pop(unit)
-        for tensor, view in held.views.items():
-            if tensor in held.landed:
-                self._land_alone(unit, tensor, view.clone())
+        for tensor, gradient in held.landed.items():
+            self._land_alone(unit, tensor, gradient.tensor)
 
     def _sum(self, unit: OffloadUnit, held: _UnitGradients) -> None:
         streams = self._streams
         gather, d2h = streams.gather, streams.d2h
-        kept = self._room_for_updates(unit, held.layout)
+        kept, buffers = self._room_for_updates(unit, held.layout), self._buffers(unit, held.layout)
+        views = held.layout.views([buffer.tensor for buffer in buffers])
+        gradients = [held.landed[tensor] for tensor in views]
         self._transfer.after_compute(gather)
         # When the sum is there, others may update what this process's copies read.
         for copied in self._copy_in(unit):
@@ -229,12 +227,17 @@ class GradientSum:
         streams.writes(gather, self._others[unit], "updates of other sharers")
         self._summed_units.add(unit)
         with profiled(f"sum gradients of {unit}"), streams.on(gather), torch.no_grad():
-            for buffer, in_slices in zip(held.buffers, held.layout.in_slices, strict=True):
+            for gradient in gradients:
+                streams.reads(gather, gradient, "sum")
+            copy_each(list(views.values()), [gradient.tensor for gradient in gradients])
+            copied = streams.event()
+            copied.record(gather)
+            for buffer, in_slices in zip(buffers, held.layout.in_slices, strict=True):
                 streams.writes(gather, buffer, "sum")
                 # A norm is that of the whole sum.
                 in_slices = in_slices and not self._takes_norms
                 self._sharers.sum(buffer.tensor, f"the gradients of {unit}", in_slices)
-            for tensor, view in held.views.items():
+            for tensor, view in views.items():
                 tensor.norm = l2_norm(view) if self._takes_norms else None
                 if tensor in kept:
                     streams.writes(gather, kept[tensor], "sum")
@@ -244,7 +247,7 @@ class GradientSum:
             self.updates.retain_gradient(unit, tensor, gradient)
         summed = streams.event()
         summed.record(gather)
-        parts = [(buffer, part) for buffer, own in zip(held.buffers, held.layout.parts, strict=True) for part in own]
+        parts = [(buffer, part) for buffer, own in zip(buffers, held.layout.parts, strict=True) for part in own]
         # Ends the copies of this process, whose slices are all that it updates.
         done = streams.event() if parts else summed
         d2h.wait_event(summed)
@@ -253,14 +256,26 @@ class GradientSum:
             for tensor in part.tensors:
                 streams.writes(d2h, tensor, "copy out")
             self._transfer.copy_out(part.home, buffer.tensor[part.place], done=done, what=f"gradients of {unit}")
-        for buffer in held.buffers:
+        for buffer in buffers:
             buffer.done = done
             self._deferred_frees.add(buffer)
-        for tensor in held.views:
+        for gradient in gradients:
+            gradient.done = copied
+        self._copied_frees.add(*gradients)
+        for tensor in views:
             home = tensor.shared_gradient
             tensor.landed, tensor.landed_in, tensor.landed_version = done, home, home._version
             tensor.host.grad = home
             self.summed.add(tensor)
+
+    def _buffers(self, unit: OffloadUnit, layout: SumLayout) -> list[PendingFree]:
+        """Returns a flat buffer for each dtype. What lies between gradients is summed with them, and used by nobody."""
+        streams, found = self._streams, []
+        for dtype, size in layout.sizes:
+            room = torch.empty(size, dtype=dtype, device=streams.device)
+            found.append(PendingFree(room, streams.event(), f"device gradients of {unit}", streams.compute))
+            streams.writes(streams.compute, found[-1], "what this memory was used for before")
+        return found
 
     def _room_for_updates(self, unit: OffloadUnit, layout: SumLayout) -> dict[UnitTensor, PendingFree]:
         """Returns memory for this process's slices of each sum, one behind the other, where the device updates."""

@@ -107,6 +107,8 @@ def as_sharers(
     """
     everyone, tables = _Table(count * hosts), [_Table(count) for _ in range(hosts)]
     errors: list[BaseException] = []
+    # As in the threads below: what the caller compares with is computed on one core, too.
+    torch.set_num_threads(1)
 
     def guarded(number: int) -> Any:
         # A thread takes over the number of cores that an update of another sharer has set at that moment, and sums over

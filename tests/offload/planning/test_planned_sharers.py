@@ -53,7 +53,8 @@ def test_planned_copies_and_exchanges_are_those_of_the_first_of_several(copies: 
     assert alone.total("exchanged_bytes") == 0
     others = 0 if copies == "whole" else alone_in / 2
     assert others + alone_out <= exchanged < 1.5 * (others + alone_out)
-    assert sharers.exchanged_bytes == 2 * exchanged
+    # The first step does not sum gradients of what stays on the device.
+    assert exchanged < sharers.exchanged_bytes < 2 * exchanged
 
 
 def test_two_are_summed_in_place_and_more_by_way_of_slices():

@@ -1,0 +1,64 @@
+"""Gradients in flat buckets, each of which processes sum at once, as those of PyTorch DDP (Li et al. 2020)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+# As large as DDP's. A larger gradient has a bucket of its own.
+BUCKET_BYTES = 25 * 2**20
+# Gradients begin at multiples of this in a bucket, as tensors do in memory: kernels may add in another order elsewhere.
+ALIGNMENT_BYTES = 512
+
+
+class GradientBucket:
+    """Parameters of one dtype, and where their gradients lie in a flat tensor, whose length divides by `count`."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], count: int):
+        self.parameters = list(parameters)
+        self.dtype = self.parameters[0].dtype
+        step = ALIGNMENT_BYTES // self.dtype.itemsize
+        self._starts, end = [], 0
+        for parameter in self.parameters:
+            self._starts.append(end)
+            end += -(-parameter.numel() // step) * step
+        self.length = -(-end // (step * count)) * step * count
+
+    def flat(self, device: torch.device) -> Tensor:
+        """Returns the gradients, copied into a new tensor [length] on `device`.
+
+        Where a parameter has none it is minus zero, which changes no sum, not even the sign of a zero.
+        """
+        flat = torch.full((self.length,), -0.0, dtype=self.dtype, device=device)
+        for parameter, view in self.views(flat):
+            if parameter.grad is not None:
+                view.copy_(parameter.grad)
+        return flat
+
+    def views(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yields each parameter with its part of `flat`, which has the strides that autograd gives its gradient."""
+        for parameter, start in zip(self.parameters, self._starts, strict=True):
+            strides = torch.empty_like(parameter, device="meta").stride()
+            yield parameter, flat.as_strided(parameter.shape, strides, start)
+
+
+def gradient_buckets(
+    parameters: Sequence[nn.Parameter], count: int = 1, nbytes: int = BUCKET_BYTES
+) -> Iterator[GradientBucket]:
+    """Yields buckets of at most `nbytes` of the parameters, from the last to the first; one that is larger is alone.
+
+    Backward makes gradients in about that order. `count` processes sum them.
+    """
+    run: list[nn.Parameter] = []
+    taken = 0
+    for parameter in reversed(parameters):
+        size = parameter.numel() * parameter.dtype.itemsize
+        if run and (taken + size > nbytes or parameter.dtype != run[0].dtype):
+            yield GradientBucket(run, count)
+            run, taken = [], 0
+        run.append(parameter)
+        taken += size
+    if run:
+        yield GradientBucket(run, count)

@@ -1,0 +1,141 @@
+"""Sums gradients that stay on the devices over sharers, bucket by bucket, while backward goes on.
+
+PyTorch DDP does so (Li et al. 2020). Here the sharers tell each other which buckets are complete, with the fetches of
+what streams: so all of them sum in one order, also where one lacks a gradient.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from offload.runtime.sharing.sharers import Sharers
+from offload.runtime.streams.registry import Event
+from offload.runtime.streams.transfer import Transfer, profiled
+from offload.runtime.torch_internals import gradient_accumulator
+from offload.weights.gradients.buckets import GradientBucket, gradient_buckets
+from offload.weights.gradients.offers import NOTHING, offer
+from offload.weights.gradients.offloader import is_sparse
+
+
+class _StepBucket:
+    """A bucket in one step. `is_trusted`: in the step before each of its gradients landed once."""
+
+    def __init__(self, bucket: GradientBucket, number: int):
+        self.bucket = bucket
+        self.is_trusted = False
+        self.missing = set(bucket.parameters)
+        self._name = f"gradients of bucket {number} on the device"
+
+    def __str__(self) -> str:
+        return self._name
+
+
+class DeviceSums:
+    """The gradients of `parameters`, which are on the device, of this process.
+
+    A bucket is summed inside backward when all sharers have all of its gradients. It is trusted to be complete then if
+    each of its gradients landed once in the last microbatch of the step before: reentrant checkpoints deliver that of
+    a weight with several uses in pieces. What is not in `summed` afterwards is left to the caller.
+    """
+
+    def __init__(self, sharers: Sharers, parameters: Sequence[nn.Parameter], transfer: Transfer):
+        self.summed: set[nn.Parameter] = set()
+        """what was summed in this step or the last"""
+        self._sharers = sharers
+        self._transfer = transfer
+        self._streams = transfer.streams
+        everyone = sharers.count * sharers.hosts
+        self._buckets = [
+            _StepBucket(bucket, number) for number, bucket in enumerate(gradient_buckets(parameters, everyone))
+        ]
+        self._complete: list[int] = []
+        self._landed: Counter[nn.Parameter] = Counter()
+        self._is_last_microbatch = False
+        self._done: Event | None = None
+        # Hooks of the parameters themselves would change the order of microbatches that a mode chooses. A parameter
+        # does not keep its node alive.
+        self._nodes = [
+            (gradient_accumulator(parameter), number, parameter)
+            for number, bucket in enumerate(self._buckets)
+            for parameter in bucket.bucket.parameters
+        ]
+        self._hooks = [node.register_hook(partial(self._land, *place)) for node, *place in self._nodes]
+
+    def begin_step(self) -> None:
+        once = {parameter for parameter, times in self._landed.items() if times == 1}
+        for bucket in self._buckets:
+            bucket.is_trusted = once.issuperset(bucket.bucket.parameters)
+            bucket.missing = set(bucket.bucket.parameters)
+        self._landed.clear()
+        self._complete.clear()
+        self.summed.clear()
+
+    def last_microbatch(self) -> None:
+        """Declares that the gradients which land from now on in this step are final."""
+        self._is_last_microbatch = True
+
+    def offers(self) -> tuple[int, ...]:
+        """Returns the offer of the buckets that are complete, as `GradientSum.offers` does for units."""
+        return offer(self._complete)
+
+    def sum_common(self, offers: Sequence[Sequence[int]]) -> bool:
+        """Queues the sums of the buckets that all sharers have offered, in the order of the first; True if any."""
+        common = [number for number in offers[0] if number != NOTHING and all(number in theirs for theirs in offers)]
+        for number in common:
+            self._complete.remove(number)
+            self._sum(self._buckets[number])
+        return bool(common)
+
+    def end_step(self) -> None:
+        """Ends the last microbatch, also after an error; compute waits for the sums."""
+        self._is_last_microbatch = False
+        if self._done is not None:
+            self._streams.compute.wait_event(self._done)
+            self._done = None
+            for bucket in self._buckets:
+                self._streams.reads(self._streams.compute, bucket, "what follows the step")
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._nodes.clear()
+
+    def _land(self, number: int, parameter: nn.Parameter, *_: tuple[Tensor | None, ...]) -> None:
+        """Called when autograd has added to `parameter.grad`."""
+        if not self._is_last_microbatch or parameter.grad is None or is_sparse(parameter.grad):
+            return
+        if parameter in self.summed:
+            raise RuntimeError(
+                f"a gradient of shape {tuple(parameter.shape)} on the device came after the last that was expected: the"
+                " sharers have summed it. Reentrant checkpoints around layers that are used twice need"
+                " use_reentrant=False"
+            )
+        bucket = self._buckets[number]
+        self._streams.writes(self._streams.compute, bucket, "backward")
+        self._landed[parameter] += 1
+        if self._landed[parameter] > 1:
+            bucket.is_trusted = False
+            if number in self._complete:
+                self._complete.remove(number)
+        bucket.missing.discard(parameter)
+        if not bucket.missing and bucket.is_trusted:
+            self._complete.append(number)
+
+    def _sum(self, bucket: _StepBucket) -> None:
+        streams, gather = self._streams, self._streams.gather
+        self._transfer.after_compute(gather)
+        streams.writes(gather, bucket, "sum")
+        with profiled(f"sum {bucket}"), streams.on(gather), torch.no_grad():
+            flat = bucket.bucket.flat(streams.device)
+            self._sharers.sum(flat, f"the {bucket}")
+            for parameter, view in bucket.bucket.views(flat):
+                parameter.grad.copy_(view)
+        self._done = streams.event()
+        self._done.record(gather)
+        self.summed.update(bucket.bucket.parameters)

@@ -1,0 +1,46 @@
+"""Gradients are cut into buckets."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from offload import gradient_buckets
+from training.parallel.reduce import exchange_bytes
+
+
+def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.empty(size, dtype=dtype, device="meta")) for size in sizes]
+
+
+def sizes(given: list[nn.Parameter], nbytes: int) -> list[list[int]]:
+    return [[p.numel() for p in bucket.parameters] for bucket in gradient_buckets(given, nbytes=nbytes)]
+
+
+def test_buckets_run_from_the_last_parameter_and_a_large_gradient_is_alone():
+    assert sizes(parameters(1, 1, 9, 2, 2), nbytes=16) == [[2, 2], [9], [1, 1]]
+
+
+def test_a_bucket_has_one_dtype():
+    given = parameters(1) + parameters(1, dtype=torch.bfloat16)
+    assert sizes(given, nbytes=16) == [[1], [1]]
+
+
+def test_gradients_lie_aligned_in_a_length_that_divides():
+    given = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))]
+    given[1].grad = torch.arange(4.0).view(2, 2)
+    (bucket,) = gradient_buckets(given, count=3)
+    flat = bucket.flat(torch.device("cpu"))
+    assert flat.numel() == bucket.length == 3 * 128
+    found = dict(bucket.views(flat))
+    assert torch.equal(found[given[1]], given[1].grad)
+    # Minus zero, which changes no sum: the first has no gradient.
+    assert torch.signbit(found[given[0]]).all()
+    assert not found[given[0]].any()
+    offsets = sorted(view.storage_offset() for view in found.values())
+    assert offsets == [0, 128]
+
+
+def test_the_exchange_takes_two_of_the_largest_bucket():
+    assert exchange_bytes(parameters(3, 10_000_000)) == 2 * 4 * 10_000_000
+    assert exchange_bytes([]) == 0

@@ -1,0 +1,210 @@
+"""Sharers sum the gradients of what stays on the devices inside backward, where all of them have them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from offload.modes.layer_stream import LayerStream
+from offload.runtime.streams.stream_checker import CheckedStreams
+from offload.weights.gradients import buckets
+from tests.offload.helpers.sharers import ThreadSharers, as_sharers
+
+STEPS = 3
+
+
+class Net(nn.Module):
+    """Blocks that stream between layers that stay; the head has a branch for each sharer."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.twice = nn.Linear(8, 8)
+        self.branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, hidden: Tensor, branch: int = 0, reentrant: bool = False) -> Tensor:
+        hidden = self.stem(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        for _ in range(2):
+            hidden = checkpoint(self.twice, hidden, use_reentrant=True) if reentrant else self.twice(hidden)
+        return self.branches[branch](hidden)
+
+
+def given(step: int, number: int) -> Tensor:
+    return torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * step + number))
+
+
+def losses_of(model: nn.Module, step: int, number: int, count: int, **options) -> list[Callable[[], Tensor]]:
+    """Returns the losses of a sharer's microbatches."""
+    return [
+        partial(lambda index: model(given(step, number * count + index), **options).square().mean(), index)
+        for index in range(count)
+    ]
+
+
+def steps_of(
+    sharers: ThreadSharers,
+    model: nn.Module,
+    options_of: Callable[[int, int], dict],
+    microbatches: int = 1,
+    **knobs,
+) -> list[tuple[dict[str, Tensor | None], set[str]]]:
+    """Runs steps; returns for each the gradients, summed by the caller where needed, and the names of those that the
+    mode has summed, of what stays on the device."""
+    model, mode, found = copy.deepcopy(model), LayerStream(layers="layers", slots=2, **knobs), []
+    mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+    stays = {name: p for name, p in model.named_parameters() if p not in mode.shared_parameters()}
+    for step in range(STEPS):
+        with mode.step():
+            mode.accumulate(losses_of(model, step, sharers.number, microbatches, **options_of(step, sharers.number)))
+        summed = mode.summed_parameters()
+        for parameter in stays.values():
+            if parameter not in summed:
+                everyone = [each for each in sharers.laid_down(parameter.grad) if each is not None]
+                total = everyone[0].clone() if everyone else None
+                for other in everyone[1:]:
+                    total += other
+                sharers.laid_down(None)
+                parameter.grad = total
+        gradients = {name: None if p.grad is None else p.grad.clone() for name, p in stays.items()}
+        found.append((gradients, {name for name, p in stays.items() if p in summed}))
+        model.zero_grad()
+    sharers.laid_down(None)
+    mode.detach()
+    assert not any(p._post_accumulate_grad_hooks or p._backward_hooks for p in model.parameters())
+    return found
+
+
+def alone(
+    model: nn.Module, step: int, options_of: Callable[[int, int], dict], microbatches: int = 1, count: int = 2
+) -> dict[str, Tensor | None]:
+    """Returns the gradients of one process with the microbatches of all, each sharer's added up first."""
+    totals: dict[str, Tensor | None] = {}
+    for number in range(count):
+        mine = copy.deepcopy(model)
+        for loss in losses_of(mine, step, number, microbatches, **options_of(step, number)):
+            loss().backward()
+        for name, parameter in mine.named_parameters():
+            if parameter.grad is not None:
+                totals[name] = parameter.grad if totals.get(name) is None else totals[name] + parameter.grad
+    return totals
+
+
+def check(model: nn.Module, options_of: Callable[[int, int], dict], microbatches: int = 1, **knobs) -> list[set[str]]:
+    """Runs two sharers against one process; returns the names of what was summed inside each step."""
+    everyone = as_sharers(2, lambda sharers: steps_of(sharers, model, options_of, microbatches, **knobs))
+    for step in range(STEPS):
+        expected = alone(model, step, options_of, microbatches)
+        for found in everyone:
+            gradients, _ = found[step]
+            for name, gradient in gradients.items():
+                assert (gradient is None) == (name not in expected), name
+                assert gradient is None or torch.equal(gradient, expected[name]), name
+    first, second = everyone
+    assert [names for _, names in first] == [names for _, names in second]
+    return [names for _, names in first]
+
+
+ALL = {f"{layer}.{tensor}" for layer in ("stem", "twice", "branches.0") for tensor in ("weight", "bias")}
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket for each weight and its bias."""
+    monkeypatch.setattr(buckets.gradient_buckets, "__defaults__", (1, 4 * 72))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_gradients_are_summed_inside_backward_from_the_second_step_on(microbatches):
+    torch.manual_seed(0)
+    summed = check(Net(), lambda step, number: {}, microbatches)
+    assert summed == [set(), ALL, ALL]
+
+
+def test_units_that_stay_resident_are_summed_inside_backward():
+    torch.manual_seed(0)
+    summed = check(Net(), lambda step, number: {}, resident=2)
+    assert summed[1] > ALL
+    assert len(summed[1]) == len(ALL) + 4
+
+
+def test_a_bucket_that_a_sharer_lacks_is_left_to_the_caller():
+    torch.manual_seed(0)
+    summed = check(Net(), lambda step, number: {"branch": number})
+    assert summed[2] == {name for name in ALL if not name.startswith("branches")}
+
+
+def test_another_branch_than_in_the_step_before_is_left_to_the_caller():
+    torch.manual_seed(0)
+    summed = check(Net(), lambda step, number: {"branch": number if step == 1 else 0})
+    assert "branches.0.weight" not in summed[1]
+    # One sharer had another branch in the step before, and does not trust this one yet.
+    assert "branches.0.weight" not in summed[2]
+
+
+def test_a_gradient_that_lands_in_pieces_is_left_to_the_caller():
+    torch.manual_seed(0)
+    summed = check(Net(), lambda step, number: {"reentrant": True})
+    assert "twice.weight" not in summed[2]
+    assert "branches.0.weight" in summed[2]
+
+
+def test_a_piece_that_comes_after_the_sum_is_an_error():
+    """The step before had shown one piece; the second piece comes when an exchange has summed the first."""
+    torch.manual_seed(0)
+    model = Net()
+
+    def work(sharers: ThreadSharers) -> None:
+        mine, mode = copy.deepcopy(model), LayerStream(layers="layers", slots=2)
+        mode.attach(mine, CheckedStreams(torch.device("cpu")), sharers)
+
+        def loss(uses: int) -> Tensor:
+            hidden = given(0, sharers.number)
+            for _ in range(uses):
+                # Between the uses are layers that stream.
+                hidden = checkpoint(mine.twice, hidden.requires_grad_(), use_reentrant=True)
+                for layer in mine.layers:
+                    hidden = layer(hidden)
+            return hidden.sum()
+
+        for uses in (1, 2):
+            with mode.step():
+                mode.accumulate([partial(loss, uses)])
+            mine.zero_grad()
+
+    with pytest.raises(RuntimeError, match=r"^a gradient of shape \(8,\) on the device came after the last|\(8, 8\)"):
+        as_sharers(2, work)
+
+
+def test_a_parameter_that_is_frozen_later_holds_up_nothing_else():
+    torch.manual_seed(0)
+
+    def options_of(step: int, number: int) -> dict:
+        return {}
+
+    model = Net()
+
+    def work(sharers: ThreadSharers) -> set[str]:
+        mine, mode = copy.deepcopy(model), LayerStream(layers="layers", slots=2)
+        mode.attach(mine, CheckedStreams(torch.device("cpu")), sharers)
+        for step in range(3):
+            mine.branches[0].weight.requires_grad_(step == 0)
+            with mode.step():
+                mode.accumulate(losses_of(mine, step, sharers.number, 1))
+            summed = mode.summed_parameters()
+            names = {name for name, p in mine.named_parameters() if p in summed and p not in mode.shared_parameters()}
+            mine.zero_grad()
+        sharers.laid_down(None)
+        mode.detach()
+        return names
+
+    first, second = as_sharers(2, work)
+    assert first == second == ALL - {"branches.0.weight", "branches.0.bias"}
