@@ -83,7 +83,7 @@ def test_hydra_full_error_gives_the_traceback():
 def test_a_value_out_of_range_is_one_line_and_a_summary(tmp_path):
     process = train("steps=0", f"hydra.run.dir={tmp_path}")
     assert process.returncode == 1
-    assert process.stderr == "error: steps=0: must be at least 1\n"
+    assert process.stderr == "error: steps=0: must be at least 1, or null\n"
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
     assert "UserError" in (tmp_path / "train.log").read_text()
 

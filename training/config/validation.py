@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from typing import get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -90,7 +91,7 @@ def _check_keys(prefix: str, node: DictConfig) -> None:
             raise UserError(unknown_key(f"{prefix}{name}", known))
     for name in known:
         if name not in node:  # removed with ~, or nothing but ??? in YAML
-            raise UserError(f"{prefix}{name} has no value: give it one, {prefix}{name}=VALUE")
+            raise UserError(f"{prefix}{name} has no value: give it one, {prefix}{name}=VALUE; --help explains it")
 
 
 def _check_ranges(prefix: str, node: DictConfig) -> None:
@@ -100,7 +101,8 @@ def _check_ranges(prefix: str, node: DictConfig) -> None:
             try:
                 in_range(f"{prefix}{entry.name}", node[entry.name], **bounds)
             except KnobError as error:
-                raise UserError(str(error)) from None
+                or_null = ", or null" if type(None) in get_args(entry.type) else ""
+                raise UserError(f"{error}{or_null}") from None
 
 
 def _check_rules(config: DictConfig) -> None:
