@@ -114,7 +114,8 @@ class Peer(Mode):
 
         def record(*arguments: Tensor) -> Tensor:
             calls.append(arguments)
-            return torch.ones(())
+            # As a loss that trains: the loop refuses others.
+            return torch.ones((), requires_grad=True)
 
         attributes = vars(self._model)
         before = {name: attributes[name] for name in (*HOOKS, "forward") if name in attributes}

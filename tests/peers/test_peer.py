@@ -58,7 +58,14 @@ def test_the_arguments_of_a_loss_are_captured_without_hooks(attached):
     called = []
     model.register_forward_pre_hook(lambda *_: called.append("hook"))
     x = torch.ones(2, 3)
-    (argument,), weight = mode.captured(lambda: model(x) * 0.25)
+
+    def loss() -> torch.Tensor:
+        value = model(x) * 0.25
+        # The loop refuses a loss that nothing trains for (`loss_to_train`).
+        assert value.requires_grad
+        return value
+
+    (argument,), weight = mode.captured(loss)
     assert (argument is x, weight, called) == (True, 0.25, [])
     nn.init.ones_(model.first.weight)
     assert model(x).item() == 54
