@@ -44,6 +44,8 @@ too. Every other module may change without notice.
 - `FileSpan`: bytes of a file. `mode.map_weights` takes those of frozen weights, which `source=mapped` reads from there
   in every step; `lies_in_file` tells whether a tensor is a view of such a file. `ChangedFileError`: it has changed.
 - `knob`, `choice`: fields of a mode of your own. `OwnOptimizer`: what a mode returns whose system updates by itself.
+- `allocator_pinned_bytes`: page-locked memory of torch's own allocator, for a mode whose copies torch or another system
+  makes.
 - For configurations: `in_range` and `explanations` of knobs, `parse_bytes`, `format_bytes`, `GIB`, `usable_cores`.
 
 Each folder is on a floor and imports from itself and from lower floors only, from the lowest up: `runtime` (streams,
@@ -79,6 +81,7 @@ from offload.runtime.byte_sizes import GIB, format_bytes, parse_bytes
 from offload.runtime.errors import KnobError
 from offload.runtime.host_cores import usable_cores
 from offload.runtime.knobs import choice, explanations, in_range, knob
+from offload.runtime.memory.host_memory import allocator_pinned_bytes
 from offload.runtime.memory.mapped_files import ChangedFileError, FileSpan, lies_in_file
 from offload.runtime.norms import l2_norm
 from offload.runtime.sharing.exchange_board import ExchangeBoard
@@ -121,6 +124,7 @@ __all__ = [
     "TensorSwap",
     "WeightMode",
     "acquire",
+    "allocator_pinned_bytes",
     "choice",
     "explanations",
     "find_blocks",

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from offload import NO_SHARERS, Counters, Footprint, KnobError, Mode, Sharers, Streams, l2_norm
+from offload import NO_SHARERS, Counters, Footprint, KnobError, Mode, Sharers, Streams, allocator_pinned_bytes, l2_norm
 
 # What a module's own call does around its forward.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -93,8 +93,7 @@ class Peer(Mode):
 
     def counters(self) -> Counters:
         """Returns the page-locked memory of torch's allocator, the only one that is known here."""
-        pinned = torch.cuda.host_memory_stats() if torch.cuda.is_initialized() else {}
-        return Counters(stall_ms=None, host_pinned_bytes=int(pinned.get("allocated_bytes.current", 0)))
+        return Counters(stall_ms=None, host_pinned_bytes=allocator_pinned_bytes())
 
     def prepare(self, model: nn.Module) -> None:
         """Does what has to be done before the parameters, which have memory now, are filled."""

@@ -16,6 +16,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from offload.modes.activation_mode import ActivationMode
 from offload.runtime.forward.module_contexts import Opener
 from offload.runtime.knobs import choice
+from offload.runtime.memory.host_memory import allocator_pinned_bytes
 from offload.runtime.streams.counters import Counters
 from offload.runtime.streams.registry import Streams
 from offload.runtime.tensor_parts import Wrapping, wraps
@@ -47,7 +48,8 @@ class SaveOnCpu(ActivationMode):
     def activation_counters(self) -> Counters:
         """Returns the bytes of saved tensors, all of which compute waits for.
 
-        In a dry run also the host memory that they would take.
+        Page-locked host memory is that of torch's allocator, which keeps it for the next step. In a dry run the bytes
+        that would wait at once are counted as pageable.
         """
         into, out = self._copies.in_bytes, self._copies.out_bytes
         return Counters(
@@ -57,6 +59,7 @@ class SaveOnCpu(ActivationMode):
             activation_d2h_bytes=out,
             stall_ms=None,
             waited_for_bytes=into + out,
+            host_pinned_bytes=allocator_pinned_bytes(),
             host_pageable_bytes=self._copies.most_waiting_bytes if self._is_dry_run else 0,
         )
 

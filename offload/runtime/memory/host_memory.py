@@ -22,6 +22,12 @@ ALIGNMENT_BYTES = 256
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
 
 
+def allocator_pinned_bytes() -> int:
+    """Returns the bytes of page-locked host memory that torch's own allocator has, in use and kept, in this process."""
+    statistics = torch.cuda.host_memory_stats() if torch.cuda.is_initialized() else {}
+    return int(statistics.get("allocated_bytes.current", 0))
+
+
 def aligned(nbytes: int, alignment: int = ALIGNMENT_BYTES) -> int:
     """Returns `nbytes` rounded up to the alignment of tensors inside a flat buffer."""
     return -(-nbytes // alignment) * alignment

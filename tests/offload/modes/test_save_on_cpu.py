@@ -87,3 +87,11 @@ def test_a_forward_without_backward_leaves_nothing():
 class Exponential(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.exp()
+
+
+def test_page_locked_memory_is_that_of_torch_s_allocator(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: {"allocated_bytes.current": 4096})
+    mode = SaveOnCpu(Resident())
+    with attached(mode, nn.Linear(8, 4)):
+        assert mode.counters().host_pinned_bytes == 4096
