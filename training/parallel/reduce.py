@@ -150,13 +150,8 @@ def reduce_gradients(
     for bucket in gradient_buckets(given, group.size()):
         flat = bucket.flat(device)
         add(flat, group)
-        for parameter, view in bucket.views(flat):
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-            if parameter.grad.device != device:
-                norms[parameter] = l2_norm(view)
-            with torch.no_grad():
-                parameter.grad.copy_(view)
+        bucket.spread(flat)
+        norms |= {parameter: l2_norm(view) for parameter, view in bucket.views(flat) if parameter.grad.device != device}
     return norms
 
 

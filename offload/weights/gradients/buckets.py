@@ -25,17 +25,35 @@ class GradientBucket:
             self._starts.append(end)
             end += -(-parameter.numel() // step) * step
         self.length = -(-end // (step * count)) * step * count
+        # A parameter by itself, whose gradient needs no room behind it.
+        self._alone = None
+        if len(self.parameters) == 1 and self.parameters[0].numel() % count == 0:
+            (self._alone,) = self.parameters
+            self.length = self._alone.numel()
 
     def flat(self, device: torch.device) -> Tensor:
-        """Returns the gradients, copied into a new tensor [length] on `device`.
+        """Returns the gradients as a tensor [length] on `device`; that of a bucket of one in its own memory if it can.
 
         Where a parameter has none it is minus zero, which changes no sum, not even the sign of a zero.
         """
+        if self._alone is not None and (gradient := self._alone.grad) is not None:
+            like = torch.empty_like(self._alone, device="meta")
+            if (gradient.device, gradient.dtype, gradient.stride()) == (device, like.dtype, like.stride()):
+                return gradient.detach().as_strided((self.length,), (1,))
         flat = torch.full((self.length,), -0.0, dtype=self.dtype, device=device)
         for parameter, view in self.views(flat):
             if parameter.grad is not None:
                 view.copy_(parameter.grad)
         return flat
+
+    def spread(self, flat: Tensor) -> None:
+        """Gives every parameter its part of `flat` as its gradient; one that has none gets memory for it."""
+        with torch.no_grad():
+            for parameter, view in self.views(flat):
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                if parameter.grad.data_ptr() != view.data_ptr():
+                    parameter.grad.copy_(view)
 
     def views(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yields each parameter with its part of `flat`, which has the strides that autograd gives its gradient."""

@@ -134,8 +134,7 @@ class DeviceSums:
         with profiled(f"sum {bucket}"), streams.on(gather), torch.no_grad():
             flat = bucket.bucket.flat(streams.device)
             self._sharers.sum(flat, f"the {bucket}")
-            for parameter, view in bucket.bucket.views(flat):
-                parameter.grad.copy_(view)
+            bucket.bucket.spread(flat)
         self._done = streams.event()
         self._done.record(gather)
         self.summed.update(bucket.bucket.parameters)

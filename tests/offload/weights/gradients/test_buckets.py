@@ -41,6 +41,32 @@ def test_gradients_lie_aligned_in_a_length_that_divides():
     assert offsets == [0, 128]
 
 
+def test_a_large_gradient_is_summed_where_it_is():
+    weight = nn.Parameter(torch.zeros(4, 8, 2, 2).to(memory_format=torch.channels_last))
+    (bucket,) = gradient_buckets([weight], count=2)
+    for gradient in (torch.randn(4, 8, 2, 2), torch.randn(4, 8, 2, 2).to(memory_format=torch.channels_last)):
+        weight.grad, expected = gradient, 2 * gradient
+        flat = bucket.flat(gradient.device)
+        assert flat.numel() == bucket.length == weight.numel()
+        # In the order of the parameter, which it has on every process; the first is in another and was copied.
+        assert torch.equal(flat, gradient.permute(0, 2, 3, 1).reshape(-1))
+        assert (flat.data_ptr() == gradient.data_ptr()) == (gradient.stride() == weight.stride())
+        flat *= 2
+        bucket.spread(flat)
+        assert weight.grad is gradient
+        assert torch.equal(weight.grad, expected)
+    weight.grad = None
+    bucket.spread(torch.ones(bucket.length))
+    assert torch.equal(weight.grad, torch.ones_like(weight))
+
+
+def test_a_length_that_does_not_divide_is_filled_up():
+    weight = nn.Parameter(torch.zeros(5))
+    weight.grad = torch.ones(5)
+    (bucket,) = gradient_buckets([weight], count=2)
+    assert bucket.flat(torch.device("cpu")).numel() == bucket.length == 256
+
+
 def test_the_exchange_takes_two_of_the_largest_bucket():
     assert exchange_bytes(parameters(3, 10_000_000)) == 2 * 4 * 10_000_000
     assert exchange_bytes([]) == 0
