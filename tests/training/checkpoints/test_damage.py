@@ -146,6 +146,8 @@ def header(length: int, text: bytes, data: bytes = b"") -> bytes:
 OVERLAP = json.dumps(
     {f"w{i}": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for i in range(2)}, separators=(",", ":")
 ).encode()
+# A run of another model is refused for that alone.
+SAME_MODEL = b"model: {_target_: models.llama.Llama}\n"
 FORGERIES = {
     "a header of 2^63 bytes": ("model", header(2**63, b"{}"), "model.safetensors cannot be read as safetensors"),
     "a header of 1 GiB": ("optimizer", header(2**30, b"{}"), "optimizer.safetensors cannot be read as safetensors"),
@@ -164,20 +166,24 @@ FORGERIES = {
     ),
     "yaml that calls": (
         "config",
-        b"a: !!python/object/apply:os.system ['touch pwned']",
+        SAME_MODEL + b"a: !!python/object/apply:os.system ['touch pwned']",
         r"a: was \['touch pwned'\], is absent",
     ),
-    "yaml of a truth that is none": ("config", b"a: !!bool foo", "a: was foo, is absent"),
-    "yaml of an empty number": ("config", b"a: [!!int '', !!float '']", r"a: was \['', ''\], is absent"),
-    "yaml of a time that is none": ("config", b"a: !!timestamp foo", "a: was foo, is absent"),
-    "yaml of a vast number": ("config", b"a: 0x" + b"f" * 10000, r"a: was 0xf+\N{HORIZONTAL ELLIPSIS}f+, is absent"),
+    "yaml of a truth that is none": ("config", SAME_MODEL + b"a: !!bool foo", "a: was foo, is absent"),
+    "yaml of an empty number": ("config", SAME_MODEL + b"a: [!!int '', !!float '']", r"a: was \['', ''\], is absent"),
+    "yaml of a time that is none": ("config", SAME_MODEL + b"a: !!timestamp foo", "a: was foo, is absent"),
+    "yaml of a vast number": (
+        "config",
+        SAME_MODEL + b"a: 0x" + b"f" * 10000,
+        r"a: was 0xf+\N{HORIZONTAL ELLIPSIS}f+, is absent",
+    ),
     "yaml whose key is a list": ("config", b"? [a]\n: b", "config.yaml: it is not a plain YAML"),
     "yaml that is deep": ("config", b"[" * 10**4, "config.yaml: it is nested more than 100 deep"),
     "yaml of a text": ("config", b"a", "config.yaml: it is not a configuration"),
     "yaml that grows": ("config", b"a: &a [1]\nb: [*a, *a]", "config.yaml: it has YAML aliases"),
     "yaml of another object": (
         "config",
-        b"optimizer: {_target_: os.system, command: touch pwned}",
+        SAME_MODEL + b"optimizer: {_target_: os.system, command: touch pwned}",
         "optimizer._target_: was os.system, is training.optim.AdamW",
     ),
 }

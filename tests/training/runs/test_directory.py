@@ -49,7 +49,7 @@ def finished(finished_once: Path, tmp_path: Path) -> Path:
     [
         (("seed=3",), "has checkpoints of another run"),
         (("resume=auto", "optimizer.lr=1"), "is not the checkpoint's in optimizer.lr"),
-        (("steps=-1",), "steps=-1: must be at least 1"),
+        (("steps=-1",), "steps=-1: must be at least 1, or null"),
         (("plan=true", "offload=layer_stream"), "has the metrics.jsonl of another run"),
         (("resume=auto", "offload=bounce_linear", "offload.resident=99"), "offload.resident=99: the model has"),
     ],
@@ -98,7 +98,7 @@ def test_a_refused_plan_leaves_an_earlier_plan_as_it_was(tmp_path: Path):
 def test_a_run_that_is_refused_in_a_directory_of_its_own_says_why_there(tmp_path: Path):
     train_tiny(tmp_path, "steps=-1", "offload=layer_stream", status=1)
     run = read_run(tmp_path)
-    assert (run.status, run.reason) == ("failed", "steps=-1: must be at least 1")
+    assert (run.status, run.reason) == ("failed", "steps=-1: must be at least 1, or null")
     assert (run.config["steps"], run.choices["offload"]) == ("-1", "layer_stream")
     # Nothing is lost when the next one takes its place.
     line = train_tiny(tmp_path, "seed='${nowhere}'", status=1)
