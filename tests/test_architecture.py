@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from pathlib import Path
@@ -46,6 +47,12 @@ SHARED_BY_MODES = {"__init__", "mode", "weight_mode", "activation_mode"}
 MODES = [path for path in sorted((ROOT / "offload" / "modes").glob("*.py")) if path.stem not in SHARED_BY_MODES]
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imports(tree: ast.AST) -> set[str]:
     found = set()
     for node in ast.walk(tree):
@@ -58,7 +65,7 @@ def imports(tree: ast.AST) -> set[str]:
 
 def imported_modules(path: Path) -> set[Path]:
     """Returns the source files of this repository that `path` imports, also inside functions."""
-    named = (ROOT / Path(*name.split(".")).with_suffix(".py") for name in imports(ast.parse(path.read_text())))
+    named = (ROOT / Path(*name.split(".")).with_suffix(".py") for name in imports(tree_of(path)))
     return {file for file in named if file in SOURCES}
 
 
@@ -104,12 +111,12 @@ def private_names_of_torch(tree: ast.AST) -> set[str]:
 class TestSource:
     def test_packages_import_what_they_may(self, path: Path):
         package = path.relative_to(ROOT).parts[0]
-        tops = {name.split(".")[0] for name in imports(ast.parse(path.read_text()))}
+        tops = {name.split(".")[0] for name in imports(tree_of(path))}
         assert not tops & FORBIDDEN[package]
 
     def test_streams_events_and_asynchronous_copies_are_made_in_one_place(self, path: Path):
         name = str(path.relative_to(ROOT))
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         if name != "offload/runtime/streams/registry.py":
             assert not {"torch.cuda.Stream", "torch.cuda.Event", "torch.Stream", "torch.Event"} & calls(tree)
         asynchronous = any(
@@ -133,7 +140,7 @@ def test_floors_import_downwards(path: Path):
         # It stands on all floors.
         return
     # Through a face every module would import every other.
-    assert not imports(ast.parse(path.read_text())) & FACES.keys()
+    assert not imports(tree_of(path)) & FACES.keys()
     folder = folder_in_engine(path)
     for other in imported_modules(path):
         imported = folder_in_engine(other)
@@ -142,7 +149,7 @@ def test_floors_import_downwards(path: Path):
 
 @pytest.mark.parametrize("path", ENGINE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_private_names_of_torch_are_used_in_one_file(path: Path):
-    assert path == TORCH_INTERNALS or not private_names_of_torch(ast.parse(path.read_text()))
+    assert path == TORCH_INTERNALS or not private_names_of_torch(tree_of(path))
 
 
 def test_private_names_of_torch_are_found():
@@ -158,7 +165,7 @@ def test_private_names_of_torch_are_found():
 @pytest.mark.parametrize("path", USERS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_names_of_the_engine_come_from_its_public_faces(path: Path):
     public = {f"{face}.{name}" for face, file in FACES.items() for name in public_names(file)} | FACES.keys()
-    used = {name for name in imports(ast.parse(path.read_text())) if name.partition(".")[0] == "offload"}
+    used = {name for name in imports(tree_of(path)) if name.partition(".")[0] == "offload"}
     assert not used - public
 
 
@@ -191,7 +198,7 @@ def test_tests_import_their_helpers_by_full_name():
     """`tests.offload.helpers.late`, not `late` or `.helpers.late`."""
     bare_names = {path.stem for path in TESTS.rglob("*.py")} - FORBIDDEN.keys()
     for path in TESTS.rglob("*.py"):
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         assert not {name.partition(".")[0] for name in imports(tree)} & bare_names, path
         assert not any(node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)), path
 
@@ -204,7 +211,7 @@ def test_no_mode_imports_another(path: Path):
 @pytest.mark.parametrize("path", sorted((ROOT / "peers").glob("*.py")), ids=lambda path: path.stem)
 def test_an_adapter_is_short_and_imports_its_system_when_it_is_used(path: Path):
     assert path.stem == "peer" or len(path.read_text().splitlines()) <= 100
-    outside = [node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    outside = [node for node in tree_of(path).body if isinstance(node, (ast.Import, ast.ImportFrom))]
     tops = {name.partition(".")[0] for name in imports(ast.Module(outside, []))}
     assert tops <= {*sys.stdlib_module_names, "torch", "offload", "models", "peers"}
 
@@ -220,6 +227,6 @@ def test_every_file_has_its_room_in_the_documentation():
 
 def test_nothing_calls_cuda_at_import():
     for path in SOURCES:
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 assert not any(call.startswith("torch.cuda") for call in calls(node)), path

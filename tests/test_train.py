@@ -157,6 +157,7 @@ def test_a_run_writes_to_its_directory_only_and_wandb_has_what_the_files_have(tm
     assert read["config"]["choices"]["offload"] == "bounce_linear"
 
 
+@pytest.mark.slow
 def test_weights_saved_by_name_load_into_any_mode(tmp_path: Path):
     model = Llama(320, 32, 64, 2, 4, 2)
     initialise(model, seed=5)

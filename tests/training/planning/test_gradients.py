@@ -71,6 +71,7 @@ def test_auto_keeps_gradients_that_a_dry_run_does_not_show_to_be_final(change, w
     assert plan.host_bytes["gradients"] == components.footprint.host_gradient_bytes
 
 
+@pytest.mark.slow
 def test_auto_keeps_gradients_where_that_fits_and_is_faster():
     """With so few tokens the update takes longer than backward."""
     job = (*JOB, "model.hidden_size=1024", "model.num_hidden_layers=16", "offload.resident=0")

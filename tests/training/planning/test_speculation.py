@@ -27,6 +27,7 @@ def test_the_plan_counts_the_logs_of_all_updates_and_hides_these(planned):
     assert planned_speculation(components_of(*JOB, "optimizer.speculate=off"), waiting) is None
 
 
+@pytest.mark.slow
 def test_a_clipped_step_is_planned_as_one_whose_updates_wait(planned):
     job = ("model=llama1b", "offload=layer_stream")
     speculating, waiting = planned(*job, "clip_norm=1"), planned(*job, "clip_norm=1", "optimizer.speculate=off")

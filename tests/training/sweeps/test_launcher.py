@@ -266,6 +266,7 @@ def test_sweepers_get_summaries_and_exceptions():
         _ = bad.return_value
 
 
+@pytest.mark.slow
 def test_what_is_missing_of_a_sweep_is_run_and_nothing_else(tmp_path):
     write_script(tmp_path)
     command = ("-m", "act=ok,once,ok", "hydra.sweep.dir=sweep")
