@@ -28,7 +28,7 @@ class DiffusersGroup(Peer):
     option: ClassVar[str] = "diffusers_group"
     package: ClassVar[str] = "diffusers"
     owns_update: ClassVar[bool] = True
-    lacks: ClassVar[frozenset[str]] = frozenset({"checkpoints", "clipping"})
+    lacks: ClassVar[frozenset[str]] = frozenset({"checkpoints", "clipping", "training"})
     notes: ClassVar[tuple[str, ...]] = ("forward only: a step has no gradients and no update",)
 
     blocks: int = knob(1, at_least=1)

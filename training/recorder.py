@@ -41,6 +41,7 @@ class Recorder:
         self._job = job
         self._device = components.device
         self._mode = components.mode
+        self._forward_only = "training" in self._mode.lacks
         self._run_dir = run_dir
         self._timer = StepTimer(job.streams)
         # A run that starts at its first step makes the evaluation before it, too.
@@ -178,6 +179,8 @@ class Recorder:
         """Writes and returns the summary of a run that ends well after `steps` steps."""
         measured = {"steps": steps, **self._summary.values()}
         notes = {"notes": list(self._job.notes)} if self._job.notes else {}
+        if self._forward_only:
+            notes["forward_only"] = True
         # The plan of a foreign system is that of a resident model.
         planned = self._job.plan.counts() if self._mode.foreign else self._job.plan.summary()
         summary = {"status": status, "reason": reason, **notes, **measured, **planned}
@@ -230,7 +233,8 @@ class Recorder:
         return memory
 
     def _speed(self, step_s: float) -> dict[str, float]:
-        flops = self._job.plan.model_flops
+        # Those of a plan are a full step's.
+        flops = None if self._forward_only else self._job.plan.model_flops
         mfu = (
             {"perf/mfu": flops / step_s / self._peak_flops / self._job.ranks.count}
             if flops and self._peak_flops is not None

@@ -66,7 +66,8 @@ class Mode:
 
     Attributes:
         foreign: another system does the work, whose memory and copies are neither planned nor counted.
-        lacks: of "checkpoints", "evaluation" and "clipping", what it cannot do; a run goes without, and notes it.
+        lacks: of "checkpoints", "evaluation", "clipping" and "training", what it cannot do; a run goes without, and
+            notes it. Without "training" a step is a forward and its loss.
     """
 
     foreign: ClassVar[bool] = False

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from offload import Counters
+from offload.modes.none import Resident
 from tests.training.helpers.in_process import SMALL_RUN, composed, run_here
 from training import recorder
 from training.build import build
@@ -162,6 +163,17 @@ def test_the_cpu_has_no_floor_no_mfu_and_no_vram(tmp_path: Path):
     assert not {key for key in found if "floor" in key or "mfu" in key or "vram" in key}
     assert {"memory/rss_gib", "perf/tokens_per_s", "train/tokens"} <= found
     assert "train/epoch" not in found  # random tokens have no end
+
+
+def test_a_forward_alone_has_no_mfu_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(recorder, "known_peak_flops", lambda device, dtype: 1e12)
+    run_here(tmp_path / "whole", *QUIET, "offload=none", "steps=1")
+    assert summary(tmp_path / "whole")["perf/mfu"] > 0
+    monkeypatch.setattr(Resident, "lacks", frozenset({"training"}))
+    run_here(tmp_path / "forward", *QUIET, "offload=none", "steps=1")
+    found = summary(tmp_path / "forward")
+    assert found["forward_only"] is True
+    assert "perf/mfu" not in found.keys() | metrics(tmp_path / "forward")[0].keys()
 
 
 def test_a_resumed_run_keeps_its_records_and_its_count_of_skipped_steps(tmp_path: Path):

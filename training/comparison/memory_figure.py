@@ -45,14 +45,14 @@ FORCES = {
 def memory_figure(rows: Sequence[Row]) -> Figure:
     """Draws a point for each row, the mean of its seeds with a bar for their spread, and the Pareto front.
 
-    At most MOST_NAMED points are named. A plan that does not fit is not part of the front. A dashed line is a budget
-    that plans were to fit in.
+    At most MOST_NAMED points are named. A plan that does not fit and a forward without its backward are not part of the
+    front. A dashed line is a budget that plans were to fit in.
     """
     key = memory_key(rows)
     points = numpy.array([(row.mean(key), row.mean("perf/step_ms")) for row in rows])
     spreads = [row.statistics["perf/step_ms"].spread for row in rows]
-    fitting = [i for i, row in enumerate(rows) if row.fits]
-    front = [fitting[i] for i in pareto_front([tuple(points[i]) for i in fitting])]
+    whole = [i for i, row in enumerate(rows) if row.fits and not row.forward_only]
+    front = [whole[i] for i in pareto_front([tuple(points[i]) for i in whole])]
     figure, axes = canvas(5.2)
     axes.plot(*points[front].T, color=line_colours()[0], linewidth=1.5, zorder=2)
     for i, ((x, y), spread) in enumerate(zip(points, spreads, strict=True)):
@@ -102,7 +102,7 @@ def _add_labels(
     named = sorted([*front, *sorted(set(range(len(rows))) - set(front))][:MOST_NAMED])
     halo = [withStroke(linewidth=2, foreground=rcParams["axes.facecolor"])]
     shown = [rows[i] for i in named]
-    names = [in_lines(row.name if row.fits else f"{row.name}: does not fit the {row.misfits}") for row in shown]
+    names = [in_lines(_name(row)) for row in shown]
     style = {"ha": "center", "va": "center", "fontsize": LABEL_SIZE, "path_effects": halo, "zorder": 4}
     texts = [
         axes.text(x, y, name, color=line_colours()[0] if i in front else rcParams["text.color"], **style)
@@ -122,6 +122,12 @@ def _add_labels(
         arrowprops={"arrowstyle": "-", "color": rcParams["text.color"], "linewidth": 0.6, "zorder": 2.5, "shrinkB": 3},
         **FORCES,
     )
+
+
+def _name(row: Row) -> str:
+    if row.forward_only:
+        return f"{row.name}: forward only"
+    return row.name if row.fits else f"{row.name}: does not fit the {row.misfits}"
 
 
 def _box(axes: Axes, point: numpy.ndarray, spread: float) -> Bbox:

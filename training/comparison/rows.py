@@ -69,6 +69,11 @@ class Row:
         return all(run.fits for run in self.measured)
 
     @property
+    def forward_only(self) -> bool:
+        """True for steps without backward and update, whose times are not compared with those of full steps."""
+        return any(run.forward_only for run in self.measured)
+
+    @property
     def misfits(self) -> str:
         """The memory that planned runs do not fit in: device, host, or both."""
         return " and ".join(dict.fromkeys(kind for run in self.measured for kind in run.misfits))
@@ -199,7 +204,7 @@ def _devices(run: Run) -> int:
 def _compare(row: Row, reference: Row) -> None:
     row.reference = reference
     own, other = row.mean("perf/step_ms"), reference.mean("perf/step_ms")
-    if own is not None and other:
+    if own is not None and other and row.forward_only == reference.forward_only:
         row.ratio = own / other
     if row is reference:
         row.curve = REFERENCE

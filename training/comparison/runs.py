@@ -70,6 +70,8 @@ class Run:
     """`machine`, `torch`, `commit` and `date`, as far as they are known"""
     notes: tuple[str, ...] = ()
     """how the run differed from what its configuration asks for"""
+    forward_only: bool = False
+    """its steps had neither backward nor update"""
     command: str = ""
     """the command line of a run that recorded its overrides"""
     misfits: tuple[str, ...] = ()
@@ -163,6 +165,7 @@ def read_run(directory: Path) -> Run:
         hardware={key: hardware[key] for key in ("device", "gpu_name") if isinstance(hardware.get(key), str)},
         origin=_origin(hardware, plan),
         notes=_notes(metrics.pop("notes", None)),
+        forward_only=metrics.pop("forward_only", False) is True,
         command=_command(recorded.get("overrides")),
         misfits=misfits,
         budget_gib={kind: nbytes / 2**30 for kind, nbytes in _by_memory(plan, "budget_bytes", _is_size).items()},

@@ -107,6 +107,14 @@ def test_a_plan_that_does_not_fit_is_beside_the_front(write_run):
     assert axes.get_title().startswith("Planned step time")
 
 
+def test_a_forward_without_its_backward_is_beside_the_front(write_run):
+    write_run("none", step_ms=300.0, memory__vram_peak_gib=50.0)
+    write_run("layer_stream", step_ms=200.0, memory__vram_peak_gib=2.0, forward_only=True)
+    (axes,) = memory_figure(write_run.rows()).axes
+    assert axes.lines[0].get_xydata().tolist() == [[50.0, 300.0]]
+    assert [text.get_text() for text in axes.texts] == ["none", "layer_stream: forward only"]
+
+
 def test_of_many_points_those_on_the_front_are_named_first(write_run, monkeypatch):
     monkeypatch.setattr(figures, "MOST_NAMED", 3)
     write_points(write_run, [(20.0, 200.0), (21.0, 210.0), (22.0, 220.0), (10.0, 300.0), (30.0, 100.0)])

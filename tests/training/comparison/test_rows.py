@@ -94,6 +94,13 @@ def test_the_floor_of_a_plan_is_the_planned_one(write_run):
     assert [(row.ratio, row.floor_ratio) for row in found.values()] == [(1.0, 1.5), (6.25, 1.25)]
 
 
+def test_a_forward_alone_has_no_ratio_to_a_full_step(write_run):
+    write_run("none", step_ms=300.0)
+    write_run("layer_stream", step_ms=200.0, forward_only=True)
+    write_run("shard_offload", step_ms=600.0)
+    assert [row.ratio for row in rows(write_run).values()] == [1.0, None, 2.0]
+
+
 def test_curves_are_compared_seed_by_seed(write_run):
     write_run("none", seed=0, losses=(4.0, 3.0))
     write_run("none", seed=1, losses=(5.0, 4.0))
