@@ -38,7 +38,7 @@ too. Every other module may change without notice.
   streams, sharers)`, then `mode.divide(optimizer)`; `CopyWay`: how they bring units in. `NO_SHARERS` is a process by
   itself. `ExchangeBoard`: their exchanges of numbers through shared memory; `SharerLostError` names one that has ended
   or hangs; `meet` waits for all. An error that sharing alone brings about ends with `OWN_HOMES`. `gradient_buckets`
-  cuts gradients into runs that a loop sums at once, each a `GradientBucket`.
+  cuts gradients into runs that a loop sums at once, each a `GradientBucket`, after `separate_gradients`.
 - `KnobError`: a knob has a value that it cannot have. On the CPU also `HostOperandError`: an operation takes host
   memory and tensors of the device, which a GPU would refuse; and `StreamOrderError`: the engine left out a wait.
 - `FileSpan`: bytes of a file. `mode.map_weights` takes those of frozen weights, which `source=mapped` reads from there
@@ -92,7 +92,7 @@ from offload.runtime.streams.registry import Streams, acquire, release
 from offload.runtime.streams.stream_checker import StreamOrderError
 from offload.runtime.streams.transfer import upload
 from offload.weights.footprint import Footprint
-from offload.weights.gradients.buckets import GradientBucket, gradient_buckets
+from offload.weights.gradients.buckets import GradientBucket, gradient_buckets, separate_gradients
 
 __all__ = [
     "GIB",
@@ -138,6 +138,7 @@ __all__ = [
     "parse_bytes",
     "recompute",
     "release",
+    "separate_gradients",
     "upload",
     "usable_cores",
 ]

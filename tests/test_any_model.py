@@ -121,7 +121,7 @@ def test_slips_are_one_line(tmp_path: Path):
             "sample.every=1: openai-gpt cannot generate text here, because transformers keeps no keys and values of it",
         ),
         (("model=diffusers", "model.source=UNet2DModel"), "task=causal_lm: DiffusionModel has no vocabulary"),
-        (("dataset=glyphs",), "task=causal_lm: Glyphs has no tokens"),
+        (("dataset=glyphs",), "task=causal_lm: the dataset has no tokens"),
         (("task=flow_matching",), "task=flow_matching: Llama is a language model"),
         ((*UNET, "eval.every=2", "dataset.eval_share=0"), "eval.every=2: no example is held out"),
     ):

@@ -257,10 +257,16 @@ def count_references(tensor: Tensor) -> int:
 
     Each other reference to the tensor, view of it or NumPy array over it adds at least 1.
     """
-    storage = tensor.untyped_storage()
     # Python refers to the tensor by its owner, the argument and the call of getrefcount.
-    others = torch._C._storage_Use_Count(storage._cdata) - _count_alone()
-    return 1 + others + max(sys.getrefcount(tensor) - 3, 0)
+    return holders_of_memory(tensor) + max(sys.getrefcount(tensor) - 3, 0)
+
+
+def holders_of_memory(tensor: Tensor) -> int:
+    """Counts the tensors, views and NumPy arrays that hold the memory of a tensor: 1 if it is the only one.
+
+    Several names of one tensor count once.
+    """
+    return 1 + torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - _count_alone()
 
 
 @functools.cache

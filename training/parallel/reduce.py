@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from offload import gradient_buckets, l2_norm
+from offload import gradient_buckets, l2_norm, separate_gradients
 from training.parallel.collectives import add_slices, gather_into
 
 # Those that NCCL and gloo add, rounding once, as torch does.
@@ -147,6 +147,7 @@ def reduce_gradients(
     """
     norms = {}
     given = [parameter for parameter, some in zip(parameters, has_gradient, strict=True) if some]
+    separate_gradients(given)
     for bucket in gradient_buckets(given, group.size()):
         flat = bucket.flat(device)
         add(flat, group)

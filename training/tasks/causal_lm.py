@@ -55,12 +55,12 @@ class CausalLM(Task):
         dataset = get_class(config.dataset._target_)
         if hasattr(dataset, "meta_batch"):
             # `check` would say so of a run, but a plan makes no dataset.
-            raise _without_tokens(dataset.__name__)
+            raise _without_tokens()
         refuse_positions(model, config.seq_len, f"seq_len={config.seq_len}")
 
     def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
         if not hasattr(dataset, "vocab_size"):
-            raise _without_tokens(type(dataset).__name__)
+            raise _without_tokens()
         check_vocabulary(model, dataset.vocab_size)
 
     def sample_forwards(self, config: DictConfig, model: nn.Module) -> Sequence[Callable[[], object]]:
@@ -107,8 +107,8 @@ class TextSampler(Sampler):
         return None if text is None else TextSample(sample.prompt, text)
 
 
-def _without_tokens(dataset: str) -> UserError:
-    return UserError(f"task=causal_lm: {dataset} has no tokens: choose a dataset of text")
+def _without_tokens() -> UserError:
+    return UserError("task=causal_lm: the dataset has no tokens: take dataset=stdlib, text or hub")
 
 
 def check_vocabulary(model: nn.Module, vocab_size: int) -> None:

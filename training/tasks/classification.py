@@ -57,9 +57,7 @@ class Classification(Task):
         """Raises UserError if the dataset has no labelled images, or more classes than the model."""
         num_classes = getattr(dataset, "num_classes", None)
         if num_classes is None:
-            raise UserError(
-                f"task=classification: {type(dataset).__name__} has no labels: choose a dataset of labelled images"
-            )
+            raise UserError("task=classification: the dataset has no labels: take dataset=glyphs, images or hub_images")
         known = self._classes_of(model, config)
         if known is not None and num_classes > known:
             raise UserError(

@@ -146,7 +146,7 @@ class FlowMatching(Task):
     def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
         """Raises UserError if the dataset has no images, or not the conditions that the model takes."""
         if not hasattr(type(dataset), "meta_batch"):
-            raise UserError(f"task=flow_matching: {type(dataset).__name__} has no images: choose a dataset of images")
+            raise UserError("task=flow_matching: the dataset has no images: take dataset=glyphs, images or hub_images")
         num_classes, shapes = getattr(dataset, "num_classes", None), getattr(model, "condition_shapes", None)
         if num_classes is not None and shapes is not None and LABELS not in shapes:
             raise UserError(

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from offload.runtime.torch_internals import holders_of_memory
+
 # As large as DDP's. A larger gradient has a bucket of its own.
 BUCKET_BYTES = 25 * 2**20
 # Gradients begin at multiples of this in a bucket, as tensors do in memory: kernels may add in another order elsewhere.
@@ -31,12 +33,13 @@ class GradientBucket:
             (self._alone,) = self.parameters
             self.length = self._alone.numel()
 
-    def flat(self, device: torch.device) -> Tensor:
+    def flat(self, device: torch.device, in_place: bool = True) -> Tensor:
         """Returns the gradients as a tensor [length] on `device`; that of a bucket of one in its own memory if it can.
 
-        Where a parameter has none it is minus zero, which changes no sum, not even the sign of a zero.
+        Where a parameter has none it is minus zero, which changes no sum, not even the sign of a zero. `in_place`: the
+        gradients' own memory may be written to.
         """
-        if self._alone is not None and (gradient := self._alone.grad) is not None:
+        if in_place and self._alone is not None and (gradient := self._alone.grad) is not None:
             like = torch.empty_like(self._alone, device="meta")
             if (gradient.device, gradient.dtype, gradient.stride()) == (device, like.dtype, like.stride()):
                 return gradient.detach().as_strided((self.length,), (1,))
@@ -45,6 +48,14 @@ class GradientBucket:
             if parameter.grad is not None:
                 view.copy_(parameter.grad)
         return flat
+
+    def shares_memory(self) -> bool:
+        """Tells whether something else holds memory that a gradient lies in.
+
+        Autograd gives a parameter that is added to an activation of its shape the gradient of that activation, which
+        backward may still read.
+        """
+        return any(holders_of_memory(p.grad) > 1 for p in self.parameters if p.grad is not None)
 
     def spread(self, flat: Tensor) -> None:
         """Gives every parameter its part of `flat` as its gradient; one that has none gets memory for it."""
@@ -60,6 +71,21 @@ class GradientBucket:
         for parameter, start in zip(self.parameters, self._starts, strict=True):
             strides = torch.empty_like(parameter, device="meta").stride()
             yield parameter, flat.as_strided(parameter.shape, strides, start)
+
+
+def separate_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Gives memory of its own to each gradient that lies in the memory of another's: two sums would be added up there.
+
+    Autograd gives two parameters the same memory that are views of one sum's terms: `a[None] + b[None]`.
+    """
+    given = [parameter for parameter in parameters if parameter.grad is not None]
+    end = 0
+    for parameter in sorted(given, key=lambda parameter: parameter.grad.data_ptr()):
+        start = parameter.grad.data_ptr()
+        if start < end:
+            parameter.grad = parameter.grad.clone()
+        else:
+            end = start + parameter.grad.numel() * parameter.grad.dtype.itemsize
 
 
 def gradient_buckets(

@@ -54,6 +54,8 @@ class DeviceSums:
             _StepBucket(bucket, number) for number, bucket in enumerate(gradient_buckets(parameters, everyone))
         ]
         self._complete: list[int] = []
+        # Sums that the memory of their gradients may not have before backward ends.
+        self._unspread: list[tuple[_StepBucket, Tensor]] = []
         self._landed: Counter[nn.Parameter] = Counter()
         self._is_last_microbatch = False
         self._done: Event | None = None
@@ -73,6 +75,7 @@ class DeviceSums:
             bucket.missing = set(bucket.bucket.parameters)
         self._landed.clear()
         self._complete.clear()
+        self._unspread.clear()
         self.summed.clear()
 
     def last_microbatch(self) -> None:
@@ -94,6 +97,14 @@ class DeviceSums:
     def end_step(self) -> None:
         """Ends the last microbatch, also after an error; compute waits for the sums."""
         self._is_last_microbatch = False
+        if self._unspread:
+            self._transfer.after_compute(self._streams.gather)
+            with self._streams.on(self._streams.gather):
+                for bucket, flat in self._unspread:
+                    self._streams.writes(self._streams.gather, bucket, "sum")
+                    bucket.bucket.spread(flat)
+            self._done.record(self._streams.gather)
+            self._unspread.clear()
         if self._done is not None:
             self._streams.compute.wait_event(self._done)
             self._done = None
@@ -132,9 +143,13 @@ class DeviceSums:
         self._transfer.after_compute(gather)
         streams.writes(gather, bucket, "sum")
         with profiled(f"sum {bucket}"), streams.on(gather), torch.no_grad():
-            flat = bucket.bucket.flat(streams.device)
+            is_read = bucket.bucket.shares_memory()
+            flat = bucket.bucket.flat(streams.device, in_place=not is_read)
             self._sharers.sum(flat, f"the {bucket}")
-            bucket.bucket.spread(flat)
+            if is_read:
+                self._unspread.append((bucket, flat))
+            else:
+                bucket.bucket.spread(flat)
         self._done = streams.event()
         self._done.record(gather)
         self.summed.update(bucket.bucket.parameters)

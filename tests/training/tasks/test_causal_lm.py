@@ -28,7 +28,7 @@ def test_tokens_are_what_it_counts():
 
 def test_a_dataset_without_tokens_and_a_small_vocabulary_are_named():
     config, _ = composed()
-    with pytest.raises(UserError, match=r"^task=causal_lm: SimpleNamespace has no tokens"):
+    with pytest.raises(UserError, match=r"^task=causal_lm: the dataset has no tokens"):
         CausalLM().check(config, SimpleNamespace(), nn.Identity())
     with pytest.raises(UserError, match=r"^model\.vocab_size=\d+ is smaller than the tokenizer's 99999"):
         CausalLM().check(config, SimpleNamespace(vocab_size=99999), SimpleNamespace(vocab_size=256))
@@ -38,7 +38,9 @@ def test_a_dataset_without_tokens_and_a_small_vocabulary_are_named():
 
 @pytest.mark.parametrize("dataset", ["letters", "synthetic_images", "synthetic_video_latents"])
 def test_a_plan_refuses_images_too(dataset: str):
-    with pytest.raises(UserError, match=r"^task=causal_lm: \w+ has no tokens: choose a dataset of text$"):
+    with pytest.raises(
+        UserError, match=r"^task=causal_lm: the dataset has no tokens: take dataset=stdlib, text or hub$"
+    ):
         components_of(f"dataset={dataset}")
 
 

@@ -86,7 +86,7 @@ def test_models_without_logits_are_refused() -> None:
 
 
 def test_datasets_without_labels_are_refused() -> None:
-    with pytest.raises(UserError, match=r"^task=classification: SimpleNamespace has no labels"):
+    with pytest.raises(UserError, match=r"^task=classification: the dataset has no labels"):
         Classification().check(None, SimpleNamespace(num_classes=None), Weights(ROWS))
     Classification().check(None, SimpleNamespace(num_classes=2), Weights(ROWS))
 

@@ -204,7 +204,7 @@ class TestLoss:
             FlowMatching(null_class=CLASSES).check_model(None, model)
 
     def test_a_dataset_without_images_is_refused(self) -> None:
-        with pytest.raises(UserError, match="object has no images"):
+        with pytest.raises(UserError, match="dataset has no images: take dataset=glyphs"):
             FlowMatching().check(None, object(), Linear())
 
     @pytest.mark.parametrize(

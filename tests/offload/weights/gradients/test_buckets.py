@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from offload import gradient_buckets
+from offload import gradient_buckets, separate_gradients
 from training.parallel.reduce import exchange_bytes
 
 
@@ -58,6 +58,35 @@ def test_a_large_gradient_is_summed_where_it_is():
     weight.grad = None
     bucket.spread(torch.ones(bucket.length))
     assert torch.equal(weight.grad, torch.ones_like(weight))
+
+
+def test_a_gradient_whose_memory_something_else_holds_is_not_summed_there():
+    weight = nn.Parameter(torch.zeros(8))
+    weight.grad = torch.ones(8)
+    (bucket,) = gradient_buckets([weight], count=2)
+    assert not bucket.shares_memory()
+    held = weight.grad.view(2, 4)
+    assert bucket.shares_memory()
+    flat = bucket.flat(held.device, in_place=False)
+    flat *= 2
+    assert torch.equal(held, torch.ones(2, 4))
+    del held
+    assert not bucket.shares_memory()
+
+
+def test_gradients_that_autograd_lays_in_one_place_are_separated():
+    first, second, whole = nn.Parameter(torch.zeros(6)), nn.Parameter(torch.zeros(6)), nn.Parameter(torch.zeros(4, 3))
+    (torch.cat([first.view(2, 3), second.view(2, 3)])[None] + whole[None]).mul(1).mul(1).sum().backward()
+    alone = nn.Parameter(torch.zeros(3))
+    alone.grad = torch.ones(3)
+    kept = alone.grad
+    given = [first, second, whole, alone]
+    assert len({p.grad.untyped_storage().data_ptr() for p in given}) == 2
+    separate_gradients(given)
+    for parameter in given:
+        parameter.grad += 1
+    assert all(torch.equal(parameter.grad, torch.full_like(parameter, 2)) for parameter in given)
+    assert alone.grad is kept
 
 
 def test_a_length_that_does_not_divide_is_filled_up():

@@ -184,6 +184,34 @@ def test_a_piece_that_comes_after_the_sum_is_an_error():
         as_sharers(2, work)
 
 
+class Shift(nn.Module):
+    """Adds a parameter of the shape of an activation, as PixArt's last shift with one sample has.
+
+    Autograd then gives the parameter's gradient and that of the condition the same memory, and the condition's layer
+    comes last in backward.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.condition = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.last = nn.ParameterList([torch.randn(24), torch.randn(8)])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        condition = self.condition(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return (hidden + (condition + self.last[0].view(3, 8))) * self.last[1]
+
+
+@pytest.mark.parametrize("nbytes", [4 * 24, 4 * 32], ids=["alone in its bucket", "beside another"])
+def test_a_gradient_in_memory_that_backward_still_reads_is_summed_elsewhere(monkeypatch, nbytes: int):
+    monkeypatch.setattr(buckets.gradient_buckets, "__defaults__", (1, nbytes))
+    torch.manual_seed(0)
+    summed = check(Shift(), lambda step, number: {})
+    assert {"last.0", "last.1"} <= summed[1]
+
+
 def test_a_parameter_that_is_frozen_later_holds_up_nothing_else():
     torch.manual_seed(0)
 
