@@ -93,16 +93,17 @@ print(json.dumps([*([end.returncode, end.stdout, end.stderr] for end in ended), 
 
 @pytest.fixture(scope="module")
 def seen(repository: Path) -> dict:
-    """Returns what the copy prints for commands, in one process of its own, and where its code finds the mode."""
+    """Returns what the copy prints for commands that are refused and for help, and where its code finds the mode."""
     commands = {
-        mode: (f"offload={mode}", *RUN, f"hydra.run.dir={repository / 'runs' / mode}") for mode in ("none", NAME)
+        value: (*RUN, f"offload={NAME}", f"offload.group={value}", f"hydra.run.dir={repository / value}")
+        for value in ("9", "many")
     }
-    for value in ("9", "many"):
-        commands[value] = (*RUN, f"offload={NAME}", f"offload.group={value}", f"hydra.run.dir={repository / value}")
-    for mode in ("none", NAME):
-        commands[f"task {mode}"] = (f"offload={mode}", *TASK, f"hydra.run.dir={repository / 'tasks' / mode}")
     commands["time"] = (*TASK, "task.largest_time=2", f"hydra.run.dir={repository / 'time'}")
-    commands["page"] = (f"offload={NAME}", "--help")
+    return of_copy(repository, commands | {"page": (f"offload={NAME}", "--help")})
+
+
+def of_copy(repository: Path, commands: dict[str, tuple[str, ...]]) -> dict:
+    """Returns what the copy prints for the commands, all in one process, and under `found` where it finds the mode."""
     argument = json.dumps([*commands.values(), NAME])
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM, argument], cwd=repository, capture_output=True, text=True, timeout=300
@@ -112,9 +113,11 @@ def seen(repository: Path) -> dict:
 
 
 @pytest.mark.slow
-def test_it_computes_the_numbers_of_the_resident_model(repository: Path, seen: dict):
-    curves = {}
-    for mode in ("none", NAME):
+def test_it_computes_the_numbers_of_the_resident_model(repository: Path):
+    curves, modes = {}, ("none", NAME)
+    runs = {mode: (f"offload={mode}", *RUN, f"hydra.run.dir={repository / 'runs' / mode}") for mode in modes}
+    seen = of_copy(repository, runs)
+    for mode in modes:
         status, output, errors = seen[mode]
         assert status == 0, output + errors
         folder = repository / "runs" / mode
@@ -125,10 +128,13 @@ def test_it_computes_the_numbers_of_the_resident_model(repository: Path, seen: d
     assert curves[NAME] == curves["none"]
 
 
-def test_its_task_computes_the_numbers_of_the_resident_model(repository: Path, seen: dict):
-    curves = {}
-    for mode in ("none", NAME):
-        status, output, errors = seen[f"task {mode}"]
+@pytest.mark.slow
+def test_its_task_computes_the_numbers_of_the_resident_model(repository: Path):
+    curves, modes = {}, ("none", NAME)
+    runs = {mode: (f"offload={mode}", *TASK, f"hydra.run.dir={repository / 'tasks' / mode}") for mode in modes}
+    seen = of_copy(repository, runs)
+    for mode in modes:
+        status, output, errors = seen[mode]
         assert status == 0, output + errors
         records = [
             json.loads(line) for line in (repository / "tasks" / mode / "metrics.jsonl").read_text().splitlines()
@@ -136,6 +142,9 @@ def test_its_task_computes_the_numbers_of_the_resident_model(repository: Path, s
         assert records[-1]["train/images"] == 8
         curves[mode] = [record["train/loss"] for record in records]
     assert curves[NAME] == curves["none"]
+
+
+def test_a_value_out_of_range_of_its_task_is_refused(seen: dict):
     status, _, line = seen["time"]
     assert (status, line.count("\n")) == (1, 1)
     assert line.startswith("error: task.largest_time=2")

@@ -73,7 +73,11 @@ def test_the_default_job_learns(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "options", [("precision=fp32",), ("precision=bf16", "recompute=block", "microbatches=3", "clip_norm=null")]
+    "options",
+    [
+        pytest.param(("precision=fp32",), marks=pytest.mark.slow),
+        ("precision=bf16", "recompute=block", "microbatches=3", "clip_norm=null"),
+    ],
 )
 def test_every_mode_trains_alike(tmp_path: Path, monkeypatch, options: tuple[str, ...]):
     # Activations of so small a model would stay, or be used again before their device memory is freed.

@@ -1,4 +1,4 @@
-"""40 steps, and 5 times attach and detach, in every mode: nothing is left behind."""
+"""20 steps, and 5 times attach and detach, in every mode: nothing is left behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.offload.helpers.page_locks import FakeRuntime
 from tests.offload.helpers.small import make_small
 from tests.offload.helpers.updates import host_adamw, one_step
 
-STEPS = 40
+STEPS = 20
 CYCLES = 5
 # By then the pool has returned the blocks that the first steps left idle.
 WARM_UP = IDLE_STEPS + 2

@@ -188,7 +188,13 @@ def test_converted_parameters_that_began_later_count_their_own_steps(calls: list
     assert_same(seen, run())
 
 
-@pytest.mark.parametrize(("dtype", "gradient", "form"), CONVERTED)
+@pytest.mark.parametrize(
+    ("dtype", "gradient", "form"),
+    [
+        pytest.param(*case.values, id=case.id, marks=[pytest.mark.slow] * (n % 3 > 0))
+        for n, case in enumerate(CONVERTED)
+    ],
+)
 def test_a_kernel_of_blocks_updates_all_at_once(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, gradient: torch.dtype, form: StateFormat
 ):

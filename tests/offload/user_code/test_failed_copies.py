@@ -22,7 +22,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [RuntimeError, pytest.param(KeyboardInterrupt, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", MODES)
 def test_the_next_step_is_right(mode: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch):
     copies_in, failed = Transfer.copies_in, 0

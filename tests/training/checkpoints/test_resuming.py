@@ -88,7 +88,7 @@ def test_other_text_is_refused(tmp_path: Path, run_here):
     run_here(tmp_path / "run", *dataset, "resume=auto", "steps=7")
 
 
-@pytest.mark.parametrize("adapter", ["none", "lora"])
+@pytest.mark.parametrize("adapter", [pytest.param("none", marks=pytest.mark.slow), "lora"])
 def test_another_configuration_in_the_folder_of_the_source_is_refused(tmp_path: Path, tiny: tuple[str, ...], adapter):
     """It decides what the same weights compute, and the configuration of a run has the folder's name alone."""
     source = tmp_path / "model" / "config.json"

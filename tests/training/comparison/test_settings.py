@@ -40,7 +40,7 @@ def test_names_tell_runs_apart(write_run):
     ]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "host_adamw"])
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "host_adamw"])
 def test_runs_that_differ_in_their_seed_alone_repeat_each_other(tmp_path: Path, optimizer: str):
     """With the configurations of real runs, in which keys may follow the seed."""
     for seed in (0, 1):

@@ -84,7 +84,7 @@ def test_modes_sample_and_train_alike(whole: Path, tmp_path: Path, offload: str)
     assert losses(tmp_path) == losses(whole)
 
 
-@pytest.mark.parametrize("step", [0, 4, 6])
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.slow), 4, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_signal_ends_a_sample_and_the_resumed_run_makes_it(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ):
