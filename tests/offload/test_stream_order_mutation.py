@@ -46,6 +46,8 @@ from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 ENGINE = Path(offload.__file__).parent
 # Call sites of waits and records that the parts below reach. Fewer means that the mutations miss a part of the engine.
 PLACES = 69
+# How often a call is deleted, if nothing notices.
+TRIES = 5
 CALLS = (
     (CheckedStream, "wait_event"),
     (CheckedEvent, "record"),
@@ -357,5 +359,8 @@ def test_every_wait_and_record_is_needed(monkeypatch: pytest.MonkeyPatch):
         for site in seen:
             reached.setdefault(site, []).append(part)
     assert len(reached) >= PLACES, "the mutations must reach every place that they reached before"
-    survivors = [site for site, parts in reached.items() if not any(sites.notices(site, part) for part in parts)]
+    survivors = list(reached)
+    # Whether an update is still under way when a sharer comes to wait for it is decided by the threads.
+    for _ in range(TRIES):
+        survivors = [site for site in survivors if not any(sites.notices(site, part) for part in reached[site])]
     assert not survivors
