@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,10 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        # A checksum of its name and not its place: so all values of one parameter meet those of another.
+        if item.get_closest_marker("sampled") and zlib.crc32(item.nodeid.encode()) % 3:
+            item.add_marker(pytest.mark.slow)
     # The rest takes 15 minutes on two cores. `pytest -m slow`, or their file alone, runs them; what they test is tested
     # by others too, in fewer cases.
     if config.option.markexpr or _names_files(config):
@@ -37,6 +43,7 @@ def pytest_collection_finish() -> None:
     # By now nearly everything is imported. A collection that looks at all of it takes 0.3 s, and tests make hundreds.
     gc.collect()
     gc.freeze()
+    _seed_no_absent_devices()
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
@@ -53,6 +60,17 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     import torch
 
     return 0 if torch.cuda.is_available() else None
+
+
+def _seed_no_absent_devices() -> None:
+    """Keeps torch.manual_seed from queueing a call, with the stack as text, for each kind of device that is missing.
+
+    That takes 4 ms, and tests seed tens of thousands of times.
+    """
+    torch = sys.modules.get("torch")
+    for devices in (torch.cuda, torch.mtia, torch.xpu) if torch else ():
+        if not devices.is_available():
+            devices.manual_seed_all = lambda seed: None
 
 
 def _names_files(config: pytest.Config) -> bool:

@@ -38,7 +38,7 @@ def test_workers_are_for_folders_without_tests_of_a_gpu(monkeypatch, args, marks
 )
 def test_slow_tests_are_left_out_of_folders(args, marks, slow_ones_run):
     def item(slow: bool) -> SimpleNamespace:
-        return SimpleNamespace(get_closest_marker=lambda name: slow if name == "slow" else None)
+        return SimpleNamespace(nodeid="", get_closest_marker=lambda name: slow if name == "slow" else None)
 
     quick, slow = item(False), item(True)
     left_out, items = [], [quick, slow]
@@ -46,6 +46,19 @@ def test_slow_tests_are_left_out_of_folders(args, marks, slow_ones_run):
     config = SimpleNamespace(args=args, option=SimpleNamespace(markexpr=marks), hook=hook)
     pytest_collection_modifyitems(config, items)
     assert (items, left_out) == (([quick, slow], []) if slow_ones_run else ([quick], [slow]))
+
+
+def test_of_a_sampled_test_two_thirds_are_slow():
+    class Item(SimpleNamespace):
+        def get_closest_marker(self, name: str) -> bool:
+            return name in self.marks
+
+        def add_marker(self, mark: pytest.MarkDecorator) -> None:
+            self.marks.add(mark.name)
+
+    items = [Item(nodeid=f"test_a[{number}]", marks={"sampled"}) for number in range(300)]
+    pytest_collection_modifyitems(SimpleNamespace(args=[TEST_FILE], option=SimpleNamespace(markexpr="")), items)
+    assert 170 < sum("slow" in item.marks for item in items) < 230
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="this run has no workers")

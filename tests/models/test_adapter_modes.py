@@ -107,6 +107,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "kind", "mode"),
     [pytest.param(*case, marks=[] if case[0] == "llama" else [pytest.mark.slow]) for case in CASES],
 )
+@pytest.mark.sampled
 def test_three_steps_are_those_of_the_resident_model(name: str, kind: str, mode: str):
     expected = of_the_resident_model(name, kind)
     found = trained(name, kind, MODES[mode]())

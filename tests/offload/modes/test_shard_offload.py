@@ -264,6 +264,7 @@ def weight_bytes(mode: ShardOffload, model: nn.Module, microbatches: int) -> flo
 @pytest.mark.parametrize("checkpoint", [True, False])
 @pytest.mark.parametrize("outside", ["resident", "stream"])
 @pytest.mark.parametrize("shards", [2, 3, 4])
+@pytest.mark.sampled
 def test_weights_come_in_once_each_way_whatever_the_microbatches(shards: int, outside: str, checkpoint: bool):
     def mode() -> ShardOffload:
         return ShardOffload(shards=shards, outside=outside, checkpoint=checkpoint)

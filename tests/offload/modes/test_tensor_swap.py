@@ -40,6 +40,7 @@ def little_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("layers", [None, ["*.up", "*.norm"], ["*"]], ids=["model", "parts", "all"])
+@pytest.mark.sampled
 def test_equals_resident(weights: str, checkpointing: str | None, layers: list | None):
     mode = swapping(WEIGHTS[weights](), layers=layers)
     same_as_resident(Stack(recompute=checkpointing, dropout=0.3), mode)
@@ -78,6 +79,7 @@ def test_equals_resident_with_blocks_that_are_recomputed_after_attaching(weights
 @pytest.mark.parametrize(
     "knobs", [{"budget": 3000}, {"keep_last": 2}, {"host_budget": 20000}, {"prefetch": 0}], ids=str
 )
+@pytest.mark.sampled
 def test_knobs_change_no_number(weights: str, knobs: dict):
     same_as_resident(Stack(dropout=0.2), swapping(WEIGHTS[weights](), **knobs))
 

@@ -85,6 +85,7 @@ def test_the_kernel_on_the_host_is_the_fastest():
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.sampled
 def test_a_gpu_takes_the_checked_kernel_but_for_8_bits(uncached: None, monkeypatch, format: StateFormat):
     monkeypatch.setattr(kernel_choice, "_triton_update", StandIn)
     kernel = update_on(GPU, 1, "auto", format)

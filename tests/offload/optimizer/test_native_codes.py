@@ -74,6 +74,7 @@ LARGEST = [1.0, 0.7, 1.5, 2.0**-60, 2.0**-60 * 0.999, 2.0**20, 2.0**20 * 1.001, 
 
 @every
 @pytest.mark.parametrize("largest", LARGEST)
+@pytest.mark.sampled
 def test_every_boundary_and_its_neighbours(form: str, format: StateFormat, largest: float):
     """First moments are the boundaries times the largest, and their neighbours; second ones are near them."""
     edges = neighbours(boundaries() * largest, 3)
@@ -101,6 +102,7 @@ def test_quotients_of_many_divisors(form: str, format: StateFormat):
 
 @every
 @pytest.mark.parametrize("largest", [0.0, 1e-44, 1.0, 2.0**19, 2.0**21, 2.0**59, 3e38])
+@pytest.mark.sampled
 def test_zeros_and_the_smallest_numbers(form: str, format: StateFormat, largest: float):
     """Both zeros, denormals, and quotients that are too small for a float. Noise of zero is among the draws."""
     bits = torch.cat([torch.arange(0, 60), torch.tensor([0x7FFFFF, 0x800000, 0x800001])]).int()

@@ -70,6 +70,7 @@ def any_bits(count: int, seed: int, corners: float) -> torch.Tensor:
     count=st.integers(1, 10_000),
 )
 @settings(max_examples=25, deadline=None)
+@pytest.mark.sampled
 def test_any_bits_come_back(
     kind: str, format: StateFormat, weight: torch.dtype, seed: int, corners: float, hyperparameters, count: int
 ):

@@ -62,6 +62,7 @@ SETUPS = [
 
 @pytest.mark.parametrize(("dtype", "microbatches", "early", "clip_norm"), SETUPS)
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.sampled
 def test_equals_resident_step_by_step(mode: str, dtype: str, microbatches: int, early: bool, clip_norm: float | None):
     """Norms and biases without decay, and a learning rate that changes each step."""
     ours = made(Mixed, DTYPES[dtype])

@@ -58,6 +58,7 @@ def test_bytes_of_a_bf16_weight(format: StateFormat, nbytes: float):
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.sampled
 def test_all_formats_begin_from_the_same_weights_and_stay_near(format: StateFormat):
     exact, ours = parameters(torch.bfloat16), parameters(torch.bfloat16)
     train(HostAdamW(exact, **SETTINGS, **OFF), exact)

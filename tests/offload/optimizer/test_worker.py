@@ -57,6 +57,7 @@ def test_the_pace_of_the_worker_changes_no_number(pace: Callable, mode: str, ear
 @EARLY
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("reader", ["evaluation", "optimizer", "model", "detach"])
+@pytest.mark.sampled
 def test_readers_see_finished_weights(reader: str, mode: str, early: bool, monkeypatch: pytest.MonkeyPatch):
     threads = sleepy(monkeypatch, 0.003)
     ours, theirs = with_copy(made(Stack))

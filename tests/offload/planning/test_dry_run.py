@@ -66,6 +66,7 @@ def dry(mode, model, inputs, blocks=()):
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("name", MODES)
+@pytest.mark.sampled
 def test_bytes_are_those_of_a_run(name: str, microbatches: int, recomputes: bool):
     if MODES[name]().recomputes and recomputes:
         pytest.skip("the mode recomputes by itself")

@@ -82,6 +82,7 @@ COPIES = saving(aten.copy_.default, aten.fill_.Scalar, aten.clone.default, aten.
 @pytest.mark.parametrize("contexts", [PRODUCTS, COPIES], ids=["products", "copies"])
 @pytest.mark.parametrize("inside", [False, True])
 @ON_EVERY_DEVICE
+@pytest.mark.sampled
 def test_selective_checkpoints(make: Callable, contexts: Callable, inside: bool):
     def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
         seen = [train_step(model, mode), train_step(model, mode, 1), evaluate(model)]
@@ -350,6 +351,7 @@ PARTS = {
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS.keys())
 @ON_EVERY_DEVICE
+@pytest.mark.sampled
 def test_a_buffer_changes_as_often_as_under_torch(make: Callable, part: Callable[[], nn.Module], inside: bool):
     """A recompute goes as far as torch's, which counts the weights that it saves."""
     same_as_resident(make, accumulated, lambda: checkpointed(part, inside))

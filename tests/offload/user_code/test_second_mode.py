@@ -32,6 +32,7 @@ EVERY = MODES | RESIDENT_MODES
 
 @EVERY_MODE_OR_NONE
 @pytest.mark.parametrize("second", EVERY)
+@pytest.mark.sampled
 def test_a_second_mode_is_refused_and_the_first_goes_on(make: Callable, second: str):
     def scenario(model: nn.Module, mode) -> list[torch.Tensor]:
         seen = [train_step(model, mode)]
@@ -70,6 +71,7 @@ def what_is_there(model: nn.Module) -> list:
 @EVERY_MODE_OR_NONE
 @pytest.mark.parametrize("on_meta", [False, True])
 @pytest.mark.parametrize("fails_at", range(9))
+@pytest.mark.sampled
 def test_an_attach_that_fails_leaves_the_model_as_it_was(
     make: Callable, on_meta: bool, fails_at: int, monkeypatch: pytest.MonkeyPatch
 ):

@@ -189,6 +189,7 @@ def recomputing(mode: Mode, blocks_of: Callable = lambda model, mode: model.bloc
 @EVERY_PART
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("knobs", [{"shards": 3}, {"shards": 3, "resident": 1}], ids=str)
+@pytest.mark.sampled
 def test_shard_offload(part: Callable[[], nn.Module], microbatches: int, knobs: dict):
     same_as_resident(made(part), ShardOffload(**knobs), steps=3, microbatches=microbatches)
 
@@ -213,6 +214,7 @@ SEEN = [
 
 
 @pytest.mark.parametrize(("make", "part"), SEEN)
+@pytest.mark.sampled
 def test_recomputed_blocks_of_every_mode(make: Callable[[], Mode], part: Callable[[], nn.Module]):
     same_as_resident(made(part), recomputing(make()), steps=2, microbatches=2)
 

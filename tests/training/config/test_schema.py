@@ -225,6 +225,7 @@ def test_a_sound_overlay_is_accepted(overlay):
         (["~steps"], "steps has no value"),
     ],
 )
+@pytest.mark.sampled
 def test_check_names_key_value_and_range(overrides, message):
     with pytest.raises(UserError) as caught:
         checked(*overrides)

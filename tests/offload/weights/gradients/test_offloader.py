@@ -162,6 +162,7 @@ def test_gradients_of_another_stream_leave_by_themselves(at_home: OffloadUnit, s
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.sampled
 def test_norms_taken_on_the_way_are_those_of_the_gradients(dtype: str, mode: str, microbatches: int):
     model, mode = made(Mixed, DTYPES[dtype]), MODES[mode]()
     with attached(mode, model):
