@@ -104,6 +104,9 @@ def main() -> None:
     parser.add_argument("--state-dtype", choices=list(STATE_DTYPES), default=["fp32"], help="of the moments", **choices)
     parser.add_argument("--state-rounding", choices=ROUNDINGS, default="nearest", help="of the moments")
     parser.add_argument("--compiled", action="store_true", help="also measure a function of torch.compile")
+    parser.add_argument(
+        "--native-only", action="store_true", help="leave out torch's kernel on the host, which takes most of the time"
+    )
     options = parser.parse_args()
 
     print(f"{cores} cores, {options.parameters} parameters, torch {torch.__version__}")
@@ -122,7 +125,7 @@ def measure_format(format: StateFormat, options: argparse.Namespace) -> None:
         print("no C compiler: no native kernel")
     operands = sample(format, options.parameters)
     for threads in options.threads:
-        kernels: list[UpdateKernel] = [FusedUpdate(threads)]
+        kernels: list[UpdateKernel] = [] if library and options.native_only else [FusedUpdate(threads)]
         if library is not None:
             kernels.append(NativeUpdate(library, threads))
         if options.compiled and format.master == "fp32" and format.state_dtype != "int8":
