@@ -147,7 +147,6 @@ def any_dtype(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(("name", "count", "dtype"), CASES, ids=str)
-@pytest.mark.sampled
 def test_sharers_compute_what_one_process_does(name: str, count: int, dtype: torch.dtype):
     torch.manual_seed(0)
     model = Stack(depth=3).to(dtype)
@@ -244,7 +243,6 @@ def test_updates_inside_backward_are_those_after_it(name: str, count: int, dtype
 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("name", ["layer_stream", "one slot", "shard_offload"])
-@pytest.mark.sampled
 def test_nobody_copies_what_a_slow_sharer_still_updates(name: str, early: bool, monkeypatch: pytest.MonkeyPatch):
     apply, slow = HostAdamW.apply, []
 
@@ -330,7 +328,6 @@ FORMATS = [{}, {"master": "fp32", "state_dtype": "bf16"}, {"state_dtype": "int8"
 
 @pytest.mark.parametrize("device_share", [0, 3000, 10**9])
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-@pytest.mark.sampled
 def test_states_on_the_device_or_in_8_bits_are_those_of_one_process(format: dict[str, str], device_share: int):
     """The states of some units, of all, or of none are on the devices."""
     torch.manual_seed(0)
