@@ -1,23 +1,25 @@
 """Architectures that people train, tiny, on two processes that share their homes: gradients are those of one process.
 
-Each process has its own microbatch. Most are slow tests.
+Each process has its own microbatch, of one sample with the models of diffusers. Most are slow tests.
 """
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from offload.modes import shard_offload, tensor_swap
+from offload.modes.bounce_linear import BounceLinear
+from offload.modes.layer_stream import LayerStream
+from offload.modes.shard_offload import ShardOffload
 from offload.runtime.sharing.sharers import CopyWay
-from offload.runtime.streams.stream_checker import CheckedStreams
+from offload.weights.gradients import buckets
+from tests.models.helpers.small_diffusion import SMALL, TIMES, inputs_of, small
 from tests.offload.helpers.architecture_cases import ARCHITECTURES, MODES, built
 from tests.offload.helpers.foreign import fresh, loss_of
-from tests.offload.helpers.sharers import ThreadSharers, as_sharers
+from tests.offload.helpers.shared_gradients import same_as_one_process
 
 # The first step shows which gradients land once; from the second on those of what stays are summed inside backward.
 STEPS = 3
@@ -31,63 +33,55 @@ CASES = [
     for row, name in enumerate(name for name in ARCHITECTURES if name != "autoencoder")
     for column, mode in enumerate(SHARED)
 ]
-Gradients = dict[str, Tensor | None]
+OF_DIFFUSERS = {
+    "bounce_linear": lambda: BounceLinear(slots=8),
+    "layer_stream": lambda: LayerStream(slots=2),
+    "layer_stream resident": lambda: LayerStream(slots=2, resident=1),
+    "shard_offload": lambda: ShardOffload(shard_bytes="16KiB"),
+}
+# Parameters of the shape of an activation, whose gradient has the memory of that activation's (`DeviceSums`).
+SHIFTED = {("pixart", "bounce_linear"), ("hunyuan_dit", "layer_stream")}
 
 
-def loss(model: nn.Module, inputs: dict) -> Tensor:
-    return loss_of(model(**fresh(inputs)))
-
-
-def gradients_of(sharers: ThreadSharers, model: nn.Module, make, inputs: list[list[dict]]) -> list[Gradients]:
-    """The gradients of each step, of which the caller sums what the mode leaves."""
-    model, mode, found = copy.deepcopy(model), make(), []
-    mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
-    for given in inputs:
-        with mode.step():
-            mode.accumulate([partial(loss, model, given[sharers.number])])
-        left = mode.summed_parameters()
-        for parameter in model.parameters():
-            if parameter not in left:
-                everyone = [each for each in sharers.laid_down(parameter.grad) if each is not None]
-                total = sum(everyone[1:], everyone[0].clone()) if everyone else None
-                sharers.laid_down(None)
-                if total is not None and parameter.grad is not None:
-                    parameter.grad.copy_(total)
-                elif total is not None:
-                    parameter.grad = total
-                sharers.laid_down(None)
-        found.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
-        sharers.laid_down(None)
-        model.zero_grad(set_to_none=True)
-    sharers.laid_down(None)
-    mode.detach()
-    return found
-
-
-def alone(model: nn.Module, given: list[dict]) -> Gradients:
-    """The gradients of one process that adds up those of both."""
-    total: Gradients = {name: None for name, _ in model.named_parameters()}
-    for inputs in given:
-        mine = copy.deepcopy(model)
-        loss(mine, inputs).backward()
-        for name, parameter in mine.named_parameters():
-            if parameter.grad is not None:
-                total[name] = parameter.grad if total[name] is None else total[name] + parameter.grad
-    return total
-
-
-@pytest.mark.parametrize(("name", "mode", "copies"), CASES)
-def test_two_processes_have_the_gradients_of_one(monkeypatch, name: str, mode: str, copies: CopyWay):
+@pytest.fixture(autouse=True)
+def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As small as these models are, all their activations would stay on the device until backward."""
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
     for module in (shard_offload, tensor_swap):
         monkeypatch.setattr(module, "IN_FLIGHT_BYTES", 1)
+
+
+def loss(inputs: dict, model: nn.Module) -> Tensor:
+    return loss_of(model(**fresh(inputs)))
+
+
+@pytest.mark.parametrize(("name", "mode", "copies"), CASES)
+def test_two_processes_have_the_gradients_of_one(name: str, mode: str, copies: CopyWay):
     # Without dropout, which draws, too.
-    model, make = built(name).eval(), MODES[mode][0]
-    inputs = [[ARCHITECTURES[name].inputs() for _ in range(2)] for _ in range(STEPS)]
-    results = as_sharers(2, lambda sharers: gradients_of(sharers, model, make, inputs), copies=copies)
-    for step, given in enumerate(inputs):
-        expected = alone(model, given)
-        for found in results:
-            for key, gradient in found[step].items():
-                assert (gradient is None) == (expected[key] is None), (step, key)
-                assert gradient is None or torch.equal(gradient, expected[key]), (step, key)
+    model = built(name).eval()
+    losses = [[partial(loss, ARCHITECTURES[name].inputs()) for _ in range(2)] for _ in range(STEPS)]
+    same_as_one_process(model, MODES[mode][0], losses, copies)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, marks=() if (name, mode) in SHIFTED else pytest.mark.slow)
+        # Batch norm on one pixel of one sample.
+        for name in SMALL
+        if name != "kandinsky3"
+        for mode in OF_DIFFUSERS
+    ],
+)
+def test_two_processes_with_one_sample_each(monkeypatch: pytest.MonkeyPatch, name: str, mode: str):
+    # A bucket for each gradient that stays, so that most are summed before backward ends.
+    monkeypatch.setattr(buckets.gradient_buckets, "__defaults__", (1, 1))
+    noisy, condition = inputs_of(name)
+
+    def loss(sample: int, step: int, model: nn.Module) -> Tensor:
+        own = slice(sample, sample + 1)
+        velocity = model(noisy[own] / (step + 1), TIMES[own], **{key: value[own] for key, value in condition.items()})
+        return velocity.square().mean()
+
+    losses = [[partial(loss, sample, step) for sample in range(2)] for step in range(STEPS)]
+    same_as_one_process(small(name), OF_DIFFUSERS[mode], losses, WAYS[len(name) % 2])

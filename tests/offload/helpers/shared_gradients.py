@@ -1,0 +1,71 @@
+"""Gradients of a model under two processes that share its homes, here threads, and of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from offload.modes.mode import Mode
+from offload.runtime.sharing.sharers import CopyWay
+from offload.runtime.streams.stream_checker import CheckedStreams
+from tests.offload.helpers.sharers import ThreadSharers, as_sharers
+
+Losses = Sequence[Sequence[Callable[[nn.Module], Tensor]]]
+"""of each step those of each process, called with its copy of the model"""
+Gradients = dict[str, Tensor | None]
+
+
+def same_as_one_process(model: nn.Module, make: Callable[[], Mode], losses: Losses, copies: CopyWay) -> None:
+    """Fails where a gradient of any step, without updates between, is not that of one process in every bit."""
+    results = as_sharers(2, lambda sharers: _shared(sharers, model, make, losses), copies=copies)
+    for step, of_step in enumerate(losses):
+        expected = _alone(model, of_step)
+        for found in results:
+            for name, gradient in found[step].items():
+                assert (gradient is None) == (expected[name] is None), (step, name)
+                assert gradient is None or torch.equal(gradient, expected[name]), (step, name)
+
+
+def _shared(sharers: ThreadSharers, model: nn.Module, make: Callable[[], Mode], losses: Losses) -> list[Gradients]:
+    model, mode, found = copy.deepcopy(model), make(), []
+    mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+    for of_step in losses:
+        with mode.step():
+            mode.accumulate([partial(of_step[sharers.number], model)])
+        summed = mode.summed_parameters()
+        for parameter in model.parameters():
+            if parameter not in summed:
+                _sum(sharers, parameter)
+        found.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
+        sharers.laid_down(None)
+        model.zero_grad(set_to_none=True)
+    sharers.laid_down(None)
+    mode.detach()
+    return found
+
+
+def _sum(sharers: ThreadSharers, parameter: nn.Parameter) -> None:
+    """Sums a gradient that the mode has left to its caller."""
+    everyone = [gradient for gradient in sharers.laid_down(parameter.grad) if gradient is not None]
+    total = sum(everyone[1:], everyone[0].clone()) if everyone else None
+    sharers.laid_down(None)
+    if total is not None and parameter.grad is not None:
+        parameter.grad.copy_(total)
+    elif total is not None:
+        parameter.grad = total
+    sharers.laid_down(None)
+
+
+def _alone(model: nn.Module, losses: Sequence[Callable[[nn.Module], Tensor]]) -> Gradients:
+    total: Gradients = {name: None for name, _ in model.named_parameters()}
+    for loss in losses:
+        mine = copy.deepcopy(model)
+        loss(mine).backward()
+        for name, parameter in mine.named_parameters():
+            if parameter.grad is not None:
+                total[name] = parameter.grad if total[name] is None else total[name] + parameter.grad
+    return total
