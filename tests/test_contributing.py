@@ -112,33 +112,33 @@ def of_copy(repository: Path, commands: dict[str, tuple[str, ...]]) -> dict:
     return dict(zip((*commands, "found"), json.loads(result.stdout), strict=True))
 
 
+def trained(repository: Path, name: str, keys: tuple[str, ...]) -> dict[str, list[dict]]:
+    """Trains with the keys in the copy, resident and under the mode; returns the logged steps of each."""
+    folders = {mode: repository / name / mode for mode in ("none", NAME)}
+    ended = of_copy(
+        repository, {mode: (f"offload={mode}", *keys, f"hydra.run.dir={folder}") for mode, folder in folders.items()}
+    )
+    for mode in folders:
+        status, output, errors = ended[mode]
+        assert status == 0, output + errors
+    lines = {mode: (folder / "metrics.jsonl").read_text().splitlines() for mode, folder in folders.items()}
+    return {mode: list(map(json.loads, of_run)) for mode, of_run in lines.items()}
+
+
 @pytest.mark.slow
 def test_it_computes_the_numbers_of_the_resident_model(repository: Path):
-    curves, modes = {}, ("none", NAME)
-    runs = {mode: (f"offload={mode}", *RUN, f"hydra.run.dir={repository / 'runs' / mode}") for mode in modes}
-    seen = of_copy(repository, runs)
-    for mode in modes:
-        status, output, errors = seen[mode]
-        assert status == 0, output + errors
-        folder = repository / "runs" / mode
-        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    curves = {}
+    for mode, records in trained(repository, "runs", RUN).items():
         curves[mode] = [{key: value for key, value in record.items() if key.startswith("train/")} for record in records]
-        moved = json.loads((folder / "summary.json").read_text())["transfer/h2d_gib"]
+        moved = json.loads((repository / "runs" / mode / "summary.json").read_text())["transfer/h2d_gib"]
         assert (moved > 0) == (mode == NAME)
     assert curves[NAME] == curves["none"]
 
 
 @pytest.mark.slow
 def test_its_task_computes_the_numbers_of_the_resident_model(repository: Path):
-    curves, modes = {}, ("none", NAME)
-    runs = {mode: (f"offload={mode}", *TASK, f"hydra.run.dir={repository / 'tasks' / mode}") for mode in modes}
-    seen = of_copy(repository, runs)
-    for mode in modes:
-        status, output, errors = seen[mode]
-        assert status == 0, output + errors
-        records = [
-            json.loads(line) for line in (repository / "tasks" / mode / "metrics.jsonl").read_text().splitlines()
-        ]
+    curves = {}
+    for mode, records in trained(repository, "tasks", TASK).items():
         assert records[-1]["train/images"] == 8
         curves[mode] = [record["train/loss"] for record in records]
     assert curves[NAME] == curves["none"]

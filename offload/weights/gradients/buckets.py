@@ -76,7 +76,7 @@ class GradientBucket:
 def separate_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Gives memory of its own to each gradient that lies in the memory of another's: two sums would be added up there.
 
-    Autograd gives two parameters the same memory that are views of one sum's terms: `a[None] + b[None]`.
+    Autograd gives the gradients of `a` and `b` one memory where a forward computes `a[None] + b[None]`.
     """
     given = [parameter for parameter in parameters if parameter.grad is not None]
     end = 0

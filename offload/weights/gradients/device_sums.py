@@ -54,7 +54,7 @@ class DeviceSums:
             _StepBucket(bucket, number) for number, bucket in enumerate(gradient_buckets(parameters, everyone))
         ]
         self._complete: list[int] = []
-        # Sums that the memory of their gradients may not have before backward ends.
+        # Sums that wait for the end of backward, which may still read the memory of their gradients.
         self._unspread: list[tuple[_StepBucket, Tensor]] = []
         self._landed: Counter[nn.Parameter] = Counter()
         self._is_last_microbatch = False

@@ -39,7 +39,7 @@ def _shared(sharers: ThreadSharers, model: nn.Module, make: Callable[[], Mode], 
         summed = mode.summed_parameters()
         for parameter in model.parameters():
             if parameter not in summed:
-                _sum(sharers, parameter)
+                sum_over(sharers, parameter)
         found.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
         sharers.laid_down(None)
         model.zero_grad(set_to_none=True)
@@ -48,7 +48,7 @@ def _shared(sharers: ThreadSharers, model: nn.Module, make: Callable[[], Mode], 
     return found
 
 
-def _sum(sharers: ThreadSharers, parameter: nn.Parameter) -> None:
+def sum_over(sharers: ThreadSharers, parameter: nn.Parameter) -> None:
     """Sums a gradient that the mode has left to its caller."""
     everyone = [gradient for gradient in sharers.laid_down(parameter.grad) if gradient is not None]
     total = sum(everyone[1:], everyone[0].clone()) if everyone else None

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from offload.modes.layer_stream import LayerStream
 from offload.runtime.streams.stream_checker import CheckedStreams
 from offload.weights.gradients import buckets
+from tests.offload.helpers.shared_gradients import sum_over
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 
 STEPS = 3
@@ -68,12 +69,7 @@ def steps_of(
         summed = mode.summed_parameters()
         for parameter in stays.values():
             if parameter not in summed:
-                everyone = [each for each in sharers.laid_down(parameter.grad) if each is not None]
-                total = everyone[0].clone() if everyone else None
-                for other in everyone[1:]:
-                    total += other
-                sharers.laid_down(None)
-                parameter.grad = total
+                sum_over(sharers, parameter)
         gradients = {name: None if p.grad is None else p.grad.clone() for name, p in stays.items()}
         found.append((gradients, {name for name, p in stays.items() if p in summed}))
         model.zero_grad()
