@@ -3,11 +3,12 @@
 import sys
 from functools import partial
 
-from training.runs import starting
+from training.runs import allocator, starting
 
 if __name__ == "__main__":
     starting.refuse_foreign_python()
     starting.end_on_interrupt()
+    allocator.expand_segments()
 
 import hydra
 from omegaconf import DictConfig

@@ -22,6 +22,7 @@ from training.metrics.step_timer import StepTimer
 from training.metrics.wandb_tracker import run_name
 from training.profiling.hardware import known_peak_flops, reset_peaks, rss_gib, vram_peak_gib, vram_reserved_gib
 from training.profiling.trace import Tracer
+from training.runs import allocator
 from training.runs.console import note_failures
 from training.runs.files import SAMPLES_FILE
 from training.tasks.sample import Sample
@@ -282,11 +283,11 @@ def warn_of_held(vram_budget: str | int | None, memory: Mapping[str, float]) -> 
         return False
     logger.warning(
         "vram_budget=%s: torch's allocator holds %.2f GiB, in which tensors took %.2f GiB: the rest is pieces that no"
-        " tensor fitted; PYTORCH_ALLOC_CONF=expandable_segments:True before the command may join them, and a smaller"
-        " vram_budget leaves room for them",
+        " tensor fitted; a smaller vram_budget leaves room for them%s",
         vram_budget,
         held,
         live,
+        "" if allocator.segments_expand() else f", and {allocator.ADVICE}",
     )
     return True
 

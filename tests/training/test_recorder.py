@@ -17,6 +17,7 @@ from training.loop import train
 from training.metrics.step_timer import StepTimer
 from training.parallel.ranks import Ranks
 from training.planning.report import RunPlan
+from training.runs import allocator
 
 # For runs in this process.
 QUIET = (*SMALL_RUN, "tracking=disabled")
@@ -52,10 +53,12 @@ def test_a_peak_is_that_of_the_steps_of_a_record(tmp_path: Path, monkeypatch: py
 def test_memory_that_is_held_beyond_the_budget_is_a_warning_once(tmp_path: Path, monkeypatch, caplog):
     monkeypatch.setattr(recorder, "vram_peak_gib", lambda device: 1.5)
     monkeypatch.setattr(recorder, "vram_reserved_gib", lambda device: 2.25)
+    monkeypatch.setattr(allocator, "segments_expand", lambda: False)
     run_here(tmp_path / "more", *QUIET, "steps=3", "log_every=1", "vram_budget=2GiB")
     (line,) = (record.message for record in caplog.records if "allocator" in record.message)
     assert line.startswith("vram_budget=2GiB: torch's allocator holds 2.25 GiB, in which tensors took 1.50 GiB: ")
     caplog.clear()
+    assert line.endswith(f", and {allocator.ADVICE}")
     run_here(tmp_path / "less", *QUIET, "steps=1", "log_every=1", "vram_budget=2304MiB")
     assert not caplog.records
 

@@ -10,6 +10,7 @@ from training.components import Components
 from training.errors import UserError
 from training.planning.advice import memory_advice
 from training.planning.report import RunPlan
+from training.runs import allocator
 from training.runs.failures import is_device_memory, is_host_memory, requested
 
 
@@ -30,7 +31,8 @@ def memory_explained(components: Components, plan: RunPlan) -> Iterator[None]:
     except Exception as error:
         if is_device_memory(error):
             found = f"the GPU is out of memory{requested(error)}"
-            raise OutOfMemoryError(f"{found}: {_explained(components, plan, 'vram_budget')}") from error
+            setting = "" if allocator.segments_expand() else f"; {allocator.ADVICE}"
+            raise OutOfMemoryError(f"{found}: {_explained(components, plan, 'vram_budget')}{setting}") from error
         if is_host_memory(error):
             found = f"the host is out of memory{_in_brackets(error)}"
             raise OutOfMemoryError(f"{found}: {_explained(components, plan, 'host_budget')}") from error

@@ -18,6 +18,7 @@ from hydra.errors import InstantiationException
 
 from training.errors import UserError
 from training.metrics.files import write_summary
+from training.runs import allocator
 from training.runs.console import note_failures
 from training.runs.directory import RunDirectory
 from training.runs.files import SUMMARY_FILE
@@ -119,7 +120,9 @@ def explain(error: BaseException) -> Failure:
     if isinstance(error, KeyboardInterrupt):
         return Failure("interrupted", "interrupted", True)
     if is_device_memory(error):
-        return Failure("out_of_memory", f"the GPU is out of memory{requested(error)}: {SHOWN_BY_PLAN}", True)
+        setting = "" if allocator.segments_expand() else f"; {allocator.ADVICE}"
+        reason = f"the GPU is out of memory{requested(error)}: {SHOWN_BY_PLAN}{setting}"
+        return Failure("out_of_memory", reason, True)
     if is_host_memory(error):
         return Failure("out_of_memory", f"the host is out of memory: {SHOWN_BY_PLAN}", True)
     if isinstance(error, RuntimeError) and "can't start new thread" in text:

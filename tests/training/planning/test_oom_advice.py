@@ -13,6 +13,7 @@ from training.planning.machine import machine_of
 from training.planning.oom_advice import OutOfMemoryError, memory_explained
 from training.planning.plan import plan_run
 from training.planning.report import RunPlan
+from training.runs import allocator
 
 SMALL = (*SMALL_MODEL, "seq_len=32", "dataset=synthetic")
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of"
@@ -26,6 +27,14 @@ def explained(*overrides: str, error: BaseException | None = None, has_gpu: bool
         raise error or torch.OutOfMemoryError(OUT_OF_MEMORY)
     assert caught.value.status == "out_of_memory"
     return str(caught.value), plan
+
+
+@pytest.mark.parametrize("expand", [False, True])
+def test_the_message_names_the_allocators_setting_where_it_is_not_made(monkeypatch: pytest.MonkeyPatch, expand: bool):
+    monkeypatch.setattr(allocator, "segments_expand", lambda: expand)
+    message, _ = explained()
+    assert message.endswith(f"; {allocator.ADVICE}") is not expand
+    assert ("expandable_segments" in message) is not expand
 
 
 def test_the_message_has_the_numbers_of_the_plan():
