@@ -35,10 +35,11 @@ too. Every other module may change without notice.
 - `l2_norm`: that of a gradient, right for any number of elements on the CPU too.
 - `Counters`: bytes copied and times waited, from `mode.counters()`. `Footprint`: bytes of a mode before it is attached.
 - `Sharers`: processes of one host, each with a device, that share the homes of what streams: `mode.attach(model,
-  streams, sharers)`, then `mode.divide(optimizer)`; `CopyWay`: how they bring units in. `NO_SHARERS` is a process by
-  itself. `ExchangeBoard`: their exchanges of numbers through shared memory; `SharerLostError` names one that has ended
-  or hangs; `meet` waits for all. An error that sharing alone brings about ends with `OWN_HOMES`. `gradient_buckets`
-  cuts gradients into runs that a loop sums at once, each a `GradientBucket`, after `separate_gradients`.
+  streams, sharers)`, then `mode.divide(optimizer)`; `CopyWay`: how they bring units in; `LinkWay`: how devices exchange
+  slices. `NO_SHARERS` is a process by itself. `ExchangeBoard`: their exchanges of numbers through shared memory;
+  `SharerLostError` names one that has ended or hangs; `meet` waits for all. An error that sharing alone brings about
+  ends with `OWN_HOMES`. `gradient_buckets` cuts gradients into runs that a loop sums at once, each a `GradientBucket`,
+  after `separate_gradients`.
 - `KnobError`: a knob has a value that it cannot have. On the CPU also `HostOperandError`: an operation takes host
   memory and tensors of the device, which a GPU would refuse; and `StreamOrderError`: the engine left out a wait.
 - `FileSpan`: bytes of a file. `mode.map_weights` takes those of frozen weights, which `source=mapped` reads from there
@@ -85,7 +86,7 @@ from offload.runtime.memory.host_memory import allocator_pinned_bytes
 from offload.runtime.memory.mapped_files import ChangedFileError, FileSpan, lies_in_file
 from offload.runtime.norms import l2_norm
 from offload.runtime.sharing.exchange_board import ExchangeBoard
-from offload.runtime.sharing.sharers import NO_SHARERS, OWN_HOMES, CopyWay, SharerLostError, Sharers, meet
+from offload.runtime.sharing.sharers import NO_SHARERS, OWN_HOMES, CopyWay, LinkWay, SharerLostError, Sharers, meet
 from offload.runtime.streams.counters import Counters
 from offload.runtime.streams.device_work import HostOperandError
 from offload.runtime.streams.registry import Streams, acquire, release
@@ -111,6 +112,7 @@ __all__ = [
     "HostOperandError",
     "KnobError",
     "LayerStream",
+    "LinkWay",
     "Mode",
     "OwnOptimizer",
     "Resident",

@@ -4,8 +4,8 @@
     python scripts/bench_ranks.py --ranks 2 --sequences 2 --mode bounce_linear --optimizer --reduction fast --fsdp2
 
 The rows: the resident model on one GPU (`none`), the mode on one GPU, and the mode on all with the homes shared, where
-each copies in its slices and gathers the others'. With `--fsdp2` also the model resident on all GPUs, in torch's
-`fully_shard` (Zhao et al. 2023) with torchtitan's settings: float32 masters, sums of gradients in float32; its update,
+each copies in its slices and gathers the others', a row for each of `--links`. With `--fsdp2` also the model resident
+on all GPUs, in torch's `fully_shard` (Zhao et al. 2023) with torchtitan's settings: float32 masters, sums of gradients in float32; its update,
 with `--optimizer`, is torch's fused AdamW.
 
 Tokens are those of each GPU, and so `scaling` is the mode's step on one GPU over its step on all. A step on several
@@ -137,7 +137,8 @@ def measure_rank(rank: int, count: int, folder: str, spec: str, options: argpars
             return measure_fully_sharded(options)
         finally:
             dist.destroy_process_group()
-    group = Group(device, Setup(device.type, count, 600, options.reduction, copies=options.copies))
+    setup = Setup(device.type, count, 600, options.reduction, copies=options.copies, links=options.links)
+    group = Group(device, setup)
     try:
         return measure(spec, options, group.sharers(shared=True), group.reduce)
     finally:
@@ -181,6 +182,8 @@ def main() -> None:
     options_parser.add_argument("--mode", default="layer_stream", metavar="MODE[:KEY=VALUE,...]")
     options_parser.add_argument("--reduction", choices=("ordered", "fast"), default="ordered")
     options_parser.add_argument("--copies", choices=("auto", "slices", "whole"), default="auto", help="parallel.copies")
+    links = ("copies", "collectives")
+    options_parser.add_argument("--links", nargs="+", choices=links, default=["copies"], help="of parallel.links")
     options_parser.add_argument("--fsdp2", action="store_true", help="with a row of torch's fully_shard, resident")
     options_parser.add_argument("--steps", type=int, default=7, help="timed steps")
     options_parser.add_argument("--warmup", type=int, default=3, help="steps before")
@@ -194,13 +197,14 @@ def main() -> None:
         f" reduction={options.reduction}, copies={options.copies}, torch {torch.__version__}"
     )
     print(f"{'mode, devices':30}" + "".join(f"{title:>13}" for title in TITLES), flush=True)
-    kinds = [("none, 1", RESIDENT, 1), (f"{options.mode}, 1", options.mode, 1)]
-    kinds.append((f"{options.mode}, {options.ranks} shared", options.mode, options.ranks))
+    kinds = [("none, 1", RESIDENT, 1, None), (f"{options.mode}, 1", options.mode, 1, None)]
+    shared = f"{options.mode}, {options.ranks} by"
+    kinds += [(f"{shared} {links}", options.mode, options.ranks, links) for links in options.links]
     if options.fsdp2:
-        kinds.append((f"{FULLY_SHARDED}, {options.ranks}", FULLY_SHARDED, options.ranks))
+        kinds.append((f"{FULLY_SHARDED}, {options.ranks}", FULLY_SHARDED, options.ranks, None))
     rows: list[dict] = []
-    for name, spec, count in kinds:
-        rows.append(row := row_of(name, spec, count, options))
+    for name, spec, count, links in kinds:
+        rows.append(row := row_of(name, spec, count, argparse.Namespace(**vars(options) | {"links": links})))
         add_rates(row, rows)
         cells = "".join(cell(row.get(key)) for key in COLUMNS)
         print(f"{name:30}" + (f"failed: {visible(row['failed'])}" if "failed" in row else cells), flush=True)

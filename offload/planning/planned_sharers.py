@@ -24,6 +24,7 @@ class PlannedSharers:
         self.hosts = hosts
         # Nothing could be timed in a dry run.
         self.copies = "slices" if copies == "auto" else copies
+        self.links, self.limit_s = "collectives", float("inf")
         self.exchanged_bytes = 0.0
         self._streams = streams
 

@@ -18,6 +18,7 @@ import torch
 from offload.runtime.forward.block_buffers import arrived, leaving
 from offload.runtime.memory.device_slots import DeviceSlots
 from offload.runtime.memory.host_memory import HostArena
+from offload.runtime.memory.links import links_of
 from offload.runtime.sharing.sharers import NO_SHARERS, Sharers, meet
 from offload.runtime.streams.counters import Counters
 from offload.runtime.streams.registry import Streams
@@ -76,12 +77,14 @@ class WeightStreamer:
             gradient_bytes = gradient_ring_bytes(cut.units) if releases else cut.gradient_bytes
             self.arena.require(cut.unit_bytes - cut.file_bytes + gradient_bytes)
         self._streams = streams
-        self._slots = DeviceSlots(slots, slot_bytes, streams)
         self._updates: Updates = NO_UPDATES
         self._in_step = self._in_inference = False
         with ExitStack() as undo:
             undo.callback(self.arena.close)
             undo.callback(self.homes.close)
+            self._links = links_of(sharers, streams)
+            undo.callback(self._links.close)
+            self._slots = DeviceSlots(slots, slot_bytes, streams, self._links.allocate)
             self._files = make_files(self.arena, self.transfer)
             undo.callback(self._files.close)
             self._bring_home(undo, releases)
@@ -111,12 +114,13 @@ class WeightStreamer:
             self.arena,
             self.transfer,
             sharers,
+            self._links,
             limit_bytes=GRADIENT_SLOTS * cut.largest_unit_bytes,
             releases=releases,
             on_device=[tensor for tensor, _ in cut.resident if tensor.requires_grad and not wraps(tensor)],
         )
         shared = sharers.count > 1
-        gatherer = SliceGatherer(sharers, cut.units, self.transfer, self.gradients.sum) if shared else None
+        gatherer = SliceGatherer(sharers, self._links, cut.units, self.transfer, self.gradients.sum) if shared else None
         self._gatherer, poison = gatherer, not streams.asynchronous
         self.prefetcher = Prefetcher(cut.units, self._slots, self.transfer, prefetch, poison, self._files, gatherer)
         self.gradients.copy_in = self.prefetcher.unawaited_copy
@@ -164,6 +168,7 @@ class WeightStreamer:
                 self._gatherer.agree_on_end()
                 self.gradients.sum.end_step()
         except BaseException:
+            self._links.let_go()
             self._updates.abandon_step()
             raise
         finally:
@@ -262,6 +267,7 @@ class WeightStreamer:
             unit.restore()
             arrived(unit.buffer_places)
         self._placement.restore()
+        self._links.close()
         self.homes.close()
         self.arena.close()
 

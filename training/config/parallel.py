@@ -26,6 +26,16 @@ class Copies(StrEnum):
     whole = "whole"
 
 
+class Links(StrEnum):
+    """copies: by the devices' copy engines, where they reach each other's memory. collectives: by NCCL's or gloo's.
+
+    Gradients that stay on a device, or are summed over several hosts, are summed by collectives in any case.
+    """
+
+    copies = "copies"
+    collectives = "collectives"
+
+
 class Numa(StrEnum):
     """auto: each rank runs on the NUMA node of its GPU, where a host has several. off: it runs on any core."""
 
@@ -49,12 +59,14 @@ class Parallel:
     """The keys of a run on several devices.
 
     `homes`: what offload modes keep in host memory is there once for each rank, or once on a host. `copies`: how
-    devices that share it bring it in. `reduction`: the order in which gradients are summed. `hosts`: over how many they
-    are spread, evenly. `timeout_s`: seconds after which a rank that does not answer counts as hung.
+    devices that share it bring it in. `links`: how these exchange slices of weights and gradients. `reduction`: the
+    order in which gradients are summed. `hosts`: over how many they are spread, evenly. `timeout_s`: seconds after
+    which a rank that does not answer counts as hung.
     """
 
     homes: Homes = MISSING
     copies: Copies = MISSING
+    links: Links = MISSING
     reduction: Reduction = MISSING
     numa: Numa = MISSING
     hosts: int = number(at_least=1, at_most=64)

@@ -16,6 +16,7 @@ TURNED_ON_BY = {
     "trace_step": ("trace", False, "true"),
     "parallel.homes": ("devices", 1, "N"),
     "parallel.copies": ("devices", 1, "N"),
+    "parallel.links": ("devices", 1, "N"),
     "parallel.reduction": ("devices", 1, "N"),
     "parallel.numa": ("devices", 1, "N"),
     "parallel.timeout_s": ("devices", 1, "N"),

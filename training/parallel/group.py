@@ -84,7 +84,7 @@ class Group(Ranks):
         # The group of the ranks that are the first on their hosts, which have copies of the homes.
         self._firsts: dist.ProcessGroup | None = None
         self._sum: Sum = SUMS[setup.reduction]
-        self._ways = setup.reduction, setup.copies
+        self._ways = setup.reduction, setup.copies, setup.links
         self._cause = cause or (lambda rank: None)
         self._end_others = end_others
         self._messages = dist.new_group(backend="gloo", timeout=PATIENCE)

@@ -71,6 +71,7 @@ def _joined(config: DictConfig, world: World | None, followers: Followers | None
         reduction=str(config.parallel.reduction),
         numa=str(config.parallel.numa),
         copies=str(config.parallel.copies),
+        links=str(config.parallel.links),
     )
     world = world or World.of_first(setup.devices)
     seat = take_seat(setup.device, setup.numa, world)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from offload import CopyWay
+from offload import CopyWay, LinkWay
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Setup:
     reduction: str = "ordered"
     numa: str = "auto"
     copies: CopyWay = "auto"
+    links: LinkWay = "copies"
 
     def shared(self) -> Setup:
         """Returns the setup of rank 0, on every rank."""

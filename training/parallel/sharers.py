@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload import CopyWay, ExchangeBoard, Sharers
+from offload import CopyWay, ExchangeBoard, LinkWay, Sharers
 from training.errors import UserError
 from training.parallel.collectives import gather_into
 from training.parallel.reduce import SUMS, SUMS_IN_SLICES, SUMS_OF_HOSTS, SUMS_OF_HOSTS_IN_SLICES
@@ -89,7 +89,7 @@ class GroupSharers:
         limit_s: how long an exchange within the host may take.
         patience: the limit for exchanges between steps: rank 0 may load weights meanwhile.
         ways: `parallel.reduction`, the order in which gradients are summed over the ranks of all hosts, and
-            `parallel.copies`, how units come in.
+            `parallel.copies`, how units come in, and `parallel.links`, how devices exchange slices.
     """
 
     def __init__(
@@ -98,16 +98,16 @@ class GroupSharers:
         everyone: dist.ProcessGroup,
         limit_s: float,
         patience: timedelta,
-        ways: tuple[str, CopyWay],
+        ways: tuple[str, CopyWay, LinkWay],
         attempt: Attempt,
         wait: Wait,
     ):
-        self._reduction, self.copies = ways
+        self._reduction, self.copies, self.links = ways
         self.rank, self.count = groups.data.rank(), groups.data.size()
         self.first, self.hosts = groups.ranks[0], groups.hosts
         self._groups = groups
         self._everyone = everyone
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._patience = patience
         self._attempt = attempt
         self._wait = wait
@@ -117,7 +117,7 @@ class GroupSharers:
         self, numbers: Sequence[int], what: str, patient: bool = False, everywhere: bool = False
     ) -> list[list[int]]:
         if not patient and (self.hosts == 1 or not everywhere):
-            return self._attempt(lambda: self._board.exchange(numbers, self._limit_s), what)
+            return self._attempt(lambda: self._board.exchange(numbers, self.limit_s), what)
         own = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
         group = self._everyone if everywhere else self._groups.patient
         everyone = torch.empty(group.size() * len(own), dtype=torch.int64, device="cpu")

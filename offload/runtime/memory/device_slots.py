@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -22,9 +24,9 @@ class DeviceSlot:
     `content` is set by the owner of the slots: the unit in it.
     """
 
-    def __init__(self, index: int, nbytes: int, streams: Streams):
+    def __init__(self, index: int, memory: torch.Tensor, streams: Streams):
         self.index = index
-        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=streams.device)
+        self.bytes = memory
         self.ready: Event = streams.event()
         self.free: Event = streams.event()
         self.readers: list = []
@@ -44,10 +46,16 @@ class DeviceSlot:
 
 
 class DeviceSlots:
-    """A fixed pool of slots of equal size. A slot is found by the address of a tensor that lies in it."""
+    """A fixed pool of slots of equal size, in memory (uint8) from `allocate`, by default the device's own.
 
-    def __init__(self, count: int, nbytes: int, streams: Streams):
-        self.all = [DeviceSlot(index, nbytes, streams) for index in range(count)]
+    A slot is found by the address of a tensor that lies in it.
+    """
+
+    def __init__(
+        self, count: int, nbytes: int, streams: Streams, allocate: Callable[[int], torch.Tensor] | None = None
+    ):
+        allocate = allocate or partial(torch.empty, dtype=torch.uint8, device=streams.device)
+        self.all = [DeviceSlot(index, allocate(nbytes), streams) for index in range(count)]
         self._by_address = {_address(slot.bytes): slot for slot in self.all if nbytes}
         self._nbytes = nbytes
         self._starts = sorted(self._by_address)

@@ -10,25 +10,20 @@ process reads all rows of an exchange before it begins the next.
 
 from __future__ import annotations
 
-import os
 import time
 import zlib
 from array import array
 from collections.abc import Sequence
+from functools import partial
 
+from offload.runtime.sharing.processes import Processes
 from offload.runtime.sharing.shared_memory import share_memory
-from offload.runtime.sharing.sharers import SharerLostError, Sharers
+from offload.runtime.sharing.sharers import Sharers
 
 WORD_BYTES = 8
 # The number of the exchange, how many numbers there are, the numbers, the checksum. Two cache lines of most processors.
 ROW_WORDS = 16
 MOST_NUMBERS = ROW_WORDS - 3
-# A process that waits first lets others run, then it sleeps, longer and longer. A sleep of 20 us takes 70 or more, by
-# which the process is late for the next exchange, so that the others wait then: most waits end without one.
-YIELD_S = 5e-4
-SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 20e-6, 1e-3
-# Seconds between two checks that the process it waits for is still there.
-LOOK_EVERY_S = 0.05
 
 
 class ExchangeBoard:
@@ -41,8 +36,7 @@ class ExchangeBoard:
         self._rank, self._count = sharers.rank, sharers.count
         nbytes = 2 * self._count * ROW_WORDS * WORD_BYTES
         self._words = share_memory(sharers, nbytes).take(nbytes).cast("q")
-        own = os.getpid(), _started(os.getpid()) or 0
-        self._processes = sharers.exchange(own, "an exchange board", patient=True)
+        self._processes = Processes(sharers)
         self._exchange = 0
 
     def exchange(self, numbers: Sequence[int], limit_s: float) -> list[list[int]]:
@@ -58,9 +52,9 @@ class ExchangeBoard:
         row.append(zlib.crc32(row))
         start = self._row(self._rank)
         self._words[start : start + len(row)] = row
-        deadline = time.monotonic() + limit_s
+        began, awaited = time.monotonic(), self._processes.awaited
         return [
-            list(numbers) if rank == self._rank else self._awaited(rank, deadline, limit_s)
+            list(numbers) if rank == self._rank else awaited(rank, partial(self._read, rank), began, limit_s)
             for rank in range(self._count)
         ]
 
@@ -77,38 +71,3 @@ class ExchangeBoard:
         if not 2 <= end < ROW_WORDS or row[0] != self._exchange or zlib.crc32(row[:end]) != row[end]:
             return None
         return row[2:end].tolist()
-
-    def _awaited(self, rank: int, deadline: float, limit_s: float) -> list[int]:
-        sleeps_at = time.monotonic() + YIELD_S
-        while (found := self._read(rank)) is None and time.monotonic() < sleeps_at:
-            os.sched_yield()
-        if found is not None:
-            return found
-        pause_s, look = SHORTEST_SLEEP_S, time.monotonic() + LOOK_EVERY_S
-        while (found := self._read(rank)) is None:
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_SLEEP_S)
-            if time.monotonic() < look:
-                continue
-            process, started = self._processes[rank]
-            has_ended, is_late = _started(process) != started, time.monotonic() > deadline
-            # It may have come before its end, or while this process was stopped.
-            if (found := self._read(rank)) is not None:
-                break
-            if has_ended:
-                raise SharerLostError(rank, f"the process {process} of rank {rank} has ended", hangs=False)
-            if is_late:
-                raise SharerLostError(rank, f"rank {rank} did not come within {limit_s:g} seconds", hangs=True)
-            look = time.monotonic() + LOOK_EVERY_S
-        return found
-
-
-def _started(process: int) -> int | None:
-    """Returns when a process was started, in ticks since the system was; None if it has ended."""
-    try:
-        with open(f"/proc/{process}/stat", "rb") as file:
-            # The name before it is in brackets, and may have any character.
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])

@@ -11,6 +11,7 @@ Every sharer makes the same calls in the same order: each of them waits for the 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -21,6 +22,9 @@ OWN_HOMES = "give each process a home of its own"
 
 CopyWay = Literal["auto", "slices", "whole"]
 """how sharers bring units in: each its slices, which all gather, or each whole units; auto: as is faster"""
+
+LinkWay = Literal["copies", "collectives"]
+"""how devices exchange slices: by copies from memory that all sharers of a host map, or by the sharers' collectives"""
 
 
 class SharerLostError(RuntimeError):
@@ -36,8 +40,9 @@ class Sharers(Protocol):
     """The processes that share homes. This one is number `rank` of the `count` of its host.
 
     `first` is the number of its host's first among those of all `hosts`, each of which has `count`. `copies` is the way
-    in which units come in. Every method raises an error, SharerLostError where it is known which, for a sharer that
-    has ended or hangs.
+    in which units come in, `links` the way in which devices exchange slices. A sharer that does not come for `limit_s`
+    seconds counts as one that hangs. Every method raises an error, SharerLostError where it is known which, for a
+    sharer that has ended or hangs.
     """
 
     rank: int
@@ -45,6 +50,8 @@ class Sharers(Protocol):
     first: int
     hosts: int
     copies: CopyWay
+    links: LinkWay
+    limit_s: float
 
     def exchange(
         self, numbers: Sequence[int], what: str, patient: bool = False, everywhere: bool = False
@@ -79,6 +86,8 @@ class NoSharers:
     rank = first = 0
     count = hosts = 1
     copies: CopyWay = "slices"
+    links: LinkWay = "collectives"
+    limit_s = float("inf")
 
     def exchange(
         self, numbers: Sequence[int], what: str, patient: bool = False, everywhere: bool = False
@@ -98,3 +107,12 @@ NO_SHARERS = NoSharers()
 def meet(sharers: Sharers, what: str) -> None:
     """Blocks the host until every sharer of this host is here. `what` names the place."""
     sharers.exchange((0,), what, patient=True)
+
+
+def exchange_bytes(sharers: Sharers, data: bytes, what: str) -> list[bytes]:
+    """Blocks until every sharer of this host has given some bytes; returns those of each. `what` names them."""
+    lengths = [length for (length,) in sharers.exchange((len(data),), what, patient=True)]
+    words = -(-max(lengths) // 8)
+    numbers = array("q", data.ljust(8 * words, b"\0"))
+    found = sharers.exchange(numbers, what, patient=True) if words else [()] * sharers.count
+    return [array("q", given).tobytes()[:length] for given, length in zip(found, lengths, strict=True)]

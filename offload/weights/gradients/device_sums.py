@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from offload.runtime.memory.links import Links
 from offload.runtime.sharing.sharers import Sharers
 from offload.runtime.streams.registry import Event
 from offload.runtime.streams.transfer import Transfer, profiled
@@ -43,10 +44,10 @@ class DeviceSums:
     a weight with several uses in pieces. What is not in `summed` afterwards is left to the caller.
     """
 
-    def __init__(self, sharers: Sharers, parameters: Sequence[nn.Parameter], transfer: Transfer):
+    def __init__(self, sharers: Sharers, links: Links, parameters: Sequence[nn.Parameter], transfer: Transfer):
         self.summed: set[nn.Parameter] = set()
         """what was summed in this step or the last"""
-        self._sharers = sharers
+        self._links = links
         self._transfer = transfer
         self._streams = transfer.streams
         everyone = sharers.count * sharers.hosts
@@ -145,7 +146,7 @@ class DeviceSums:
         with profiled(f"sum {bucket}"), streams.on(gather), torch.no_grad():
             is_read = bucket.bucket.shares_memory()
             flat = bucket.bucket.flat(streams.device, in_place=not is_read)
-            self._sharers.sum(flat, f"the {bucket}")
+            self._links.sum(flat, f"the {bucket}")
             if is_read:
                 self._unspread.append((bucket, flat))
             else:

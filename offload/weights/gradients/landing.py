@@ -14,6 +14,7 @@ from torch import nn
 
 from offload.runtime.forward.running_microbatch import SideBySideError
 from offload.runtime.memory.host_memory import HostArena
+from offload.runtime.memory.links import Links
 from offload.runtime.sharing.sharers import Sharers
 from offload.runtime.streams.registry import Event
 from offload.runtime.streams.transfer import Transfer
@@ -37,7 +38,7 @@ class GradientLanding:
     """The gradients of one attached model's units, in steps and between them.
 
     `limit_bytes` of them may wait on the device for the bus. `releases`: they go to updates inside backward, and have
-    no homes. `on_device`: the parameters that stay there, whose gradients `sharers` sum as well.
+    no homes. `on_device`: the parameters that stay there, whose gradients `sharers` sum as well, over `links`.
     """
 
     copy_in: Callable[[OffloadUnit], list[Event]]
@@ -49,6 +50,7 @@ class GradientLanding:
         arena: HostArena,
         transfer: Transfer,
         sharers: Sharers,
+        links: Links,
         *,
         limit_bytes: int,
         releases: bool,
@@ -62,8 +64,9 @@ class GradientLanding:
         if sharers.count > 1:
             self.sum = GradientSum(
                 sharers,
+                links,
                 units,
-                DeviceSums(sharers, on_device, transfer),
+                DeviceSums(sharers, links, on_device, transfer),
                 transfer,
                 limit_bytes,
                 land_alone=self._land_alone,

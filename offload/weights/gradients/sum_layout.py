@@ -42,6 +42,11 @@ class SumLayout:
         self.in_slices = [self._divides(unit, number, count) for number in range(len(self.sizes))]
         """for each buffer whether what process k sends home is in the k-th of its `count` slices, for all k"""
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all buffers."""
+        return sum(dtype.itemsize * size for dtype, size in self.sizes)
+
     def views(self, buffers: Sequence[torch.Tensor]) -> dict[UnitTensor, torch.Tensor]:
         """Returns the part of its buffer for each gradient, in its shape."""
         found = {}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from offload.runtime.memory.links import Links
 from offload.runtime.norms import l2_norm
 from offload.runtime.sharing.sharers import OWN_HOMES, Sharers
 from offload.runtime.streams.deferred_free import DeferredFrees, PendingFree
@@ -20,6 +21,7 @@ from offload.runtime.torch_internals import copy_each
 from offload.weights.gradients.device_sums import DeviceSums
 from offload.weights.gradients.offers import NOTHING, SUMS_AT_ONCE, offer
 from offload.weights.gradients.sum_layout import SumLayout
+from offload.weights.gradients.sum_ring import SumRing
 from offload.weights.gradients.updates import NO_UPDATES, Updates
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
@@ -70,6 +72,7 @@ class GradientSum:
     def __init__(
         self,
         sharers: Sharers,
+        links: Links,
         units: Sequence[OffloadUnit],
         on_device: DeviceSums,
         transfer: Transfer,
@@ -84,20 +87,21 @@ class GradientSum:
         self.summed: set[UnitTensor] = set()
         """what was summed in this step or the last"""
         self._sharers = sharers
+        self._links = links
         self._units = units
         self._is_final = is_final
         self._copy_in = copy_in
         self._transfer = transfer
         self._streams = transfer.streams
         self._land_alone = land_alone
-        # Of buffers, which go home, and of gradients, which are copied into buffers: that is over soon.
-        self._deferred_frees = DeferredFrees(transfer, limit_bytes)
+        # Of gradients, which are copied into buffers: that is over soon.
         self._copied_frees = DeferredFrees(transfer, limit_bytes // 2)
         self._takes_norms = False
         self._held: dict[OffloadUnit, _UnitGradients] = {}
         self._layouts: dict[OffloadUnit, SumLayout] = {}
         self._summed_units: set[OffloadUnit] = set()
         self._others = {unit: _OthersSlices(unit) for unit in units}
+        self._ring = SumRing(links, self._streams, max((self._layout_of(unit).nbytes for unit in units), default=0))
 
     def begin_step(self, norms: bool) -> None:
         """Begins a step. `norms`: take the norms of the sums."""
@@ -203,7 +207,6 @@ class GradientSum:
     def release(self) -> None:
         """Hands the device memory of sums back, for use behind their copies."""
         self._copied_frees.release()
-        self._deferred_frees.release()
 
     def abandon(self) -> None:
         """After an error: drops what waits for the sharers."""
@@ -217,7 +220,8 @@ class GradientSum:
     def _sum(self, unit: OffloadUnit, held: _UnitGradients) -> None:
         streams = self._streams
         gather, d2h = streams.gather, streams.d2h
-        kept, buffers = self._room_for_updates(unit, held.layout), self._buffers(unit, held.layout)
+        kept = self._room_for_updates(unit, held.layout)
+        buffers = self._ring.take(held.layout.sizes, f"device gradients of {unit}")
         views = held.layout.views([buffer.tensor for buffer in buffers])
         gradients = [held.landed[tensor] for tensor in views]
         self._transfer.after_compute(gather)
@@ -236,7 +240,7 @@ class GradientSum:
                 streams.writes(gather, buffer, "sum")
                 # A norm is that of the whole sum.
                 in_slices = in_slices and not self._takes_norms
-                self._sharers.sum(buffer.tensor, f"the gradients of {unit}", in_slices)
+                self._links.sum(buffer.tensor, f"the gradients of {unit}", in_slices)
             for tensor, view in views.items():
                 tensor.norm = l2_norm(view) if self._takes_norms else None
                 if tensor in kept:
@@ -258,7 +262,6 @@ class GradientSum:
             self._transfer.copy_out(part.home, buffer.tensor[part.place], done=done, what=f"gradients of {unit}")
         for buffer in buffers:
             buffer.done = done
-            self._deferred_frees.add(buffer)
         for gradient in gradients:
             gradient.done = copied
         self._copied_frees.add(*gradients)
@@ -267,15 +270,6 @@ class GradientSum:
             tensor.landed, tensor.landed_in, tensor.landed_version = done, home, home._version
             tensor.host.grad = home
             self.summed.add(tensor)
-
-    def _buffers(self, unit: OffloadUnit, layout: SumLayout) -> list[PendingFree]:
-        """Returns a flat buffer for each dtype. What lies between gradients is summed with them, and used by nobody."""
-        streams, found = self._streams, []
-        for dtype, size in layout.sizes:
-            room = torch.empty(size, dtype=dtype, device=streams.device)
-            found.append(PendingFree(room, streams.event(), f"device gradients of {unit}", streams.compute))
-            streams.writes(streams.compute, found[-1], "what this memory was used for before")
-        return found
 
     def _room_for_updates(self, unit: OffloadUnit, layout: SumLayout) -> dict[UnitTensor, PendingFree]:
         """Returns memory for this process's slices of each sum, one behind the other, where the device updates."""

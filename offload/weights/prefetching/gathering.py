@@ -7,9 +7,11 @@ the whole unit, once no sharer updates it any more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from offload.runtime.memory.device_slots import DeviceSlot
+from offload.runtime.memory.links import Links
 from offload.runtime.sharing.sharers import OWN_HOMES, Sharers
 from offload.runtime.streams.transfer import Transfer, profiled
 from offload.weights.gradients.summing import GradientSum
@@ -21,14 +23,19 @@ from offload.weights.units.unit import OffloadUnit
 END_OF_STEP = -1
 
 # What a sharer says of a unit that is to be fetched: an update of it has not ended, or it has to come in by slices.
-PENDING, BY_SLICES = 1, 2
+# From PLACE_BIT on follows the place of its slot.
+PENDING, BY_SLICES, PLACE_BIT = 1, 2, 2
 
 
 class Agreement(NamedTuple):
-    """What sharers agree on for a fetch. `pending`: an update has not ended on one. `whole`: each copies all."""
+    """What sharers agree on for a fetch.
+
+    `pending`: an update has not ended on one. `places`: those of the slots into which each gathers the unit; None where
+    each copies all.
+    """
 
     pending: bool
-    whole: bool
+    places: list[int] | None
 
 
 class _Chunk:
@@ -49,9 +56,12 @@ class SliceGatherer:
     of one unit for those of another. With it goes which units have all their gradients: what all have is summed.
     """
 
-    def __init__(self, sharers: Sharers, units: list[OffloadUnit], transfer: Transfer, gradients: GradientSum):
+    def __init__(
+        self, sharers: Sharers, links: Links, units: list[OffloadUnit], transfer: Transfer, gradients: GradientSum
+    ):
         self._choice = CopyChoice(sharers.copies)
         self._sharers = sharers
+        self._links = links
         self._units = units
         self._transfer = transfer
         self._gradients = gradients
@@ -63,8 +73,8 @@ class SliceGatherer:
         """Begins a step, in which units come in whole or by slices."""
         self._choice.begin_step()
 
-    def agree(self, unit: OffloadUnit, ahead: bool, pending: bool, is_home: bool) -> Agreement:
-        """Agrees on a fetch with the sharers. `ahead`: the unit is fetched ahead of its use.
+    def agree(self, unit: OffloadUnit, slot: DeviceSlot, ahead: bool, pending: bool, is_home: bool) -> Agreement:
+        """Agrees with the sharers on a fetch into `slot`. `ahead`: the unit is fetched ahead of its use.
 
         `pending`: an update of the unit has not ended here; else it has been waited for. The update counts that begins
         with this exchange. `is_home`: no new weights of this device are on their way home. A unit comes in by slices as
@@ -74,14 +84,14 @@ class SliceGatherer:
         name = f"{unit} {'ahead of its use' if ahead else 'for its use'}"
         by_slices = not (self._choice.whole and is_home)
         had_begun = unit.has_begun_updates
-        flags = PENDING * pending | BY_SLICES * by_slices
+        flags = PENDING * pending | BY_SLICES * by_slices | self._links.place_of(slot.bytes) << PLACE_BIT
         found, _ = self._exchange(unit.index, ahead, flags, f"the fetch of {name}", everywhere=False)
         begins = unit.has_begun_updates and not had_begun
-        whole = not found & BY_SLICES and not self._gradients.has_summed(unit)
-        agreed = Agreement(bool(found & PENDING) or begins, whole)
-        if agreed.whole and not agreed.pending:
+        whole = not any(flags & BY_SLICES for flags in found) and not self._gradients.has_summed(unit)
+        pending = any(flags & PENDING for flags in found) or begins
+        if whole and not pending:
             self._gradients.copies_all_of(unit)
-        return agreed
+        return Agreement(pending, None if whole else [flags >> PLACE_BIT for flags in found])
 
     def note_use(self, unit: OffloadUnit, in_backward: bool) -> None:
         """Takes the use of a unit in a step. Where it is another than the last one in backward, all sharers agree.
@@ -110,10 +120,11 @@ class SliceGatherer:
         while summed:
             _, summed = self._exchange(END_OF_STEP, False, 0, "the end of a step", everywhere=True)
 
-    def fill(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
+    def fill(self, unit: OffloadUnit, slot: DeviceSlot, places: Sequence[int]) -> None:
         """Queues the copies of this process's slices and the gathers of all; `slot.ready` ends the last of these.
 
-        The slot is as large as the unit's slices with their padding, and free as the h2d stream sees it.
+        `places` are those of the sharers' slots. The slot is as large as the unit's slices with their padding, and free
+        as the h2d stream sees it.
         """
         streams, sharers = self._transfer.streams, self._sharers
         h2d, gather = streams.h2d, streams.gather
@@ -127,12 +138,12 @@ class SliceGatherer:
             gather.wait_event(copied)
             streams.writes(gather, part, f"gather of {unit}")
             with profiled(f"gather {what}"), streams.on(gather):
-                sharers.gather(slot.bytes[slice(*chunk)], what)
+                self._links.gather(slot.bytes[slice(*chunk)], places, what)
         streams.writes(gather, slot, f"gather of {unit}")
         slot.ready.record(gather)
 
-    def _exchange(self, index: int, ahead: bool, flags: int, what: str, everywhere: bool) -> tuple[int, bool]:
-        """Returns the flags of all sharers together, and whether gradients were summed.
+    def _exchange(self, index: int, ahead: bool, flags: int, what: str, everywhere: bool) -> tuple[list[int], bool]:
+        """Returns the flags of each sharer, and whether gradients were summed.
 
         `everywhere`: with the sharers of all hosts, who sum gradients together.
         """
@@ -148,13 +159,10 @@ class SliceGatherer:
                     f"rank {sharers.first + sharers.rank} has come to {what}, rank {rank} to {self._named(theirs[0])}:"
                     f" processes that share weights must use them in the same order; {OWN_HOMES}"
                 )
-        together = 0
-        for theirs in found:
-            together |= theirs[2]
         if sums:
             self._not_agreed_on = None
         summed = sums and self._gradients.sum_common([theirs[3:] for theirs in found])
-        return together, summed
+        return [theirs[2] for theirs in found], summed
 
     def _named(self, index: int) -> str:
         if index == END_OF_STEP:

@@ -10,7 +10,7 @@ emptied and the host waits for the copies in. In a step and in `inference` units
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from offload.runtime.memory.device_slots import DeviceSlot, DeviceSlots
@@ -21,7 +21,7 @@ from offload.weights.gradients.updates import NO_UPDATES, Updates
 from offload.weights.prefetching import common_buffers
 from offload.weights.prefetching.access_order import AccessOrder
 from offload.weights.prefetching.file_homes import NO_FILES, NoFiles
-from offload.weights.prefetching.gathering import SliceGatherer
+from offload.weights.prefetching.gathering import Agreement, SliceGatherer
 from offload.weights.prefetching.read_ahead import coming_in
 from offload.weights.prefetching.repeated_order import RepeatedOrder
 from offload.weights.prefetching.slot_contents import SlotContents
@@ -314,16 +314,16 @@ class Prefetcher:
             slot = self._contents.free_slot() or self._evict_later_than(unit)
             if slot is None:
                 return
-            pending, by_slices = self.updates.is_pending(unit) or not self._files.is_ready(unit), False
+            pending, places = self.updates.is_pending(unit) or not self._files.is_ready(unit), None
             if self._gathers:
                 # All sharers fetch the unit, or none.
-                pending, by_slices = self._agree(unit, True, pending)
+                pending, places = self._agree(unit, slot, True, pending)
             if pending:
                 # The host goes on and queues other work for compute. The slot was given up before: given up later, it
                 # would be free only behind that work.
                 self.is_put_off = True
                 return
-            self._fill(unit, slot, by_slices)
+            self._fill(unit, slot, places)
 
     def _read_ahead(self) -> None:
         """Reads ahead the files that the next copies in need, those of the next step too."""
@@ -370,23 +370,22 @@ class Prefetcher:
         return self._contents.evict(self._units[farthest])
 
     def _fill_now(self, unit: OffloadUnit, slot: DeviceSlot) -> DeviceSlot:
-        pending, by_slices = self._gathers, False
+        pending, places = self._gathers, None
         while pending:
-            pending, by_slices = self._agree(unit, False, False)
-        return self._fill(unit, slot, by_slices)
+            pending, places = self._agree(unit, slot, False, False)
+        return self._fill(unit, slot, places)
 
-    def _agree(self, unit: OffloadUnit, ahead: bool, pending: bool) -> tuple[bool, bool]:
-        """Agrees with the sharers on a fetch; returns whether an update keeps one from it, and whether by slices."""
+    def _agree(self, unit: OffloadUnit, slot: DeviceSlot, ahead: bool, pending: bool) -> Agreement:
+        """Agrees with the sharers on a fetch."""
         if not pending:
             # Before, because others may copy what this process updates.
             self.updates.before_onload(unit)
-        agreed = self._gatherer.agree(unit, ahead, pending, self.updates.is_home(unit))
-        return agreed.pending, not agreed.whole
+        return self._gatherer.agree(unit, slot, ahead, pending, self.updates.is_home(unit))
 
-    def _fill(self, unit: OffloadUnit, slot: DeviceSlot, by_slices: bool) -> DeviceSlot:
+    def _fill(self, unit: OffloadUnit, slot: DeviceSlot, places: Sequence[int] | None) -> DeviceSlot:
         if not self._gathers:
             self.updates.before_onload(unit)
-        self._contents.fill(unit, slot, by_slices)
+        self._contents.fill(unit, slot, places)
         if self._followed is self._inference_order:
             self._promised.setdefault(unit, unit.parameters_now())
         return slot

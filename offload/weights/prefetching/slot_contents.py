@@ -17,6 +17,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from offload.runtime.memory.device_slots import DeviceSlot, DeviceSlots
@@ -66,13 +68,13 @@ class SlotContents:
         """Returns a slot that has no unit, if there is one."""
         return next((slot for slot in self._slots if slot.content is None), None)
 
-    def fill(self, unit: OffloadUnit, slot: DeviceSlot, by_slices: bool = False) -> None:
-        """Copies a unit into a free slot. `by_slices`: together with the sharers, which all do so now."""
+    def fill(self, unit: OffloadUnit, slot: DeviceSlot, places: Sequence[int] | None = None) -> None:
+        """Copies a unit into a free slot. `places`: by slices, together with the sharers, into theirs."""
         # A write back of this unit is over by now as h2d sees it: its slot was released behind it.
         self._streams.reads(self._streams.h2d, unit.weights, f"onload of {unit.name}")
         self._streams.writes(self._streams.h2d, slot, f"onload of {unit.name}")
-        if by_slices:
-            self._gatherer.fill(unit, slot)
+        if places is not None:
+            self._gatherer.fill(unit, slot, places)
         else:
             block = unit.weights.bytes
             self._transfer.copy_in(slot.bytes[: block.numel()], block, done=slot.ready, what=unit.name)

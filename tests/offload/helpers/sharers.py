@@ -51,6 +51,7 @@ class ThreadSharers:
 
     def __init__(self, number: int, everyone: _Table, hosts: Sequence[_Table], copies: CopyWay):
         self.copies = copies
+        self.links, self.limit_s = "collectives", LIMIT_S
         self.hosts, self.count = len(hosts), len(everyone.values) // len(hosts)
         self.number, self.rank = number, number % self.count
         self.first = number - self.rank

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from offload import HostAdamW, acquire, meet, release
 from offload.modes.layer_stream import LayerStream
+from offload.runtime.memory.links import CopyLinks
 from tests import ROOT
 from tests.offload.helpers.late import DELAY_CYCLES, make_late, poison_slots
 from tests.offload.helpers.models import Stack, assert_same, stack_inputs
@@ -93,6 +94,7 @@ def test_two_gpus_compute_what_the_resident_model_does_on_one(one: Path, tmp_pat
         ("parallel.reduction=fast",),
         ("parallel.copies=slices",),
         ("parallel.copies=whole",),
+        ("parallel.links=collectives",),
         ("parallel.copies=whole", "optimizer.device_share=40KiB", "clip_norm=null"),
     ],
 )
@@ -155,8 +157,8 @@ def free_port() -> int:
 def trained(rank: int, folder: Path, count: int, late: str, copies: str) -> None:
     """Saves weights and states after a few steps of one of `count` GPUs, which share homes unless it is the only one.
 
-    Those that copy whole units in sum in slices, too. Slots are filled with NaN when their unit leaves. Kernels that
-    spin go before the work of the stream `late`.
+    Those that copy whole units in sum in slices, too, and by collectives. Slots are filled with NaN when their unit
+    leaves. Kernels that spin go before the work of the stream `late`.
     """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     device = device_of(DEVICE, count, rank)
@@ -164,7 +166,8 @@ def trained(rank: int, folder: Path, count: int, late: str, copies: str) -> None
     ranks, mode = ALONE, LayerStream(slots=2, outside="stream")
     if count > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
-        ranks = Group(device, Setup(device.type, count, 300, copies=copies))
+        links = "copies" if copies == "slices" else "collectives"
+        ranks = Group(device, Setup(device.type, count, 300, copies=copies, links=links))
     torch.manual_seed(0)
     model = Stack(width=64, recompute="non-reentrant").bfloat16()
     microbatches = range(2) if count == 1 else (rank,)
@@ -175,8 +178,9 @@ def trained(rank: int, folder: Path, count: int, late: str, copies: str) -> None
     with pytest.MonkeyPatch.context() as patch:
         make_late(patch, late)
         poison_slots(patch)
+        links = CopyLinks if copies == "slices" else GroupSharers
         for name in ("gather", "sum") if late == "gather" else ():
-            patch.setattr(GroupSharers, name, late_collective(getattr(GroupSharers, name)))
+            patch.setattr(links, name, late_exchange(getattr(links, name)))
         streams = acquire(device)
         sharers = ranks.sharers(count > 1)
         mode.attach(model, streams, sharers)
@@ -225,10 +229,11 @@ def test_nccl_adds_two_numbers_of_any_kind_as_torch_does(tmp_path: Path):
             assert_sum_of_patterns(total, dtype)
 
 
-def late_collective(collective):
+def late_exchange(exchange):
     def late(self, tensor: torch.Tensor, *options: object) -> None:
-        torch.cuda._sleep(DELAY_CYCLES)
-        collective(self, tensor, *options)
+        # One rank is later than the other, which may not read what is not there.
+        torch.cuda._sleep(DELAY_CYCLES * (1 + tensor.device.index))
+        exchange(self, tensor, *options)
 
     return late
 

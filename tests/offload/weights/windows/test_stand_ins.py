@@ -53,7 +53,7 @@ def unit(net: Net) -> OffloadUnit:
 def slot(unit: OffloadUnit) -> Iterator[DeviceSlot]:
     """A slot that has the unit's bytes."""
     streams = registry.acquire("cpu")
-    slot = DeviceSlot(0, unit.nbytes, streams)
+    slot = DeviceSlot(0, torch.empty(unit.nbytes, dtype=torch.uint8), streams)
     slot.bytes.copy_(unit.weights.bytes)
     yield slot
     registry.release(streams)

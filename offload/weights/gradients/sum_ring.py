@@ -1,0 +1,70 @@
+"""Device memory in which sharers sum gradients: each sum takes the next bytes, which are the same ones on all of them.
+
+A sum is over when its buffers have been copied home. The memory goes round, so the next but one sum waits for that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from offload.runtime.memory.links import Links
+from offload.runtime.streams.deferred_free import PendingFree
+from offload.runtime.streams.registry import Streams
+from offload.weights.units.unit import SHARED_ALIGNMENT_BYTES
+
+# Sums that have room at once: one that is made, and one that goes home.
+SUMS_IN_RING = 2
+
+
+class SumRing:
+    """Room for SUMS_IN_RING sums of `sum_bytes`, on the device of `streams`. All sharers take the same in one order."""
+
+    def __init__(self, links: Links, streams: Streams, sum_bytes: int):
+        self._streams = streams
+        self._nbytes = SUMS_IN_RING * in_steps(sum_bytes)
+        self._memory = links.allocate(self._nbytes) if sum_bytes else None
+        self._end = 0
+        # Of the sums since the memory last went round, and of those of the round before that are not overwritten yet.
+        self._taken: deque[tuple[int, int, PendingFree]] = deque()
+
+    def has_room(self, nbytes: int) -> bool:
+        """Tells whether a sum of `nbytes` has room."""
+        return in_steps(nbytes) <= self._nbytes
+
+    def take(self, sizes: Sequence[tuple[torch.dtype, int]], name: str) -> list[PendingFree]:
+        """Returns a buffer for each dtype and number of elements, for the gather stream to write from now on.
+
+        The caller sets `done` of each to the end of what reads it last, before it takes the next ones.
+        """
+        lengths = [in_steps(dtype.itemsize * size) for dtype, size in sizes]
+        if self._end + sum(lengths) > self._nbytes:
+            self._end = 0
+        found = []
+        for (dtype, size), length in zip(sizes, lengths, strict=True):
+            start, self._end = self._end, self._end + length
+            self._await_those_in(start, self._end)
+            memory = self._memory[start : start + dtype.itemsize * size].view(dtype)
+            found.append(PendingFree(memory, self._streams.event(), name, self._streams.gather))
+            self._taken.append((start, self._end, found[-1]))
+        return found
+
+    def _await_those_in(self, start: int, end: int) -> None:
+        """Makes the gather stream wait for what uses these bytes, which is over or belongs to earlier sums."""
+        gather = self._streams.gather
+        kept = deque()
+        for earlier in self._taken:
+            first, last, buffer = earlier
+            if last <= start or end <= first:
+                kept.append(earlier)
+                continue
+            gather.wait_event(buffer.done)
+            self._streams.writes(gather, buffer, "reuse")
+        self._taken = kept
+
+
+def in_steps(nbytes: int) -> int:
+    """Returns the bytes that a buffer of `nbytes` takes up. Kernels add in another order at other alignments."""
+    return -(-nbytes // SHARED_ALIGNMENT_BYTES) * SHARED_ALIGNMENT_BYTES
