@@ -5,16 +5,15 @@
 
 The rows: the resident model on one GPU (`none`), the mode on one GPU, and the mode on all with the homes shared, where
 each copies in its slices and gathers the others', a row for each of `--links`. With `--fsdp2` also the model resident
-on all GPUs, in torch's `fully_shard` (Zhao et al. 2023) with torchtitan's settings: float32 masters, sums of gradients in float32; its update,
-with `--optimizer`, is torch's fused AdamW.
+on all GPUs, in torch's `fully_shard` (Zhao et al. 2023) with torchtitan's settings: float32 masters, sums of gradients
+in float32; its update, with `--optimizer`, is torch's fused AdamW.
 
 Tokens are those of each GPU, and so `scaling` is the mode's step on one GPU over its step on all. A step on several
 GPUs includes the sum of the gradients over them, which each sends home in slices. `wait ms` is the time that the host
-waits for updates. `in GB` and `out GB` are what crosses
-one GPU's own link, `weights GB/s` is what arrives in its slots: the bytes that one GPU alone would copy in, over the
-step. `host GiB` is the memory of all processes of a row, where shared memory counts once. Every row runs in processes
-of its own, each with the N-th part of the cores. With `--optimizer` a step includes the update, beside the device, of
-each rank's slices; under `none` it has none.
+waits for updates. `in GB` and `out GB` are what crosses one GPU's own link, `weights GB/s` is what arrives in its
+slots: the bytes that one GPU alone would copy in, over the step. `host GiB` is the memory of all processes of a row,
+where shared memory counts once. Every row runs in processes of its own, each with the N-th part of the cores. With
+`--optimizer` a step includes the update, beside the device, of each rank's slices; under `none` it has none.
 """
 
 from __future__ import annotations

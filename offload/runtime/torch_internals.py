@@ -105,6 +105,12 @@ copy_each = torch._foreach_copy_
 # (flat tensor, tensors) -> list of views of it, one behind the other, of the shapes of the tensors.
 views_of_flat = torch._C._nn.unflatten_dense_tensors
 
+# (settings) changes those of the allocator of GPU memory, as PYTORCH_ALLOC_CONF makes them. torch 2.11 has the second
+# name, which warns later. Memory that other processes open may not lie in segments that grow.
+set_allocator = (
+    getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+)
+
 # A context that changes nothing. One serves everywhere: a step enters thousands.
 AS_IT_IS = nullcontext()
 

@@ -156,7 +156,7 @@ def links_of(sharers: Sharers, streams: Streams) -> Links:
         return _tried(sharers, streams)
     except DriverError as error:
         if sharers.rank == 0:
-            logger.warning("devices exchange slices by collectives, as with links=collectives: %s", error)
+            logger.warning("devices exchange slices by collectives, as with parallel.links=collectives: %s", error)
         return CollectiveLinks(sharers, device)
 
 

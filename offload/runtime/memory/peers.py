@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 
 from offload.runtime import cuda_driver
+from offload.runtime.memory.fixed_segments import fixed_segments
 from offload.runtime.memory.page_locks import lock_pages, unlock_pages
 from offload.runtime.sharing.processes import LOOK_EVERY_S, Processes
 from offload.runtime.sharing.shared_memory import in_pages, share_memory
@@ -147,7 +148,7 @@ class CudaPeers:
         self._numbers = _Numbers(sharers)
         self._number = 0
         self._is_let_go = False
-        # The allocator's segments that grow have no handles of this kind; those of a pool of its own are cudaMalloc's.
+        # Without memory that the allocator has already: it may lie in segments that no other process opens.
         self._pool = torch.cuda.MemPool()
         self._opened: dict[tuple[int, bytes], int] = {}
         self._regions: list[list[int]] = []
@@ -163,7 +164,7 @@ class CudaPeers:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         sharers = self._sharers
-        with torch.cuda.use_mem_pool(self._pool, self._device):
+        with fixed_segments(), torch.cuda.use_mem_pool(self._pool, self._device):
             own = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         handle, offset = cuda_driver.exported(own.data_ptr()) if nbytes else (b"", 0)
         found = exchange_bytes(sharers, handle + offset.to_bytes(8, "little"), "device memory")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from offload import HostAdamW, acquire, meet, release
 from offload.modes.layer_stream import LayerStream
-from offload.runtime.memory.links import CopyLinks
+from offload.runtime.memory.links import CollectiveLinks, CopyLinks
 from tests import ROOT
 from tests.offload.helpers.late import DELAY_CYCLES, make_late, poison_slots
 from tests.offload.helpers.models import Stack, assert_same, stack_inputs
@@ -164,9 +164,9 @@ def trained(rank: int, folder: Path, count: int, late: str, copies: str) -> None
     device = device_of(DEVICE, count, rank)
     # Its updates are the host's too: torch's kernels on a GPU round otherwise.
     ranks, mode = ALONE, LayerStream(slots=2, outside="stream")
+    links = "copies" if copies == "slices" else "collectives"
     if count > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
-        links = "copies" if copies == "slices" else "collectives"
         ranks = Group(device, Setup(device.type, count, 300, copies=copies, links=links))
     torch.manual_seed(0)
     model = Stack(width=64, recompute="non-reentrant").bfloat16()
@@ -178,12 +178,13 @@ def trained(rank: int, folder: Path, count: int, late: str, copies: str) -> None
     with pytest.MonkeyPatch.context() as patch:
         make_late(patch, late)
         poison_slots(patch)
-        links = CopyLinks if copies == "slices" else GroupSharers
+        exchanges = CopyLinks if links == "copies" else GroupSharers
         for name in ("gather", "sum") if late == "gather" else ():
-            patch.setattr(links, name, late_exchange(getattr(links, name)))
+            patch.setattr(exchanges, name, late_exchange(getattr(exchanges, name)))
         streams = acquire(device)
         sharers = ranks.sharers(count > 1)
         mode.attach(model, streams, sharers)
+        assert type(mode._streamer._links) is (CopyLinks if count > 1 and links == "copies" else CollectiveLinks)
         optimizer = HostAdamW(model.parameters(), **SETTINGS, threads=2, decay_norms_and_biases=False, compile="off")
         mode.divide(optimizer)
         mode.overlap(optimizer, True)

@@ -1,0 +1,236 @@
+"""Slices that devices exchange: by copies as by collectives, whoever is late, and collectives where copies fail."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from offload.runtime import cuda_driver
+from offload.runtime.memory import links as links_module
+from offload.runtime.memory.links import CollectiveLinks, CopyLinks, Links, links_of
+from offload.runtime.memory.peers import CudaPeers, HostPeers
+from offload.runtime.streams.stream_checker import CheckedStreams
+from tests.offload.helpers.cuda_driver import FakeDriver
+from tests.offload.helpers.sharers import ThreadSharers, as_sharers
+
+CPU = torch.device("cpu")
+
+
+def by_copies(sharers: ThreadSharers) -> Links:
+    return CopyLinks(sharers, HostPeers(sharers))
+
+
+def late(sharers: ThreadSharers, turn: int) -> None:
+    """Lets one sharer in turn come later than the others."""
+    if random.Random(turn).randrange(sharers.count) == sharers.rank:
+        time.sleep(0.003)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_each_gets_the_slices_of_all_wherever_they_lie(count: int):
+    def work(sharers: ThreadSharers) -> list[list[float]]:
+        links, found = by_copies(sharers), []
+        slots = [links.allocate(4096 * count) for _ in range(3)]
+        for turn in range(12):
+            # Sharers use other slots, and each overwrites its own as soon as it may.
+            slot = slots[(turn + sharers.rank) % 3]
+            whole = slot[512 * count : 1536 * count]
+            whole.fill_(255)
+            whole.chunk(count)[sharers.rank].fill_(10 * turn + sharers.rank)
+            places = [place for (place,) in sharers.exchange((links.place_of(slot),), "places")]
+            assert places == [(turn + rank) % 3 for rank in range(count)]
+            late(sharers, turn)
+            links.gather(whole, places, "a test")
+            found.append(whole.view(count, -1).unique(dim=1).flatten().tolist())
+            late(sharers, turn + 1)
+            slot.fill_(254)
+        links.close()
+        return found
+
+    for found in as_sharers(count, work):
+        assert found == [[10 * turn + rank for rank in range(count)] for turn in range(12)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("in_slices", [False, True])
+def test_sums_are_in_the_order_of_ranks(count: int, dtype: torch.dtype, in_slices: bool):
+    size = 24 * count
+
+    def given(rank: int, turn: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * turn + rank)
+        return (torch.randn(size, generator=generator) * 10.0 ** torch.randint(-3, 3, (size,), generator=generator)).to(
+            dtype
+        )
+
+    def work(sharers: ThreadSharers) -> list[torch.Tensor]:
+        links, found = by_copies(sharers), []
+        links.allocate(64)
+        memory = links.allocate(4096)
+        for turn in range(8):
+            flat = memory[1024 : 1024 + size * dtype.itemsize].view(dtype)
+            flat.copy_(given(sharers.rank, turn))
+            late(sharers, turn)
+            links.sum(flat, "a test", in_slices)
+            found.append(flat.chunk(count)[sharers.rank].clone() if in_slices else flat.clone())
+            late(sharers, turn + 1)
+            memory.fill_(255)
+        assert sharers.sums == 0
+        links.close()
+        return found
+
+    for rank, found in enumerate(as_sharers(count, work)):
+        for turn, total in enumerate(found):
+            expected = given(0, turn)
+            for other in range(1, count):
+                expected += given(other, turn)
+            expected = expected.chunk(count)[rank] if in_slices else expected
+            assert torch.equal(total.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_sums_of_other_memory_are_the_sharers_own():
+    def work(sharers: ThreadSharers) -> tuple[list[float], int]:
+        links = by_copies(sharers)
+        links.allocate(64)
+        flat = torch.tensor([1.0 + sharers.rank, 2.0])
+        links.sum(flat, "a test")
+        return flat.tolist(), sharers.sums
+
+    assert as_sharers(2, work) == [([3.0, 4.0], 1)] * 2
+
+
+def test_sums_over_several_hosts_are_the_sharers_own():
+    def work(sharers: ThreadSharers) -> tuple[list[float], int]:
+        links = by_copies(sharers)
+        flat = links.allocate(8).view(torch.float32)
+        flat.copy_(torch.tensor([1.0 + sharers.number, 2.0]))
+        links.sum(flat, "a test")
+        return flat.tolist(), sharers.sums
+
+    assert as_sharers(2, work, hosts=2) == [([10.0, 8.0], 1)] * 4
+
+
+@pytest.mark.parametrize(
+    ("count", "asked", "device", "expected"),
+    [
+        (2, "copies", "cpu", CopyLinks),
+        (2, "collectives", "cpu", CollectiveLinks),
+        (2, "copies", "meta", CollectiveLinks),
+        (1, "copies", "cpu", CollectiveLinks),
+    ],
+)
+def test_who_has_which_links(count: int, asked: str, device: str, expected: type):
+    def work(sharers: ThreadSharers) -> Links:
+        sharers.links = asked
+        links = links_of(sharers, CheckedStreams(torch.device(device)))
+        assert links.allocate(8).device.type == device
+        return links
+
+    for links in as_sharers(count, work):
+        assert type(links) is expected
+
+
+def test_collectives_are_those_of_the_sharers():
+    def work(sharers: ThreadSharers) -> tuple[int, int, int]:
+        links = CollectiveLinks(sharers, CPU)
+        memory = links.allocate(16)
+        links.gather(memory, [links.place_of(memory)] * 2, "a test")
+        links.sum(memory, "a test", in_slices=True)
+        links.let_go()
+        links.close()
+        return sharers.gathers, sharers.sums, sharers.sums_in_slices
+
+    assert as_sharers(2, work) == [(1, 1, 1)] * 2
+
+
+class OnGpu(CheckedStreams):
+    """Streams of the CPU that say that they are a GPU's."""
+
+    def __init__(self):
+        super().__init__(CPU)
+        self.device = SimpleNamespace(type="cuda", index=0)
+
+
+def links_of_gpus(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> list[Links]:
+    """The links that two sharers get of a GPU each, where the driver is `driver`."""
+    driver.install(monkeypatch)
+    empty = torch.empty
+    # The device is none that torch knows.
+    monkeypatch.setattr(torch, "empty", lambda *size, device=None, **options: empty(*size, **options))
+
+    def work(sharers: ThreadSharers) -> Links:
+        sharers.links = "copies"
+        links = links_of(sharers, OnGpu())
+        memory = links.allocate(64)
+        memory.chunk(2)[sharers.rank].fill_(sharers.rank)
+        memory.chunk(2)[1 - sharers.rank].fill_(9)
+        links.gather(memory, [links.place_of(memory)] * 2, "a test")
+        assert memory.chunk(2)[0].eq(0).all()
+        assert memory.chunk(2)[1].eq(1).all()
+        links.close()
+        return links
+
+    return as_sharers(2, work)
+
+
+def test_gpus_that_reach_each_other_s_memory_copy(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    driver = FakeDriver()
+    for links in links_of_gpus(monkeypatch, driver):
+        assert type(links) is CopyLinks
+        assert type(links._peers) is CudaPeers
+    assert driver.copies == 4
+    assert not caplog.records
+
+
+class OldDriver(FakeDriver):
+    problem = "the CUDA driver has no cuMemcpyBatchAsync: it is older than CUDA 12.8"
+
+    def check_complete(self) -> None:
+        raise cuda_driver.DriverError(self.problem)
+
+
+class NoHandles(FakeDriver):
+    problem = "cuIpcGetMemHandle failed: invalid argument (1)"
+
+    def exported(self, address: int) -> tuple[bytes, int]:
+        raise cuda_driver.DriverError(self.problem)
+
+
+class NotOpened(FakeDriver):
+    problem = "cuIpcOpenMemHandle_v2 failed: peer access is not supported between these two devices (217)"
+
+    def opened(self, handle: bytes) -> int:
+        raise cuda_driver.DriverError(self.problem)
+
+
+class OtherBytes(FakeDriver):
+    problem = "a copy from the memory of another device brought other bytes"
+
+    def queue_copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
+        super().queue_copy(stream, target, source, nbytes - 1)
+
+
+@pytest.mark.parametrize("driver", [OldDriver, NoHandles, NotOpened, OtherBytes])
+def test_gpus_that_do_not_exchange_by_collectives(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, driver: type[FakeDriver]
+):
+    with caplog.at_level(logging.WARNING):
+        for links in links_of_gpus(monkeypatch, driver()):
+            assert type(links) is CollectiveLinks
+    (line,) = (record.message for record in caplog.records)
+    assert (
+        line == f"devices exchange slices by collectives, as with parallel.links=collectives: rank 0: {driver.problem}"
+    )
+
+
+def test_a_copy_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr(links_module, "TRIAL_LIMIT_S", 0.05)
+    monkeypatch.setattr("offload.runtime.streams.stream_checker.CheckedEvent.query", lambda event: False)
+    for links in links_of_gpus(monkeypatch, FakeDriver()):
+        assert type(links) is CollectiveLinks
+    assert "took longer than 0.05 s" in caplog.text
