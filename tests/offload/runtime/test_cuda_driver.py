@@ -75,6 +75,9 @@ def test_streams_wait_for_numbers_and_copies_come_after_them():
     pages = torch.frombuffer(mmap.mmap(-1, 4096), dtype=torch.int32)
     assert lock_pages(pages.data_ptr(), 4096, device) is None
     try:
+        # A kernel that is used for the first time is loaded, which waits for streams that wait.
+        torch.cuda._sleep(1)
+        source.fill_(1)
         torch.cuda.synchronize()
         cuda_driver.queue_wait(second.cuda_stream, pages.data_ptr() + 64, 3)
         cuda_driver.queue_copy(second.cuda_stream, target.data_ptr(), source.data_ptr(), source.nbytes)
