@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 
 LIBRARY = "libcuda.so.1"
 HANDLE_BYTES = 64
@@ -96,13 +97,19 @@ def queue_wait(stream: int, address: int, value: int) -> None:
     _call("cuStreamWaitValue32_v2", stream, address, value, WAIT_VALUE_GEQ)
 
 
-def queue_copy(stream: int, target: int, source: int, nbytes: int) -> None:
-    """Queues on `stream` a copy between two addresses that the current device reaches, beside what it computes."""
-    targets, sources, sizes = (_Pointer * 1)(target), (_Pointer * 1)(source), (_Size * 1)(nbytes)
-    first, failed = (_Size * 1)(0), _Size()
+def queue_copies(stream: int, copies: Sequence[tuple[int, int, int]]) -> None:
+    """Queues copies on `stream`, in any order, beside what the current device computes.
+
+    Each is the address of its target and of its source, both of which the device reaches, and its bytes.
+    """
+    copies = [copy for copy in copies if copy[2]]
+    if not copies:
+        return
+    count = len(copies)
+    targets, sources, sizes = zip(*copies, strict=True)
     _call(
-        "cuMemcpyBatchAsync", targets, sources, sizes, 1, ctypes.byref(_BESIDE_COMPUTE), first, 1, ctypes.byref(failed),
-        stream,
+        "cuMemcpyBatchAsync", (_Pointer * count)(*targets), (_Pointer * count)(*sources), (_Size * count)(*sizes),
+        count, ctypes.byref(_BESIDE_COMPUTE), (_Size * 1)(0), 1, ctypes.byref(_Size()), stream,
     )  # fmt: skip
 
 

@@ -15,9 +15,10 @@ from typing import Protocol
 import torch
 
 from offload.runtime.cuda_driver import DriverError
-from offload.runtime.memory.peers import CudaPeers, HostPeers, Peers
+from offload.runtime.memory.peers import CudaPeers, HostPeers, Part, Peers
 from offload.runtime.sharing.sharers import Sharers, exchange_bytes
 from offload.runtime.streams.registry import Streams
+from offload.runtime.torch_internals import copy_each
 
 TRIAL_BYTES = 64 * 1024
 TRIAL_LIMIT_S = 20.0
@@ -26,7 +27,12 @@ logger = logging.getLogger(__name__)
 
 
 class Links(Protocol):
-    """Every sharer makes the same calls in the same order. Those that exchange run on the current stream."""
+    """Every sharer makes the same calls in the same order. Those that exchange run on the current stream.
+
+    `sums_own_memory`: what is summed had better lie in memory from `allocate`.
+    """
+
+    sums_own_memory: bool
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Returns device memory (uint8) for `gather` and `sum`; blocks the host until all sharers have theirs.
@@ -47,6 +53,10 @@ class Links(Protocol):
         """As `Sharers.sum`; where `flat` lies in an allocation, it does so at the same bytes of the same everywhere."""
         ...
 
+    def copy_each(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Copies tensors of this device on the current stream, in the way that leaves most to what it computes."""
+        ...
+
     def let_go(self) -> None:
         """After an error in a step: this process's streams wait for no sharer any more, and nothing more is asked."""
         ...
@@ -58,6 +68,8 @@ class Links(Protocol):
 
 class CollectiveLinks:
     """`Links` that ask the sharers."""
+
+    sums_own_memory = False
 
     def __init__(self, sharers: Sharers, device: torch.device):
         self._sharers, self._device = sharers, device
@@ -73,6 +85,9 @@ class CollectiveLinks:
 
     def sum(self, flat: torch.Tensor, what: str, in_slices: bool = False) -> None:
         self._sharers.sum(flat, what, in_slices)
+
+    def copy_each(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        copy_each(targets, sources)
 
     def let_go(self) -> None:
         pass
@@ -90,6 +105,7 @@ class CopyLinks:
 
     def __init__(self, sharers: Sharers, peers: Peers):
         self._sharers, self._peers = sharers, peers
+        self.sums_own_memory = sharers.hosts == 1
         self._others = [rank % sharers.count for rank in range(sharers.rank + 1, sharers.rank + sharers.count)]
         self._places: dict[int, int] = {}
         self._next_place = 0
@@ -108,8 +124,9 @@ class CopyLinks:
     def gather(self, whole: torch.Tensor, places: Sequence[int], what: str) -> None:
         start, parts = _start(whole), whole.chunk(self._sharers.count)
         self._peers.meet()
-        for rank in self._others:
-            self._peers.read(parts[rank], rank, places[rank], start + rank * parts[rank].nbytes)
+        self._peers.read(
+            [Part(parts[rank], rank, places[rank], start + rank * parts[rank].nbytes) for rank in self._others]
+        )
         # Before the others have read it, this one's slice may not be overwritten.
         self._peers.meet()
 
@@ -122,8 +139,7 @@ class CopyLinks:
         start = _start(own)
         received = [own if rank == sharers.rank else torch.empty_like(own) for rank in range(sharers.count)]
         self._peers.meet()
-        for rank in self._others:
-            self._peers.read(received[rank], rank, place, start)
+        self._peers.read([Part(received[rank], rank, place, start) for rank in self._others])
         total, *others = received
         for other in others:
             total += other
@@ -133,6 +149,9 @@ class CopyLinks:
             self._peers.meet()
         else:
             self.gather(flat, [place] * sharers.count, what)
+
+    def copy_each(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        self._peers.copy_each(targets, sources)
 
     def let_go(self) -> None:
         self._peers.let_go()

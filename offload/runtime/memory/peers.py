@@ -15,11 +15,12 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+from torch.autograd.graph import increment_version
 
 from offload.runtime import cuda_driver
 from offload.runtime.memory.fixed_segments import fixed_segments
@@ -28,12 +29,21 @@ from offload.runtime.sharing.processes import LOOK_EVERY_S, Processes
 from offload.runtime.sharing.shared_memory import in_pages, share_memory
 from offload.runtime.sharing.sharers import Sharers, exchange_bytes
 from offload.runtime.streams.registry import Streams
-from offload.runtime.torch_internals import current_stream_handle
+from offload.runtime.torch_internals import copy_each, current_stream_handle
 
 # Each number is alone in a cache line, which one process writes and one reads.
 LINE_BYTES = 64
 # What a stream gets in place of a number that will not come: more meetings than any step has.
 FAR = 2**30
+
+
+class Part(NamedTuple):
+    """What is read from a sharer: to `target`, from byte `start` of its region on."""
+
+    target: torch.Tensor
+    rank: int
+    region: int
+    start: int
 
 
 class Peers(Protocol):
@@ -43,8 +53,12 @@ class Peers(Protocol):
         """Returns device memory (uint8) that the others read: the next region. Every sharer calls it, and waits."""
         ...
 
-    def read(self, target: torch.Tensor, rank: int, region: int, start: int) -> None:
-        """Copies to `target` what a sharer has from byte `start` of a region on, on the current stream."""
+    def read(self, parts: Sequence[Part]) -> None:
+        """Copies parts of the others' memory, on the current stream."""
+        ...
+
+    def copy_each(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Copies tensors of this device, on the current stream."""
         ...
 
     def meet(self) -> None:
@@ -112,9 +126,13 @@ class HostPeers:
         )
         return self._regions[-1][self._sharers.rank] if nbytes else torch.empty(0, dtype=torch.uint8)
 
-    def read(self, target: torch.Tensor, rank: int, region: int, start: int) -> None:
-        theirs = self._regions[region][rank][start : start + target.nbytes]
-        target.view(torch.uint8).copy_(theirs)
+    def read(self, parts: Sequence[Part]) -> None:
+        for target, rank, region, start in parts:
+            theirs = self._regions[region][rank][start : start + target.nbytes]
+            target.view(torch.uint8).copy_(theirs)
+
+    def copy_each(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        copy_each(targets, sources)
 
     def meet(self) -> None:
         self._number += 1
@@ -176,9 +194,26 @@ class CudaPeers:
         )
         return own
 
-    def read(self, target: torch.Tensor, rank: int, region: int, start: int) -> None:
-        stream = current_stream_handle(self._device.index)
-        cuda_driver.queue_copy(stream, target.data_ptr(), self._regions[region][rank] + start, target.nbytes)
+    def read(self, parts: Sequence[Part]) -> None:
+        stream, regions = current_stream_handle(self._device.index), self._regions
+        cuda_driver.queue_copies(
+            stream,
+            [
+                (target.data_ptr(), regions[region][rank] + start, target.nbytes)
+                for target, rank, region, start in parts
+            ],
+        )
+
+    def copy_each(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        pairs = list(zip(targets, sources, strict=True))
+        plain = [pair for pair in pairs if _are_bytes(*pair)]
+        copies = [(target.data_ptr(), source.data_ptr(), target.nbytes) for target, source in plain]
+        cuda_driver.queue_copies(current_stream_handle(self._device.index), copies)
+        # As torch's own copies do: who keeps a target sees that it has changed.
+        increment_version([target for target, _ in plain])
+        if len(plain) < len(pairs):
+            others = [pair for pair in pairs if not _are_bytes(*pair)]
+            copy_each([target for target, _ in others], [source for _, source in others])
 
     def meet(self) -> None:
         if self._is_let_go:
@@ -241,6 +276,12 @@ def _watch(peers: weakref.ref[CudaPeers], closed: threading.Event) -> None:
     while not closed.wait(LOOK_EVERY_S) and (found := peers()) is not None:
         found.look(late)
         del found
+
+
+def _are_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Tells whether a copy of two tensors is one of consecutive bytes of the device."""
+    alike = target.dtype == source.dtype and target.device == source.device and target.shape == source.shape
+    return alike and target.is_contiguous() and source.is_contiguous() and type(source) is torch.Tensor
 
 
 def _missing_calls() -> str | None:

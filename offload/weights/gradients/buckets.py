@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from offload.runtime.torch_internals import holders_of_memory
+from offload.runtime.torch_internals import copy_each, holders_of_memory
 
 # As large as DDP's. A larger gradient has a bucket of its own.
 BUCKET_BYTES = 25 * 2**20
 # Gradients begin at multiples of this in a bucket, as tensors do in memory: kernels may add in another order elsewhere.
 ALIGNMENT_BYTES = 512
+
+
+CopyEach = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+"""copies each of some tensors, the second argument, to another, in the first"""
 
 
 class GradientBucket:
@@ -43,11 +47,17 @@ class GradientBucket:
             like = torch.empty_like(self._alone, device="meta")
             if (gradient.device, gradient.dtype, gradient.stride()) == (device, like.dtype, like.stride()):
                 return gradient.detach().as_strided((self.length,), (1,))
-        flat = torch.full((self.length,), -0.0, dtype=self.dtype, device=device)
-        for parameter, view in self.views(flat):
-            if parameter.grad is not None:
-                view.copy_(parameter.grad)
+        flat = torch.empty(self.length, dtype=self.dtype, device=device)
+        self.fill(flat)
         return flat
+
+    def fill(self, flat: Tensor, copy: CopyEach = copy_each) -> None:
+        """Writes the gradients to `flat`, as `flat()` returns them. `copy` copies from tensors to others."""
+        if self._alone is None or self._alone.grad is None:
+            flat.fill_(-0.0)
+        pairs = [(view, parameter.grad) for parameter, view in self.views(flat) if parameter.grad is not None]
+        if pairs:
+            copy(*zip(*pairs, strict=True))
 
     def shares_memory(self) -> bool:
         """Tells whether something else holds memory that a gradient lies in.
@@ -57,20 +67,23 @@ class GradientBucket:
         """
         return any(holders_of_memory(p.grad) > 1 for p in self.parameters if p.grad is not None)
 
-    def spread(self, flat: Tensor) -> None:
+    def spread(self, flat: Tensor, copy: CopyEach = copy_each) -> None:
         """Gives every parameter its part of `flat` as its gradient; one that has none gets memory for it."""
         with torch.no_grad():
+            pairs = []
             for parameter, view in self.views(flat):
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
                 if parameter.grad.data_ptr() != view.data_ptr():
-                    parameter.grad.copy_(view)
+                    pairs.append((parameter.grad, view))
+            if pairs:
+                copy(*zip(*pairs, strict=True))
 
     def views(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yields each parameter with its part of `flat`, which has the strides that autograd gives its gradient."""
         for parameter, start in zip(self.parameters, self._starts, strict=True):
             strides = torch.empty_like(parameter, device="meta").stride()
-            yield parameter, flat.as_strided(parameter.shape, strides, start)
+            yield parameter, flat.as_strided(parameter.shape, strides, flat.storage_offset() + start)
 
 
 def separate_gradients(parameters: Sequence[nn.Parameter]) -> None:

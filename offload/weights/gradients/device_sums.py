@@ -21,6 +21,7 @@ from offload.runtime.torch_internals import gradient_accumulator
 from offload.weights.gradients.buckets import GradientBucket, gradient_buckets
 from offload.weights.gradients.offers import NOTHING, offer
 from offload.weights.gradients.offloader import is_sparse
+from offload.weights.gradients.sum_ring import SumRing
 
 
 class _StepBucket:
@@ -44,10 +45,12 @@ class DeviceSums:
     a weight with several uses in pieces. What is not in `summed` afterwards is left to the caller.
     """
 
-    def __init__(self, sharers: Sharers, links: Links, parameters: Sequence[nn.Parameter], transfer: Transfer):
+    def __init__(
+        self, sharers: Sharers, links: Links, ring: SumRing, parameters: Sequence[nn.Parameter], transfer: Transfer
+    ):
         self.summed: set[nn.Parameter] = set()
         """what was summed in this step or the last"""
-        self._links = links
+        self._links, self._ring = links, ring
         self._transfer = transfer
         self._streams = transfer.streams
         everyone = sharers.count * sharers.hosts
@@ -140,17 +143,24 @@ class DeviceSums:
             self._complete.append(number)
 
     def _sum(self, bucket: _StepBucket) -> None:
-        streams, gather = self._streams, self._streams.gather
+        streams, gather, gradients, links = self._streams, self._streams.gather, bucket.bucket, self._links
+        # Whether gradients share memory may differ from sharer to sharer, their sizes do not.
+        in_ring = links.sums_own_memory and self._ring.has_room(gradients.dtype.itemsize * gradients.length)
+        rooms = self._ring.take([(gradients.dtype, gradients.length)], f"room for {bucket}") if in_ring else []
         self._transfer.after_compute(gather)
         streams.writes(gather, bucket, "sum")
-        with profiled(f"sum {bucket}"), streams.on(gather), torch.no_grad():
-            is_read = bucket.bucket.shares_memory()
-            flat = bucket.bucket.flat(streams.device, in_place=not is_read)
-            self._links.sum(flat, f"the {bucket}")
-            if is_read:
-                self._unspread.append((bucket, flat))
-            else:
-                bucket.bucket.spread(flat)
         self._done = streams.event()
+        with profiled(f"sum {bucket}"), streams.on(gather), torch.no_grad():
+            is_read = gradients.shares_memory()
+            for room in rooms:
+                streams.writes(gather, room, "sum")
+                gradients.fill(room.tensor, links.copy_each)
+                room.done = self._done
+            flat = rooms[0].tensor if rooms else gradients.flat(streams.device, in_place=not is_read)
+            links.sum(flat, f"the {bucket}")
+            if is_read:
+                self._unspread.append((bucket, flat.clone() if rooms else flat))
+            else:
+                gradients.spread(flat, links.copy_each)
         self._done.record(gather)
-        self.summed.update(bucket.bucket.parameters)
+        self.summed.update(gradients.parameters)

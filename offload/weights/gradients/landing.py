@@ -28,6 +28,8 @@ from offload.weights.gradients.device_sums import DeviceSums
 from offload.weights.gradients.final import KEEP, FinalGradients
 from offload.weights.gradients.offloader import GradientOffloader, Landing
 from offload.weights.gradients.released import ReleasedGradients, used_on_host
+from offload.weights.gradients.sum_layout import largest_sum
+from offload.weights.gradients.sum_ring import SumRing
 from offload.weights.gradients.summing import GradientSum
 from offload.weights.gradients.updates import NO_UPDATES, Updates
 from offload.weights.units.unit import OffloadUnit
@@ -62,11 +64,13 @@ class GradientLanding:
         self.offloader = GradientOffloader(transfer, limit_bytes)
         self.sum: GradientSum | None = None
         if sharers.count > 1:
+            ring = SumRing(links, streams, largest_sum(units, sharers.count, sharers.rank))
             self.sum = GradientSum(
                 sharers,
                 links,
+                ring,
                 units,
-                DeviceSums(sharers, links, on_device, transfer),
+                DeviceSums(sharers, links, ring, on_device, transfer),
                 transfer,
                 limit_bytes,
                 land_alone=self._land_alone,

@@ -83,3 +83,8 @@ class SumLayout:
         for first, last, home, tensors in runs:
             memory = unit.gradients.piece(home, (last - first) * size).view(self.sizes[number][0])
             yield SumPart(slice(first, last), memory, tensors)
+
+
+def largest_sum(units: Sequence[OffloadUnit], count: int, rank: int) -> int:
+    """Returns the bytes of the buffers of the unit whose gradients take most."""
+    return max((SumLayout(unit, unit.trained, count, rank).nbytes for unit in units), default=0)

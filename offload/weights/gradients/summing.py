@@ -17,7 +17,6 @@ from offload.runtime.sharing.sharers import OWN_HOMES, Sharers
 from offload.runtime.streams.deferred_free import DeferredFrees, PendingFree
 from offload.runtime.streams.registry import Event
 from offload.runtime.streams.transfer import Transfer, profiled
-from offload.runtime.torch_internals import copy_each
 from offload.weights.gradients.device_sums import DeviceSums
 from offload.weights.gradients.offers import NOTHING, SUMS_AT_ONCE, offer
 from offload.weights.gradients.sum_layout import SumLayout
@@ -73,6 +72,7 @@ class GradientSum:
         self,
         sharers: Sharers,
         links: Links,
+        ring: SumRing,
         units: Sequence[OffloadUnit],
         on_device: DeviceSums,
         transfer: Transfer,
@@ -87,7 +87,7 @@ class GradientSum:
         self.summed: set[UnitTensor] = set()
         """what was summed in this step or the last"""
         self._sharers = sharers
-        self._links = links
+        self._links, self._ring = links, ring
         self._units = units
         self._is_final = is_final
         self._copy_in = copy_in
@@ -101,7 +101,6 @@ class GradientSum:
         self._layouts: dict[OffloadUnit, SumLayout] = {}
         self._summed_units: set[OffloadUnit] = set()
         self._others = {unit: _OthersSlices(unit) for unit in units}
-        self._ring = SumRing(links, self._streams, max((self._layout_of(unit).nbytes for unit in units), default=0))
 
     def begin_step(self, norms: bool) -> None:
         """Begins a step. `norms`: take the norms of the sums."""
@@ -233,7 +232,7 @@ class GradientSum:
         with profiled(f"sum gradients of {unit}"), streams.on(gather), torch.no_grad():
             for gradient in gradients:
                 streams.reads(gather, gradient, "sum")
-            copy_each(list(views.values()), [gradient.tensor for gradient in gradients])
+            self._links.copy_each(list(views.values()), [gradient.tensor for gradient in gradients])
             copied = streams.event()
             copied.record(gather)
             for buffer, in_slices in zip(buffers, held.layout.in_slices, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import pytest
@@ -24,7 +25,7 @@ class FakeDriver:
         self.closed: list[int] = []
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("exported", "opened", "close", "queue_write", "queue_wait", "queue_copy", "check_complete"):
+        for name in ("exported", "opened", "close", "queue_write", "queue_wait", "queue_copies", "check_complete"):
             monkeypatch.setattr(cuda_driver, name, getattr(self, name))
         monkeypatch.setattr(peers, "current_stream_handle", lambda index: 0)
         monkeypatch.setattr(peers, "lock_pages", lambda address, nbytes, device: None)
@@ -55,6 +56,7 @@ class FakeDriver:
             assert time.monotonic() < deadline, "a stream waits for ever"
             time.sleep(1e-4)
 
-    def queue_copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
-        self.copies += 1
-        ctypes.memmove(target, source, nbytes)
+    def queue_copies(self, stream: int, copies: Sequence[tuple[int, int, int]]) -> None:
+        for target, source, nbytes in copies:
+            self.copies += 1
+            ctypes.memmove(target, source, nbytes)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.runtime.sharing.sharers import CopyWay
+from offload.runtime.sharing.sharers import CopyWay, LinkWay
 
 # Longer than any of their calls takes.
 LIMIT_S = 300
@@ -49,9 +49,11 @@ class _Table:
 class ThreadSharers:
     """`offload.runtime.sharing.sharers.Sharers` of a thread: number `number` of all."""
 
+    links: LinkWay = "collectives"
+
     def __init__(self, number: int, everyone: _Table, hosts: Sequence[_Table], copies: CopyWay):
         self.copies = copies
-        self.links, self.limit_s = "collectives", LIMIT_S
+        self.limit_s = LIMIT_S
         self.hosts, self.count = len(hosts), len(everyone.values) // len(hosts)
         self.number, self.rank = number, number % self.count
         self.first = number - self.rank

@@ -67,6 +67,7 @@ def test_a_call_that_fails_says_why(load):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_streams_wait_for_numbers_and_copies_come_after_them():
     cuda_driver.check_complete()
     device = torch.device("cuda", torch.cuda.current_device())
@@ -80,7 +81,9 @@ def test_streams_wait_for_numbers_and_copies_come_after_them():
         source.fill_(1)
         torch.cuda.synchronize()
         cuda_driver.queue_wait(second.cuda_stream, pages.data_ptr() + 64, 3)
-        cuda_driver.queue_copy(second.cuda_stream, target.data_ptr(), source.data_ptr(), source.nbytes)
+        half = source.nbytes // 2
+        copies = [(target.data_ptr() + start, source.data_ptr() + start, half) for start in (0, half)]
+        cuda_driver.queue_copies(second.cuda_stream, [*copies, (target.data_ptr(), 0, 0)])
         with torch.cuda.stream(first):
             torch.cuda._sleep(10**8)
             cuda_driver.queue_write(first.cuda_stream, pages.data_ptr() + 64, 2)
@@ -96,6 +99,7 @@ def test_streams_wait_for_numbers_and_copies_come_after_them():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_an_address_is_exported_with_its_place_in_its_allocation():
     memory = torch.zeros(2**25, dtype=torch.uint8, device="cuda")
     handle, offset = cuda_driver.exported(memory.data_ptr())

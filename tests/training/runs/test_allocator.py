@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests import ROOT
 from training.runs import allocator
@@ -58,6 +59,7 @@ SHOW = "torch.ones(1, device='cuda'); print([s['is_expandable'] for s in torch.c
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("start", [AS_TRAIN, AS_SCRIPT])
 def test_the_setting_is_in_force_on_a_gpu(start: str):
     command = [sys.executable, "-c", f"{start}; {SHOW}"]

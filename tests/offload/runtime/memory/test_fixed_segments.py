@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from offload.runtime import torch_internals
 from offload.runtime.memory.fixed_segments import fixed_segments
@@ -48,6 +49,7 @@ print(grows(inside), grows(after))
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_that_memory_alone_is_in_fixed_segments():
     environment = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     command = [sys.executable, "-W", "error", "-c", FIXED]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -211,8 +212,8 @@ class NotOpened(FakeDriver):
 class OtherBytes(FakeDriver):
     problem = "a copy from the memory of another device brought other bytes"
 
-    def queue_copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
-        super().queue_copy(stream, target, source, nbytes - 1)
+    def queue_copies(self, stream: int, copies: Sequence[tuple[int, int, int]]) -> None:
+        super().queue_copies(stream, [(target, source, nbytes - 1) for target, source, nbytes in copies])
 
 
 @pytest.mark.parametrize("driver", [OldDriver, NoHandles, NotOpened, OtherBytes])

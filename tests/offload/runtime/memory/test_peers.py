@@ -13,7 +13,7 @@ import torch
 from offload.runtime import cuda_driver
 from offload.runtime.cuda_driver import DriverError
 from offload.runtime.memory import peers
-from offload.runtime.memory.peers import CudaPeers, HostPeers, Peers, has_come
+from offload.runtime.memory.peers import CudaPeers, HostPeers, Part, Peers, has_come
 from offload.runtime.sharing.processes import Processes
 from offload.runtime.sharing.sharers import SharerLostError
 from tests.offload.helpers.cuda_driver import FakeDriver
@@ -57,8 +57,7 @@ def test_each_reads_what_the_others_had_when_they_met(make: Callable[[ThreadShar
                 time.sleep(0.005)
             own.meet()
             target = torch.empty(2 * count, dtype=torch.float64)
-            for rank in range(count):
-                own.read(target[2 * rank : 2 * rank + 2], rank, 2, 8)
+            own.read([Part(target[2 * rank : 2 * rank + 2], rank, 2, 8) for rank in range(count)])
             own.meet()
             found.append(target.view(torch.uint8).view(count, -1).amax(1).tolist())
         own.close()
@@ -113,8 +112,7 @@ def test_small_regions_of_one_allocation_are_opened_once(driver: FakeDriver, mon
             own.allocate(512)
     flat.copy_(torch.arange(3, dtype=torch.uint8).repeat_interleave(512))
     found = [torch.zeros(4, dtype=torch.uint8) for _ in range(3)]
-    for number, target in enumerate(found):
-        own.read(target, 1, number, 100)
+    own.read([Part(target, 1, number, 100) for number, target in enumerate(found)])
     assert [target.unique().tolist() for target in found] == [[0], [1], [2]]
     own.close()
     assert (len(opened), driver.closed) == (1, [flat.data_ptr()])
@@ -202,3 +200,17 @@ def test_the_thread_that_watches_ends_with_what_it_watches(driver: FakeDriver, m
     while threading.active_count() > before:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_tensors_are_copied_as_torch_copies_them(driver: FakeDriver):
+    own = CudaPeers(WithItself(), ON_CPU, nobody_objects)
+    plain, other_type, turned = torch.randn(3, 4), torch.randn(5).bfloat16(), torch.randn(4, 2).t()
+    sources = [plain, other_type, turned, torch.empty(0)]
+    targets = [torch.zeros(3, 4), torch.zeros(5), torch.zeros(2, 4), torch.empty(0)]
+    versions = [target._version for target in targets]
+    own.copy_each(targets, sources)
+    for target, source in zip(targets, sources, strict=True):
+        assert torch.equal(target, source.to(target.dtype))
+    assert all(target._version > before for target, before in zip(targets[:3], versions, strict=False))
+    assert driver.copies == 2
+    own.close()

@@ -41,6 +41,25 @@ def test_gradients_lie_aligned_in_a_length_that_divides():
     assert offsets == [0, 128]
 
 
+def test_a_bucket_lies_anywhere_in_memory_and_has_its_gradients_from_there():
+    given = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))]
+    given[1].grad = torch.arange(4.0).view(2, 2)
+    (bucket,) = gradient_buckets(given, count=2)
+    memory = torch.full((1000,), 7.0)
+    flat = memory[300 : 300 + bucket.length]
+    bucket.fill(flat)
+    assert torch.equal(flat, bucket.flat(torch.device("cpu")))
+    assert memory[:300].eq(7).all()
+    assert memory[300 + bucket.length :].eq(7).all()
+    flat += 1
+    bucket.spread(flat)
+    assert torch.equal(given[1].grad, torch.arange(4.0).view(2, 2) + 1)
+    assert torch.equal(given[0].grad, torch.ones(3))
+    (alone,) = gradient_buckets(given[1:], count=2)
+    alone.fill(memory[8:12])
+    assert torch.equal(memory[8:12], given[1].grad.flatten())
+
+
 def test_a_large_gradient_is_summed_where_it_is():
     weight = nn.Parameter(torch.zeros(4, 8, 2, 2).to(memory_format=torch.channels_last))
     (bucket,) = gradient_buckets([weight], count=2)

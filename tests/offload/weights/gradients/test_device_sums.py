@@ -112,6 +112,12 @@ def check(model: nn.Module, options_of: Callable[[int, int], dict], microbatches
 ALL = {f"{layer}.{tensor}" for layer in ("stem", "twice", "branches.0") for tensor in ("weight", "bias")}
 
 
+@pytest.fixture(autouse=True, params=["collectives", "copies"])
+def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How the devices of sharers exchange slices."""
+    monkeypatch.setattr(ThreadSharers, "links", request.param)
+
+
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket for each weight and its bias."""
