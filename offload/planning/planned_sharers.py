@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from offload.planning.simulated_streams import SimulatedStreams
-from offload.runtime.sharing.sharers import CopyWay
+from offload.runtime.sharing.sharers import CopyWay, LinkWay
 
 
 class PlannedSharers:
@@ -19,12 +19,19 @@ class PlannedSharers:
 
     rank = first = 0
 
-    def __init__(self, count: int, hosts: int = 1, streams: SimulatedStreams | None = None, copies: CopyWay = "slices"):
+    def __init__(
+        self,
+        count: int,
+        hosts: int = 1,
+        streams: SimulatedStreams | None = None,
+        copies: CopyWay = "slices",
+        links: LinkWay = "collectives",
+    ):
         self.count = count
         self.hosts = hosts
         # Nothing could be timed in a dry run.
         self.copies = "slices" if copies == "auto" else copies
-        self.links, self.limit_s = "collectives", float("inf")
+        self.links, self.limit_s = links, float("inf")
         self.exchanged_bytes = 0.0
         self._streams = streams
 
@@ -37,7 +44,10 @@ class PlannedSharers:
         self._receive(whole.nbytes)
 
     def sum(self, flat: torch.Tensor, what: str, in_slices: bool = False) -> None:
-        if self.count * self.hosts > 2:
+        if self.links == "copies" and self.hosts == 1:
+            # The others' slices before they are added.
+            flat.new_empty(flat.numel() // self.count * (self.count - 1))
+        elif self.count * self.hosts > 2:
             # The slices that come from all of a host before they are added. Those of two processes are added in place.
             torch.empty_like(flat)
         # Slices, and then their sums.

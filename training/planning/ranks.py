@@ -52,7 +52,8 @@ def planned_sharers(components: Components, timed: SimulatedStreams | None) -> P
     if not components.shares_homes:
         return None
     parallel = components.config.parallel
-    return PlannedSharers(ranks_of_host(components.config), parallel.hosts, timed, parallel.copies.value)
+    ways = parallel.copies.value, parallel.links.value
+    return PlannedSharers(ranks_of_host(components.config), parallel.hosts, timed, *ways)
 
 
 def summed_after_backward(components: Components) -> Sequence[nn.Parameter]:

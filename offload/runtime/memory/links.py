@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 
 from offload.runtime.cuda_driver import DriverError
-from offload.runtime.memory.peers import CudaPeers, HostPeers, Part, Peers
+from offload.runtime.memory.cuda_peers import CudaPeers
+from offload.runtime.memory.peers import HostPeers, Part, Peers
 from offload.runtime.sharing.sharers import Sharers, exchange_bytes
 from offload.runtime.streams.registry import Streams
 from offload.runtime.torch_internals import copy_each

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from offload.runtime import cuda_driver
-from offload.runtime.memory import peers
+from offload.runtime.memory import cuda_peers
 from offload.runtime.memory.peers import has_come
 
 LIMIT_S = 60
@@ -27,9 +27,9 @@ class FakeDriver:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("exported", "opened", "close", "queue_write", "queue_wait", "queue_copies", "check_complete"):
             monkeypatch.setattr(cuda_driver, name, getattr(self, name))
-        monkeypatch.setattr(peers, "current_stream_handle", lambda index: 0)
-        monkeypatch.setattr(peers, "lock_pages", lambda address, nbytes, device: None)
-        monkeypatch.setattr(peers, "unlock_pages", lambda address, device, wait: None)
+        monkeypatch.setattr(cuda_peers, "current_stream_handle", lambda index: 0)
+        monkeypatch.setattr(cuda_peers, "lock_pages", lambda address, nbytes, device: None)
+        monkeypatch.setattr(cuda_peers, "unlock_pages", lambda address, device, wait: None)
         monkeypatch.setattr(torch.cuda, "MemPool", lambda: None)
         monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool, device: nullcontext())
         monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())

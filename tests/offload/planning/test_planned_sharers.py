@@ -60,6 +60,9 @@ def test_planned_copies_and_exchanges_are_those_of_the_first_of_several(copies: 
 def test_two_are_summed_in_place_and_more_by_way_of_slices():
     two, four = (planned(LayerStream(slots=2), PlannedSharers(count)) for count in (2, 4))
     assert four.peak_bytes > two.peak_bytes
+    # A copy of the other's slice, which is half of the sum.
+    copied = planned(LayerStream(slots=2), PlannedSharers(2, links="copies"))
+    assert two.peak_bytes < copied.peak_bytes < four.peak_bytes
     hosts = planned(LayerStream(slots=2), PlannedSharers(2, hosts=2))
     assert hosts.peak_bytes > two.peak_bytes
 

