@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -39,6 +39,9 @@ class PlannedSharers:
         self, numbers: Sequence[int], what: str, patient: bool = False, everywhere: bool = False
     ) -> list[list[int]]:
         return [list(numbers)] * (self.count * self.hosts if everywhere else self.count)
+
+    def attempt(self, call: Callable[[], None], what: str) -> None:
+        call()
 
     def gather(self, whole: torch.Tensor, what: str) -> None:
         self._receive(whole.nbytes)

@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload import CopyWay, ExchangeBoard, LinkWay, Sharers
+from offload import CopyWay, ExchangeBoard, LinkWay, SharerLostError, Sharers
 from training.errors import UserError
 from training.parallel.collectives import gather_into
 from training.parallel.reduce import SUMS, SUMS_IN_SLICES, SUMS_OF_HOSTS, SUMS_OF_HOSTS_IN_SLICES
@@ -127,6 +128,13 @@ class GroupSharers:
             self._attempt(lambda: gather_into(everyone, own, group), what)
         return everyone.view(group.size(), -1).tolist()
 
+    def attempt(self, call: Callable[[], None], what: str) -> None:
+        # Its other errors are this rank's own, while those of torch.distributed mean that another is lost.
+        try:
+            call()
+        except SharerLostError as error:
+            self._attempt(partial(_fail, error), what)
+
     def gather(self, whole: Tensor, what: str) -> None:
         own = whole.chunk(self.count)[self.rank]
         self._attempt(lambda: gather_into(whole, own, self._groups.data), what)
@@ -139,3 +147,7 @@ class GroupSharers:
         else:
             add = (SUMS_OF_HOSTS_IN_SLICES if in_slices else SUMS_OF_HOSTS)[self._reduction]
             self._attempt(lambda: add(flat, groups.data, groups.across), what)
+
+
+def _fail(error: Exception) -> None:
+    raise error

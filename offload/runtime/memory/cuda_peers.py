@@ -21,7 +21,7 @@ from offload.runtime.memory.fixed_segments import fixed_segments
 from offload.runtime.memory.page_locks import lock_pages, unlock_pages
 from offload.runtime.memory.peers import Numbers, Part, has_come
 from offload.runtime.sharing.processes import LOOK_EVERY_S, Processes
-from offload.runtime.sharing.sharers import Sharers, exchange_bytes
+from offload.runtime.sharing.sharers import SharerLostError, Sharers, exchange_bytes
 from offload.runtime.streams.registry import Streams
 from offload.runtime.torch_internals import copy_each, current_stream_handle
 
@@ -44,6 +44,7 @@ class CudaPeers:
         self._numbers = Numbers(sharers)
         self._number = 0
         self._is_let_go = False
+        self._lost: SharerLostError | None = None
         # Without memory that the allocator has already: it may lie in segments that no other process opens.
         with torch.cuda.device(self._device):
             self._pool = torch.cuda.MemPool()
@@ -103,7 +104,7 @@ class CudaPeers:
 
     def meet(self) -> None:
         if self._is_let_go:
-            raise RuntimeError("a step has failed in one of the processes that share weights: begin the run anew")
+            raise self._lost or RuntimeError("a step has failed, and the processes that share weights with it")
         self._number += 1
         stream, number, numbers = current_stream_handle(self._device.index), self._number % 2**32, self._numbers
         for rank in self._others:
@@ -140,9 +141,9 @@ class CudaPeers:
                 late.pop(rank, None)
             elif rank not in late or late[rank][0] != state:
                 late[rank] = state, now
-            is_late = rank in late and now > late[rank][1] + self._sharers.limit_s
-            if is_late or self._processes.has_ended(rank):
-                self._is_let_go = True
+            waited_s = now - late[rank][1] if rank in late else 0.0
+            if lost := self._processes.lost(rank, waited_s, self._sharers.limit_s):
+                self._is_let_go, self._lost = True, lost
         if self._is_let_go:
             # Each time: a sharer that goes on writes its own number.
             self.let_go()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -117,12 +118,13 @@ class CopyLinks:
         self._next_place += 1
         return own
 
-    _next_place = 0
-
     def place_of(self, memory: torch.Tensor) -> int:
         return self._places[_address(memory)]
 
     def gather(self, whole: torch.Tensor, places: Sequence[int], what: str) -> None:
+        self._sharers.attempt(partial(self._gather, whole, places), what)
+
+    def _gather(self, whole: torch.Tensor, places: Sequence[int]) -> None:
         start, parts = _start(whole), whole.chunk(self._sharers.count)
         self._peers.meet()
         self._peers.read(
@@ -135,7 +137,11 @@ class CopyLinks:
         sharers, place = self._sharers, self._places.get(_address(flat))
         if place is None or sharers.hosts > 1:
             sharers.sum(flat, what, in_slices)
-            return
+        else:
+            sharers.attempt(partial(self._sum, flat, place, in_slices), what)
+
+    def _sum(self, flat: torch.Tensor, place: int, in_slices: bool) -> None:
+        sharers = self._sharers
         own = flat.chunk(sharers.count)[sharers.rank]
         start = _start(own)
         received = [own if rank == sharers.rank else torch.empty_like(own) for rank in range(sharers.count)]
@@ -149,7 +155,7 @@ class CopyLinks:
         if in_slices:
             self._peers.meet()
         else:
-            self.gather(flat, [place] * sharers.count, what)
+            self._gather(flat, [place] * sharers.count)
 
     def copy_each(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         self._peers.copy_each(targets, sources)

@@ -48,7 +48,8 @@ class Peers(Protocol):
     def meet(self) -> None:
         """Makes the later work of the current stream wait until those of all sharers have come to the same call.
 
-        On the CPU it blocks the host, and raises SharerLostError for a sharer that has ended or hangs.
+        On the CPU it blocks the host. Raises SharerLostError for a sharer that is known to have ended or to hang, and
+        RuntimeError after `let_go`.
         """
         ...
 

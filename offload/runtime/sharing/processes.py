@@ -26,11 +26,6 @@ class Processes:
         own = os.getpid(), _started(os.getpid()) or 0
         self._processes = sharers.exchange(own, "their processes", patient=True)
 
-    def has_ended(self, rank: int) -> bool:
-        """Tells whether the process of a sharer has ended."""
-        process, started = self._processes[rank]
-        return _started(process) != started
-
     def awaited(self, rank: int, read: Callable[[], Found | None], began: float, limit_s: float) -> Found:
         """Blocks the host until `read` returns what sharer `rank` gives, and no longer None; returns that.
 
@@ -48,17 +43,23 @@ class Processes:
             pause_s = min(2 * pause_s, LONGEST_SLEEP_S)
             if time.monotonic() < look:
                 continue
-            has_ended, is_late = self.has_ended(rank), time.monotonic() > began + limit_s
+            lost = self.lost(rank, time.monotonic() - began, limit_s)
             # It may have come before its end, or while this process was stopped.
             if (found := read()) is not None:
                 break
-            if has_ended:
-                process, _ = self._processes[rank]
-                raise SharerLostError(rank, f"the process {process} of rank {rank} has ended", hangs=False)
-            if is_late:
-                raise SharerLostError(rank, f"rank {rank} did not come within {limit_s:g} seconds", hangs=True)
+            if lost is not None:
+                raise lost
             look = time.monotonic() + LOOK_EVERY_S
         return found
+
+    def lost(self, rank: int, waited_s: float, limit_s: float) -> SharerLostError | None:
+        """Returns what is wrong with a sharer that has been waited for; None if nothing is."""
+        process, started = self._processes[rank]
+        if _started(process) != started:
+            return SharerLostError(rank, f"the process {process} of rank {rank} has ended", hangs=False)
+        if waited_s > limit_s:
+            return SharerLostError(rank, f"rank {rank} did not come within {limit_s:g} seconds", hangs=True)
+        return None
 
 
 def _started(process: int) -> int | None:

@@ -12,7 +12,7 @@ Every sharer makes the same calls in the same order: each of them waits for the 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -63,6 +63,10 @@ class Sharers(Protocol):
         """
         ...
 
+    def attempt(self, call: Callable[[], None], what: str) -> None:
+        """Makes a call for the purpose named; its SharerLostError becomes the error that other methods raise then."""
+        ...
+
     def gather(self, whole: torch.Tensor, what: str) -> None:
         """Completes `whole` (uint8 on the device) on the current stream; sharer k gives the k-th of `count` slices.
 
@@ -93,6 +97,9 @@ class NoSharers:
         self, numbers: Sequence[int], what: str, patient: bool = False, everywhere: bool = False
     ) -> list[list[int]]:
         return [list(numbers)]
+
+    def attempt(self, call: Callable[[], None], what: str) -> None:
+        call()
 
     def gather(self, whole: torch.Tensor, what: str) -> None:
         pass

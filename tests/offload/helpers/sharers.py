@@ -66,6 +66,9 @@ class ThreadSharers:
         found = self.laid_down(numbers) if everywhere else self._here.laid_down(self.rank, numbers)
         return [list(given) for given in found]
 
+    def attempt(self, call: Callable[[], None], what: str) -> None:
+        call()
+
     def gather(self, whole: torch.Tensor, what: str) -> None:
         self.gathers += 1
         own = whole.chunk(self.count)[self.rank].clone()

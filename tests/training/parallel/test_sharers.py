@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from offload.runtime.memory.links import links_of
+from offload.runtime.streams.stream_checker import CheckedStreams
 from tests import ROOT
 from tests.offload.helpers.sharers import homes_in_use
 from tests.training.helpers.in_process import components_of, run_here
@@ -144,6 +147,30 @@ def test_ranks_of_a_host_share_and_all_hosts_sum(tmp_path: Path, hosts: int):
             assert "has ended" in found["lost"]
         elif rank == first:
             assert found["lost"].startswith("FirstLostError")
+
+
+def gathering_without_one(rank: int, folder: Path, count: int) -> None:
+    """Rank 1 ends where the others gather."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), count), rank=rank, world_size=count)
+    sharers = Group(torch.device("cpu"), Setup("cpu", count, timeout_s=300)).sharers(shared=True)
+    links = links_of(sharers, CheckedStreams(torch.device("cpu")))
+    memory = links.allocate(4096)
+    links.gather(memory, [0] * count, "the first")
+    if rank == 1:
+        os._exit(0)
+    try:
+        links.gather(memory, [0] * count, "the second")
+    except (RankLostError, FirstLostError) as error:
+        torch.save(f"{type(error).__name__}: {error}", folder / f"{rank}.pt")
+    os._exit(0)
+
+
+def test_a_rank_that_ends_in_a_gather_is_named(tmp_path: Path):
+    torch.save("", tmp_path / "1.pt")
+    first, _, last = forked(gathering_without_one, tmp_path, 3)
+    assert re.match(r"RankLostError: rank 1.* has ended", first)
+    assert re.match(r"FirstLostError: the process \d+ of rank [01] has ended", last)
 
 
 @pytest.mark.slow

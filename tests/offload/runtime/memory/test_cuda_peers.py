@@ -14,6 +14,7 @@ from offload.runtime.memory import cuda_peers
 from offload.runtime.memory.cuda_peers import CudaPeers
 from offload.runtime.memory.peers import Part
 from offload.runtime.sharing.processes import Processes
+from offload.runtime.sharing.sharers import SharerLostError
 from tests.offload.helpers.cuda_driver import FakeDriver
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 from tests.offload.runtime.memory.test_peers import ON_CPU, nobody_objects, of_gpus
@@ -77,7 +78,10 @@ def test_a_sharer_that_is_lost_lets_the_stream_of_the_other_go(
     monkeypatch.setattr(cuda_peers, "LOOK_EVERY_S", 0.005)
     gone = threading.Event()
     if lost == "ended":
-        monkeypatch.setattr(Processes, "has_ended", lambda self, rank: rank == 1 and gone.is_set())
+        ended = SharerLostError(1, "the process 7 of rank 1 has ended", hangs=False)
+        monkeypatch.setattr(
+            Processes, "lost", lambda self, rank, waited_s, limit_s: ended if rank == 1 and gone.is_set() else None
+        )
 
     def work(sharers: ThreadSharers) -> None:
         sharers.limit_s = 0.2 if lost == "late" else 300
@@ -86,8 +90,9 @@ def test_a_sharer_that_is_lost_lets_the_stream_of_the_other_go(
         if sharers.rank == 0:
             gone.set()
             own.meet()
-            with pytest.raises(RuntimeError, match="a step has failed in one of the processes"):
+            with pytest.raises(SharerLostError, match=r"rank 1 (has ended|did not come within 0\.2 seconds)$") as error:
                 own.meet()
+            assert (error.value.rank, error.value.hangs) == (1, lost == "late")
         sharers.laid_down(None)
         own.close()
 
@@ -137,4 +142,12 @@ def test_tensors_are_copied_as_torch_copies_them(driver: FakeDriver):
         assert torch.equal(target, source.to(target.dtype))
     assert all(target._version > before for target, before in zip(targets[:3], versions, strict=False))
     assert driver.copies == 2
+    own.close()
+
+
+def test_after_an_error_of_its_own_nothing_more_is_asked(driver: FakeDriver):
+    own = CudaPeers(WithItself(), ON_CPU, nobody_objects)
+    own.let_go()
+    with pytest.raises(RuntimeError, match=r"^a step has failed"):
+        own.meet()
     own.close()

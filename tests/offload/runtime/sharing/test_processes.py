@@ -39,7 +39,8 @@ def test_a_process_that_has_ended_is_named():
     process.start()
     try:
         processes = Processes(WithOther(process.pid))
-        assert not processes.has_ended(1)
+        assert processes.lost(1, 1.0, 2.0) is None
+        assert processes.lost(1, 3.0, 2.0).hangs
         with pytest.raises(SharerLostError, match=r"^rank 1 did not come within 0\.1 seconds$") as late:
             processes.awaited(1, lambda: None, time.monotonic(), 0.1)
         assert late.value.hangs
@@ -47,9 +48,8 @@ def test_a_process_that_has_ended_is_named():
         with pytest.raises(SharerLostError, match=f"^the process {process.pid} of rank 1 has ended$") as ended:
             processes.awaited(1, lambda: None, time.monotonic(), 300)
         assert (ended.value.rank, ended.value.hangs) == (1, False)
-        assert processes.has_ended(1)
         process.join()
-        assert processes.has_ended(1)
+        assert not processes.lost(1, 3.0, 2.0).hangs
     finally:
         process.kill()
         process.join()
