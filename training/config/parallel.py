@@ -29,7 +29,7 @@ class Copies(StrEnum):
 class Links(StrEnum):
     """copies: by the devices' copy engines, where they reach each other's memory. collectives: by NCCL's or gloo's.
 
-    Sums over several hosts, and of gradients larger than those of two units that stream, are collectives in any case.
+    Sums over several hosts, and of gradients larger than those of units that stream, are collectives in any case.
     """
 
     copies = "copies"

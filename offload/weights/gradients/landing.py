@@ -28,8 +28,8 @@ from offload.weights.gradients.device_sums import DeviceSums
 from offload.weights.gradients.final import KEEP, FinalGradients
 from offload.weights.gradients.offloader import GradientOffloader, Landing
 from offload.weights.gradients.released import ReleasedGradients, used_on_host
-from offload.weights.gradients.sum_layout import largest_sum
-from offload.weights.gradients.sum_ring import SumRing
+from offload.weights.gradients.sum_layout import bytes_of_sums
+from offload.weights.gradients.sum_ring import SumRing, ring_bytes
 from offload.weights.gradients.summing import GradientSum
 from offload.weights.gradients.updates import NO_UPDATES, Updates
 from offload.weights.units.unit import OffloadUnit
@@ -64,7 +64,7 @@ class GradientLanding:
         self.offloader = GradientOffloader(transfer, limit_bytes)
         self.sum: GradientSum | None = None
         if sharers.count > 1:
-            ring = SumRing(links, streams, largest_sum(units, sharers.count, sharers.rank))
+            ring = SumRing(links, streams, ring_bytes(bytes_of_sums(units, sharers.count, sharers.rank)))
             self.sum = GradientSum(
                 sharers,
                 links,

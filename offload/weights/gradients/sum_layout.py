@@ -85,6 +85,6 @@ class SumLayout:
             yield SumPart(slice(first, last), memory, tensors)
 
 
-def largest_sum(units: Sequence[OffloadUnit], count: int, rank: int) -> int:
-    """Returns the bytes of the buffers of the unit whose gradients take most."""
-    return max((SumLayout(unit, unit.trained, count, rank).nbytes for unit in units), default=0)
+def bytes_of_sums(units: Sequence[OffloadUnit], count: int, rank: int) -> list[int]:
+    """Returns the bytes of the buffers of each unit."""
+    return [SumLayout(unit, unit.trained, count, rank).nbytes for unit in units]

@@ -1,12 +1,13 @@
 """Device memory in which sharers sum gradients: each sum takes the next bytes, which are the same ones on all of them.
 
-A sum is over when its buffers have been copied home. The memory goes round, so the next but one sum waits for that.
+A sum is over when its buffers have been copied home. The memory goes round, so a later sum waits for that.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -19,13 +20,25 @@ from offload.weights.units.unit import SHARED_ALIGNMENT_BYTES
 SUMS_IN_RING = 2
 
 
-class SumRing:
-    """Room for SUMS_IN_RING sums of `sum_bytes`, on the device of `streams`. All sharers take the same in one order."""
+def ring_bytes(sums: Sequence[int]) -> int:
+    """Returns the bytes of a ring for sums of so many bytes.
 
-    def __init__(self, links: Links, streams: Streams, sum_bytes: int):
+    Each has room, and SUMS_IN_RING of the size up to which sums make half of all bytes: an embedding, which may be much
+    larger than a block, comes once in a step.
+    """
+    sizes = sorted(map(in_steps, sums))
+    upto = list(accumulate(sizes))
+    usual = next((size for size, total in zip(sizes, upto, strict=True) if 2 * total >= upto[-1]), 0)
+    return max([SUMS_IN_RING * usual, *sizes])
+
+
+class SumRing:
+    """`nbytes` for sums, on the device of `streams`. All sharers take the same of it in one order."""
+
+    def __init__(self, links: Links, streams: Streams, nbytes: int):
         self._streams = streams
-        self._nbytes = SUMS_IN_RING * in_steps(sum_bytes)
-        self._memory = links.allocate(self._nbytes) if sum_bytes else None
+        self._nbytes = nbytes
+        self._memory = links.allocate(nbytes) if nbytes else None
         self._end = 0
         # Of the sums since the memory last went round, and of those of the round before that are not overwritten yet.
         self._taken: deque[tuple[int, int, PendingFree]] = deque()

@@ -12,7 +12,7 @@ from offload.runtime.memory.links import CollectiveLinks
 from offload.runtime.sharing.sharers import NO_SHARERS
 from offload.runtime.streams.deferred_free import PendingFree
 from offload.runtime.streams.stream_checker import CheckedStreams, StreamOrderError
-from offload.weights.gradients.sum_ring import SumRing, in_steps
+from offload.weights.gradients.sum_ring import SumRing, in_steps, ring_bytes
 
 CPU = torch.device("cpu")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -38,7 +38,7 @@ def start(buffer: PendingFree) -> int:
 
 
 def test_buffers_are_aligned_and_have_their_dtype_and_size():
-    ring, streams = ring_of(6000)
+    ring, streams = ring_of(8192)
     first, second = ring.take([(F32, 300), (BF16, 500)], "a sum")
     assert (first.tensor.dtype, first.tensor.numel(), start(first)) == (F32, 300, 0)
     assert (second.tensor.dtype, second.tensor.numel(), start(second)) == (BF16, 500, 2048)
@@ -47,7 +47,7 @@ def test_buffers_are_aligned_and_have_their_dtype_and_size():
 
 
 def test_two_sums_have_room_and_the_third_takes_the_place_of_the_first():
-    ring, streams = ring_of(4096)
+    ring, streams = ring_of(8192)
     found = []
     for number in range(4):
         (buffer,) = ring.take([(F32, 1024)], f"sum {number}")
@@ -58,7 +58,7 @@ def test_two_sums_have_room_and_the_third_takes_the_place_of_the_first():
 
 @pytest.mark.parametrize("seed", range(10))
 def test_no_byte_is_taken_that_is_still_in_use(seed: int):
-    generator, (ring, streams) = random.Random(seed), ring_of(8192)
+    generator, (ring, streams) = random.Random(seed), ring_of(16384)
     for number in range(100):
         sizes = [(generator.choice([F32, BF16]), generator.randint(1, 1000)) for _ in range(generator.randint(1, 2))]
         for buffer in ring.take(sizes, f"sum {number}"):
@@ -71,7 +71,7 @@ def test_no_byte_is_taken_that_is_still_in_use(seed: int):
 
 
 def test_a_buffer_that_is_not_home_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch):
-    ring, streams = ring_of(1024)
+    ring, streams = ring_of(2048)
     for number in range(2):
         (buffer,) = ring.take([(F32, 256)], f"sum {number}")
         use(streams, buffer)
@@ -81,7 +81,7 @@ def test_a_buffer_that_is_not_home_yet_is_waited_for(monkeypatch: pytest.MonkeyP
 
 
 def test_what_has_room_is_told():
-    ring, _ = ring_of(1000)
+    ring, _ = ring_of(2048)
     assert ring.has_room(2048)
     assert not ring.has_room(2049)
     empty, _ = ring_of(0)
@@ -91,3 +91,21 @@ def test_what_has_room_is_told():
 @pytest.mark.parametrize(("nbytes", "expected"), [(0, 0), (1, 1024), (1024, 1024), (1025, 2048)])
 def test_steps(nbytes: int, expected: int):
     assert in_steps(nbytes) == expected
+
+
+@pytest.mark.parametrize(
+    ("sums", "expected"),
+    [
+        ([], 0),
+        ([0, 0], 0),
+        ([1000], 2048),
+        ([4096] * 4, 8192),
+        # Blocks, and an embedding and a head much larger.
+        ([4096] * 32 + [12_288] * 2, 12_288),
+        ([4096] * 32 + [6144] * 2, 8192),
+        # Small and large layers of each block.
+        ([1024] * 4 + [3072] * 3, 6144),
+    ],
+)
+def test_room_for_two_of_the_usual_size_and_for_the_largest(sums: list[int], expected: int):
+    assert ring_bytes(sums) == expected
