@@ -208,7 +208,7 @@ def _tried(sharers: Sharers, streams: Streams) -> CopyLinks:
 
 
 def _problem_of(links: CopyLinks, sharers: Sharers, streams: Streams) -> str | None:
-    """Gathers some bytes; returns why that does not work, or None."""
+    """Gathers, sums and copies a little; returns why that does not work, or None."""
     done, gather = streams.event(), streams.gather
     try:
         whole = links.allocate(sharers.count * TRIAL_BYTES)
@@ -216,7 +216,13 @@ def _problem_of(links: CopyLinks, sharers: Sharers, streams: Streams) -> str | N
             whole.fill_(sharers.count)
             whole.chunk(sharers.count)[sharers.rank].fill_(sharers.rank)
             links.gather(whole, [links.place_of(whole)] * sharers.count, "a trial")
-            given = whole.view(sharers.count, -1).amin(1), whole.view(sharers.count, -1).amax(1)
+            given = [whole.view(sharers.count, -1).amin(1), whole.view(sharers.count, -1).amax(1)]
+            flat = whole.view(torch.float32).fill_(1)
+            if links.sums_own_memory:
+                links.sum(flat, "a trial")
+            copied = torch.zeros_like(flat)
+            links.copy_each(copied.chunk(3), flat.chunk(3))
+            totals = torch.stack([copied.amin(), copied.amax()])
             done.record(gather)
     except RuntimeError as error:
         return str(error)
@@ -227,7 +233,8 @@ def _problem_of(links: CopyLinks, sharers: Sharers, streams: Streams) -> str | N
         time.sleep(0.001)
     wanted = list(range(sharers.count))
     is_right = all(part.tolist() == wanted for part in given)
-    return None if is_right else "a copy from the memory of another device brought other bytes"
+    is_right &= totals.tolist() == [sharers.count if links.sums_own_memory else 1] * 2
+    return None if is_right else "copies between two devices brought other bytes"
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -185,7 +185,8 @@ def test_gpus_that_reach_each_other_s_memory_copy(monkeypatch: pytest.MonkeyPatc
     for links in links_of_gpus(monkeypatch, driver):
         assert type(links) is CopyLinks
         assert type(links._peers) is CudaPeers
-    assert driver.copies == 4
+    # Of each: a slice gathered here, and in the trial one gathered, two for a sum, three in its own memory.
+    assert driver.copies == 2 * 7
     assert not caplog.records
 
 
@@ -224,14 +225,34 @@ class NotOpened(FakeDriver):
         raise cuda_driver.DriverError(self.problem)
 
 
+class OneCopyAtATime(FakeDriver):
+    problem = "cuMemcpyBatchAsync failed: invalid argument (1)"
+
+    def queue_copies(self, stream: int, copies: Sequence[tuple[int, int, int]]) -> None:
+        if len(copies) > 1:
+            raise cuda_driver.DriverError(self.problem)
+        super().queue_copies(stream, copies)
+
+
+class OtherBytesInside(FakeDriver):
+    """The copies within a device leave something out."""
+
+    problem = "copies between two devices brought other bytes"
+
+    def queue_copies(self, stream: int, copies: Sequence[tuple[int, int, int]]) -> None:
+        super().queue_copies(stream, copies[: 2 if len(copies) == 3 else None])
+
+
 class OtherBytes(FakeDriver):
-    problem = "a copy from the memory of another device brought other bytes"
+    problem = "copies between two devices brought other bytes"
 
     def queue_copies(self, stream: int, copies: Sequence[tuple[int, int, int]]) -> None:
         super().queue_copies(stream, [(target, source, nbytes - 1) for target, source, nbytes in copies])
 
 
-@pytest.mark.parametrize("driver", [OldDriver, NoHandles, OneHasNoHandles, NotOpened, OtherBytes])
+@pytest.mark.parametrize(
+    "driver", [OldDriver, NoHandles, OneHasNoHandles, NotOpened, OneCopyAtATime, OtherBytesInside, OtherBytes]
+)
 def test_gpus_that_do_not_exchange_by_collectives(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, driver: type[FakeDriver]
 ):
