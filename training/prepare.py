@@ -22,6 +22,7 @@ from training.evaluation.held_out import Evaluation
 from training.evaluation.samples import Samples
 from training.metrics.progress import phase
 from training.missing_abilities import without_abilities
+from training.parallel.homes import warn_without_homes
 from training.parallel.ranks import Ranks
 from training.planning.fit import refuse_misfit
 from training.planning.machine import machine_of
@@ -75,6 +76,7 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
     """
     check_threads(config)
     components = Components.of(config, invocation, resolve_device(config.device))
+    warn_without_homes(config, components.mode, invocation.overridden)
     # The run's own config.yaml keeps what was asked for, so that runs are compared by it.
     config, notes = without_abilities(config, components.mode)
     components = replace(components, config=config)
