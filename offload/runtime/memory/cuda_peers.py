@@ -92,15 +92,15 @@ class CudaPeers:
         cuda_driver.queue_copies(current_stream_handle(self._device.index), copies)
 
     def copy_each(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        pairs = list(zip(targets, sources, strict=True))
-        plain = [pair for pair in pairs if _are_bytes(*pair)]
+        plain, others = [], []
+        for pair in zip(targets, sources, strict=True):
+            (plain if _are_bytes(*pair) else others).append(pair)
         copies = [(target.data_ptr(), source.data_ptr(), target.nbytes) for target, source in plain]
         cuda_driver.queue_copies(current_stream_handle(self._device.index), copies)
         # As torch's own copies do: who keeps a target sees that it has changed.
         increment_version([target for target, _ in plain])
-        if len(plain) < len(pairs):
-            others = [pair for pair in pairs if not _are_bytes(*pair)]
-            copy_each([target for target, _ in others], [source for _, source in others])
+        if others:
+            copy_each(*zip(*others, strict=True))
 
     def meet(self) -> None:
         if self._is_let_go:

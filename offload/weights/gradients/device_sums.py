@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from offload.runtime.memory.links import Links
 from offload.runtime.sharing.sharers import Sharers
+from offload.runtime.streams.deferred_free import PendingFree
 from offload.runtime.streams.registry import Event
 from offload.runtime.streams.transfer import Transfer, profiled
 from offload.runtime.torch_internals import gradient_accumulator
@@ -144,23 +145,33 @@ class DeviceSums:
 
     def _sum(self, bucket: _StepBucket) -> None:
         streams, gather, gradients, links = self._streams, self._streams.gather, bucket.bucket, self._links
-        # Whether gradients share memory may differ from sharer to sharer, their sizes do not.
-        in_ring = links.sums_own_memory and self._ring.has_room(gradients.dtype.itemsize * gradients.length)
-        rooms = self._ring.take([(gradients.dtype, gradients.length)], f"room for {bucket}") if in_ring else []
+        room = self._room_for(bucket)
         self._transfer.after_compute(gather)
         streams.writes(gather, bucket, "sum")
         self._done = streams.event()
         with profiled(f"sum {bucket}"), streams.on(gather), torch.no_grad():
             is_read = gradients.shares_memory()
-            for room in rooms:
+            if room is None:
+                flat = gradients.flat(streams.device, in_place=not is_read)
+            else:
                 streams.writes(gather, room, "sum")
-                gradients.fill(room.tensor, links.copy_each)
-                room.done = self._done
-            flat = rooms[0].tensor if rooms else gradients.flat(streams.device, in_place=not is_read)
+                room.done, flat = self._done, room.tensor
+                gradients.fill(flat, links.copy_each)
             links.sum(flat, f"the {bucket}")
             if is_read:
-                self._unspread.append((bucket, flat.clone() if rooms else flat))
+                self._unspread.append((bucket, flat if room is None else flat.clone()))
             else:
                 gradients.spread(flat, links.copy_each)
         self._done.record(gather)
         self.summed.update(gradients.parameters)
+
+    def _room_for(self, bucket: _StepBucket) -> PendingFree | None:
+        """Returns memory of the ring for a bucket, where that is better and has room: so it has on all sharers.
+
+        Whether gradients share memory may differ from sharer to sharer. Their sizes do not.
+        """
+        dtype, length = bucket.bucket.dtype, bucket.bucket.length
+        if not self._links.sums_own_memory or not self._ring.has_room(dtype.itemsize * length):
+            return None
+        (room,) = self._ring.take([(dtype, length)], f"room for {bucket}")
+        return room
