@@ -149,8 +149,9 @@ class DeviceStates:
 
     def finish(self) -> None:
         """Blocks the host until all new weights are at home."""
-        for updated in self._updated.values():
+        for unit, updated in self._updated.items():
             updated.synchronize()
+            self._streams.reads(None, unit.weights, "what follows the update")
         self._forget()
 
     def end_step(self) -> None:

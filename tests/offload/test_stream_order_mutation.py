@@ -309,6 +309,7 @@ def _parts() -> list[Callable[[], object]]:
         lambda: train(Stack(), ShardOffload(shards=2), steps=2),
         _swapping,
         _without_backward,
+        _behind_the_batch,
         _reading_files,
         _gathering,
         part(_gathering, device_share=10**9),
@@ -333,6 +334,21 @@ def _reading_files() -> None:
                     mode.accumulate(losses_of(model, step))
             with torch.no_grad():
                 model.blocks[1](torch.ones(5, 16))
+
+
+def _behind_the_batch() -> None:
+    """The first weights of a step are behind a batch that the same copy engine was given before."""
+
+    class Batch:
+        pass
+
+    model, mode, batch = Stack(), LayerStream(slots=2), Batch()
+    with attached(mode, model):
+        streams = registry.acquire("cpu")
+        streams.writes(streams.compute, batch, "the copy of the batch")
+        with mode.step():
+            streams.reads(streams.h2d, batch, "the first weights")
+        registry.release(streams)
 
 
 def _recomputing(slots: int) -> None:

@@ -11,9 +11,10 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+from torch.autograd.graph import increment_version
 
 from offload.runtime.cuda_driver import DriverError
 from offload.runtime.memory.cuda_peers import CudaPeers
@@ -26,6 +27,26 @@ TRIAL_BYTES = 64 * 1024
 TRIAL_LIMIT_S = 20.0
 
 logger = logging.getLogger(__name__)
+
+
+class Addends(NamedTuple):
+    """Tensors of this sharer, to each of which the others have one to add.
+
+    `flat` [n] is memory for the sums, which divides into a slice for each sharer. Where it lies in an allocation, it
+    does so at the same bytes of the same one everywhere. `views` are the places of the tensors in it, each a block of
+    consecutive elements, in the tensor's shape.
+    """
+
+    flat: torch.Tensor
+    views: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor]
+
+
+class _Piece(NamedTuple):
+    """Elements of one of the tensors of a sum, in one slice of its memory: their place there, and their values."""
+
+    place: torch.Tensor
+    values: torch.Tensor
 
 
 class Links(Protocol):
@@ -51,12 +72,12 @@ class Links(Protocol):
         """As `Sharers.gather`. `whole` lies in allocations, at the same bytes everywhere; `places` are those of all."""
         ...
 
-    def sum(self, flat: torch.Tensor, what: str, in_slices: bool = False) -> None:
-        """As `Sharers.sum`; where `flat` lies in an allocation, it does so at the same bytes of the same everywhere."""
+    def sum(self, addends: Addends, what: str, in_slices: bool = False) -> None:
+        """Sums over sharers, into `addends.flat`: all of the sums, or with `in_slices` this sharer's slice alone."""
         ...
 
-    def copy_each(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Copies tensors of this device on the current stream, in the way that leaves most to what it computes."""
+    def sum_in_place(self, addends: Addends, what: str) -> None:
+        """Sums over sharers, into `addends.tensors`; `addends.flat` has no values afterwards."""
         ...
 
     def let_go(self) -> None:
@@ -85,11 +106,13 @@ class CollectiveLinks:
     def gather(self, whole: torch.Tensor, places: Sequence[int], what: str) -> None:
         self._sharers.gather(whole, what)
 
-    def sum(self, flat: torch.Tensor, what: str, in_slices: bool = False) -> None:
-        self._sharers.sum(flat, what, in_slices)
+    def sum(self, addends: Addends, what: str, in_slices: bool = False) -> None:
+        copy_each(addends.views, addends.tensors)
+        self._sharers.sum(addends.flat, what, in_slices)
 
-    def copy_each(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        copy_each(targets, sources)
+    def sum_in_place(self, addends: Addends, what: str) -> None:
+        self.sum(addends, what)
+        copy_each(addends.tensors, addends.views)
 
     def let_go(self) -> None:
         pass
@@ -133,32 +156,79 @@ class CopyLinks:
         # Before the others have read it, this one's slice may not be overwritten.
         self._peers.meet()
 
-    def sum(self, flat: torch.Tensor, what: str, in_slices: bool = False) -> None:
-        sharers, place = self._sharers, self._places.get(_address(flat))
+    def sum(self, addends: Addends, what: str, in_slices: bool = False) -> None:
+        sharers, place = self._sharers, self._places.get(_address(addends.flat))
         if place is None or sharers.hosts > 1:
-            sharers.sum(flat, what, in_slices)
+            self._peers.copy_each(addends.views, addends.tensors)
+            sharers.sum(addends.flat, what, in_slices)
         else:
-            sharers.attempt(partial(self._sum, flat, place, in_slices), what)
+            sharers.attempt(partial(self._sum, addends, place, in_slices), what)
 
-    def _sum(self, flat: torch.Tensor, place: int, in_slices: bool) -> None:
-        sharers = self._sharers
-        own = flat.chunk(sharers.count)[sharers.rank]
-        start = _start(own)
-        received = [own if rank == sharers.rank else torch.empty_like(own) for rank in range(sharers.count)]
-        self._peers.meet()
-        self._peers.read([Part(received[rank], rank, place, start) for rank in self._others])
-        total, *others = received
-        for other in others:
-            total += other
-        if total is not own:
-            own.copy_(total)
+    def _sum(self, addends: Addends, place: int, in_slices: bool) -> None:
+        self._sum_slices(addends.flat, place, self._pieces(addends))
         if in_slices:
             self._peers.meet()
         else:
-            self._gather(flat, [place] * sharers.count)
+            self._gather(addends.flat, [place] * self._sharers.count)
 
-    def copy_each(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        self._peers.copy_each(targets, sources)
+    def sum_in_place(self, addends: Addends, what: str) -> None:
+        place = self._places.get(_address(addends.flat))
+        if place is None or self._sharers.hosts > 1:
+            self.sum(addends, what)
+            self._peers.copy_each(addends.tensors, addends.views)
+        else:
+            self._sharers.attempt(partial(self._sum_in_place, addends, place), what)
+
+    def _sum_in_place(self, addends: Addends, place: int) -> None:
+        flat, views, tensors = addends
+        dense = [_dense(tensor, view) for tensor, view in zip(tensors, views, strict=True)]
+        pieces = self._pieces(Addends(flat, views, dense))
+        self._sum_slices(flat, place, pieces)
+        self._peers.meet()
+        theirs = [(rank, piece) for rank in self._others for piece in pieces[rank]]
+        self._peers.read([Part(piece.values, rank, place, _start(piece.place)) for rank, piece in theirs])
+        self._copy([(piece.values, piece.place) for piece in pieces[self._sharers.rank]])
+        # Before the others have read it, this one's slice may not be overwritten.
+        self._peers.meet()
+        increment_version(dense)
+        for tensor, values in zip(tensors, dense, strict=True):
+            if tensor is not values:
+                tensor.copy_(values)
+
+    def _sum_slices(self, flat: torch.Tensor, place: int, pieces: list[list[_Piece]]) -> None:
+        """Makes this sharer's slice of `flat` that of the sums. Only what others add is copied there before."""
+        sharers, peers = self._sharers, self._peers
+        own = flat.chunk(sharers.count)[sharers.rank]
+        self._copy([(piece.place, piece.values) for rank in self._others for piece in pieces[rank]])
+        first = min(self._others)
+        received = {rank: own if rank == first else torch.empty_like(own) for rank in self._others}
+        peers.meet()
+        peers.read([Part(theirs, rank, place, _start(own)) for rank, theirs in received.items()])
+        # In the order of ranks: of the first two sharers either may be added to the other.
+        for rank in range(sharers.count):
+            if rank == sharers.rank:
+                for piece in pieces[rank]:
+                    piece.place.add_(piece.values)
+            elif rank != first:
+                own.add_(received[rank])
+
+    def _pieces(self, addends: Addends) -> list[list[_Piece]]:
+        """Returns what each sharer's slice of the sums has of the tensors."""
+        flat, count = addends.flat, self._sharers.count
+        size = max(1, flat.numel() // count)
+        found: list[list[_Piece]] = [[] for _ in range(count)]
+        for view, tensor in zip(addends.views, addends.tensors, strict=True):
+            values = _dense(tensor, view).as_strided((view.numel(),), (1,))
+            start = view.storage_offset() - flat.storage_offset()
+            for rank in range(start // size, -(-(start + view.numel()) // size)):
+                first, last = max(start, rank * size), min(start + view.numel(), (rank + 1) * size)
+                if first < last:
+                    found[rank].append(_Piece(flat[first:last], values[first - start : last - start]))
+        return found
+
+    def _copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        if pairs:
+            self._peers.copy_each(*zip(*pairs, strict=True))
 
     def let_go(self) -> None:
         self._peers.let_go()
@@ -208,7 +278,7 @@ def _tried(sharers: Sharers, streams: Streams) -> CopyLinks:
 
 
 def _problem_of(links: CopyLinks, sharers: Sharers, streams: Streams) -> str | None:
-    """Gathers, sums and copies a little; returns why that does not work, or None."""
+    """Gathers and sums a little; returns why that does not work, or None."""
     done, gather = streams.event(), streams.gather
     try:
         whole = links.allocate(sharers.count * TRIAL_BYTES)
@@ -217,12 +287,11 @@ def _problem_of(links: CopyLinks, sharers: Sharers, streams: Streams) -> str | N
             whole.chunk(sharers.count)[sharers.rank].fill_(sharers.rank)
             links.gather(whole, [links.place_of(whole)] * sharers.count, "a trial")
             given = [whole.view(sharers.count, -1).amin(1), whole.view(sharers.count, -1).amax(1)]
-            flat = whole.view(torch.float32).fill_(1)
+            flat = whole.view(torch.float32)
+            added = torch.ones_like(flat)
             if links.sums_own_memory:
-                links.sum(flat, "a trial")
-            copied = torch.zeros_like(flat)
-            links.copy_each(copied.chunk(3), flat.chunk(3))
-            totals = torch.stack([copied.amin(), copied.amax()])
+                links.sum_in_place(Addends(flat, flat.chunk(3), added.chunk(3)), "a trial")
+            totals = torch.stack([added.amin(), added.amax()])
             done.record(gather)
     except RuntimeError as error:
         return str(error)
@@ -235,6 +304,14 @@ def _problem_of(links: CopyLinks, sharers: Sharers, streams: Streams) -> str | N
     is_right = all(part.tolist() == wanted for part in given)
     is_right &= totals.tolist() == [sharers.count if links.sums_own_memory else 1] * 2
     return None if is_right else "copies between two devices brought other bytes"
+
+
+def _dense(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """Returns the values of a tensor in consecutive elements, in the order of `view`: in its own memory if they are."""
+    is_alike = tensor.stride() == view.stride() or (tensor.is_contiguous() and view.is_contiguous())
+    if is_alike and tensor.dtype == view.dtype and type(tensor) is torch.Tensor:
+        return tensor
+    return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device).copy_(tensor)
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,6 @@ from offload.runtime.torch_internals import copy_each, holders_of_memory
 BUCKET_BYTES = 25 * 2**20
 # Gradients begin at multiples of this in a bucket, as tensors do in memory: kernels may add in another order elsewhere.
 ALIGNMENT_BYTES = 512
-
-
-CopyEach = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
-"""copies each of some tensors, the second argument, to another, in the first"""
 
 
 class GradientBucket:
@@ -48,16 +44,25 @@ class GradientBucket:
             if (gradient.device, gradient.dtype, gradient.stride()) == (device, like.dtype, like.stride()):
                 return gradient.detach().as_strided((self.length,), (1,))
         flat = torch.empty(self.length, dtype=self.dtype, device=device)
-        self.fill(flat)
-        return flat
-
-    def fill(self, flat: Tensor, copy: CopyEach = copy_each) -> None:
-        """Writes the gradients to `flat`, as `flat()` returns them. `copy` copies from tensors to others."""
         if self._alone is None or self._alone.grad is None:
             flat.fill_(-0.0)
         pairs = [(view, parameter.grad) for parameter, view in self.views(flat) if parameter.grad is not None]
         if pairs:
-            copy(*zip(*pairs, strict=True))
+            copy_each(*zip(*pairs, strict=True))
+        return flat
+
+    def addends(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the places of the gradients in `flat`, and the gradients.
+
+        A parameter that has none gets minus zero, as in `flat()`.
+        """
+        places, gradients = [], []
+        for parameter, view in self.views(flat):
+            if parameter.grad is None:
+                parameter.grad = torch.full_like(parameter, -0.0)
+            places.append(view)
+            gradients.append(parameter.grad)
+        return places, gradients
 
     def shares_memory(self) -> bool:
         """Tells whether something else holds memory that a gradient lies in.
@@ -67,7 +72,7 @@ class GradientBucket:
         """
         return any(holders_of_memory(p.grad) > 1 for p in self.parameters if p.grad is not None)
 
-    def spread(self, flat: Tensor, copy: CopyEach = copy_each) -> None:
+    def spread(self, flat: Tensor) -> None:
         """Gives every parameter its part of `flat` as its gradient; one that has none gets memory for it."""
         with torch.no_grad():
             pairs = []
@@ -77,7 +82,7 @@ class GradientBucket:
                 if parameter.grad.data_ptr() != view.data_ptr():
                     pairs.append((parameter.grad, view))
             if pairs:
-                copy(*zip(*pairs, strict=True))
+                copy_each(*zip(*pairs, strict=True))
 
     def views(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yields each parameter with its part of `flat`, which has the strides that autograd gives its gradient."""

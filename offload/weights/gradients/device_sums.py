@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from offload.runtime.memory.links import Links
+from offload.runtime.memory.links import Addends, Links
 from offload.runtime.sharing.sharers import Sharers
 from offload.runtime.streams.deferred_free import PendingFree
 from offload.runtime.streams.registry import Event
@@ -26,10 +26,14 @@ from offload.weights.gradients.sum_ring import SumRing
 
 
 class _StepBucket:
-    """A bucket in one step. `is_trusted`: in the step before each of its gradients landed once."""
+    """A bucket in one step. `is_trusted`: in the step before each of its gradients landed once.
 
-    def __init__(self, bucket: GradientBucket, number: int):
+    `complete` is a point of compute at which all of its gradients have landed.
+    """
+
+    def __init__(self, bucket: GradientBucket, number: int, complete: Event):
         self.bucket = bucket
+        self.complete = complete
         self.is_trusted = False
         self.missing = set(bucket.parameters)
         self._name = f"gradients of bucket {number} on the device"
@@ -51,14 +55,18 @@ class DeviceSums:
     ):
         self.summed: set[nn.Parameter] = set()
         """what was summed in this step or the last"""
+        self._sharers = sharers
         self._links, self._ring = links, ring
         self._transfer = transfer
         self._streams = transfer.streams
         everyone = sharers.count * sharers.hosts
         self._buckets = [
-            _StepBucket(bucket, number) for number, bucket in enumerate(gradient_buckets(parameters, everyone))
+            _StepBucket(bucket, number, self._streams.event())
+            for number, bucket in enumerate(gradient_buckets(parameters, everyone))
         ]
         self._complete: list[int] = []
+        # Of those, the ones whose point of compute is not recorded yet: a hook of the last gradient may follow.
+        self._unrecorded: list[_StepBucket] = []
         # Sums that wait for the end of backward, which may still read the memory of their gradients.
         self._unspread: list[tuple[_StepBucket, Tensor]] = []
         self._landed: Counter[nn.Parameter] = Counter()
@@ -80,6 +88,7 @@ class DeviceSums:
             bucket.missing = set(bucket.bucket.parameters)
         self._landed.clear()
         self._complete.clear()
+        self._unrecorded.clear()
         self._unspread.clear()
         self.summed.clear()
 
@@ -89,6 +98,7 @@ class DeviceSums:
 
     def offers(self) -> tuple[int, ...]:
         """Returns the offer of the buckets that are complete, as `GradientSum.offers` does for units."""
+        self._record_complete()
         return offer(self._complete)
 
     def sum_common(self, offers: Sequence[Sequence[int]]) -> bool:
@@ -132,6 +142,7 @@ class DeviceSums:
                 " sharers have summed it. Reentrant checkpoints around layers that are used twice need"
                 " use_reentrant=False"
             )
+        self._record_complete()
         bucket = self._buckets[number]
         self._streams.writes(self._streams.compute, bucket, "backward")
         self._landed[parameter] += 1
@@ -142,26 +153,38 @@ class DeviceSums:
         bucket.missing.discard(parameter)
         if not bucket.missing and bucket.is_trusted:
             self._complete.append(number)
+            self._unrecorded.append(bucket)
+
+    def _record_complete(self) -> None:
+        for bucket in self._unrecorded:
+            bucket.complete.record(self._streams.compute)
+        self._unrecorded.clear()
 
     def _sum(self, bucket: _StepBucket) -> None:
-        streams, gather, gradients, links = self._streams, self._streams.gather, bucket.bucket, self._links
+        streams, gather, gradients = self._streams, self._streams.gather, bucket.bucket
         room = self._room_for(bucket)
-        self._transfer.after_compute(gather)
+        # Not for what compute was given since: the host may be far ahead of it.
+        gather.wait_event(bucket.complete)
         streams.writes(gather, bucket, "sum")
         self._done = streams.event()
         with profiled(f"sum {bucket}"), streams.on(gather), torch.no_grad():
             is_read = gradients.shares_memory()
             if room is None:
                 flat = gradients.flat(streams.device, in_place=not is_read)
+                self._sharers.sum(flat, f"the {bucket}")
+                if not is_read:
+                    gradients.spread(flat)
             else:
                 streams.writes(gather, room, "sum")
                 room.done, flat = self._done, room.tensor
-                gradients.fill(flat, links.copy_each)
-            links.sum(flat, f"the {bucket}")
+                addends = Addends(flat, *gradients.addends(flat))
+                if is_read:
+                    self._links.sum(addends, f"the {bucket}")
+                    flat = flat.clone()
+                else:
+                    self._links.sum_in_place(addends, f"the {bucket}")
             if is_read:
-                self._unspread.append((bucket, flat if room is None else flat.clone()))
-            else:
-                gradients.spread(flat, links.copy_each)
+                self._unspread.append((bucket, flat))
         self._done.record(gather)
         self.summed.update(gradients.parameters)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from offload.runtime.memory.links import Links
+from offload.runtime.memory.links import Addends, Links
 from offload.runtime.norms import l2_norm
 from offload.runtime.sharing.sharers import OWN_HOMES, Sharers
 from offload.runtime.streams.deferred_free import DeferredFrees, PendingFree
@@ -47,10 +47,11 @@ class _OthersSlices:
 
 
 class _UnitGradients:
-    """The gradients of a unit, as they land, and where they are to lie."""
+    """The gradients of a unit, as they land, and where they are to lie. `complete` is the point at which they have."""
 
-    def __init__(self, layout: SumLayout):
+    def __init__(self, layout: SumLayout, complete: Event):
         self.layout = layout
+        self.complete = complete
         self.landed: dict[UnitTensor, PendingFree] = {}
 
     @property
@@ -94,8 +95,8 @@ class GradientSum:
         self._transfer = transfer
         self._streams = transfer.streams
         self._land_alone = land_alone
-        # Of gradients, which are copied into buffers: that is over soon.
-        self._copied_frees = DeferredFrees(transfer, limit_bytes // 2)
+        # Of gradients, which are added: that is over soon.
+        self._added_frees = DeferredFrees(transfer, limit_bytes // 2)
         self._takes_norms = False
         self._held: dict[OffloadUnit, _UnitGradients] = {}
         self._layouts: dict[OffloadUnit, SumLayout] = {}
@@ -123,8 +124,9 @@ class GradientSum:
         if unit not in self._held:
             if len(self._held) >= WAITING_UNITS:
                 self._give_up(next(iter(self._held)))
-            self._held[unit] = _UnitGradients(self._layout_of(unit))
-        landed = self._held[unit].landed
+            self._held[unit] = _UnitGradients(self._layout_of(unit), streams.event())
+        held = self._held[unit]
+        landed = held.landed
         if tensor in landed:
             # In memory of its own: what backward has made may be the gradient of another weight as well.
             with torch.no_grad():
@@ -132,6 +134,8 @@ class GradientSum:
         name = f"device gradient of {tensor.name}"
         landed[tensor] = PendingFree(gradient, streams.event(), name, streams.compute)
         streams.writes(streams.compute, landed[tensor], "backward")
+        if held.is_complete:
+            held.complete.record(streams.compute)
 
     def takes(self, unit: OffloadUnit, tensor: UnitTensor, is_final: bool) -> bool:
         """Tells whether the sharers sum a gradient that lands inside backward, or it goes home alone.
@@ -205,7 +209,7 @@ class GradientSum:
 
     def release(self) -> None:
         """Hands the device memory of sums back, for use behind their copies."""
-        self._copied_frees.release()
+        self._added_frees.release()
 
     def abandon(self) -> None:
         """After an error: drops what waits for the sharers."""
@@ -223,7 +227,10 @@ class GradientSum:
         buffers = self._ring.take(held.layout.sizes, f"device gradients of {unit}")
         views = held.layout.views([buffer.tensor for buffer in buffers])
         gradients = [held.landed[tensor] for tensor in views]
-        self._transfer.after_compute(gather)
+        # Not for what compute was given since: the host may be far ahead of it.
+        gather.wait_event(held.complete)
+        if kept:
+            self._transfer.after_compute(gather)
         # When the sum is there, others may update what this process's copies read.
         for copied in self._copy_in(unit):
             gather.wait_event(copied)
@@ -232,14 +239,15 @@ class GradientSum:
         with profiled(f"sum gradients of {unit}"), streams.on(gather), torch.no_grad():
             for gradient in gradients:
                 streams.reads(gather, gradient, "sum")
-            self._links.copy_each(list(views.values()), [gradient.tensor for gradient in gradients])
-            copied = streams.event()
-            copied.record(gather)
-            for buffer, in_slices in zip(buffers, held.layout.in_slices, strict=True):
+            for number, (buffer, in_slices) in enumerate(zip(buffers, held.layout.in_slices, strict=True)):
                 streams.writes(gather, buffer, "sum")
+                tensors = [tensor for tensor, (place, _) in held.layout.places.items() if place == number]
+                given = [held.landed[tensor].tensor for tensor in tensors]
+                addends = Addends(buffer.tensor, [views[tensor] for tensor in tensors], given)
                 # A norm is that of the whole sum.
-                in_slices = in_slices and not self._takes_norms
-                self._links.sum(buffer.tensor, f"the gradients of {unit}", in_slices)
+                self._links.sum(addends, f"the gradients of {unit}", in_slices and not self._takes_norms)
+            added = streams.event()
+            added.record(gather)
             for tensor, view in views.items():
                 tensor.norm = l2_norm(view) if self._takes_norms else None
                 if tensor in kept:
@@ -262,8 +270,8 @@ class GradientSum:
         for buffer in buffers:
             buffer.done = done
         for gradient in gradients:
-            gradient.done = copied
-        self._copied_frees.add(*gradients)
+            gradient.done = added
+        self._added_frees.add(*gradients)
         for tensor in views:
             home = tensor.shared_gradient
             tensor.landed, tensor.landed_in, tensor.landed_version = done, home, home._version

@@ -299,7 +299,8 @@ def test_a_second_optimizer_step_waits_for_the_updates_of_the_first(monkeypatch:
         optimizer.step()
         under_way = list(mode._overlap._device._updated.values())
         with monkeypatch.context() as patch:
-            patch.setattr(CheckedEvent, "synchronize", lambda event: waited.append(event))
+            synchronize = CheckedEvent.synchronize
+            patch.setattr(CheckedEvent, "synchronize", lambda event: (waited.append(event), synchronize(event)))
             optimizer.step()
     assert under_way
     assert waited[: len(under_way)] == under_way

@@ -14,7 +14,7 @@ import torch
 from offload.runtime import cuda_driver
 from offload.runtime.memory import links as links_module
 from offload.runtime.memory.cuda_peers import CudaPeers
-from offload.runtime.memory.links import CollectiveLinks, CopyLinks, Links, links_of
+from offload.runtime.memory.links import Addends, CollectiveLinks, CopyLinks, Links, links_of
 from offload.runtime.memory.peers import HostPeers
 from offload.runtime.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.cuda_driver import FakeDriver
@@ -59,61 +59,139 @@ def test_each_gets_the_slices_of_all_wherever_they_lie(count: int):
         assert found == [[10 * turn + rank for rank in range(count)] for turn in range(12)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+# Shapes, and the orders of their dimensions in the memory of a sum; the gradients of one sharer are in another order.
+SHAPES = [((7,), (0,)), ((0, 3), (0, 1)), ((5, 9), (0, 1)), ((1, 6, 1), (0, 1, 2)), ((2, 3, 4), (0, 2, 1)), ((), ())]
+STEP = 8
+
+
+def addends_in(memory: torch.Tensor, start: int, dtype: torch.dtype, rank: int, turn: int, count: int) -> Addends:
+    """A sharer's tensors, and their places in `memory`, which lie apart. Nothing of them is in the memory."""
+    views, tensors, end = [], [], 0
+    for number, (shape, order) in enumerate(SHAPES):
+        values = given((*shape, number), dtype, rank, turn)
+        dense = torch.empty([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(len(order))])
+        view = memory.view(dtype).as_strided(shape, dense.stride(), start // dtype.itemsize + end)
+        views.append(view)
+        same_order = (rank + turn) % 2
+        tensors.append(torch.empty_strided(shape, view.stride(), dtype=dtype).copy_(values) if same_order else values)
+        end += -(-values.numel() // STEP) * STEP
+    length = -(-end // (STEP * count)) * STEP * count
+    flat = memory[start : start + length * dtype.itemsize].view(dtype)
+    return Addends(flat, views, tensors)
+
+
+def given(shape: tuple[int, ...], dtype: torch.dtype, rank: int, turn: int) -> torch.Tensor:
+    *sizes, number = shape
+    generator = torch.Generator().manual_seed(1000 * turn + 10 * number + rank)
+    exponents = torch.randint(-3, 3, sizes, generator=generator)
+    return (torch.randn(sizes, generator=generator) * 10.0**exponents).to(dtype)
+
+
+def expected_sums(dtype: torch.dtype, count: int, turn: int) -> list[torch.Tensor]:
+    """The sums of the tensors of all, in the order of ranks."""
+    totals = []
+    for number, (shape, _) in enumerate(SHAPES):
+        total = given((*shape, number), dtype, 0, turn)
+        for other in range(1, count):
+            total = total + given((*shape, number), dtype, other, turn)
+        totals.append(total)
+    return totals
+
+
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
 @pytest.mark.parametrize("count", [2, 3, 4])
-@pytest.mark.parametrize("in_slices", [False, True])
-def test_sums_are_in_the_order_of_ranks(count: int, dtype: torch.dtype, in_slices: bool):
-    size = 24 * count
-
-    def given(rank: int, turn: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(100 * turn + rank)
-        return (torch.randn(size, generator=generator) * 10.0 ** torch.randint(-3, 3, (size,), generator=generator)).to(
-            dtype
-        )
-
-    def work(sharers: ThreadSharers) -> list[torch.Tensor]:
+@pytest.mark.parametrize("way", ["all", "in slices", "in place"])
+def test_sums_are_in_the_order_of_ranks(count: int, dtype: torch.dtype, way: str):
+    def work(sharers: ThreadSharers) -> list[list[torch.Tensor]]:
         links, found = by_copies(sharers), []
         links.allocate(64)
-        memory = links.allocate(4096)
+        memory = links.allocate(8192)
         for turn in range(8):
-            flat = memory[1024 : 1024 + size * dtype.itemsize].view(dtype)
-            flat.copy_(given(sharers.rank, turn))
-            late(sharers, turn)
-            links.sum(flat, "a test", in_slices)
-            found.append(flat.chunk(count)[sharers.rank].clone() if in_slices else flat.clone())
-            late(sharers, turn + 1)
             memory.fill_(255)
+            addends = addends_in(memory, 1024, dtype, sharers.rank, turn, count)
+            versions = [tensor._version for tensor in addends.tensors]
+            late(sharers, turn)
+            if way == "in place":
+                links.sum_in_place(addends, "a test")
+                # Who keeps one sees that it has changed.
+                assert all(t._version > v for t, v in zip(addends.tensors, versions, strict=True) if t.numel())
+                found.append([tensor.clone() for tensor in addends.tensors])
+            else:
+                links.sum(addends, "a test", in_slices=way == "in slices")
+                size = addends.flat.numel() // count
+                if way == "in slices":
+                    for rank, others in enumerate(addends.flat.chunk(count)):
+                        if rank != sharers.rank:
+                            others.view(torch.uint8).fill_(254)
+                found.append([view.clone() for view in addends.views])
+                assert size % STEP == 0
+            late(sharers, turn + 1)
         assert sharers.sums == 0
         links.close()
         return found
 
-    for rank, found in enumerate(as_sharers(count, work)):
-        for turn, total in enumerate(found):
-            expected = given(0, turn)
-            for other in range(1, count):
-                expected += given(other, turn)
-            expected = expected.chunk(count)[rank] if in_slices else expected
-            assert torch.equal(total.view(torch.uint8), expected.view(torch.uint8))
+    everyone = as_sharers(count, work)
+    for turn in range(8):
+        for number, expected in enumerate(expected_sums(dtype, count, turn)):
+            found = [of_one[turn][number] for of_one in everyone]
+            if way != "in slices":
+                assert all(same_bits(total, expected) for total in found)
+                continue
+            # Each element is in the slice of one sharer; the others have lost it.
+            right = torch.stack([total == expected for total in found])
+            assert right.sum(0).eq(1).all()
 
 
-def test_sums_of_other_memory_are_the_sharers_own():
+def test_a_sharer_may_take_sums_in_place_and_another_not():
+    """Whether something else holds the memory of a gradient may differ."""
+
+    def work(sharers: ThreadSharers) -> list[torch.Tensor]:
+        links = by_copies(sharers)
+        memory, found = links.allocate(8192), []
+        for turn in range(6):
+            memory.fill_(255)
+            addends = addends_in(memory, 0, torch.float32, sharers.rank, turn, 2)
+            in_place = (turn + sharers.rank) % 2
+            late(sharers, turn)
+            (links.sum_in_place if in_place else links.sum)(addends, "a test")
+            found.append([tensor.clone() for tensor in (addends.tensors if in_place else addends.views)])
+        links.close()
+        return found
+
+    for found in as_sharers(2, work):
+        for turn, sums in enumerate(found):
+            expected = expected_sums(torch.float32, 2, turn)
+            assert all(same_bits(total, right) for total, right in zip(sums, expected, strict=True))
+
+
+def small_sum(memory: torch.Tensor, sharers: ThreadSharers) -> Addends:
+    flat = memory.view(torch.float32)
+    return Addends(flat, [flat], [torch.tensor([1.0 + sharers.number, 2.0])])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_sums_of_other_memory_are_the_sharers_own(in_place: bool):
     def work(sharers: ThreadSharers) -> tuple[list[float], int]:
         links = by_copies(sharers)
         links.allocate(64)
-        flat = torch.tensor([1.0 + sharers.rank, 2.0])
-        links.sum(flat, "a test")
-        return flat.tolist(), sharers.sums
+        addends = small_sum(torch.empty(2), sharers)
+        (links.sum_in_place if in_place else links.sum)(addends, "a test")
+        return (addends.tensors[0] if in_place else addends.flat).tolist(), sharers.sums
 
     assert as_sharers(2, work) == [([3.0, 4.0], 1)] * 2
 
 
-def test_sums_over_several_hosts_are_the_sharers_own():
+@pytest.mark.parametrize("in_place", [False, True])
+def test_sums_over_several_hosts_are_the_sharers_own(in_place: bool):
     def work(sharers: ThreadSharers) -> tuple[list[float], int]:
         links = by_copies(sharers)
-        flat = links.allocate(8).view(torch.float32)
-        flat.copy_(torch.tensor([1.0 + sharers.number, 2.0]))
-        links.sum(flat, "a test")
-        return flat.tolist(), sharers.sums
+        addends = small_sum(links.allocate(8), sharers)
+        (links.sum_in_place if in_place else links.sum)(addends, "a test")
+        return (addends.tensors[0] if in_place else addends.flat).tolist(), sharers.sums
 
     assert as_sharers(2, work, hosts=2) == [([10.0, 8.0], 1)] * 4
 
@@ -143,12 +221,15 @@ def test_collectives_are_those_of_the_sharers():
         links = CollectiveLinks(sharers, CPU)
         memory = links.allocate(16)
         links.gather(memory, [links.place_of(memory)] * 2, "a test")
-        links.sum(memory, "a test", in_slices=True)
+        links.sum(small_sum(memory[:8], sharers), "a test", in_slices=True)
+        addends = small_sum(memory[8:], sharers)
+        links.sum_in_place(addends, "a test")
+        assert addends.tensors[0].tolist() == [3, 4]
         links.let_go()
         links.close()
         return sharers.gathers, sharers.sums, sharers.sums_in_slices
 
-    assert as_sharers(2, work) == [(1, 1, 1)] * 2
+    assert as_sharers(2, work) == [(1, 2, 1)] * 2
 
 
 class OnGpu(CheckedStreams):
@@ -186,8 +267,9 @@ def test_gpus_that_reach_each_other_s_memory_copy(monkeypatch: pytest.MonkeyPatc
     for links in links_of_gpus(monkeypatch, driver):
         assert type(links) is CopyLinks
         assert type(links._peers) is CudaPeers
-    # Of each: a slice gathered here, and in the trial one gathered, two for a sum, three in its own memory.
-    assert driver.copies == 2 * 7
+    # Of each: a slice gathered here, and one in the trial. There two pieces are laid out for the other, a slice is read
+    # that it adds, and of the sums two pieces are read and two are its own.
+    assert driver.copies == 2 * (1 + 1 + 2 + 1 + 2 + 2)
     assert not caplog.records
 
 
@@ -234,13 +316,13 @@ class OneCopyAtATime(FakeDriver):
         super().queue_copies(stream, copies)
 
 
-class OtherBytesInside(FakeDriver):
-    """The copies within a device leave something out."""
+class OneOfSeveral(FakeDriver):
+    """Of several copies the last is left out."""
 
     problem = "copies between two devices brought other bytes"
 
     def queue_copies(self, stream: int, copies: Sequence[tuple[int, int, int]]) -> None:
-        super().queue_copies(stream, copies[: 2 if len(copies) == 3 else None])
+        super().queue_copies(stream, copies[: max(1, len(copies) - 1)])
 
 
 class OtherBytes(FakeDriver):
@@ -250,7 +332,7 @@ class OtherBytes(FakeDriver):
         super().queue_copies(stream, [(target, source, nbytes - 1) for target, source, nbytes in copies])
 
 
-@pytest.mark.parametrize("driver", [OldDriver, NoHandles, NotOpened, OneCopyAtATime, OtherBytesInside, OtherBytes])
+@pytest.mark.parametrize("driver", [OldDriver, NoHandles, NotOpened, OneCopyAtATime, OneOfSeveral, OtherBytes])
 def test_gpus_that_do_not_exchange_by_collectives(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, driver: type[FakeDriver]
 ):

@@ -47,8 +47,14 @@ def test_a_bucket_lies_anywhere_in_memory_and_has_its_gradients_from_there():
     (bucket,) = gradient_buckets(given, count=2)
     memory = torch.full((1000,), 7.0)
     flat = memory[300 : 300 + bucket.length]
-    bucket.fill(flat)
-    assert torch.equal(flat, bucket.flat(torch.device("cpu")))
+    places, gradients = bucket.addends(flat)
+    assert all(gradient is parameter.grad for gradient, parameter in zip(gradients, bucket.parameters, strict=True))
+    assert torch.signbit(given[0].grad).all()
+    assert not given[0].grad.any()
+    for place, gradient in zip(places, gradients, strict=True):
+        place.copy_(gradient)
+    wanted = bucket.flat(torch.device("cpu"))
+    assert all(torch.equal(place, other) for place, (_, other) in zip(places, bucket.views(wanted), strict=True))
     assert memory[:300].eq(7).all()
     assert memory[300 + bucket.length :].eq(7).all()
     flat += 1
@@ -56,8 +62,8 @@ def test_a_bucket_lies_anywhere_in_memory_and_has_its_gradients_from_there():
     assert torch.equal(given[1].grad, torch.arange(4.0).view(2, 2) + 1)
     assert torch.equal(given[0].grad, torch.ones(3))
     (alone,) = gradient_buckets(given[1:], count=2)
-    alone.fill(memory[8:12])
-    assert torch.equal(memory[8:12], given[1].grad.flatten())
+    ((place,), _) = alone.addends(memory[8:12])
+    assert place.data_ptr() == memory[8:].data_ptr()
 
 
 def test_a_large_gradient_is_summed_where_it_is():

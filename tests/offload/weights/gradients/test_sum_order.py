@@ -1,0 +1,121 @@
+"""Sums begin when their gradients are there: not before, and not behind all that compute was given since."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from offload.modes.layer_stream import LayerStream
+from offload.runtime.memory.links import CollectiveLinks, CopyLinks
+from offload.runtime.streams.stream_checker import CheckedStreams, StreamOrderError
+from offload.runtime.torch_internals import gradient_accumulator
+from offload.weights.gradients import buckets
+from tests.offload.helpers.models import Stack, stack_inputs
+from tests.offload.helpers.sharers import ThreadSharers, as_sharers
+
+STEPS = 3
+
+
+class Mark:
+    """Work that compute is given, as the stream checker knows it."""
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket for each parameter."""
+    monkeypatch.setattr(buckets.gradient_buckets, "__defaults__", (1, 1))
+
+
+@pytest.fixture(params=[CollectiveLinks, CopyLinks])
+def at_sums(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict:
+    """Functions which are called when a sum is queued, with what is summed: one of each sharer."""
+    monkeypatch.setattr(ThreadSharers, "links", "copies" if request.param is CopyLinks else "collectives")
+    called: dict = {}
+
+    def wrapped(name: str):
+        sums = getattr(request.param, name)
+
+        def noted(links, addends, what: str, *rest, **options) -> None:
+            called[links._sharers](what)
+            sums(links, addends, what, *rest, **options)
+
+        monkeypatch.setattr(request.param, name, noted)
+
+    wrapped("sum")
+    if request.param is CopyLinks:
+        wrapped("sum_in_place")
+    return called
+
+
+def run(sharers: ThreadSharers, mode: LayerStream, model: nn.Module) -> None:
+    """Runs steps of one sharer, and takes the mode off."""
+    for step in range(STEPS):
+        with mode.step():
+            mode.accumulate([lambda step=step: model(stack_inputs(step, sharers.rank)).square().mean()])
+        model.zero_grad()
+    sharers.laid_down(None)
+    mode.detach()
+
+
+@pytest.mark.parametrize("resident", [0, 2])
+def test_sums_do_not_wait_for_what_compute_is_given_later(at_sums: dict, resident: int):
+    """Each exchange of the hosts gives compute something more, before it tells what is complete."""
+    first = Stack(depth=4)
+
+    def work(sharers: ThreadSharers) -> list[bool]:
+        streams, mark, waited = CheckedStreams(torch.device("cpu")), Mark(), []
+        exchange = sharers.exchange
+
+        def busy_exchange(*arguments, **options):
+            found = exchange(*arguments, **options)
+            streams.writes(streams.compute, mark, "a product after the gradients")
+            return found
+
+        def at_sum(what: str) -> None:
+            try:
+                streams.reads(streams.gather, mark, what)
+                waited.append(True)
+            except StreamOrderError:
+                waited.append(False)
+
+        sharers.exchange, at_sums[sharers] = busy_exchange, at_sum
+        model, mode = copy.deepcopy(first), LayerStream(slots=2, resident=resident)
+        mode.attach(model, streams, sharers)
+        run(sharers, mode, model)
+        return waited
+
+    for waited in as_sharers(2, work):
+        assert len(waited) >= 2 * STEPS
+        assert not any(waited)
+
+
+@pytest.mark.parametrize("links", ["collectives", "copies"])
+def test_a_sum_waits_for_hooks_behind_the_last_of_its_gradients(monkeypatch: pytest.MonkeyPatch, links: str):
+    """A hook of the node that accumulates, as another program may have it, runs behind the mode's."""
+    monkeypatch.setattr(ThreadSharers, "links", links)
+    first, marks, sums = Stack(depth=4), {}, []
+    shares_memory = buckets.GradientBucket.shares_memory
+
+    def at_sum(bucket: buckets.GradientBucket) -> bool:
+        streams, mark = marks[bucket.parameters[0]]
+        streams.reads(streams.gather, mark, "sum")
+        sums.append(bucket)
+        return shares_memory(bucket)
+
+    monkeypatch.setattr(buckets.GradientBucket, "shares_memory", at_sum)
+
+    def work(sharers: ThreadSharers) -> None:
+        model, streams, mode = copy.deepcopy(first), CheckedStreams(torch.device("cpu")), LayerStream(slots=2)
+        mode.attach(model, streams, sharers)
+        stays = [parameter for parameter in model.parameters() if parameter not in mode.shared_parameters()]
+        nodes = [gradient_accumulator(parameter) for parameter in stays]
+        for parameter, node in zip(stays, nodes, strict=True):
+            marks[parameter] = streams, Mark()
+            node.register_hook(lambda *_, mark=marks[parameter][1]: streams.writes(streams.compute, mark, "a hook"))
+        run(sharers, mode, model)
+
+    as_sharers(2, work)
+    assert len(sums) == 2 * (STEPS - 1) * len(marks) // 2
