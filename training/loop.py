@@ -23,7 +23,7 @@ from training.parallel.ranks import RankLostError, Share
 from training.planning.advice import nonfinite_advice
 from training.recorder import Recorder
 from training.runs.signals import StopRequest
-from training.seeds import seed_of
+from training.seeds import seed_of, seed_torch
 from training.tasks.task import Task, loss_to_train
 from training.weights.adapter import warn_of_unused
 
@@ -165,7 +165,7 @@ def run_share(job: RankJob, step: int, share: Share) -> StepResult:
     # After the step, which ranks that share weights end together: one that has taken another way is found there.
     loss = ranks.total(losses)
     # What is drawn between steps depends neither on the last microbatch nor on the number of ranks.
-    torch.manual_seed(seed_of(config.seed, step))
+    seed_torch(seed_of(config.seed, step))
     if mode.owns_update:
         lr = job.schedule.get_last_lr()[0]
         # In steps that are timed the norm may cost a pass over host memory.
@@ -253,7 +253,7 @@ def forward_backward(
     """
 
     def loss_of(index: int, part: Batch) -> Tensor:
-        torch.manual_seed(seed_of(seed, step, share.first + index))
+        seed_torch(seed_of(seed, step, share.first + index))
         return loss_to_train(task, model, part) * (examples_in(part) / share.examples)
 
     parts = split_into(share.batch, microbatches)

@@ -199,8 +199,14 @@ class WeightStreamer:
 
     def _take_changes(self) -> None:
         """Takes over what the user has changed since the last step. Raises RuntimeError for what cannot be streamed."""
-        check_one_owner(self.cut.units)
+        # The device waits for the host here: this looks at what is as it was, which as a rule is everything, only once.
+        changed = {unit for unit in self.cut.units if not unit.is_as_taken()}
+        if changed:
+            check_one_owner(self.cut.units)
         for unit in self.cut.units:
+            if unit not in changed:
+                unit.ensure_gradients(self.arena)
+                continue
             if self.sharers.count > 1 and (strays := unit.strays()):
                 raise RuntimeError(
                     f"{strays[0].name} was given other data, and several processes share its memory: copy into it"
@@ -218,12 +224,13 @@ class WeightStreamer:
         self.gradients.end_backward()
         self._windows.end_step()
         self.prefetcher.end_step()
+        # While the last gradients are on their way home.
+        self.telemetry.collect()
         self.gradients.settle()
         self._updates.end_step()
         for unit in self.cut.units:
             if not self._updates.is_pending(unit):
                 self._streams.writes(None, unit.weights, "the optimizer's update")
-        self.telemetry.collect()
 
     # Before and after all steps.
 

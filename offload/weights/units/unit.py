@@ -179,6 +179,22 @@ class OffloadUnit:
             versions = [0 if host.is_inference() else host._version for host in hosts]
             return [(host.data_ptr(), version, host.stride()) for host, version in zip(hosts, versions, strict=True)]
 
+    def is_as_taken(self) -> bool:
+        """Tells whether each tensor is the one that was taken over last, with its data in its place in the block.
+
+        False where to find out takes more than a look: of tensors in files and of those that consist of several.
+        """
+        if self.compound or self.in_files:
+            return False
+        for tensor in self.tensors:
+            host = tensor.host
+            for attribute in tensor.attributes:
+                if attribute.tensor is not host:
+                    return False
+            if not tensor.home or host.data_ptr() != tensor.home[0] or host.stride() != tensor.strides:
+                return False
+        return True
+
     def gather(self, arena: HostArena, end_updates: Callable[[], None] = lambda: None) -> None:
         """Takes over, between steps, what the user has changed since the last: replaced tensors, data, what trains.
 
@@ -207,6 +223,13 @@ class OffloadUnit:
             old = self.weights
             self._move_into(arena.allocate(self.block_bytes, old.name))
             arena.release(old)
+        self.ensure_gradients(arena)
+
+    def ensure_gradients(self, arena: HostArena) -> None:
+        """Makes host memory for gradients of what trains now and did not before.
+
+        Raises RuntimeError for a parameter that wants gradients of another kind than the mode makes.
+        """
         for tensor in self.trained:
             if tensor.layout.is_compound:
                 check_frozen(tensor.name, tensor.host)

@@ -15,6 +15,7 @@ from offload.modes.none import Resident
 from offload.optimizer.kernels import FusedUpdate
 from offload.runtime.streams import registry
 from offload.runtime.streams.stream_checker import StreamOrderError
+from offload.weights.units.unit import OffloadUnit
 from tests.offload.helpers.models import Shared, Stack, assert_same, attached, stack_inputs, tokens, train, with_copy
 from tests.offload.helpers.updates import host_adamw, one_step
 
@@ -36,6 +37,37 @@ def test_the_host_does_not_wait_for_compute_at_the_end_of_a_step(mode, trains: b
             for parameter in model.parameters():
                 parameter.grad = None
     registry.release(streams)
+
+
+CHANGES = {
+    "data": lambda model: setattr(model.blocks[1].up.weight, "data", model.blocks[1].up.weight.data.clone()),
+    "a parameter": lambda model: setattr(
+        model.blocks[1].up, "weight", nn.Parameter(model.blocks[1].up.weight.detach())
+    ),
+    "an order": lambda model: setattr(
+        model.blocks[1].up.weight, "data", model.blocks[1].up.weight.data.t().clone().t()
+    ),
+    "all": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_has_not_changed_since_the_last_step_is_looked_at_once(change: str, monkeypatch: pytest.MonkeyPatch):
+    """A step begins while the device waits for the host."""
+    model, mode, gathered = Stack(), LayerStream(slots=2), []
+    gather = OffloadUnit.gather
+    monkeypatch.setattr(OffloadUnit, "gather", lambda unit, *rest: (gathered.append(unit.index), gather(unit, *rest)))
+    with attached(mode, model):
+        one_step(model, mode)
+        one_step(model, mode)
+        assert gathered == []
+        CHANGES[change](model)
+        one_step(model, mode)
+        assert gathered == ([0, 1, 2, 3] if change == "all" else [1])
+        # Taken over: at home again.
+        gathered.clear()
+        one_step(model, mode)
+        assert gathered == []
 
 
 def test_two_forwards_before_one_backward_and_an_evaluation_in_between():

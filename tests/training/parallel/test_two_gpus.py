@@ -179,7 +179,8 @@ def trained(rank: int, folder: Path, count: int, late: str, copies: str) -> None
         make_late(patch, late)
         poison_slots(patch)
         exchanges = CopyLinks if links == "copies" else GroupSharers
-        for name in ("gather", "sum") if late == "gather" else ():
+        names = ("gather", "sum", "sum_in_place") if links == "copies" else ("gather", "sum")
+        for name in names if late == "gather" else ():
             patch.setattr(exchanges, name, late_exchange(getattr(exchanges, name)))
         streams = acquire(device)
         sharers = ranks.sharers(count > 1)
@@ -231,10 +232,10 @@ def test_nccl_adds_two_numbers_of_any_kind_as_torch_does(tmp_path: Path):
 
 
 def late_exchange(exchange):
-    def late(self, tensor: torch.Tensor, *options: object) -> None:
+    def late(self, *options: object) -> None:
         # One rank is later than the other, which may not read what is not there.
-        torch.cuda._sleep(DELAY_CYCLES * (1 + tensor.device.index))
-        exchange(self, tensor, *options)
+        torch.cuda._sleep(DELAY_CYCLES * (1 + torch.cuda.current_device()))
+        exchange(self, *options)
 
     return late
 
