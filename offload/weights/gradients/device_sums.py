@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from offload.runtime.memory.links import Addends, Links
 from offload.runtime.sharing.sharers import Sharers
 from offload.runtime.streams.deferred_free import PendingFree
-from offload.runtime.streams.registry import Event
+from offload.runtime.streams.registry import Event, Stream
 from offload.runtime.streams.transfer import Transfer, profiled
 from offload.runtime.torch_internals import gradient_accumulator
 from offload.weights.gradients.buckets import GradientBucket, gradient_buckets
@@ -28,12 +28,12 @@ from offload.weights.gradients.sum_ring import SumRing
 class _StepBucket:
     """A bucket in one step. `is_trusted`: in the step before each of its gradients landed once.
 
-    `complete` is a point of compute at which all of its gradients have landed.
+    `complete` has, for each stream on which gradients were made, a point at which all of them have landed.
     """
 
-    def __init__(self, bucket: GradientBucket, number: int, complete: Event):
+    def __init__(self, bucket: GradientBucket, number: int):
         self.bucket = bucket
-        self.complete = complete
+        self.complete: dict[Stream, Event] = {}
         self.is_trusted = False
         self.missing = set(bucket.parameters)
         self._name = f"gradients of bucket {number} on the device"
@@ -61,8 +61,7 @@ class DeviceSums:
         self._streams = transfer.streams
         everyone = sharers.count * sharers.hosts
         self._buckets = [
-            _StepBucket(bucket, number, self._streams.event())
-            for number, bucket in enumerate(gradient_buckets(parameters, everyone))
+            _StepBucket(bucket, number) for number, bucket in enumerate(gradient_buckets(parameters, everyone))
         ]
         self._complete: list[int] = []
         # Of those, the ones whose point of compute is not recorded yet: a hook of the last gradient may follow.
@@ -86,6 +85,7 @@ class DeviceSums:
         for bucket in self._buckets:
             bucket.is_trusted = once.issuperset(bucket.bucket.parameters)
             bucket.missing = set(bucket.bucket.parameters)
+            bucket.complete.clear()
         self._landed.clear()
         self._complete.clear()
         self._unrecorded.clear()
@@ -145,6 +145,7 @@ class DeviceSums:
         self._record_complete()
         bucket = self._buckets[number]
         self._streams.writes(self._streams.compute, bucket, "backward")
+        bucket.complete.setdefault(self._streams.compute, self._streams.event())
         self._landed[parameter] += 1
         if self._landed[parameter] > 1:
             bucket.is_trusted = False
@@ -157,14 +158,16 @@ class DeviceSums:
 
     def _record_complete(self) -> None:
         for bucket in self._unrecorded:
-            bucket.complete.record(self._streams.compute)
+            for stream, made in bucket.complete.items():
+                made.record(stream)
         self._unrecorded.clear()
 
     def _sum(self, bucket: _StepBucket) -> None:
         streams, gather, gradients = self._streams, self._streams.gather, bucket.bucket
         room = self._room_for(bucket)
         # Not for what compute was given since: the host may be far ahead of it.
-        gather.wait_event(bucket.complete)
+        for made in bucket.complete.values():
+            gather.wait_event(made)
         streams.writes(gather, bucket, "sum")
         self._done = streams.event()
         with profiled(f"sum {bucket}"), streams.on(gather), torch.no_grad():

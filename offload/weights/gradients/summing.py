@@ -15,7 +15,7 @@ from offload.runtime.memory.links import Addends, Links
 from offload.runtime.norms import l2_norm
 from offload.runtime.sharing.sharers import OWN_HOMES, Sharers
 from offload.runtime.streams.deferred_free import DeferredFrees, PendingFree
-from offload.runtime.streams.registry import Event
+from offload.runtime.streams.registry import Event, Stream
 from offload.runtime.streams.transfer import Transfer, profiled
 from offload.weights.gradients.device_sums import DeviceSums
 from offload.weights.gradients.offers import NOTHING, SUMS_AT_ONCE, offer
@@ -47,12 +47,15 @@ class _OthersSlices:
 
 
 class _UnitGradients:
-    """The gradients of a unit, as they land, and where they are to lie. `complete` is the point at which they have."""
+    """The gradients of a unit, as they land, and where they are to lie.
 
-    def __init__(self, layout: SumLayout, complete: Event):
+    `complete` has, for each stream on which they were made, the point at which they are there.
+    """
+
+    def __init__(self, layout: SumLayout):
         self.layout = layout
-        self.complete = complete
         self.landed: dict[UnitTensor, PendingFree] = {}
+        self.complete: dict[Stream, Event] = {}
 
     @property
     def is_complete(self) -> bool:
@@ -124,7 +127,7 @@ class GradientSum:
         if unit not in self._held:
             if len(self._held) >= WAITING_UNITS:
                 self._give_up(next(iter(self._held)))
-            self._held[unit] = _UnitGradients(self._layout_of(unit), streams.event())
+            self._held[unit] = _UnitGradients(self._layout_of(unit))
         held = self._held[unit]
         landed = held.landed
         if tensor in landed:
@@ -134,8 +137,10 @@ class GradientSum:
         name = f"device gradient of {tensor.name}"
         landed[tensor] = PendingFree(gradient, streams.event(), name, streams.compute)
         streams.writes(streams.compute, landed[tensor], "backward")
+        held.complete.setdefault(streams.compute, streams.event())
         if held.is_complete:
-            held.complete.record(streams.compute)
+            for stream, made in held.complete.items():
+                made.record(stream)
 
     def takes(self, unit: OffloadUnit, tensor: UnitTensor, is_final: bool) -> bool:
         """Tells whether the sharers sum a gradient that lands inside backward, or it goes home alone.
@@ -228,7 +233,8 @@ class GradientSum:
         views = held.layout.views([buffer.tensor for buffer in buffers])
         gradients = [held.landed[tensor] for tensor in views]
         # Not for what compute was given since: the host may be far ahead of it.
-        gather.wait_event(held.complete)
+        for made in held.complete.values():
+            gather.wait_event(made)
         if kept:
             self._transfer.after_compute(gather)
         # When the sum is there, others may update what this process's copies read.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,9 +11,12 @@ from torch import nn
 
 from offload.modes.layer_stream import LayerStream
 from offload.runtime.memory.links import CollectiveLinks, CopyLinks
-from offload.runtime.streams.stream_checker import CheckedStreams, StreamOrderError
+from offload.runtime.streams.stream_checker import CheckedStream, CheckedStreams, StreamOrderError
 from offload.runtime.torch_internals import gradient_accumulator
 from offload.weights.gradients import buckets
+from offload.weights.gradients.summing import GradientSum
+from offload.weights.units.unit import OffloadUnit
+from offload.weights.units.unit_tensor import UnitTensor
 from tests.offload.helpers.models import Stack, stack_inputs
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 
@@ -119,3 +123,28 @@ def test_a_sum_waits_for_hooks_behind_the_last_of_its_gradients(monkeypatch: pyt
 
     as_sharers(2, work)
     assert len(sums) == 2 * (STEPS - 1) * len(marks) // 2
+
+
+@pytest.mark.parametrize("links", ["collectives", "copies"])
+def test_a_sum_waits_for_each_stream_on_which_its_gradients_were_made(monkeypatch: pytest.MonkeyPatch, links: str):
+    """Autograd runs an operation of backward on the stream of its forward, which may be the user's own."""
+    monkeypatch.setattr(ThreadSharers, "links", links)
+    first, land = Stack(depth=4), GradientSum.land
+    sides: list[CheckedStream] = []
+
+    def on_side(sums: GradientSum, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor) -> None:
+        with sums._streams.on(CheckedStream("side")) if ".up." in tensor.name else nullcontext():
+            if ".up." in tensor.name:
+                sides.append(sums._streams.compute)
+            land(sums, unit, tensor, gradient)
+
+    monkeypatch.setattr(GradientSum, "land", on_side)
+
+    def work(sharers: ThreadSharers) -> None:
+        model, mode = copy.deepcopy(first), LayerStream(slots=2)
+        mode.attach(model, CheckedStreams(torch.device("cpu")), sharers)
+        run(sharers, mode, model)
+
+    as_sharers(2, work)
+    # Of four units two tensors each, by two sharers.
+    assert len(sides) == STEPS * 4 * 2 * 2
