@@ -147,6 +147,11 @@ def lies_flat(tensor: Tensor) -> bool:
     return wraps(tensor) or (tensor.layout is torch.strided and not tensor.is_quantized)
 
 
+def is_as_stored(tensor: Tensor) -> bool:
+    """Tells whether the values of `tensor` are the bytes in its memory: it is plain, no lazy conjugate or negative."""
+    return type(tensor) is Tensor and not tensor.is_conj() and not tensor.is_neg()
+
+
 def version_of(tensor: Tensor) -> int:
     """Returns the sum of autograd's version counters of the tensor and its parts; without those in inference mode."""
     if not is_compound(tensor):

@@ -23,6 +23,7 @@ from offload.runtime.memory.peers import Numbers, Part, has_come
 from offload.runtime.sharing.processes import LOOK_EVERY_S, Processes
 from offload.runtime.sharing.sharers import SharerLostError, Sharers, exchange_bytes
 from offload.runtime.streams.registry import Streams
+from offload.runtime.tensor_parts import is_as_stored
 from offload.runtime.torch_internals import copy_each, current_stream_handle
 
 # What a stream gets in place of a number that will not come: more meetings than any step has.
@@ -170,7 +171,8 @@ def _watch(peers: weakref.ref[CudaPeers], closed: threading.Event) -> None:
 def _are_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Tells whether a copy of two tensors is one of consecutive bytes of the device."""
     alike = target.dtype == source.dtype and target.device == source.device and target.shape == source.shape
-    return alike and target.is_contiguous() and source.is_contiguous() and type(source) is torch.Tensor
+    are_plain = is_as_stored(source) and is_as_stored(target)
+    return alike and are_plain and target.is_contiguous() and source.is_contiguous()
 
 
 def _missing_calls() -> str | None:

@@ -21,6 +21,7 @@ from offload.runtime.memory.cuda_peers import CudaPeers
 from offload.runtime.memory.peers import HostPeers, Part, Peers
 from offload.runtime.sharing.sharers import Sharers, exchange_bytes
 from offload.runtime.streams.registry import Streams
+from offload.runtime.tensor_parts import is_as_stored
 from offload.runtime.torch_internals import copy_each
 
 TRIAL_BYTES = 64 * 1024
@@ -43,10 +44,10 @@ class Addends(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Elements of one of the tensors of a sum, in one slice of its memory: their place there, and their values."""
+    """Elements of one of the tensors of a sum: their values, and where their sums are to lie, in one slice."""
 
-    place: torch.Tensor
     values: torch.Tensor
+    sums: torch.Tensor
 
 
 class Links(Protocol):
@@ -186,8 +187,8 @@ class CopyLinks:
         self._sum_slices(flat, place, pieces)
         self._peers.meet()
         theirs = [(rank, piece) for rank in self._others for piece in pieces[rank]]
-        self._peers.read([Part(piece.values, rank, place, _start(piece.place)) for rank, piece in theirs])
-        self._copy([(piece.values, piece.place) for piece in pieces[self._sharers.rank]])
+        self._peers.read([Part(piece.values, rank, place, _start(piece.sums)) for rank, piece in theirs])
+        self._copy([(piece.values, piece.sums) for piece in pieces[self._sharers.rank]])
         # Before the others have read it, this one's slice may not be overwritten.
         self._peers.meet()
         increment_version(dense)
@@ -199,7 +200,7 @@ class CopyLinks:
         """Makes this sharer's slice of `flat` that of the sums. Only what others add is copied there before."""
         sharers, peers = self._sharers, self._peers
         own = flat.chunk(sharers.count)[sharers.rank]
-        self._copy([(piece.place, piece.values) for rank in self._others for piece in pieces[rank]])
+        self._copy([(piece.sums, piece.values) for rank in self._others for piece in pieces[rank]])
         first = min(self._others)
         received = {rank: own if rank == first else torch.empty_like(own) for rank in self._others}
         peers.meet()
@@ -208,7 +209,7 @@ class CopyLinks:
         for rank in range(sharers.count):
             if rank == sharers.rank:
                 for piece in pieces[rank]:
-                    piece.place.add_(piece.values)
+                    piece.sums.add_(piece.values)
             elif rank != first:
                 own.add_(received[rank])
 
@@ -223,7 +224,7 @@ class CopyLinks:
             for rank in range(start // size, -(-(start + view.numel()) // size)):
                 first, last = max(start, rank * size), min(start + view.numel(), (rank + 1) * size)
                 if first < last:
-                    found[rank].append(_Piece(flat[first:last], values[first - start : last - start]))
+                    found[rank].append(_Piece(values[first - start : last - start], flat[first:last]))
         return found
 
     def _copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -309,7 +310,7 @@ def _problem_of(links: CopyLinks, sharers: Sharers, streams: Streams) -> str | N
 def _dense(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     """Returns the values of a tensor in consecutive elements, in the order of `view`: in its own memory if they are."""
     is_alike = tensor.stride() == view.stride() or (tensor.is_contiguous() and view.is_contiguous())
-    if is_alike and tensor.dtype == view.dtype and type(tensor) is torch.Tensor:
+    if is_alike and tensor.dtype == view.dtype and is_as_stored(tensor):
         return tensor
     return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device).copy_(tensor)
 

@@ -13,6 +13,7 @@ from offload.runtime.tensor_parts import (
     any_wraps,
     dressed,
     give_state,
+    is_as_stored,
     is_compound,
     lies_flat,
     mapped,
@@ -138,3 +139,10 @@ def test_values_are_mapped_wherever_tensors_are_in_them():
     round_about = SimpleNamespace(tensor=tensor)
     round_about.itself = round_about
     assert list(tensors_in(round_about)) == [tensor]
+
+
+def test_a_lazy_conjugate_and_a_parameter_are_not_as_stored():
+    plain = torch.randn(3, dtype=torch.complex64)
+    assert is_as_stored(plain)
+    assert is_as_stored(plain.real)
+    assert not any(map(is_as_stored, (plain.conj(), plain.conj().imag, nn.Parameter(plain))))

@@ -134,13 +134,18 @@ def test_the_thread_that_watches_ends_with_what_it_watches(driver: FakeDriver, m
 def test_tensors_are_copied_as_torch_copies_them(driver: FakeDriver):
     own = CudaPeers(WithItself(), ON_CPU, nobody_objects)
     plain, other_type, turned = torch.randn(3, 4), torch.randn(5).bfloat16(), torch.randn(4, 2).t()
-    sources = [plain, other_type, turned, torch.empty(0)]
-    targets = [torch.zeros(3, 4), torch.zeros(5), torch.zeros(2, 4), torch.empty(0)]
+    conjugate, negative = (
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.randn(3, dtype=torch.complex64).conj().imag,
+    )
+    sources = [plain, other_type, turned, conjugate, negative, torch.empty(0)]
+    targets = [torch.zeros(3, 4), torch.zeros(5), torch.zeros(2, 4), torch.zeros(3).to(conjugate), torch.zeros(3)]
+    targets.append(torch.empty(0))
     versions = [target._version for target in targets]
     own.copy_each(targets, sources)
     for target, source in zip(targets, sources, strict=True):
         assert torch.equal(target, source.to(target.dtype))
-    assert all(target._version > before for target, before in zip(targets[:3], versions, strict=False))
+    assert all(target._version > before for target, before in zip(targets[:5], versions, strict=False))
     assert driver.copies == 2
     own.close()
 

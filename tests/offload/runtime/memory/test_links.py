@@ -72,6 +72,9 @@ def addends_in(memory: torch.Tensor, start: int, dtype: torch.dtype, rank: int, 
         dense = torch.empty([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(len(order))])
         view = memory.view(dtype).as_strided(shape, dense.stride(), start // dtype.itemsize + end)
         views.append(view)
+        if dtype.is_complex and turn % 3 == 1:
+            # As autograd may leave it: the conjugate of what is in memory.
+            values = values.conj().resolve_conj().conj()
         same_order = (rank + turn) % 2
         tensors.append(torch.empty_strided(shape, view.stride(), dtype=dtype).copy_(values) if same_order else values)
         end += -(-values.numel() // STEP) * STEP
