@@ -76,11 +76,12 @@ class Prefetcher:
         """the last fetch ahead ended at a unit that was not ready: its update or its read had not ended"""
 
     def begin_step(self) -> None:
-        """Starts fetching the units that the step will use first, once compute has what it was given before."""
-        # The batch, above all: behind weights that are queued in the same copy engine it would wait for all of them.
-        self._transfer.after_compute(self._streams.h2d)
+        """Starts fetching the units that the step will use first."""
         common_buffers.begin_step(self, self._units)
         if self._gatherer is not None:
+            # Compute may still wait for the last sums, and the copy of the batch for compute. In the same copy engine
+            # that would wait for all weights which are queued before it.
+            self._transfer.after_compute(self._streams.h2d)
             self._gatherer.begin_step()
         self._access_order.begin()
         self._begin(self._access_order)
