@@ -49,12 +49,14 @@ class _OthersSlices:
 class _UnitGradients:
     """The gradients of a unit, as they land, and where they are to lie.
 
-    `complete` has, for each stream on which they were made, the point at which they are there.
+    `kept` has memory for what the device updates of their sums. `complete` has, for each stream on which they were
+    made, the point at which they are there, and that memory.
     """
 
     def __init__(self, layout: SumLayout):
         self.layout = layout
         self.landed: dict[UnitTensor, PendingFree] = {}
+        self.kept: dict[UnitTensor, PendingFree] = {}
         self.complete: dict[Stream, Event] = {}
 
     @property
@@ -139,6 +141,7 @@ class GradientSum:
         streams.writes(streams.compute, landed[tensor], "backward")
         held.complete.setdefault(streams.compute, streams.event())
         if held.is_complete:
+            held.kept = held.kept or self._room_for_updates(unit, held.layout)
             for stream, made in held.complete.items():
                 made.record(stream)
 
@@ -228,15 +231,12 @@ class GradientSum:
     def _sum(self, unit: OffloadUnit, held: _UnitGradients) -> None:
         streams = self._streams
         gather, d2h = streams.gather, streams.d2h
-        kept = self._room_for_updates(unit, held.layout)
         buffers = self._ring.take(held.layout.sizes, f"device gradients of {unit}")
         views = held.layout.views([buffer.tensor for buffer in buffers])
         gradients = [held.landed[tensor] for tensor in views]
         # Not for what compute was given since: the host may be far ahead of it.
         for made in held.complete.values():
             gather.wait_event(made)
-        if kept:
-            self._transfer.after_compute(gather)
         # When the sum is there, others may update what this process's copies read.
         for copied in self._copy_in(unit):
             gather.wait_event(copied)
@@ -256,11 +256,11 @@ class GradientSum:
             added.record(gather)
             for tensor, view in views.items():
                 tensor.norm = l2_norm(view) if self._takes_norms else None
-                if tensor in kept:
-                    streams.writes(gather, kept[tensor], "sum")
+                if tensor in held.kept:
+                    streams.writes(gather, held.kept[tensor], "sum")
                     own = [view.view(-1)[part.start : part.stop] for part in held.layout.own[tensor]]
-                    torch.cat(own or [view.new_empty(0)], out=kept[tensor].tensor)
-        for tensor, gradient in kept.items():
+                    torch.cat(own or [view.new_empty(0)], out=held.kept[tensor].tensor)
+        for tensor, gradient in held.kept.items():
             self.updates.retain_gradient(unit, tensor, gradient)
         summed = streams.event()
         summed.record(gather)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from offload.modes.layer_stream import LayerStream
+from offload.optimizer.adamw import HostAdamW
 from offload.runtime.memory.links import CollectiveLinks, CopyLinks
 from offload.runtime.streams.stream_checker import CheckedStream, CheckedStreams, StreamOrderError
 from offload.runtime.torch_internals import gradient_accumulator
@@ -54,19 +55,26 @@ def at_sums(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return called
 
 
-def run(sharers: ThreadSharers, mode: LayerStream, model: nn.Module) -> None:
+def run(
+    sharers: ThreadSharers, mode: LayerStream, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> None:
     """Runs steps of one sharer, and takes the mode off."""
     for step in range(STEPS):
         with mode.step():
             mode.accumulate([lambda step=step: model(stack_inputs(step, sharers.rank)).square().mean()])
+        if optimizer is not None:
+            optimizer.step()
         model.zero_grad()
     sharers.laid_down(None)
     mode.detach()
 
 
-@pytest.mark.parametrize("resident", [0, 2])
-def test_sums_do_not_wait_for_what_compute_is_given_later(at_sums: dict, resident: int):
-    """Each exchange of the hosts gives compute something more, before it tells what is complete."""
+@pytest.mark.parametrize(("resident", "device_share"), [(0, None), (2, None), (2, 10**9)])
+def test_sums_do_not_wait_for_what_compute_is_given_later(at_sums: dict, resident: int, device_share: int | None):
+    """Each exchange of the hosts gives compute something more, before it tells what is complete.
+
+    With states on the device, too, which keeps slices of the sums.
+    """
     first = Stack(depth=4)
 
     def work(sharers: ThreadSharers) -> list[bool]:
@@ -88,7 +96,13 @@ def test_sums_do_not_wait_for_what_compute_is_given_later(at_sums: dict, residen
         sharers.exchange, at_sums[sharers] = busy_exchange, at_sum
         model, mode = copy.deepcopy(first), LayerStream(slots=2, resident=resident)
         mode.attach(model, streams, sharers)
-        run(sharers, mode, model)
+        optimizer = None
+        if device_share is not None:
+            optimizer = HostAdamW(model.parameters(), threads=1, compile="off")
+            mode.divide(optimizer)
+            mode.overlap(optimizer, early=True, device_share=device_share)
+            optimizer.allocate()
+        run(sharers, mode, model, optimizer)
         return waited
 
     for waited in as_sharers(2, work):
