@@ -121,6 +121,8 @@ class WeightStreamer:
         )
         shared = sharers.count > 1
         gatherer = SliceGatherer(sharers, self._links, cut.units, self.transfer, self.gradients.sum) if shared else None
+        if gatherer is not None:
+            self.gradients.sum.on_device.agree = gatherer.agree_on_sums
         self._gatherer, poison = gatherer, not streams.asynchronous
         self.prefetcher = Prefetcher(cut.units, self._slots, self.transfer, prefetch, poison, self._files, gatherer)
         self.gradients.copy_in = self.prefetcher.unawaited_copy

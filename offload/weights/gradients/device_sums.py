@@ -7,7 +7,7 @@ what streams: so all of them sum in one order, also where one lacks a gradient.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from offload.runtime.streams.registry import Event, Stream
 from offload.runtime.streams.transfer import Transfer, profiled
 from offload.runtime.torch_internals import gradient_accumulator
 from offload.weights.gradients.buckets import GradientBucket, gradient_buckets
-from offload.weights.gradients.offers import NOTHING, offer
+from offload.weights.gradients.offers import NOTHING, SUMS_AT_ONCE, offer
 from offload.weights.gradients.offloader import is_sparse
 from offload.weights.gradients.sum_ring import SumRing
 
@@ -55,6 +55,8 @@ class DeviceSums:
     ):
         self.summed: set[nn.Parameter] = set()
         """what was summed in this step or the last"""
+        self.agree: Callable[[], None] = lambda: None
+        """sums what all sharers have: called where more is complete than an exchange carries, and no fetch has come"""
         self._sharers = sharers
         self._links, self._ring = links, ring
         self._transfer = transfer
@@ -64,6 +66,7 @@ class DeviceSums:
             _StepBucket(bucket, number) for number, bucket in enumerate(gradient_buckets(parameters, everyone))
         ]
         self._complete: list[int] = []
+        self._complete_since_offer = 0
         # Of those, the ones whose point of compute is not recorded yet: a hook of the last gradient may follow.
         self._unrecorded: list[_StepBucket] = []
         # Sums that wait for the end of backward, which may still read the memory of their gradients.
@@ -88,6 +91,7 @@ class DeviceSums:
             bucket.complete.clear()
         self._landed.clear()
         self._complete.clear()
+        self._complete_since_offer = 0
         self._unrecorded.clear()
         self._unspread.clear()
         self.summed.clear()
@@ -99,6 +103,7 @@ class DeviceSums:
     def offers(self) -> tuple[int, ...]:
         """Returns the offer of the buckets that are complete, as `GradientSum.offers` does for units."""
         self._record_complete()
+        self._complete_since_offer = 0
         return offer(self._complete)
 
     def sum_common(self, offers: Sequence[Sequence[int]]) -> bool:
@@ -143,6 +148,8 @@ class DeviceSums:
                 " use_reentrant=False"
             )
         self._record_complete()
+        if self._complete_since_offer >= SUMS_AT_ONCE:
+            self.agree()
         bucket = self._buckets[number]
         self._streams.writes(self._streams.compute, bucket, "backward")
         bucket.complete.setdefault(self._streams.compute, self._streams.event())
@@ -154,6 +161,7 @@ class DeviceSums:
         bucket.missing.discard(parameter)
         if not bucket.missing and bucket.is_trusted:
             self._complete.append(number)
+            self._complete_since_offer += 1
             self._unrecorded.append(bucket)
 
     def _record_complete(self) -> None:

@@ -21,6 +21,8 @@ from offload.weights.units.unit import OffloadUnit
 
 # In place of a unit's index: the step has ended, and nothing is fetched any more.
 END_OF_STEP = -1
+# Or: gradients are to be summed, whatever the others are about to do.
+SUMS_ALONE = -2
 
 # What a sharer says of a unit that is to be fetched: an update of it has not ended, or it has to come in by slices.
 # From PLACE_BIT on follows the place of its slot.
@@ -73,8 +75,10 @@ class SliceGatherer:
         """Begins a step, in which units come in whole or by slices."""
         self._choice.begin_step()
 
-    def agree(self, unit: OffloadUnit, slot: DeviceSlot, ahead: bool, pending: bool, is_home: bool) -> Agreement:
+    def agree(self, unit: OffloadUnit, slot: DeviceSlot, ahead: bool, pending: bool, is_home: bool) -> Agreement | None:
         """Agrees with the sharers on a fetch into `slot`. `ahead`: the unit is fetched ahead of its use.
+
+        None: ask anew, with `pending` and `is_home` as they are then (`agree_on_sums`).
 
         `pending`: an update of the unit has not ended here; else it has been waited for. The update counts that begins
         with this exchange. `is_home`: no new weights of this device are on their way home. A unit comes in by slices as
@@ -85,7 +89,9 @@ class SliceGatherer:
         by_slices = not (self._choice.whole and is_home)
         had_begun = unit.has_begun_updates
         flags = PENDING * pending | BY_SLICES * by_slices | self._links.place_of(slot.bytes) << PLACE_BIT
-        found, _ = self._exchange(unit.index, ahead, flags, f"the fetch of {name}", everywhere=False)
+        if (exchanged := self._exchange(unit.index, ahead, flags, f"the fetch of {name}", everywhere=False)) is None:
+            return None
+        found, _ = exchanged
         begins = unit.has_begun_updates and not had_begun
         whole = not any(flags & BY_SLICES for flags in found) and not self._gradients.has_summed(unit)
         pending = any(flags & PENDING for flags in found) or begins
@@ -109,16 +115,27 @@ class SliceGatherer:
         """Agrees on the use that was noted last, unless the sharers have exchanged their gradients since."""
         unit, self._not_agreed_on = self._not_agreed_on, None
         if unit is not None:
-            self._exchange(unit.index, False, 0, f"the use of {unit} in backward", everywhere=True)
+            while self._exchange(unit.index, False, 0, f"the use of {unit} in backward", everywhere=True) is None:
+                pass
 
     def agree_on_end(self) -> None:
         """Sums the gradients that all sharers have and have not summed yet.
 
         Raises RuntimeError if a sharer fetches another unit in this step, which this one has ended.
         """
-        summed = True
-        while summed:
-            _, summed = self._exchange(END_OF_STEP, False, 0, "the end of a step", everywhere=True)
+        exchanged = None
+        # Until there was nothing left to sum.
+        while exchanged is None or exchanged[1]:
+            exchanged = self._exchange(END_OF_STEP, False, 0, "the end of a step", everywhere=True)
+
+    def agree_on_sums(self) -> None:
+        """Sums the gradients that all sharers have now, between two of their fetches.
+
+        Not every sharer has to call it, or as often as another: the others repeat the exchange that they have come to.
+        Over several hosts, which exchange in two kinds of circles, it does nothing.
+        """
+        if self._sharers.hosts == 1:
+            self._exchange(SUMS_ALONE, False, 0, "a sum of gradients", everywhere=False)
 
     def fill(self, unit: OffloadUnit, slot: DeviceSlot, places: Sequence[int]) -> None:
         """Queues the copies of this process's slices and the gathers of all; `slot.ready` ends the last of these.
@@ -142,9 +159,13 @@ class SliceGatherer:
         streams.writes(gather, slot, f"gather of {unit}")
         slot.ready.record(gather)
 
-    def _exchange(self, index: int, ahead: bool, flags: int, what: str, everywhere: bool) -> tuple[list[int], bool]:
+    def _exchange(
+        self, index: int, ahead: bool, flags: int, what: str, everywhere: bool
+    ) -> tuple[list[int], bool] | None:
         """Returns the flags of each sharer, and whether gradients were summed.
 
+        None where a sharer came for sums alone: what the others came for is to be asked anew, as updates may have
+        begun behind these sums.
         `everywhere`: with the sharers of all hosts, who sum gradients together.
         """
         sharers = self._sharers
@@ -154,14 +175,16 @@ class SliceGatherer:
         everywhere = everywhere and sharers.hosts > 1
         found = sharers.exchange((index, int(ahead), flags, *offers), what, everywhere=everywhere)
         for rank, theirs in enumerate(found, start=0 if everywhere else sharers.first):
-            if theirs[:2] != [index, int(ahead)]:
+            if SUMS_ALONE not in (index, theirs[0]) and theirs[:2] != [index, int(ahead)]:
                 raise RuntimeError(
                     f"rank {sharers.first + sharers.rank} has come to {what}, rank {rank} to {self._named(theirs[0])}:"
                     f" processes that share weights must use them in the same order; {OWN_HOMES}"
                 )
+        summed = sums and self._gradients.sum_common([theirs[3:] for theirs in found])
+        if any(theirs[0] == SUMS_ALONE for theirs in found):
+            return None
         if sums:
             self._not_agreed_on = None
-        summed = sums and self._gradients.sum_common([theirs[3:] for theirs in found])
         return [theirs[2] for theirs in found], summed
 
     def _named(self, index: int) -> str:

@@ -317,10 +317,11 @@ class Prefetcher:
             slot = self._contents.free_slot() or self._evict_later_than(unit)
             if slot is None:
                 return
-            pending, places = self.updates.is_pending(unit) or not self._files.is_ready(unit), None
             if self._gathers:
                 # All sharers fetch the unit, or none.
-                pending, places = self._agree(unit, slot, True, pending)
+                pending, places = self._agree(unit, slot, ahead=True)
+            else:
+                pending, places = self.updates.is_pending(unit) or not self._files.is_ready(unit), None
             if pending:
                 # The host goes on and queues other work for compute. The slot was given up before: given up later, it
                 # would be free only behind that work.
@@ -375,15 +376,19 @@ class Prefetcher:
     def _fill_now(self, unit: OffloadUnit, slot: DeviceSlot) -> DeviceSlot:
         pending, places = self._gathers, None
         while pending:
-            pending, places = self._agree(unit, slot, False, False)
+            pending, places = self._agree(unit, slot, ahead=False)
         return self._fill(unit, slot, places)
 
-    def _agree(self, unit: OffloadUnit, slot: DeviceSlot, ahead: bool, pending: bool) -> Agreement:
+    def _agree(self, unit: OffloadUnit, slot: DeviceSlot, ahead: bool) -> Agreement:
         """Agrees with the sharers on a fetch."""
-        if not pending:
-            # Before, because others may copy what this process updates.
-            self.updates.before_onload(unit)
-        return self._gatherer.agree(unit, slot, ahead, pending, self.updates.is_home(unit))
+        agreement = None
+        while agreement is None:
+            pending = ahead and self.updates.is_pending(unit)
+            if not pending:
+                # Before, because others may copy what this process updates.
+                self.updates.before_onload(unit)
+            agreement = self._gatherer.agree(unit, slot, ahead, pending, self.updates.is_home(unit))
+        return agreement
 
     def _fill(self, unit: OffloadUnit, slot: DeviceSlot, places: Sequence[int] | None) -> DeviceSlot:
         if not self._gathers:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import random
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -12,8 +14,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from offload.modes.layer_stream import LayerStream
+from offload.optimizer.adamw import HostAdamW
+from offload.runtime.sharing.sharers import CopyWay
 from offload.runtime.streams.stream_checker import CheckedStreams
-from offload.weights.gradients import buckets
+from offload.weights.gradients import buckets, device_sums
+from offload.weights.gradients.device_sums import DeviceSums
+from offload.weights.gradients.offers import SUMS_AT_ONCE
+from offload.weights.prefetching.gathering import SliceGatherer
 from tests.offload.helpers.shared_gradients import sum_over
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 
@@ -124,6 +131,12 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets.gradient_buckets, "__defaults__", (1, 4 * 72))
 
 
+@pytest.fixture(autouse=True, params=[SUMS_AT_ONCE, 1])
+def sums_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many buckets are complete before a sharer asks the others for sums alone."""
+    monkeypatch.setattr(device_sums, "SUMS_AT_ONCE", request.param)
+
+
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_gradients_are_summed_inside_backward_from_the_second_step_on(microbatches):
     torch.manual_seed(0)
@@ -136,6 +149,88 @@ def test_units_that_stay_resident_are_summed_inside_backward():
     summed = check(Net(), lambda step, number: {}, resident=2)
     assert summed[1] > ALL
     assert len(summed[1]) == len(ALL) + 4
+
+
+def test_sums_do_not_pile_up_where_few_units_stream(monkeypatch: pytest.MonkeyPatch):
+    """One block of eight streams: its fetches are too few for the gradients of the others."""
+    summed, at_end = [], []
+    sum_bucket, end = DeviceSums._sum, SliceGatherer.agree_on_end
+    monkeypatch.setattr(DeviceSums, "_sum", lambda sums, bucket: (summed.append(sums), sum_bucket(sums, bucket)))
+    monkeypatch.setattr(SliceGatherer, "agree_on_end", lambda gatherer: (at_end.append(len(summed)), end(gatherer)))
+    torch.manual_seed(0)
+    model = Net()
+    model.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+    check(model, lambda step, number: {}, resident=7)
+    # Of each of two sharers and two steps: seven blocks, and ALL.
+    buckets_of_step = 2 * (7 + len(ALL) // 2)
+    assert len(summed) == 2 * buckets_of_step
+    # Either may come to its end first.
+    for counted, before in zip(sorted(at_end)[2:], (0, 0, buckets_of_step, buckets_of_step), strict=True):
+        assert counted - before >= buckets_of_step - 2 * SUMS_AT_ONCE
+
+
+def ask_unevenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the first sharer ask for sums alone at each gradient, and the second never; both are late now and then."""
+    land, exchange = DeviceSums._land, ThreadSharers.exchange
+
+    def uneven_land(sums: DeviceSums, *arguments) -> None:
+        sums._complete_since_offer = 0 if sums._sharers.number else SUMS_AT_ONCE
+        land(sums, *arguments)
+
+    def late_exchange(sharers: ThreadSharers, *arguments, **options) -> list[list[int]]:
+        if random.Random(sharers.exchanges).randrange(2) == sharers.number:
+            time.sleep(0.001)
+        sharers.exchanges += 1
+        return exchange(sharers, *arguments, **options)
+
+    monkeypatch.setattr(ThreadSharers, "exchanges", 0, raising=False)
+    monkeypatch.setattr(ThreadSharers, "exchange", late_exchange)
+    monkeypatch.setattr(DeviceSums, "_land", uneven_land)
+
+
+@pytest.mark.parametrize("resident", [0, 2])
+def test_sharers_may_ask_for_sums_alone_at_other_points(monkeypatch: pytest.MonkeyPatch, resident: int):
+    """The exchanges that these meet are repeated."""
+    ask_unevenly(monkeypatch)
+    torch.manual_seed(0)
+    check(Net(), lambda step, number: {}, resident=resident)
+
+
+@pytest.mark.parametrize("copies", ["slices", "whole"])
+@pytest.mark.parametrize("device_share", [0, 10**9])
+def test_updates_begin_behind_sums_alone(monkeypatch: pytest.MonkeyPatch, copies: CopyWay, device_share: int):
+    """A fetch that meets them is asked for anew: the update of its unit may have begun."""
+    torch.manual_seed(0)
+    model = Net()
+
+    def work(sharers: ThreadSharers) -> list[Tensor]:
+        mine, mode = copy.deepcopy(model), LayerStream(layers="layers", slots=2)
+        mode.attach(mine, CheckedStreams(torch.device("cpu")), sharers)
+        optimizer = HostAdamW(mine.parameters(), lr=0.1, threads=1, compile="off")
+        mode.divide(optimizer)
+        mode.overlap(optimizer, early=True, device_share=device_share)
+        optimizer.allocate()
+        stays = [parameter for parameter in mine.parameters() if parameter not in mode.shared_parameters()]
+        for step in range(4):
+            with mode.step():
+                mode.accumulate(losses_of(mine, step, sharers.number, 1))
+            for parameter in stays:
+                if parameter not in mode.summed_parameters():
+                    sum_over(sharers, parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.finish()
+        sharers.laid_down(None)
+        found = [parameter.detach().clone() for parameter in mine.parameters()]
+        sharers.laid_down(None)
+        mode.detach()
+        return found
+
+    expected, _ = as_sharers(2, work, copies=copies)
+    ask_unevenly(monkeypatch)
+    for found in as_sharers(2, work, copies=copies):
+        assert all(map(torch.equal, found, expected))
+        assert not torch.equal(found[0], model.stem.weight)
 
 
 def test_a_bucket_that_a_sharer_lacks_is_left_to_the_caller():
