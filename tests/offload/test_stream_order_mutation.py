@@ -57,7 +57,7 @@ CALLS = (
     (CheckedSignal, "follow"),
 )
 # They act for a caller or for a thread that waits. A call site is their line and the caller's.
-BETWEEN = ("runtime/streams/transfer.py", "optimizer/worker.py", "optimizer/overlap.py")
+BETWEEN = ("runtime/streams/transfer.py", "runtime/streams/points.py", "optimizer/worker.py", "optimizer/overlap.py")
 
 
 def _site() -> str:

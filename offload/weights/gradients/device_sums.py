@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from offload.runtime.memory.links import Addends, Links
 from offload.runtime.sharing.sharers import Sharers
 from offload.runtime.streams.deferred_free import PendingFree
-from offload.runtime.streams.registry import Event, Stream
+from offload.runtime.streams.points import Points
+from offload.runtime.streams.registry import Event, Streams
 from offload.runtime.streams.transfer import Transfer, profiled
 from offload.runtime.torch_internals import gradient_accumulator
 from offload.weights.gradients.buckets import GradientBucket, gradient_buckets
@@ -28,12 +29,12 @@ from offload.weights.gradients.sum_ring import SumRing
 class _StepBucket:
     """A bucket in one step. `is_trusted`: in the step before each of its gradients landed once.
 
-    `complete` has, for each stream on which gradients were made, a point at which all of them have landed.
+    `complete` marks where all of its gradients have landed.
     """
 
-    def __init__(self, bucket: GradientBucket, number: int):
+    def __init__(self, bucket: GradientBucket, number: int, streams: Streams):
         self.bucket = bucket
-        self.complete: dict[Stream, Event] = {}
+        self.complete = Points(streams)
         self.is_trusted = False
         self.missing = set(bucket.parameters)
         self._name = f"gradients of bucket {number} on the device"
@@ -63,7 +64,8 @@ class DeviceSums:
         self._streams = transfer.streams
         everyone = sharers.count * sharers.hosts
         self._buckets = [
-            _StepBucket(bucket, number) for number, bucket in enumerate(gradient_buckets(parameters, everyone))
+            _StepBucket(bucket, number, self._streams)
+            for number, bucket in enumerate(gradient_buckets(parameters, everyone))
         ]
         self._complete: list[int] = []
         self._complete_since_offer = 0
@@ -152,7 +154,7 @@ class DeviceSums:
             self.agree()
         bucket = self._buckets[number]
         self._streams.writes(self._streams.compute, bucket, "backward")
-        bucket.complete.setdefault(self._streams.compute, self._streams.event())
+        bucket.complete.note()
         self._landed[parameter] += 1
         if self._landed[parameter] > 1:
             bucket.is_trusted = False
@@ -166,16 +168,14 @@ class DeviceSums:
 
     def _record_complete(self) -> None:
         for bucket in self._unrecorded:
-            for stream, made in bucket.complete.items():
-                made.record(stream)
+            bucket.complete.record()
         self._unrecorded.clear()
 
     def _sum(self, bucket: _StepBucket) -> None:
         streams, gather, gradients = self._streams, self._streams.gather, bucket.bucket
         room = self._room_for(bucket)
         # Not for what compute was given since: the host may be far ahead of it.
-        for made in bucket.complete.values():
-            gather.wait_event(made)
+        bucket.complete.hold_up(gather)
         streams.writes(gather, bucket, "sum")
         self._done = streams.event()
         with profiled(f"sum {bucket}"), streams.on(gather), torch.no_grad():

@@ -15,7 +15,8 @@ from offload.runtime.memory.links import Addends, Links
 from offload.runtime.norms import l2_norm
 from offload.runtime.sharing.sharers import OWN_HOMES, Sharers
 from offload.runtime.streams.deferred_free import DeferredFrees, PendingFree
-from offload.runtime.streams.registry import Event, Stream
+from offload.runtime.streams.points import Points
+from offload.runtime.streams.registry import Event, Streams
 from offload.runtime.streams.transfer import Transfer, profiled
 from offload.weights.gradients.device_sums import DeviceSums
 from offload.weights.gradients.offers import NOTHING, SUMS_AT_ONCE, offer
@@ -49,15 +50,14 @@ class _OthersSlices:
 class _UnitGradients:
     """The gradients of a unit, as they land, and where they are to lie.
 
-    `kept` has memory for what the device updates of their sums. `complete` has, for each stream on which they were
-    made, the point at which they are there, and that memory.
+    `kept` has memory for what the device updates of their sums. `complete` marks where all are there, and that memory.
     """
 
-    def __init__(self, layout: SumLayout):
+    def __init__(self, layout: SumLayout, streams: Streams):
         self.layout = layout
         self.landed: dict[UnitTensor, PendingFree] = {}
         self.kept: dict[UnitTensor, PendingFree] = {}
-        self.complete: dict[Stream, Event] = {}
+        self.complete = Points(streams)
 
     @property
     def is_complete(self) -> bool:
@@ -129,7 +129,7 @@ class GradientSum:
         if unit not in self._held:
             if len(self._held) >= WAITING_UNITS:
                 self._give_up(next(iter(self._held)))
-            self._held[unit] = _UnitGradients(self._layout_of(unit))
+            self._held[unit] = _UnitGradients(self._layout_of(unit), streams)
         held = self._held[unit]
         landed = held.landed
         if tensor in landed:
@@ -139,11 +139,10 @@ class GradientSum:
         name = f"device gradient of {tensor.name}"
         landed[tensor] = PendingFree(gradient, streams.event(), name, streams.compute)
         streams.writes(streams.compute, landed[tensor], "backward")
-        held.complete.setdefault(streams.compute, streams.event())
+        held.complete.note()
         if held.is_complete:
             held.kept = held.kept or self._room_for_updates(unit, held.layout)
-            for stream, made in held.complete.items():
-                made.record(stream)
+            held.complete.record()
 
     def takes(self, unit: OffloadUnit, tensor: UnitTensor, is_final: bool) -> bool:
         """Tells whether the sharers sum a gradient that lands inside backward, or it goes home alone.
@@ -235,8 +234,7 @@ class GradientSum:
         views = held.layout.views([buffer.tensor for buffer in buffers])
         gradients = [held.landed[tensor] for tensor in views]
         # Not for what compute was given since: the host may be far ahead of it.
-        for made in held.complete.values():
-            gather.wait_event(made)
+        held.complete.hold_up(gather)
         # When the sum is there, others may update what this process's copies read.
         for copied in self._copy_in(unit):
             gather.wait_event(copied)
