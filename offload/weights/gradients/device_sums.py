@@ -172,13 +172,22 @@ class DeviceSums:
         self._unrecorded.clear()
 
     def _sum(self, bucket: _StepBucket) -> None:
-        streams, gather, gradients = self._streams, self._streams.gather, bucket.bucket
+        streams, gather = self._streams, self._streams.gather
         room = self._room_for(bucket)
         # Not for what compute was given since: the host may be far ahead of it.
         bucket.complete.hold_up(gather)
         streams.writes(gather, bucket, "sum")
         self._done = streams.event()
-        with profiled(f"sum {bucket}"), streams.on(gather), torch.no_grad():
+        try:
+            self._add_up(bucket, room)
+        finally:
+            # Also where a sharer is lost: the end of the step, which waits for it, would hide that.
+            self._done.record(gather)
+        self.summed.update(bucket.bucket.parameters)
+
+    def _add_up(self, bucket: _StepBucket, room: PendingFree | None) -> None:
+        streams, gradients = self._streams, bucket.bucket
+        with profiled(f"sum {bucket}"), streams.on(streams.gather), torch.no_grad():
             is_read = gradients.shares_memory()
             if room is None:
                 flat = gradients.flat(streams.device, in_place=not is_read)
@@ -186,7 +195,7 @@ class DeviceSums:
                 if not is_read:
                     gradients.spread(flat)
             else:
-                streams.writes(gather, room, "sum")
+                streams.writes(streams.gather, room, "sum")
                 room.done, flat = self._done, room.tensor
                 addends = Addends(flat, *gradients.addends(flat))
                 if is_read:
@@ -196,8 +205,6 @@ class DeviceSums:
                     self._links.sum_in_place(addends, f"the {bucket}")
             if is_read:
                 self._unspread.append((bucket, flat))
-        self._done.record(gather)
-        self.summed.update(gradients.parameters)
 
     def _room_for(self, bucket: _StepBucket) -> PendingFree | None:
         """Returns memory of the ring for a bucket, where that is better and has room: so it has on all sharers.

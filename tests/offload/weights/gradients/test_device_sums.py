@@ -309,6 +309,29 @@ def test_a_gradient_in_memory_that_backward_still_reads_is_summed_elsewhere(monk
     assert {"last.0", "last.1"} <= summed[1]
 
 
+def test_an_error_in_a_sum_is_the_one_that_the_step_raises(monkeypatch: pytest.MonkeyPatch):
+    """As that of a sharer that is lost there: what waits for the sum at the end of the step must not hide it."""
+
+    def lost(*arguments, **options) -> None:
+        raise RuntimeError("rank 1 has ended")
+
+    torch.manual_seed(0)
+    model = Net()
+
+    def work(sharers: ThreadSharers) -> None:
+        mine, mode = copy.deepcopy(model), LayerStream(layers="layers", slots=2)
+        mode.attach(mine, CheckedStreams(torch.device("cpu")), sharers)
+        with mode.step():
+            mode.accumulate(losses_of(mine, 0, sharers.number, 1))
+        mine.zero_grad()
+        sharers.laid_down(None)
+        monkeypatch.setattr(buckets.GradientBucket, "shares_memory", lost)
+        with pytest.raises(RuntimeError, match=r"^rank 1 has ended"), mode.step():
+            mode.accumulate(losses_of(mine, 1, sharers.number, 1))
+
+    as_sharers(2, work)
+
+
 def test_a_parameter_that_is_frozen_later_holds_up_nothing_else():
     torch.manual_seed(0)
 
