@@ -4,9 +4,11 @@
     python scripts/bench_ranks.py --ranks 2 --sequences 2 --mode bounce_linear --optimizer --reduction fast --fsdp2
 
 The rows: the resident model on one GPU (`none`), the mode on one GPU, and the mode on all with the homes shared, where
-each copies in its slices and gathers the others', a row for each of `--links`. With `--fsdp2` also the model resident
-on all GPUs, in torch's `fully_shard` (Zhao et al. 2023) with torchtitan's settings: float32 masters, sums of gradients
-in float32; its update, with `--optimizer`, is torch's fused AdamW.
+each copies in its slices and gathers the others', a row for each of `--links`. With `--ddp` also the model resident
+on each of all GPUs, in torch's `DistributedDataParallel` (Li et al. 2020), which sums the gradients inside backward as
+the mode does. With `--fsdp2` also the model resident on all GPUs together, in torch's `fully_shard` (Zhao et al. 2023)
+with torchtitan's settings: float32 masters, sums of gradients in float32. The update of both, with `--optimizer`, is
+torch's fused AdamW.
 
 Tokens are those of each GPU, and so `scaling` is the mode's step on one GPU over its step on all. A step on several
 GPUs includes the sum of the gradients over them, which each sends home in slices. `wait ms` is the time that the host
@@ -30,6 +32,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -53,7 +56,7 @@ TITLES = (
     "step ms", "to none", "scaling", "stall ms", "wait ms", "in GB", "out GB", "weights GB/s", "peak GiB", "host GiB",
     "loss",
 )  # fmt: skip
-FULLY_SHARDED = "fsdp2"
+FULLY_SHARDED, REPLICATED = "fsdp2", "ddp"
 
 
 def measure(spec: str, options: argparse.Namespace, sharers: Sharers, reduce: Reduce | None = None) -> dict[str, float]:
@@ -77,21 +80,31 @@ def measure(spec: str, options: argparse.Namespace, sharers: Sharers, reduce: Re
         return found
 
 
-def measure_fully_sharded(options: argparse.Namespace) -> dict[str, float]:
-    """Measures steps of one rank of `fully_shard`, with all of the model and its states on the devices."""
+def fully_sharded(model: nn.Module, device: torch.device) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    device = torch.device(options.device)
-    model = blocks(options).to_empty(device=device)
-    initialise(model, 0, device)
-    if options.recompute:
-        recompute(block for _, block in find_blocks(model))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True) if options.optimizer else None
+    return model
+
+
+def measure_of_torch(kind: str, options: argparse.Namespace) -> dict[str, float]:
+    """Measures steps of one rank of a way that torch has, with all of the model and its states on the devices."""
+    device = torch.device(options.device)
+    model = blocks(options).to_empty(device=device)
+    if kind == REPLICATED:
+        model.bfloat16()
+    initialise(model, 0, device)
+    if options.recompute:
+        recompute(block for _, block in find_blocks(model))
+    if kind == REPLICATED:
+        parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
+    else:
+        parallel = fully_sharded(model, device)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-5, fused=True) if options.optimizer else None
     tokens = torch.zeros(options.sequences, options.seq_len, dtype=torch.int64, device=device)
     streams = acquire(device)
     clock = StepTimer(streams)
@@ -99,11 +112,11 @@ def measure_fully_sharded(options: argparse.Namespace) -> dict[str, float]:
         if step == options.warmup:
             clock.collect()
         clock.start()
-        loss = model(tokens, tokens)
+        loss = parallel(tokens, tokens)
         loss.backward()
         if optimizer is not None:
             optimizer.step()
-        model.zero_grad()
+        parallel.zero_grad()
         clock.stop()
     found = {
         "step_ms": statistics.median(clock.collect()),
@@ -129,11 +142,12 @@ def measure_rank(rank: int, count: int, folder: str, spec: str, options: argpars
     options.device = str(device)
     if count == 1:
         return measure(spec, options, NO_SHARERS)
-    backend = "cuda:nccl,cpu:gloo" if spec == FULLY_SHARDED and device.type == "cuda" else "gloo"
+    is_of_torch = spec in (REPLICATED, FULLY_SHARDED)
+    backend = "cuda:nccl,cpu:gloo" if is_of_torch and device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=count)
-    if spec == FULLY_SHARDED:
+    if is_of_torch:
         try:
-            return measure_fully_sharded(options)
+            return measure_of_torch(spec, options)
         finally:
             dist.destroy_process_group()
     setup = Setup(device.type, count, 600, options.reduction, copies=options.copies, links=options.links)
@@ -183,6 +197,7 @@ def main() -> None:
     options_parser.add_argument("--copies", choices=("auto", "slices", "whole"), default="auto", help="parallel.copies")
     links = ("copies", "collectives")
     options_parser.add_argument("--links", nargs="+", choices=links, default=["copies"], help="of parallel.links")
+    options_parser.add_argument("--ddp", action="store_true", help="with a row of torch's DistributedDataParallel")
     options_parser.add_argument("--fsdp2", action="store_true", help="with a row of torch's fully_shard, resident")
     options_parser.add_argument("--steps", type=int, default=7, help="timed steps")
     options_parser.add_argument("--warmup", type=int, default=3, help="steps before")
@@ -199,8 +214,9 @@ def main() -> None:
     kinds = [("none, 1", RESIDENT, 1, None), (f"{options.mode}, 1", options.mode, 1, None)]
     shared = f"{options.mode}, {options.ranks} by"
     kinds += [(f"{shared} {links}", options.mode, options.ranks, links) for links in options.links]
-    if options.fsdp2:
-        kinds.append((f"{FULLY_SHARDED}, {options.ranks}", FULLY_SHARDED, options.ranks, None))
+    for kind, is_wanted in ((REPLICATED, options.ddp), (FULLY_SHARDED, options.fsdp2)):
+        if is_wanted:
+            kinds.append((f"{kind}, {options.ranks}", kind, options.ranks, None))
     rows: list[dict] = []
     for name, spec, count, links in kinds:
         rows.append(row := row_of(name, spec, count, argparse.Namespace(**vars(options) | {"links": links})))

@@ -1,4 +1,4 @@
-"""`Peers` of processes that have a GPU each: they open each other's allocations, and copy engines read them.
+"""`Peers` of processes that have a GPU each: they open each other's allocations, and copy engines reach them.
 
 So the multiprocessors are left to products. Streams wait for each other by numbers in page-locked memory of the host: a
 stream that has come to a meeting writes its number for each other, and waits until those of all others are there. So no
@@ -76,7 +76,7 @@ class CudaPeers:
             raise problem
         for rank, theirs in enumerate(found):
             if not theirs:
-                raise cuda_driver.DriverError(f"rank {sharers.first + rank} cannot let others read its memory")
+                raise cuda_driver.DriverError(f"rank {sharers.first + rank} cannot let others reach its memory")
         self._regions.append(
             [
                 own.data_ptr() if rank == sharers.rank else self._address(rank, theirs)
@@ -86,18 +86,16 @@ class CudaPeers:
         return own
 
     def read(self, parts: Sequence[Part]) -> None:
-        copies = [
-            (target.data_ptr(), self._regions[region][rank] + start, target.nbytes)
-            for target, rank, region, start in parts
-        ]
-        cuda_driver.queue_copies(current_stream_handle(self._device.index), copies)
+        self._queue([(part.own.data_ptr(), self._theirs(part), part.own.nbytes) for part in parts])
+
+    def write(self, parts: Sequence[Part]) -> None:
+        self._queue([(self._theirs(part), part.own.data_ptr(), part.own.nbytes) for part in parts])
 
     def copy_each(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         plain, others = [], []
         for pair in zip(targets, sources, strict=True):
             (plain if _are_bytes(*pair) else others).append(pair)
-        copies = [(target.data_ptr(), source.data_ptr(), target.nbytes) for target, source in plain]
-        cuda_driver.queue_copies(current_stream_handle(self._device.index), copies)
+        self._queue([(target.data_ptr(), source.data_ptr(), target.nbytes) for target, source in plain])
         # As torch's own copies do: who keeps a target sees that it has changed.
         increment_version([target for target, _ in plain])
         if others:
@@ -148,6 +146,12 @@ class CudaPeers:
         if self._is_let_go:
             # Each time: a sharer that goes on writes its own number.
             self.let_go()
+
+    def _theirs(self, part: Part) -> int:
+        return self._regions[part.region][part.rank] + part.start
+
+    def _queue(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        cuda_driver.queue_copies(current_stream_handle(self._device.index), copies)
 
     def _address(self, rank: int, given: bytes) -> int:
         """Returns the address in this process of a region of sharer `rank`, of which that has `given` the place."""

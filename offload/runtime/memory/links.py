@@ -1,7 +1,7 @@
 """How the devices of sharers exchange slices of weights and of gradients: by copies, or by the sharers' collectives.
 
 A collective's kernels take multiprocessors, which products run more slowly without, and wait there for the other
-devices. Copies from memory that all map take none (`peers`). Where devices cannot reach each other's memory, sharers
+devices. Copies between memory that all map take none (`peers`). Where devices cannot reach each other's memory, sharers
 agree on collectives.
 """
 
@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 class Addends(NamedTuple):
     """Tensors of this sharer, to each of which the others have one to add.
 
-    `flat` [n] is memory for the sums, which divides into a slice for each sharer. Where it lies in an allocation, it
-    does so at the same bytes of the same one everywhere. `views` are the places of the tensors in it, each a block of
-    consecutive elements, in the tensor's shape.
+    `flat` [n] is memory for the sums, which divides into a slice for each sharer; the current stream has waited for
+    what used it before. Where it lies in an allocation, it does so at the same bytes of the same one everywhere.
+    `views` are the places of the tensors in it, each a block of consecutive elements, in the tensor's shape.
     """
 
     flat: torch.Tensor
@@ -167,9 +167,7 @@ class CopyLinks:
 
     def _sum(self, addends: Addends, place: int, in_slices: bool) -> None:
         self._sum_slices(addends.flat, place, self._pieces(addends))
-        if in_slices:
-            self._peers.meet()
-        else:
+        if not in_slices:
             self._gather(addends.flat, [place] * self._sharers.count)
 
     def sum_in_place(self, addends: Addends, what: str) -> None:
@@ -197,21 +195,25 @@ class CopyLinks:
                 tensor.copy_(values)
 
     def _sum_slices(self, flat: torch.Tensor, place: int, pieces: list[list[_Piece]]) -> None:
-        """Makes this sharer's slice of `flat` that of the sums. Only what others add is copied there before."""
+        """Makes this sharer's slice of `flat` that of the sums, of which each sends the others what they add."""
         sharers, peers = self._sharers, self._peers
-        own = flat.chunk(sharers.count)[sharers.rank]
-        self._copy([(piece.sums, piece.values) for rank in self._others for piece in pieces[rank]])
-        first = min(self._others)
-        received = {rank: own if rank == first else torch.empty_like(own) for rank in self._others}
+        slices, sent = flat.chunk(sharers.count), []
+        for rank in self._others:
+            to_slice = _received_in(rank, sharers.rank)
+            moved = (to_slice - rank) * slices[rank].nbytes
+            sent += [Part(piece.values, rank, place, _start(piece.sums) + moved) for piece in pieces[rank]]
+        # Before this, the others may still use their memory for something else.
         peers.meet()
-        peers.read([Part(theirs, rank, place, _start(own)) for rank, theirs in received.items()])
+        peers.write(sent)
+        peers.meet()
         # In the order of ranks: of the first two sharers either may be added to the other.
+        own = slices[sharers.rank]
         for rank in range(sharers.count):
             if rank == sharers.rank:
                 for piece in pieces[rank]:
                     piece.sums.add_(piece.values)
-            elif rank != first:
-                own.add_(received[rank])
+            elif (received := slices[_received_in(sharers.rank, rank)]) is not own:
+                own.add_(received)
 
     def _pieces(self, addends: Addends) -> list[list[_Piece]]:
         """Returns what each sharer's slice of the sums has of the tensors."""
@@ -305,6 +307,15 @@ def _problem_of(links: CopyLinks, sharers: Sharers, streams: Streams) -> str | N
     is_right = all(part.tolist() == wanted for part in given)
     is_right &= totals.tolist() == [sharers.count if links.sums_own_memory else 1] * 2
     return None if is_right else "copies between two devices brought other bytes"
+
+
+def _received_in(rank: int, sender: int) -> int:
+    """Returns the slice of the memory of sharer `rank` in which that receives what `sender` adds to its own slice.
+
+    The first of the others sends to the slice of the sums, to which the rest is added.
+    """
+    is_first = sender == (0 if rank else 1)
+    return rank if is_first else sender
 
 
 def _dense(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:

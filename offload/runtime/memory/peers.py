@@ -1,4 +1,4 @@
-"""Device memory that the sharers of a host read from each other, and the points at which they wait for each other.
+"""Device memory that the sharers of a host reach from each other, and the points at which they wait for each other.
 
 Every sharer makes the same calls in the same order on one stream. Then no stream waits for ever: a meeting needs
 earlier calls alone. `HostPeers` is for CPUs; `cuda_peers` has that for GPUs.
@@ -22,9 +22,9 @@ LINE_BYTES = 64
 
 
 class Part(NamedTuple):
-    """What is read from a sharer: to `target`, from byte `start` of its region on."""
+    """What is copied between `own`, a contiguous tensor of this sharer, and the region of another from `start` bytes."""
 
-    target: torch.Tensor
+    own: torch.Tensor
     rank: int
     region: int
     start: int
@@ -34,11 +34,15 @@ class Peers(Protocol):
     """The device memory of all sharers of a host, from the side of one."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Returns device memory (uint8) that the others read: the next region. Every sharer calls it, and waits."""
+        """Returns device memory (uint8) that the others reach: the next region. Every sharer calls it, and waits."""
         ...
 
     def read(self, parts: Sequence[Part]) -> None:
         """Copies parts of the others' memory, on the current stream."""
+        ...
+
+    def write(self, parts: Sequence[Part]) -> None:
+        """Copies parts to the others' memory, on the current stream."""
         ...
 
     def copy_each(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -112,9 +116,12 @@ class HostPeers:
         return self._regions[-1][self._sharers.rank] if nbytes else torch.empty(0, dtype=torch.uint8)
 
     def read(self, parts: Sequence[Part]) -> None:
-        for target, rank, region, start in parts:
-            theirs = self._regions[region][rank][start : start + target.nbytes]
-            target.view(torch.uint8).copy_(theirs)
+        for part in parts:
+            part.own.view(torch.uint8).copy_(self._theirs(part))
+
+    def write(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            self._theirs(part).copy_(part.own.view(torch.uint8))
 
     def copy_each(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         copy_each(targets, sources)
@@ -132,6 +139,9 @@ class HostPeers:
 
     def close(self) -> None:
         self._regions.clear()
+
+    def _theirs(self, part: Part) -> torch.Tensor:
+        return self._regions[part.region][part.rank][part.start : part.start + part.own.nbytes]
 
     def _arrival(self, rank: int) -> Callable[[], bool | None]:
         place, number = self._numbers.theirs(rank), self._number

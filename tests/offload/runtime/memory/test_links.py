@@ -270,9 +270,9 @@ def test_gpus_that_reach_each_other_s_memory_copy(monkeypatch: pytest.MonkeyPatc
     for links in links_of_gpus(monkeypatch, driver):
         assert type(links) is CopyLinks
         assert type(links._peers) is CudaPeers
-    # Of each: a slice gathered here, and one in the trial. There two pieces are laid out for the other, a slice is read
-    # that it adds, and of the sums two pieces are read and two are its own.
-    assert driver.copies == 2 * (1 + 1 + 2 + 1 + 2 + 2)
+    # Of each: a slice gathered here, and one in the trial. There two pieces are sent to the other, and of the sums two
+    # pieces are read and two are its own.
+    assert driver.copies == 2 * (1 + 1 + 2 + 2 + 2)
     assert not caplog.records
 
 
@@ -351,7 +351,7 @@ def test_a_problem_of_one_gpu_is_that_of_all(monkeypatch: pytest.MonkeyPatch, ca
         for links in links_of_gpus(monkeypatch, OneHasNoHandles()):
             assert type(links) is CollectiveLinks
     (line,) = (record.message for record in caplog.records)
-    problems = NoHandles.problem, "rank 1 cannot let others read its memory"
+    problems = NoHandles.problem, "rank 1 cannot let others reach its memory"
     assert line in [f"{BY_COLLECTIVES}: rank 0: {problem}" for problem in problems]
 
 

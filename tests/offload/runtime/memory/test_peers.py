@@ -56,6 +56,30 @@ def test_each_reads_what_the_others_had_when_they_met(make: Callable[[ThreadShar
         assert found == [[(10 * turn + rank) % 256 for rank in range(count)] for turn in range(20)]
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_each_has_what_the_others_wrote_between_two_meetings(make: Callable[[ThreadSharers], Peers], count: int):
+    def work(sharers: ThreadSharers) -> list[list[int]]:
+        found, own = [], make(sharers)
+        own.allocate(64)
+        region = own.allocate(16 * count + 8)
+        for turn in range(20):
+            region.fill_(255)
+            if turn % count == sharers.rank:
+                time.sleep(0.005)
+            own.meet()
+            values = torch.empty(2, dtype=torch.float64)
+            values.view(torch.uint8).fill_(10 * turn + sharers.rank)
+            own.write([Part(values, rank, 1, 8 + 16 * sharers.rank) for rank in range(count)])
+            own.meet()
+            assert region[:8].eq(255).all()
+            found.append(region[8:].view(count, -1).unique(dim=1).flatten().tolist())
+        own.close()
+        return found
+
+    for found in as_sharers(count, work):
+        assert found == [[(10 * turn + rank) % 256 for rank in range(count)] for turn in range(20)]
+
+
 def test_a_number_goes_round():
     assert has_come(5, 5)
     assert has_come(6, 5)
