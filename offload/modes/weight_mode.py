@@ -49,8 +49,8 @@ class WeightMode(Mode, ABC):
     Args:
         slots: units that fit on the device at a time, each in a buffer as large as the largest.
         prefetch: units fetched ahead of the one that computes: below slots; null is as many as the slots allow.
-        resident: stays on the device after all, spread evenly: a number of units (8), a share of the bytes (25%), or
-            bytes (2GiB).
+        resident: stays on the device after all, the first units and others spread evenly: a number of units (8), a
+            share of the bytes (25%), or bytes (2GiB).
         include, exclude: patterns over the names of the modules that are cut out, such as model.layers.1*. A module
             streams where it matches an include pattern, or none is given, and no exclude pattern.
         trained: parameters that train stream with the rest, or stay on the device, as small ones beside frozen weights

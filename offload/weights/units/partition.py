@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
@@ -18,6 +19,10 @@ from offload.weights.units.layouts import check_buffer, check_frozen
 from offload.weights.units.placement import ModuleAttribute
 from offload.weights.units.unit import SHARED_ALIGNMENT_BYTES, OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
+
+# Of the bytes of a model, for the units that stay on the device first. Two blocks of 32 take longer to compute backward
+# (12 ms, 7B at 4k tokens) than gradients of the third to go home, and the host to begin the next step.
+FIRST_SHARE = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -227,25 +232,36 @@ def _windows(
 
 
 def keep_resident(sizes: Sequence[int], amount: str | int) -> set[int]:
-    """Chooses which of the units of `sizes` bytes stay on the device, spread evenly over the order of use.
+    """Chooses which of the units of `sizes` bytes stay on the device.
 
     `amount` is a number of units (`4`), a share of the bytes (`25%`) or bytes (`2GiB`, `512MiB`). The choice is a
-    function of its arguments alone and never exceeds the amount. The first unit is in it, if any is: a step starts
-    with its weights and ends with its gradients, and nothing computes while these are copied.
+    function of its arguments alone and never exceeds the amount. The first units are in it, up to `FIRST_SHARE`: a step
+    starts with their weights and ends with their gradients, and nothing else computes while these would be copied. The
+    rest is spread evenly over the order of use.
 
     Raises KnobError for any other amount, and for more units than there are.
     """
     text = str(amount).strip()
+    ends = list(accumulate(sizes))
+    first = max(1, bisect_right(ends, FIRST_SHARE * sum(sizes)))
     if text.isdigit():
         count = int(text)
         if count > len(sizes):
             raise KnobError("resident", amount, f"the model has {len(sizes)} units")
-        return {k * len(sizes) // count for k in range(count)}
+        first = min(first, count)
+        others, spread = len(sizes) - first, count - first
+        return {*range(first), *(first + (2 * k + 1) * others // (2 * spread) for k in range(spread))}
     budget = amount_bytes(text, sum(sizes))
-    share = budget / max(sum(sizes), 1)
-    # The start value makes the first unit the first to be kept.
-    kept, owed = set(), (1 - share) * sizes[0] if sizes else 0.0
-    for index, size in enumerate(sizes):
+    kept: set[int] = set()
+    for index, size in enumerate(sizes[:first]):
+        if size <= budget:
+            kept.add(index)
+            budget -= size
+    rest = sizes[first:]
+    share = budget / max(sum(rest), 1)
+    # The start value puts each in the middle of the units of which it is the share.
+    owed = rest[0] / 2 if rest else 0.0
+    for index, size in enumerate(rest, first):
         owed += share * size
         if owed + 1e-6 * size >= size <= budget:
             kept.add(index)

@@ -113,6 +113,17 @@ def test_resident_by_count_and_share(amount: str | int, kept: set[int]):
     assert keep_resident([100] * 10, amount) == kept
 
 
+@pytest.mark.parametrize(("amount", "kept"), [(1, {0}), (2, {0, 1}), ("25%", {0, 1, 4, 9, 14, 19, 24, 29}), ("4%", {0})])
+def test_the_first_units_of_many_stay_together_and_the_rest_are_spread(amount: str | int, kept: set[int]):
+    assert keep_resident([100] * 32, amount) == kept
+    if len(kept) > 2:
+        assert keep_resident([100] * 32, len(kept)) == {0, 1, 4, 9, 14, 19, 24, 29}
+
+
+def test_a_first_unit_that_is_too_large_streams():
+    assert keep_resident([900, *[10] * 31], "100B") == {2, 5, 8, 11, 14, 18, 21, 24, 27, 30}
+
+
 @pytest.mark.parametrize("amount", ["700B", "1KiB", "33%", "90%"])
 def test_resident_bytes_are_spread_and_never_exceeded(amount: str):
     sizes = [100, 50, 150] * 8
