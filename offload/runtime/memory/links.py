@@ -183,12 +183,11 @@ class CopyLinks:
         dense = [_dense(tensor, view) for tensor, view in zip(tensors, views, strict=True)]
         pieces = self._pieces(Addends(flat, views, dense))
         self._sum_slices(flat, place, pieces)
-        # At once: some of the sums are in the cache of the device.
-        if own := pieces[self._sharers.rank]:
-            self._peers.copy_each([piece.values for piece in own], [piece.sums for piece in own])
         self._peers.meet()
         theirs = [(rank, piece) for rank in self._others for piece in pieces[rank]]
         self._peers.read([Part(piece.values, rank, place, _start(piece.sums)) for rank, piece in theirs])
+        if own := pieces[self._sharers.rank]:
+            self._peers.copy_each([piece.values for piece in own], [piece.sums for piece in own])
         # Before the others have read it, this one's slice may not be overwritten.
         self._peers.meet()
         increment_version(dense)

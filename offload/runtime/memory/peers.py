@@ -22,7 +22,7 @@ LINE_BYTES = 64
 
 
 class Part(NamedTuple):
-    """What is copied between `own`, a contiguous tensor of this sharer, and the region of another from `start` bytes."""
+    """A copy between `own`, a contiguous tensor of this sharer, and the region of another from byte `start` on."""
 
     own: torch.Tensor
     rank: int
