@@ -44,7 +44,7 @@ from training.metrics.step_timer import StepTimer
 from training.parallel.devices import device_of, share_cores
 from training.parallel.group import Group
 from training.parallel.setup import Setup
-from training.profiling.hardware import vram_peak_gib
+from training.profiling.hardware import reset_peaks, vram_peak_gib
 from training.runs import allocator
 from training.visible_text import visible
 
@@ -111,6 +111,7 @@ def measure_of_torch(kind: str, options: argparse.Namespace) -> dict[str, float]
     for step in range(options.warmup + options.steps):
         if step == options.warmup:
             clock.collect()
+            reset_peaks(device)
         clock.start()
         loss = parallel(tokens, tokens)
         loss.backward()

@@ -21,11 +21,12 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_ranks_copy_their_parts(tmp_path: Path):
-    done = bench("--optimizer", "--fsdp2", "--json", str(tmp_path / "rows.json"))
+    done = bench("--optimizer", "--ddp", "--fsdp2", "--json", str(tmp_path / "rows.json"))
     assert done.returncode == 0, done.stderr
-    none, alone, shared, sharded = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert "failed" not in none | alone | shared | sharded, done.stdout
-    assert sharded["to_none"] == pytest.approx(sharded["step_ms"] / none["step_ms"])
+    none, alone, shared, replicated, sharded = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert "failed" not in none | alone | shared | replicated | sharded, done.stdout
+    for row in (replicated, sharded):
+        assert row["to_none"] == pytest.approx(row["step_ms"] / none["step_ms"])
     assert none["in_gb"] == 0
     assert shared["in_gb"] == pytest.approx(alone["in_gb"] / 2, rel=0.1)
     assert shared["out_gb"] == pytest.approx(alone["out_gb"] / 2, rel=0.1)
