@@ -144,10 +144,8 @@ class HostAdamW(torch.optim.AdamW):
         GradScaler that calls it. The version counter of each updated parameter rises, which shows that copies of it are
         outdated. Raises RuntimeError where updates have begun without such a factor.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         if (factor := scaler_factor(self)) is None:
             if not self.skip():
                 raise RuntimeError(f"GradScaler skips this step: {BEGUN}")
