@@ -8,11 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from offload.runtime.sharing.sharers import CopyWay, LinkWay
+from offload.runtime.sharing.processes import Processes
+from offload.runtime.sharing.sharers import CopyWay, LinkWay, SharerLostError
 
 # Longer than any of their calls takes.
 LIMIT_S = 300
@@ -128,7 +130,15 @@ def as_sharers(
                 table.barrier.abort()
             raise
 
-    with ThreadPoolExecutor(count * hosts) as pool:
+    lost = Processes.lost
+
+    def lost_or_failed(processes: Processes, rank: int, waited_s: float, limit_s: float) -> SharerLostError | None:
+        # The process of all is still there.
+        if errors:
+            return SharerLostError(rank, "another thread has failed", hangs=False)
+        return lost(processes, rank, waited_s, limit_s)
+
+    with patch.object(Processes, "lost", lost_or_failed), ThreadPoolExecutor(count * hosts) as pool:
         results = [pool.submit(guarded, number) for number in range(count * hosts)]
     if errors:
         raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])

@@ -12,7 +12,7 @@ import torch
 from offload.runtime.memory.cuda_peers import CudaPeers
 from offload.runtime.memory.peers import HostPeers, Part, Peers, has_come
 from offload.runtime.sharing.sharers import SharerLostError
-from tests.offload.helpers.cuda_driver import FakeDriver
+from tests.offload.helpers.cuda_driver import LIMIT_S, FakeDriver
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 
 ON_CPU = SimpleNamespace(device=torch.device("cpu", 0))
@@ -101,6 +101,20 @@ def test_meetings_go_on_where_the_number_goes_round(make: Callable[[ThreadSharer
         return own._numbers[own._numbers.theirs(1 - sharers.rank)]
 
     assert as_sharers(2, work) == [2, 2]
+
+
+def test_a_thread_that_fails_in_a_test_keeps_no_other_waiting(make: Callable[[ThreadSharers], Peers]):
+    def work(sharers: ThreadSharers) -> None:
+        own = make(sharers)
+        if sharers.rank == 0:
+            raise KeyError("its own error")
+        own.meet()
+        own.meet()
+
+    began = time.monotonic()
+    with pytest.raises(KeyError, match="its own error"):
+        as_sharers(2, work)
+    assert time.monotonic() - began < LIMIT_S / 2
 
 
 def test_on_the_cpu_a_sharer_that_does_not_come_is_named():
