@@ -208,13 +208,12 @@ class CopyLinks:
         peers.write(sent)
         peers.meet()
         # In the order of ranks: of the first two sharers either may be added to the other.
-        own = slices[sharers.rank]
         for rank in range(sharers.count):
             if rank == sharers.rank:
                 for piece in pieces[rank]:
                     piece.sums.add_(piece.values)
-            elif (received := slices[_received_in(sharers.rank, rank)]) is not own:
-                own.add_(received)
+            elif (received_in := _received_in(sharers.rank, rank)) != sharers.rank:
+                slices[sharers.rank].add_(slices[received_in])
 
     def _pieces(self, addends: Addends) -> list[list[_Piece]]:
         """Returns what each sharer's slice of the sums has of the tensors."""
