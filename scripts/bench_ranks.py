@@ -3,12 +3,15 @@
     python scripts/bench_ranks.py --ranks 2 --sequences 4 --seq-len 2048 --recompute
     python scripts/bench_ranks.py --ranks 2 --sequences 2 --mode bounce_linear --optimizer --reduction fast --fsdp2
 
-The rows: the resident model on one GPU (`none`), the mode on one GPU, and the mode on all with the homes shared, where
-each copies in its slices and gathers the others', a row for each of `--links`. With `--ddp` also the model resident
-on each of all GPUs, in torch's `DistributedDataParallel` (Li et al. 2020), which sums the gradients inside backward as
-the mode does. With `--fsdp2` also the model resident on all GPUs together, in torch's `fully_shard` (Zhao et al. 2023)
-with torchtitan's settings: float32 masters, sums of gradients in float32. The update of both, with `--optimizer`, is
-torch's fused AdamW.
+The rows: the resident model on each GPU by itself (`none`), all at once, of which the slowest counts, because GPUs that
+share weights go at its pace; the mode on one GPU; and the mode on all with the homes shared, where each copies in its
+slices and gathers the others', a row for each of `--links`. With `--ddp` also the model resident on each of all GPUs,
+in torch's `DistributedDataParallel` (Li et al. 2020), which sums the gradients inside backward as the mode does. With
+`--fsdp2` also the model resident on all GPUs together, in torch's `fully_shard` (Zhao et al. 2023) with torchtitan's
+settings: float32 masters, sums of gradients in float32. The update of both, with `--optimizer`, is torch's fused AdamW.
+
+A GPU that has rested is faster for some seconds, until its power or temperature limits it: `--warmup 20 --steps 30`
+gives figures that last.
 
 Tokens are those of each GPU, and so `scaling` is the mode's step on one GPU over its step on all. A step on several
 GPUs includes the sum of the gradients over them, which each sends home in slices. `wait ms` is the time that the host
@@ -137,11 +140,11 @@ def proportional_gib() -> float:
 
 
 def measure_rank(rank: int, count: int, folder: str, spec: str, options: argparse.Namespace) -> dict[str, float]:
-    """Joins the other ranks through a file in `folder`, and measures this one."""
+    """Joins the other ranks through a file in `folder`, and measures this one. A resident model joins none."""
     options.cores = share_cores(usable_cores() // options.ranks)
     device = device_of(options.device, count, rank)
     options.device = str(device)
-    if count == 1:
+    if count == 1 or spec == RESIDENT:
         return measure(spec, options, NO_SHARERS)
     is_of_torch = spec in (REPLICATED, FULLY_SHARDED)
     backend = "cuda:nccl,cpu:gloo" if is_of_torch and device.type == "cuda" else "gloo"
@@ -212,7 +215,8 @@ def main() -> None:
         f" reduction={options.reduction}, copies={options.copies}, torch {torch.__version__}"
     )
     print(f"{'mode, devices':30}" + "".join(f"{title:>13}" for title in TITLES), flush=True)
-    kinds = [("none, 1", RESIDENT, 1, None), (f"{options.mode}, 1", options.mode, 1, None)]
+    kinds = [(f"none, each of {options.ranks}", RESIDENT, options.ranks, None)]
+    kinds.append((f"{options.mode}, 1", options.mode, 1, None))
     shared = f"{options.mode}, {options.ranks} by"
     kinds += [(f"{shared} {links}", options.mode, options.ranks, links) for links in options.links]
     for kind, is_wanted in ((REPLICATED, options.ddp), (FULLY_SHARDED, options.fsdp2)):
