@@ -124,3 +124,8 @@ def gradient_buckets(
         taken += size
     if run:
         yield GradientBucket(run, count)
+
+
+def bytes_of_buckets(parameters: Sequence[nn.Parameter], count: int) -> list[int]:
+    """Returns the bytes of each bucket of the parameters."""
+    return [bucket.dtype.itemsize * bucket.length for bucket in gradient_buckets(parameters, count)]

@@ -24,6 +24,7 @@ from offload.runtime.torch_internals import (
     is_in_data_parallel,
     left_out_of_graphs,
 )
+from offload.weights.gradients.buckets import bytes_of_buckets
 from offload.weights.gradients.device_sums import DeviceSums
 from offload.weights.gradients.final import KEEP, FinalGradients
 from offload.weights.gradients.offloader import GradientOffloader, Landing
@@ -64,7 +65,11 @@ class GradientLanding:
         self.offloader = GradientOffloader(transfer, limit_bytes)
         self.sum: GradientSum | None = None
         if sharers.count > 1:
-            ring = SumRing(links, streams, ring_bytes(bytes_of_sums(units, sharers.count, sharers.rank)))
+            sums = bytes_of_sums(units, sharers.count, sharers.rank)
+            if not units and sharers.links == "copies" and sharers.hosts == 1:
+                # Else what stays on the devices is summed in the room of what streams, or by collectives.
+                sums = bytes_of_buckets(on_device, sharers.count)
+            ring = SumRing(links, streams, ring_bytes(sums))
             self.sum = GradientSum(
                 sharers,
                 links,

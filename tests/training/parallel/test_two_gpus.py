@@ -91,6 +91,7 @@ def test_two_gpus_compute_what_the_resident_model_does_on_one(one: Path, tmp_pat
     [
         ("optimizer.device_share=40KiB", "offload.outside=stream"),
         ("offload.resident=50%",),
+        ("offload.resident=100%",),
         ("parallel.reduction=fast",),
         ("parallel.copies=slices",),
         ("parallel.copies=whole",),

@@ -151,6 +151,17 @@ def test_units_that_stay_resident_are_summed_inside_backward():
     assert len(summed[1]) == len(ALL) + 4
 
 
+def test_where_nothing_streams_sums_have_room_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    ask = ThreadSharers.sum
+    monkeypatch.setattr(ThreadSharers, "sum", lambda self, *arguments: (asked.append(self), ask(self, *arguments)))
+    torch.manual_seed(0)
+    summed = check(Net(), lambda step, number: {}, resident=4)
+    assert len(summed[1]) == len(summed[2]) == len(ALL) + 8
+    # Else the sharers' collectives sum all of them.
+    assert bool(asked) == (ThreadSharers.links == "collectives")
+
+
 def test_sums_do_not_pile_up_where_few_units_stream(monkeypatch: pytest.MonkeyPatch):
     """One block of eight streams: its fetches are too few for the gradients of the others."""
     summed, at_end = [], []
