@@ -158,4 +158,4 @@ def reduce_gradients(
 
 def exchange_bytes(parameters: Sequence[nn.Parameter]) -> int:
     """Returns the bytes on the device in which gradients are exchanged: two of the largest bucket."""
-    return 2 * max((bucket.length * bucket.dtype.itemsize for bucket in gradient_buckets(parameters)), default=0)
+    return 2 * max((bucket.nbytes for bucket in gradient_buckets(parameters)), default=0)

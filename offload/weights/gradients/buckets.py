@@ -33,6 +33,10 @@ class GradientBucket:
             (self._alone,) = self.parameters
             self.length = self._alone.numel()
 
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * self.length
+
     def flat(self, device: torch.device, in_place: bool = True) -> Tensor:
         """Returns the gradients as a tensor [length] on `device`; that of a bucket of one in its own memory if it can.
 
@@ -124,8 +128,3 @@ def gradient_buckets(
         taken += size
     if run:
         yield GradientBucket(run, count)
-
-
-def bytes_of_buckets(parameters: Sequence[nn.Parameter], count: int) -> list[int]:
-    """Returns the bytes of each bucket of the parameters."""
-    return [bucket.dtype.itemsize * bucket.length for bucket in gradient_buckets(parameters, count)]

@@ -20,7 +20,7 @@ from offload.runtime.streams.points import Points
 from offload.runtime.streams.registry import Event, Streams
 from offload.runtime.streams.transfer import Transfer, profiled
 from offload.runtime.torch_internals import gradient_accumulator
-from offload.weights.gradients.buckets import GradientBucket, gradient_buckets
+from offload.weights.gradients.buckets import GradientBucket
 from offload.weights.gradients.offers import NOTHING, SUMS_AT_ONCE, offer
 from offload.weights.gradients.offloader import is_sparse
 from offload.weights.gradients.sum_ring import SumRing
@@ -44,7 +44,7 @@ class _StepBucket:
 
 
 class DeviceSums:
-    """The gradients of `parameters`, which are on the device, of this process.
+    """The gradients of this process that stay on the device, in `buckets`.
 
     A bucket is summed inside backward when all sharers have all of its gradients. It is trusted to be complete then if
     each of its gradients landed once in the last microbatch of the step before: reentrant checkpoints deliver that of
@@ -52,7 +52,7 @@ class DeviceSums:
     """
 
     def __init__(
-        self, sharers: Sharers, links: Links, ring: SumRing, parameters: Sequence[nn.Parameter], transfer: Transfer
+        self, sharers: Sharers, links: Links, ring: SumRing, buckets: Sequence[GradientBucket], transfer: Transfer
     ):
         self.summed: set[nn.Parameter] = set()
         """what was summed in this step or the last"""
@@ -62,11 +62,7 @@ class DeviceSums:
         self._links, self._ring = links, ring
         self._transfer = transfer
         self._streams = transfer.streams
-        everyone = sharers.count * sharers.hosts
-        self._buckets = [
-            _StepBucket(bucket, number, self._streams)
-            for number, bucket in enumerate(gradient_buckets(parameters, everyone))
-        ]
+        self._buckets = [_StepBucket(bucket, number, self._streams) for number, bucket in enumerate(buckets)]
         self._complete: list[int] = []
         self._complete_since_offer = 0
         # Of those, the ones whose point of compute is not recorded yet: a hook of the last gradient may follow.
@@ -211,8 +207,8 @@ class DeviceSums:
 
         Whether gradients share memory may differ from sharer to sharer. Their sizes do not.
         """
-        dtype, length = bucket.bucket.dtype, bucket.bucket.length
-        if not self._links.sums_own_memory or not self._ring.has_room(dtype.itemsize * length):
+        gradients = bucket.bucket
+        if not self._links.sums_own_memory or not self._ring.has_room(gradients.nbytes):
             return None
-        (room,) = self._ring.take([(dtype, length)], f"room for {bucket}")
+        (room,) = self._ring.take([(gradients.dtype, gradients.length)], f"room for {bucket}")
         return room

@@ -24,7 +24,7 @@ from offload.runtime.torch_internals import (
     is_in_data_parallel,
     left_out_of_graphs,
 )
-from offload.weights.gradients.buckets import bytes_of_buckets
+from offload.weights.gradients.buckets import gradient_buckets
 from offload.weights.gradients.device_sums import DeviceSums
 from offload.weights.gradients.final import KEEP, FinalGradients
 from offload.weights.gradients.offloader import GradientOffloader, Landing
@@ -65,17 +65,18 @@ class GradientLanding:
         self.offloader = GradientOffloader(transfer, limit_bytes)
         self.sum: GradientSum | None = None
         if sharers.count > 1:
+            buckets = list(gradient_buckets(on_device, sharers.count * sharers.hosts))
             sums = bytes_of_sums(units, sharers.count, sharers.rank)
-            if not units and sharers.links == "copies" and sharers.hosts == 1:
+            if not any(sums) and sharers.links == "copies" and sharers.hosts == 1:
                 # Else what stays on the devices is summed in the room of what streams, or by collectives.
-                sums = bytes_of_buckets(on_device, sharers.count)
+                sums = [bucket.nbytes for bucket in buckets]
             ring = SumRing(links, streams, ring_bytes(sums))
             self.sum = GradientSum(
                 sharers,
                 links,
                 ring,
                 units,
-                DeviceSums(sharers, links, ring, on_device, transfer),
+                DeviceSums(sharers, links, ring, buckets, transfer),
                 transfer,
                 limit_bytes,
                 land_alone=self._land_alone,

@@ -151,13 +151,17 @@ def test_units_that_stay_resident_are_summed_inside_backward():
     assert len(summed[1]) == len(ALL) + 4
 
 
-def test_where_nothing_streams_sums_have_room_of_their_own(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_where_no_gradient_goes_home_sums_have_room_of_their_own(monkeypatch: pytest.MonkeyPatch, frozen: bool):
+    """Because nothing streams, or what does is frozen, as under adapters."""
     asked = []
     ask = ThreadSharers.sum
     monkeypatch.setattr(ThreadSharers, "sum", lambda self, *arguments: (asked.append(self), ask(self, *arguments)))
     torch.manual_seed(0)
-    summed = check(Net(), lambda step, number: {}, resident=4)
-    assert len(summed[1]) == len(summed[2]) == len(ALL) + 8
+    model = Net()
+    model.layers.requires_grad_(not frozen)
+    summed = check(model, lambda step, number: {}, resident=0 if frozen else 4)
+    assert len(summed[1]) == len(summed[2]) == len(ALL) + (0 if frozen else 8)
     # Else the sharers' collectives sum all of them.
     assert bool(asked) == (ThreadSharers.links == "collectives")
 
