@@ -140,7 +140,8 @@ def test_a_gpu_out_of_memory_in_mid_step(run, tmp_path: Path, monkeypatch, capsy
 def test_what_it_advises_can_be_taken(run, monkeypatch, capsys):
     at_forward(monkeypatch, 1, raising(torch.OutOfMemoryError("CUDA out of memory.")))
     assert run("precision=fp32") == 1
-    advice = capsys.readouterr().err.rpartition(": take ")[2].replace(" or ", ", ").strip().split(", ")
+    overrides, _, _environment = capsys.readouterr().err.rpartition(": take ")[2].partition("; ")
+    advice = overrides.replace(" or ", ", ").strip().split(", ")
     assert run(*(override for override in advice if "=" in override)) == 0
 
 
