@@ -58,7 +58,7 @@ def text_of(options: argparse.Namespace) -> str:
     from training.planning.samples import refuse_text
     from training.profiling.hardware import resolve_device
     from training.saved_runs.loading import load_model
-    from training.tasks.causal_lm import (
+    from training.tasks.text_samples import (
         check_vocabulary,
         continued,
         prompt_ids,

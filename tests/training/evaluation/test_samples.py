@@ -13,13 +13,12 @@ from torch import nn
 
 from tests.training.helpers.in_process import TINY_RUN, composed, run_here
 from tests.training.helpers.modes import small_modes
-from training.data.tokenizer import ByteTokenizer
+from tests.training.helpers.scripted import Scripted
 from training.errors import UserError
-from training.evaluation.held_out import observed
 from training.evaluation.samples import Samples
 from training.planning.plan import plan_only
-from training.tasks import causal_lm
-from training.tasks.causal_lm import CausalLM, continued, prompt_ids
+from training.tasks import text_samples
+from training.tasks.causal_lm import CausalLM
 
 # Updates that begin inside backward, and may last until the sample needs them.
 UPDATES = ("optimizer=host_adamw", "optimizer.compile='off'", "clip_norm=null")
@@ -33,28 +32,6 @@ def records(folder: Path, name: str = "samples.jsonl") -> list[dict]:
 
 def losses(folder: Path) -> list[float]:
     return [record["train/loss"] for record in records(folder, "metrics.jsonl") if "train/loss" in record]
-
-
-class Scripted(nn.Module):
-    """A model that generates the given ids, whatever the prompt."""
-
-    def __init__(self, *ids: int):
-        super().__init__()
-        self.ids = iter(ids)
-
-    def key_value_cache(self, capacity: int) -> None:
-        return None
-
-    def forward(self, input_ids: torch.Tensor, cache: None) -> torch.Tensor:
-        assert not torch.is_grad_enabled()
-        assert not self.training
-        return nn.functional.one_hot(torch.tensor([[next(self.ids)]]), 300).float()
-
-
-def text_of(*ids: int, **changes) -> str | None:
-    settings = {"tokens": len(ids), "temperature": 0, "top_p": 1, "seed": 0, "device": torch.device("cpu"), **changes}
-    with observed(model := Scripted(*ids), 0, settings["device"]):
-        return continued(model, ByteTokenizer(), (97,), **settings)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +65,7 @@ def test_modes_sample_and_train_alike(whole: Path, tmp_path: Path, offload: str)
 def test_a_signal_ends_a_sample_and_the_resumed_run_makes_it(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ):
-    calls, generate = [], causal_lm.generate
+    calls, generate = [], text_samples.generate
 
     def signalled(*arguments, **settings):
         calls.append(1)
@@ -98,7 +75,7 @@ def test_a_signal_ends_a_sample_and_the_resumed_run_makes_it(
             yield token
 
     with monkeypatch.context() as patch:
-        patch.setattr(causal_lm, "generate", signalled)
+        patch.setattr(text_samples, "generate", signalled)
         stopped = run_here(tmp_path, *RUN, *SAMPLES)
     assert (stopped["status"], stopped["steps"]) == ("stopped", step)
     assert run_here(tmp_path, *RUN, *SAMPLES, "resume=auto")["status"] == "ok"
@@ -116,18 +93,6 @@ def test_a_rewound_run_drops_later_samples_even_without_making_new_ones(
     at_4 = f"resume={tmp_path / 'checkpoints' / 'step-00000004'}"
     run_here(tmp_path, *RUN, at_4)
     assert [record["train/step"] for record in records(tmp_path)] == [0, 4]
-
-
-def test_a_sample_ends_with_its_document_and_has_no_separator():
-    assert text_of(98, 256, 99) == "ab"
-    assert text_of(98, 0xC3, 99) == "ab\ufffdc"
-    answers = iter([False, True])
-    assert text_of(98, 99, 100, stopped=lambda: next(answers)) is None
-
-
-def test_an_empty_prompt_starts_a_document():
-    assert prompt_ids(ByteTokenizer(), "") == (256,)
-    assert prompt_ids(ByteTokenizer(), "é") == (0xC3, 0xA9)
 
 
 def test_logits_that_are_not_finite_end_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
