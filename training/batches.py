@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from models.loss import IGNORED_LABEL
 from offload import upload
 
 Batch = Tensor | dict[str, Tensor]
@@ -22,6 +23,28 @@ def examples_in(batch: Batch) -> int:
     if len(set(counts.values())) != 1:
         raise ValueError(f"the tensors of a batch must have the same first dimension, the examples: {counts}")
     return next(iter(counts.values()))
+
+
+def trained_tokens_in(labels: Tensor) -> int:
+    """Returns the number of labels, on the CPU, that are trained on."""
+    return int((labels != IGNORED_LABEL).sum())
+
+
+def tokens_in(batch: Batch) -> int:
+    """Returns the number of tokens that a batch of text, on the CPU, gives a model; padding is none of them.
+
+    A tensor is [rows, tokens + 1]. A dictionary has the tokens of each row in `lengths`, or `segments`, of which those
+    below 0 are padding, or `input_ids` alone, without padding. Raises ValueError for any other.
+    """
+    if isinstance(batch, Tensor):
+        return batch.numel() - len(batch)
+    if "lengths" in batch:
+        return int(batch["lengths"].sum())
+    if "segments" in batch:
+        return int((batch["segments"] >= 0).sum())
+    if "input_ids" in batch:
+        return batch["input_ids"].numel()
+    raise ValueError(f"no lengths, segments or input_ids tell the tokens of a batch: it has {', '.join(batch)}")
 
 
 def split_into(batch: Batch, parts: int) -> list[Batch]:

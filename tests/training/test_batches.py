@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from training.batches import examples_in, sha256_of, split_by, split_into, uploaded
+from training.batches import examples_in, sha256_of, split_by, split_into, tokens_in, trained_tokens_in, uploaded
 
 TENSOR = torch.arange(10).view(5, 2)
 BOTH = {"images": torch.arange(20.0).view(5, 2, 2), "labels": torch.arange(5)}
@@ -23,6 +23,21 @@ def test_parts_are_those_of_each_tensor():
 def test_tensors_of_a_batch_count_the_same_examples():
     with pytest.raises(ValueError, match="first dimension"):
         examples_in(BOTH | {"labels": torch.arange(4)})
+
+
+def test_tokens_are_those_without_padding():
+    rows = torch.tensor([[1, 2, 3, 0], [4, 0, 0, 0]])
+    assert tokens_in(rows) == 6
+    assert tokens_in({"input_ids": rows}) == 8
+    assert tokens_in({"input_ids": rows, "lengths": torch.tensor([3, 1])}) == 4
+    assert tokens_in({"input_ids": rows, "segments": torch.tensor([[0, 0, 1, -1], [0, -1, -1, -1]])}) == 4
+    assert tokens_in({"input_ids": rows.expand(3, 2, 4), "lengths": torch.full((3, 2), 2)}) == 12
+    with pytest.raises(ValueError, match="it has images, labels"):
+        tokens_in(BOTH)
+
+
+def test_tokens_that_are_trained_on_are_those_with_a_label():
+    assert trained_tokens_in(torch.tensor([[-100, 2, 0], [-100, -100, 5]])) == 3
 
 
 def test_a_batch_arrives_as_it_is():

@@ -11,7 +11,7 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from training.batches import Batch
+from training.batches import Batch, examples_in, tokens_in, trained_tokens_in
 from training.errors import UserError
 from training.tasks.sample import Sample
 
@@ -38,7 +38,7 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Returns the mean loss over the examples of a microbatch, which is on the model's device: a scalar."""
+        """Returns the loss of a microbatch, which is on the model's device: a scalar, the mean over its `weight`."""
 
     def prepared(self, batch: Batch, seed: int) -> Batch:
         """Adds the random numbers of a step (timesteps, noise) to a batch on the CPU.
@@ -47,13 +47,26 @@ class Task(ABC):
         """
         return batch
 
+    def weight(self, batch: Batch) -> int:
+        """Returns how much a batch, which `prepared` has returned, counts in the mean loss of a step; 0: not at all.
+
+        The labelled tokens of a dictionary whose `labels` have a dimension beside that of the examples; else the
+        examples. It is asked on the CPU, because the host waits for no device.
+        """
+        labels = batch.get("labels") if isinstance(batch, dict) else None
+        return examples_in(batch) if labels is None or labels.ndim < 2 else trained_tokens_in(labels)
+
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Returns what an evaluation measures: means over the examples, scalars. `loss` is among them."""
+        """Returns what an evaluation measures: means over the `weight`, scalars. `loss` is among them."""
         return {"loss": self.loss(model, batch)}
 
     def units(self, config: DictConfig) -> int:
-        """Returns how many of `unit` a step trains on."""
+        """Returns how many of `unit` a step trains on, as a plan expects: without padding."""
         return config.batch_size
+
+    def units_in(self, batch: Batch) -> int:
+        """Returns how many of `unit` are in a batch of the dataset, on the CPU: padding is none of them."""
+        return tokens_in(batch) if self.unit == "tokens" else examples_in(batch)
 
     def microbatches(self, config: DictConfig) -> int:
         """Returns the number of microbatches at microbatches=auto: between 1 and `batch_size`."""

@@ -29,6 +29,19 @@ def test_defaults_are_those_of_examples():
     assert {name: score.item() for name, score in task.scores(model, batch).items()} == {"loss": 1.0}
 
 
+class OfTokens(Doubles):
+    unit = "tokens"
+
+
+def test_a_batch_counts_its_examples_or_the_tokens_that_have_a_label():
+    rows = torch.arange(12).view(3, 4)
+    labels = torch.tensor([[1, 2, -100], [-100, -100, -100], [-100, 5, -100]])
+    masked = {"input_ids": torch.ones(3, 3), "labels": labels, "lengths": torch.tensor([3, 2, 2])}
+    assert [(task.weight(rows), task.units_in(rows)) for task in (Doubles(), OfTokens())] == [(3, 3), (3, 9)]
+    assert [(task.weight(masked), task.units_in(masked)) for task in (Doubles(), OfTokens())] == [(3, 3), (3, 7)]
+    assert Doubles().weight({"images": torch.ones(4, 2, 2), "labels": torch.tensor([-100, 1, 2, 3])}) == 4
+
+
 def test_a_dataset_without_shapes_and_a_task_without_samples_are_named():
     config, _ = composed("dataset=stdlib", "sample.every=3")
     with pytest.raises(UserError, match=r"^dataset=StdlibText: .*Doubles"):
