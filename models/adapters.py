@@ -146,6 +146,22 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             _replace(model, name, layer)
 
 
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Makes `model` compute what its base does inside the block, as long as nothing but adapters trains.
+
+    No parameter is touched: peft's own switch would freeze the adapters, which a mode takes for another model.
+    """
+    layers = [layer for _, layer in adapter_layers(root_of(model))]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
 @torch.no_grad()
 def initialise_adapters(model: nn.Module, seed: int, device: torch.device | str | None = None) -> None:
     """Fills the adapters in place; the base must have its values.

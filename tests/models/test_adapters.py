@@ -11,6 +11,7 @@ from models.adapters import (
     Lora,
     RsLora,
     adapter_layers,
+    adapters_off,
     config_of,
     initialise_adapters,
     inject,
@@ -218,3 +219,18 @@ def test_layers_of_images_can_be_named():
 def test_a_model_with_statistics_is_refused():
     with pytest.raises(ValueError, match=r"^targets: .* is a batch norm, whose statistics would change in training"):
         inject(tiny("resnet", "meta"), Lora(2, 4), torch.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_whose_adapters_are_off_computes_what_its_base_does(kind: type[Lora]) -> None:
+    model = adapted(kind(rank=2, alpha=4))
+    base = plain().to_empty(device="cpu")
+    initialise(base, 0)
+    disturb(model)
+    with_adapters = model(IDS)
+    with pytest.raises(ZeroDivisionError), adapters_off(model):
+        assert torch.equal(model(IDS), base(IDS))
+        assert trained(model)
+        raise ZeroDivisionError
+    assert torch.equal(model(IDS), with_adapters)
+    assert not torch.equal(with_adapters, base(IDS))
