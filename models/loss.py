@@ -27,15 +27,24 @@ class Head(nn.Linear):
     def __init__(self, hidden_size: int, vocab_size: int):
         super().__init__(hidden_size, vocab_size, bias=False)
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Returns logits [..., vocab_size] for hidden [..., hidden_size], or the mean loss for int64 labels [...].
+    def forward(self, hidden: Tensor, labels: Tensor | None = None, reduction: str = "mean") -> Tensor:
+        """Returns logits [..., vocab_size] for hidden [..., hidden_size], or the loss for int64 labels [...].
 
-        For the loss, hidden states of another dtype are converted to that of the weight.
+        That is the mean, or with `reduction="none"` each token's [...]. For it, hidden states of another dtype are
+        converted to that of the weight.
         """
         if labels is None:
             return super().forward(hidden)
         # Models that add up float32 residuals beside bf16 weights (Mamba's) have hidden states of float32.
-        return linear_cross_entropy(hidden.to(self.weight.dtype), self.weight, labels)
+        losses = linear_cross_entropy if averages(reduction) else token_cross_entropy
+        return losses(hidden.to(self.weight.dtype), self.weight, labels)
+
+
+def averages(reduction: str) -> bool:
+    """Returns True for "mean" and False for "none"; raises ValueError for any other name."""
+    if reduction not in ("mean", "none"):
+        raise ValueError(f"reduction={reduction!r}: must be mean or none")
+    return reduction == "mean"
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None = None) -> Tensor:
@@ -57,14 +66,31 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_t
         ValueError: a label on the CPU is out of range. On CUDA the check would wait for the device; there such a label
             fails with a device-side assertion.
     """
-    vocab_size = weight.shape[0]
-    hidden = hidden.reshape(-1, hidden.shape[-1])
+    hidden, labels, chunk_tokens = _flat(hidden, weight, labels, chunk_tokens)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, torch.is_grad_enabled())
+
+
+def token_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None = None) -> Tensor:
+    """Returns the cross-entropy of each label, 0 where it is -100; otherwise as `linear_cross_entropy`.
+
+    Backward computes the logits of each chunk again, which takes the time of one more product of the head.
+
+    Returns:
+        [...], the shape of `labels`: float32, or float64 for float64 inputs.
+    """
+    shape = labels.shape
+    hidden, labels, chunk_tokens = _flat(hidden, weight, labels, chunk_tokens)
+    return _TokenCrossEntropy.apply(hidden, weight, labels, chunk_tokens).view(shape)
+
+
+def _flat(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None) -> tuple[Tensor, Tensor, int]:
+    """Returns hidden [tokens, hidden_size] and labels [tokens], which it checks, and the tokens of a chunk."""
     labels = labels.reshape(-1)
     if labels.device.type == "cpu":
-        _check_labels(labels, vocab_size)
+        _check_labels(labels, weight.shape[0])
     if chunk_tokens is None:
-        chunk_tokens = tokens_per_chunk(len(labels), vocab_size)
-    return _LinearCrossEntropy.apply(hidden, weight, labels, chunk_tokens, torch.is_grad_enabled())
+        chunk_tokens = tokens_per_chunk(len(labels), weight.shape[0])
+    return hidden.reshape(-1, hidden.shape[-1]), labels, chunk_tokens
 
 
 def tokens_per_chunk(tokens: int, vocab_size: int) -> int:
@@ -132,6 +158,54 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None,
             None,
         )
+
+
+class _TokenCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int):
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        counted = labels != IGNORED_LABEL
+        known = labels.where(counted, 0)
+        losses = torch.empty(len(labels), dtype=wide, device=hidden.device)
+        normalisers = torch.empty_like(losses)
+        for start in range(0, len(labels), chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            logits = _product(hidden[chunk], weight.t(), wide)
+            label_logits = logits.gather(1, known[chunk, None]).squeeze(1)
+            largest = logits.amax(dim=-1, keepdim=True)
+            # One buffer, overwritten in place.
+            sums = logits.sub_(largest).exp_().sum(dim=-1)
+            normalisers[chunk] = sums.log_().add_(largest.squeeze(1))
+            losses[chunk] = normalisers[chunk] - label_logits
+            # Freed before the next chunk's logits are made.
+            del logits
+        ctx.chunk_tokens = chunk_tokens
+        ctx.save_for_backward(hidden, weight, labels, normalisers)
+        return losses.masked_fill_(~counted, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, losses_grad: Tensor):
+        hidden, weight, labels, normalisers = ctx.saved_tensors
+        hidden_needs_grad, weight_needs_grad = ctx.needs_input_grad[:2]
+        counted = labels != IGNORED_LABEL
+        known = labels.where(counted, 0)
+        losses_grad = losses_grad.masked_fill(~counted, 0)
+        hidden_grad = torch.empty_like(hidden) if hidden_needs_grad else None
+        weight_grad = torch.zeros_like(weight, dtype=normalisers.dtype) if weight_needs_grad else None
+        for start in range(0, len(labels), ctx.chunk_tokens):
+            chunk = slice(start, start + ctx.chunk_tokens)
+            label, grad = known[chunk, None], losses_grad[chunk, None]
+            buffer = _product(hidden[chunk], weight.t(), normalisers.dtype)
+            buffer.sub_(normalisers[chunk, None]).exp_().mul_(grad)
+            buffer.scatter_(1, label, buffer.gather(1, label) - grad)
+            logits_grad = buffer.to(hidden.dtype)
+            if hidden_needs_grad:
+                hidden_grad[chunk] = logits_grad @ weight
+            if weight_needs_grad:
+                _add_product(weight_grad, logits_grad.t(), hidden[chunk])
+            del buffer, logits_grad
+        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,9 +5,17 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from models.loss import CHUNK_LOGITS_BYTES, MAX_CHUNKS, Head, linear_cross_entropy, tokens_per_chunk
+from models.loss import (
+    CHUNK_LOGITS_BYTES,
+    MAX_CHUNKS,
+    Head,
+    linear_cross_entropy,
+    token_cross_entropy,
+    tokens_per_chunk,
+)
 
 TOKENS, HIDDEN, VOCAB = 37, 16, 29
+WITHOUT_CUDA = {"condition": not torch.cuda.is_available(), "reason": "needs a CUDA device"}
 
 
 def make_inputs(dtype=torch.float32, tokens=TOKENS, vocab=VOCAB, hidden_size=HIDDEN):
@@ -188,8 +196,124 @@ def test_head_returns_logits_or_the_loss_of_batched_hidden():
     torch.testing.assert_close(head(hidden, labels), F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
 
 
+def test_a_head_refuses_other_reductions():
+    hidden, _, labels = make_inputs()
+    with pytest.raises(ValueError, match="reduction='sum': must be mean or none"):
+        Head(HIDDEN, VOCAB)(hidden, labels, "sum")
+
+
+def plain_tokens(hidden, weight, labels):
+    logits = F.linear(hidden, weight)
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels, reduction="none")
+
+
+def losses_and_gradients(function, hidden, weight, labels, **options):
+    """With another gradient, some of them 0 or negative, for each token."""
+    losses = function(hidden, weight, labels, **options)
+    tokens = torch.linspace(-1, 2, losses.numel(), dtype=losses.dtype, device=losses.device).view(losses.shape)
+    return losses.detach(), *torch.autograd.grad((losses * tokens).sum(), (hidden, weight))
+
+
+class TestTokenCrossEntropy:
+    @pytest.mark.parametrize("chunk_tokens", [1, 5, 36, 37, 1000, None])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_equals_plain_cross_entropy(self, dtype, chunk_tokens):
+        inputs = make_inputs(dtype)
+        expected = losses_and_gradients(plain_tokens, *inputs)
+        actual = losses_and_gradients(token_cross_entropy, *inputs, chunk_tokens=chunk_tokens)
+        tolerance = {"rtol": 3e-6, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 1e-13, "atol": 1e-14}
+        for a, e in zip(actual, expected, strict=True):
+            assert a.dtype == e.dtype
+            torch.testing.assert_close(a, e, **tolerance)
+        assert (actual[0][[3, 20]] == 0).all()
+
+    def test_gradients_are_those_of_differences(self):
+        hidden, weight, labels = make_inputs(torch.float64, tokens=21, vocab=5, hidden_size=3)
+        labels = labels.where(labels == -100, labels % 5)
+        assert torch.autograd.gradcheck(lambda h, w: token_cross_entropy(h, w, labels, 2), (hidden, weight))
+
+    @pytest.mark.parametrize("chunk_tokens", [64, 512])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize(
+        "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(**WITHOUT_CUDA)])]
+    )
+    def test_half_precision_is_at_least_as_accurate_as_plain(self, dtype, chunk_tokens, device):
+        inputs = [t.detach().to(device) for t in make_inputs(dtype, tokens=512, vocab=300, hidden_size=64)]
+        inputs = [inputs[0].requires_grad_(), inputs[1].requires_grad_(), inputs[2]]
+        exact = [t.detach().double().requires_grad_() for t in inputs[:2]]
+        reference = losses_and_gradients(plain_tokens, *exact, inputs[2])
+        by_plain = losses_and_gradients(plain_tokens, *inputs)
+        by_chunks = losses_and_gradients(token_cross_entropy, *inputs, chunk_tokens=chunk_tokens)
+        assert by_chunks[0].dtype == torch.float32
+        for ours, plains, true in zip(by_chunks, by_plain, reference, strict=True):
+            our_error = (ours.double() - true).norm() / true.norm()
+            plain_error = (plains.double() - true).norm() / true.norm()
+            assert our_error <= 1.05 * plain_error
+
+    def test_the_mean_is_that_of_the_mean_loss(self):
+        hidden, weight, labels = make_inputs()
+        losses = token_cross_entropy(hidden, weight, labels, 5)
+        mean = losses.sum() / (labels != -100).sum()
+        torch.testing.assert_close(mean, linear_cross_entropy(hidden, weight, labels))
+
+    def test_large_logits_do_not_overflow(self):
+        hidden, weight, labels = make_inputs()
+        inputs = (hidden.detach() * 1e4).requires_grad_(), weight, labels
+        for a, e in zip(
+            losses_and_gradients(token_cross_entropy, *inputs, chunk_tokens=7),
+            losses_and_gradients(plain_tokens, *inputs),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, e, rtol=1e-3, atol=2e-2)
+
+    def test_logits_of_one_chunk_at_a_time_exist(self, monkeypatch):
+        monkeypatch.setattr("models.loss.CHUNK_LOGITS_BYTES", 4 * VOCAB * 8)
+        largest = 0
+
+        class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                nonlocal largest
+                result = function(*args, **(kwargs or {}))
+                if isinstance(result, torch.Tensor):
+                    largest = max(largest, result.numel())
+                return result
+
+        with Watch():
+            token_cross_entropy(*make_inputs(hidden_size=2)).sum().backward()
+        assert largest == 8 * VOCAB
+
+    def test_gradients_that_are_not_needed_are_not_computed(self):
+        hidden, weight, labels = make_inputs()
+        frozen = weight.detach(), hidden.detach()
+        assert products_of(lambda: token_cross_entropy(hidden, weight, labels).sum().backward()) == 4
+        assert products_of(lambda: token_cross_entropy(hidden, frozen[0], labels).sum().backward()) == 3
+        assert products_of(lambda: token_cross_entropy(frozen[1], weight, labels).sum().backward()) == 3
+        assert not token_cross_entropy(frozen[1], frozen[0], labels).requires_grad
+
+    def test_second_derivatives_are_refused_rather_than_wrong(self):
+        hidden, weight, labels = make_inputs()
+        scale = torch.ones(TOKENS, requires_grad=True)
+        losses = token_cross_entropy(hidden, weight, labels)
+        (gradient,) = torch.autograd.grad(losses, hidden, grad_outputs=scale, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.sum().backward()
+
+    def test_labels_out_of_range_are_refused(self):
+        hidden, weight, labels = make_inputs()
+        labels[5] = VOCAB
+        with pytest.raises(ValueError, match=f"label {VOCAB} is outside the vocabulary of {VOCAB}"):
+            token_cross_entropy(hidden, weight, labels)
+
+    def test_a_head_keeps_the_shape_of_its_labels(self):
+        head = Head(HIDDEN, VOCAB)
+        hidden, _, labels = make_inputs(tokens=36)
+        losses = head(hidden.detach().view(4, 9, HIDDEN), labels.view(4, 9), "none")
+        expected = plain_tokens(hidden, head.weight, labels).view(4, 9)
+        torch.testing.assert_close(losses, expected)
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(**WITHOUT_CUDA)
 @pytest.mark.parametrize("chunk_tokens", [100, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_cuda_is_at_least_as_accurate_as_plain(dtype, chunk_tokens):
@@ -206,7 +330,7 @@ def test_cuda_is_at_least_as_accurate_as_plain(dtype, chunk_tokens):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(**WITHOUT_CUDA)
 def test_cuda_peak_memory_is_that_of_a_chunk_not_of_the_batch():
     tokens, vocab, hidden_size = 16384, 32000, 256
     inputs = make_inputs(torch.bfloat16, tokens=tokens, vocab=vocab, hidden_size=hidden_size)
