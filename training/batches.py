@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -55,6 +55,13 @@ def split_into(batch: Batch, parts: int) -> list[Batch]:
 def split_by(batch: Batch, examples: int) -> list[Batch]:
     """Splits a batch into parts of `examples` examples; the last may have fewer."""
     return _split(batch, lambda tensor: tensor.split(examples))
+
+
+def joined(parts: Sequence[Batch]) -> Batch:
+    """Returns the batch of which `split_into` makes `parts`."""
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def uploaded(batch: Batch, device: torch.device) -> Batch:

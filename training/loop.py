@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,17 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from offload import Mode, l2_norm
-from training.batches import Batch, examples_in, split_into, uploaded
+from training.batches import Batch, examples_in, joined, split_into, uploaded
 from training.build import Job, RankJob, place_states_in_spare_vram
 from training.config.adapter import has_adapter
 from training.config.schema import OnNonfinite
 from training.errors import UserError
+from training.evaluation.held_out import evaluating
 from training.parallel.ranks import RankLostError, Share
 from training.planning.advice import nonfinite_advice
 from training.recorder import Recorder
 from training.runs.signals import StopRequest
 from training.seeds import seed_of, seed_torch
-from training.tasks.task import Task, loss_to_train
+from training.tasks.task import Task, loss_and_figures_to_train
 from training.weights.adapter import warn_of_unused
 
 
@@ -39,6 +40,8 @@ class StepResult(NamedTuple):
     """of the first parameter group"""
     skipped: bool
     """True: the gradients were not finite, and nothing was updated"""
+    figures: Sequence[Tensor] = ()
+    """those that the task names, float32 scalars on the device"""
 
 
 def train(job: Job) -> dict:
@@ -74,7 +77,8 @@ def train(job: Job) -> dict:
                 make_sample(job, recorder, stop, step)
                 evaluation = evaluate(job, recorder, stop, step)
                 if step % config.log_every == 0 or step == config.steps:
-                    recorder.record(step, result.loss, result.norm, result.lr, evaluation)
+                    figures = dict(zip(job.components.task.figures, result.figures, strict=True))
+                    recorder.record(step, result.loss, result.norm, result.lr, evaluation, figures)
                 else:
                     recorder.record_evaluation(step, evaluation)
                 if save_or_stop(job, recorder, stop, step, batch):
@@ -158,12 +162,14 @@ def run_share(job: RankJob, step: int, share: Share) -> StepResult:
     config, model, mode, task = components.config, components.model, components.mode, components.task
     # Before the step: inside it, the batch would queue behind the first weights on the bus.
     share = replace(share, batch=uploaded(share.batch, components.device))
+    if task.looks_ahead:
+        share = replace(share, batch=looked_ahead(task, mode, model, share.batch, config.microbatches))
     # Norms of the gradients of one rank say nothing about those of their sums, which ranks that share weights make in
     # the step.
     with mode.step(norms=ranks.count == 1 or ranks.shares_homes):
         losses = forward_backward(task, mode, model, share, config.microbatches, config.seed, step)
     # After the step, which ranks that share weights end together: one that has taken another way is found there.
-    loss = ranks.total(losses)
+    loss, *figures = ranks.total(losses).reshape(-1)
     # What is drawn between steps depends neither on the last microbatch nor on the number of ranks.
     seed_torch(seed_of(config.seed, step))
     if mode.owns_update:
@@ -171,7 +177,7 @@ def run_share(job: RankJob, step: int, share: Share) -> StepResult:
         # In steps that are timed the norm may cost a pass over host memory.
         norm = job.optimizer.step(measure=step <= config.warmup_steps)
         job.schedule.step()
-        return StepResult(loss, norm, lr, skipped=False)
+        return StepResult(loss, norm, lr, skipped=False, figures=figures)
     known = ranks.reduce(model, mode.gradient_norms(), mode.summed_parameters())
     if has_adapter(config) and isinstance(job, Job) and step == job.start.step + 1:
         warn_of_unused(model)
@@ -184,7 +190,16 @@ def run_share(job: RankJob, step: int, share: Share) -> StepResult:
         skip_or_raise(job, step, norm)
     job.optimizer.zero_grad()
     job.schedule.step()
-    return StepResult(loss, norm, lr, skipped=not finite)
+    return StepResult(loss, norm, lr, not finite, figures)
+
+
+def looked_ahead(task: Task, mode: Mode, model: nn.Module, batch: Batch, microbatches: int) -> Batch:
+    """Returns the batch with what the task wants of the model before the step, computed microbatch by microbatch.
+
+    The host does not wait for the device, nor for updates but those of units that stream.
+    """
+    with mode.inference(), evaluating(model):
+        return joined([task.ahead(model, part) for part in split_into(batch, microbatches)])
 
 
 def save_or_stop(job: Job, recorder: Recorder, stop: StopRequest, step: int, batch: Batch) -> bool:
@@ -249,16 +264,25 @@ def forward_backward(
     The share is split into `microbatches`, each weighted by its part of the step's examples, so that the sum does not
     depend on the split, even if the sizes differ; `mode` chooses their order. Each one seeds the random numbers of its
     dropout by its position in the step, so that they depend neither on that order nor on the number of ranks.
-    Returns the microbatches' parts of the step's loss, float32 [microbatches].
+    Returns the microbatches' parts of the step's loss, float32 [microbatches]; where the task has figures too,
+    [microbatches, 1 + figures], the loss first.
     """
+    shown: dict[int, Tensor] = {}
 
     def loss_of(index: int, part: Batch) -> Tensor:
         seed_torch(seed_of(seed, step, share.first + index))
-        return loss_to_train(task, model, part) * (examples_in(part) / share.examples)
+        weight = examples_in(part) / share.examples
+        loss, figures = loss_and_figures_to_train(task, model, part)
+        if figures:
+            shown[index] = torch.stack([*figures]).float() * weight
+        return loss * weight
 
     parts = split_into(share.batch, microbatches)
     losses = mode.accumulate([partial(loss_of, index, part) for index, part in enumerate(parts)])
-    return torch.stack([loss.float() for loss in losses])
+    losses = torch.stack([loss.float() for loss in losses])
+    if not shown:
+        return losses
+    return torch.cat([losses[:, None], torch.stack([shown[index] for index in range(len(parts))])], 1)
 
 
 def gradient_norm(model: nn.Module, known: Mapping[nn.Parameter, Tensor]) -> float:

@@ -108,13 +108,25 @@ class Recorder:
             updates = dict.fromkeys(UPDATE_COUNTERS, 0)
             self._counters += replace(moved, **updates)
 
-    def record(self, step: int, loss: Tensor, norm: float | None, lr: float, evaluation: Mapping[str, float]) -> None:
-        """Waits for the device and writes the metrics of the steps since the last record, and of an evaluation now."""
+    def record(
+        self,
+        step: int,
+        loss: Tensor,
+        norm: float | None,
+        lr: float,
+        evaluation: Mapping[str, float],
+        figures: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Waits for the device and writes the metrics of the steps since the last record, and of an evaluation now.
+
+        `figures` are those of the task, of this step, by name.
+        """
         times_ms = self._timer.collect()
         counters = self._mode.counters()
         record = {
             "train/step": step,
             "train/loss": loss.item(),
+            **{f"train/{name}": figure.item() for name, figure in (figures or {}).items()},
             **({} if norm is None else {"train/grad_norm": norm}),
             "train/lr": lr,
             **self._seen(step),

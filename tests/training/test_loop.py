@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from offload.modes.none import Resident
 from tests.training.helpers.in_process import TINY_RUN, command_here, composed
-from training.loop import clip_scale, forward_backward, gradient_norm
+from training.loop import clip_scale, forward_backward, gradient_norm, looked_ahead
 from training.parallel.ranks import Share
 from training.planning.advice import nonfinite_advice
 from training.recorder import Recorder
@@ -65,6 +65,37 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(microbatches: int):
     torch.testing.assert_close(one, other)
     for left, right in zip(whole.parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(left.grad, right.grad)
+
+
+class Figured(CausalLM):
+    """Shows the mean of the first tokens; looks ahead at their double."""
+
+    figures = ("first", "rows")
+
+    def loss_and_figures(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        return self.loss(model, batch), (batch[:, 0].float().mean(), torch.tensor(float(len(batch))))
+
+    def ahead(self, model: nn.Module, batch: Tensor) -> Tensor:
+        assert not model.training and not torch.is_grad_enabled()
+        return batch * 2
+
+
+def test_figures_are_means_over_the_step_as_the_loss_is():
+    model = Bigram()
+    found = forward_backward(Figured(), Resident(), model, WHOLE, 2, seed=0, step=1)
+    assert (found.shape, found.dtype) == ((2, 3), torch.float32)
+    assert torch.equal(found[:, 0], forward_backward(CausalLM(), Resident(), model, WHOLE, 2, seed=0, step=1))
+    _, first, rows = found.sum(0)
+    assert first.item() == pytest.approx(WHOLE.batch[:, 0].float().mean().item())
+    # Three rows of five, and two of five.
+    assert rows.item() == pytest.approx(3 * 0.6 + 2 * 0.4)
+
+
+def test_what_a_task_wants_before_a_step_is_computed_without_a_trace():
+    model = Bigram()
+    found = looked_ahead(Figured(), Resident(), model, WHOLE.batch, 2)
+    assert torch.equal(found, WHOLE.batch * 2)
+    assert model.training and model.embed.weight.grad is None
 
 
 def test_random_numbers_depend_on_seed_step_and_microbatch_alone():

@@ -16,9 +16,17 @@ class Metric:
     summary: Literal["median", "mean", "max"] | None = None
 
 
+# Of pairs of answers (task=dpo): beta times how much more probable an answer is than under the reference.
+REWARDS = {
+    "reward_chosen": Metric("", "mean reward of the chosen answers, of one batch"),
+    "reward_rejected": Metric("", "mean reward of the rejected answers"),
+    "reward_margin": Metric("", "mean of the one less the other"),
+    "reward_accuracy": Metric("", "share of the pairs whose chosen answer has the larger reward"),
+}
 METRIC_KEYS: dict[str, Metric] = {
     "train/step": Metric("steps", "optimizer steps done, from 1"),
     "train/loss": Metric("", "mean loss of the step's batch: of text, nats a token"),
+    **{f"{when}/{name}": metric for when in ("train", "eval") for name, metric in REWARDS.items()},
     "train/grad_norm": Metric("", "L2 norm of all gradients before clipping"),
     "train/tokens": Metric("tokens", "trained on so far, those of a text that was read again too", "max"),
     "train/images": Metric("images", "trained on so far", "max"),

@@ -238,7 +238,7 @@ class Group(Ranks):
         self.meet()
         gathered = [torch.empty_like(losses) for _ in range(self.count)]
         self._collective(lambda: dist.all_gather(gathered, losses.contiguous(), group=self._data))
-        return torch.cat(gathered).sum()
+        return torch.cat(gathered).sum(0)
 
     def reduce(
         self,

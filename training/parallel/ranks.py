@@ -93,9 +93,9 @@ class Ranks:
     def total(self, losses: Tensor) -> Tensor:
         """Adds up the losses of all microbatches of the step, of all ranks, in their order.
 
-        `losses`: float32 [microbatches of this rank]. Returns a scalar.
+        `losses`: float32 [microbatches of this rank], or [microbatches, columns]. Returns a scalar, or [columns].
         """
-        return losses.sum()
+        return losses.sum(0)
 
     def reduce(
         self,

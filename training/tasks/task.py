@@ -35,6 +35,10 @@ class Task(ABC):
 
     unit: ClassVar[str] = "examples"
     """the name of the things that speeds and totals count: tokens, images"""
+    figures: ClassVar[tuple[str, ...]] = ()
+    """the names of what a logged step shows beside its loss, as metrics train/NAME"""
+    looks_ahead: bool = False
+    """True if batches need what `ahead` adds"""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -46,6 +50,16 @@ class Task(ABC):
         A pure function of its arguments, so that mode, device and number of microbatches change nothing.
         """
         return batch
+
+    def ahead(self, model: nn.Module, batch: Batch) -> Batch:
+        """Adds to a microbatch, on the device, what the model computes of it before the step: without gradients, in
+        eval(), while no other microbatch is under way.
+        """
+        return batch
+
+    def loss_and_figures(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
+        """Returns the loss and the `figures`, detached scalars, which are means over the `weight` too."""
+        return self.loss(model, batch), ()
 
     def weight(self, batch: Batch) -> int:
         """Returns how much a batch, which `prepared` has returned, counts in the mean loss of a step; 0: not at all.
@@ -116,14 +130,22 @@ class Task(ABC):
 
 
 def loss_to_train(task: Task, model: nn.Module, batch: Batch) -> Tensor:
-    """Returns `task.loss`. Raises UserError where it has gradients and depends on no parameter that trains."""
-    loss = task.loss(model, batch)
+    """Returns `task.loss`. Raises UserError as `loss_and_figures_to_train` does."""
+    return loss_and_figures_to_train(task, model, batch)[0]
+
+
+def loss_and_figures_to_train(task: Task, model: nn.Module, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
+    """Returns `task.loss_and_figures`.
+
+    Raises UserError where the loss has gradients and depends on no parameter that trains.
+    """
+    loss, figures = task.loss_and_figures(model, batch)
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise UserError(
             "the loss depends on no parameter that trains: the forward does not use those that do; with an adapter,"
             " take other layers in adapter.targets"
         )
-    return loss
+    return loss, figures
 
 
 def refuse_language_model(model: nn.Module, task: str, advice: str) -> None:
