@@ -4,45 +4,33 @@ from __future__ import annotations
 
 import json
 
-from training.data.tokenizer import ByteTokenizer, load_tokenizer
-from training.runs.paths import home_expanded
-
-TOKENIZER_FILE = "tokenizer.json"
-CONFIG_FILE = "tokenizer_config.json"
-# What published models have beside tokenizer.json.
-BESIDE = (
-    CONFIG_FILE,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
-# The tokens of bytes have one end of text, under GPT-2's name.
-END_OF_BYTES = "<|endoftext|>"
+from training.data.byte_tokenizer import END_OF_BYTES, library_bytes
+from training.data.tokenizer import folder_of_tokenizer, load_tokenizer
+from training.data.tokenizer_folder import CONFIG_FILE, TOKENIZER_FILE, files_in
 
 
-def tokenizer_files(path: str | None, longest: int) -> dict[str, bytes]:
-    """Returns the files of the tokenizer at `path`, or of that of bytes for None, by name.
+def tokenizer_files(given: str | None, longest: int) -> dict[str, bytes]:
+    """Returns the files of the tokenizer that `given` names, or of that of bytes for None, by name.
 
-    Those that are beside a tokenizer.json, such as a template of chats, are taken too. A tokenizer_config.json that is
-    not there is made. The tokenizer of bytes becomes one of transformers with the same ids (the alphabet of GPT-2's
-    bytes, Radford et al. 2019), in which <|endoftext|> is the token between documents.
+    Those of a folder, and those beside a tokenizer.json, such as a template of chats, are taken as they are. A
+    tokenizer_config.json that is not there is made. The tokenizer of bytes becomes one of transformers with the same
+    ids, in which <|endoftext|> is the token between documents.
 
     Args:
         longest: tokens of a sequence, as tokenizer_config.json tells.
 
     Raises UserError if the tokenizer cannot be read.
     """
-    tokenizer = load_tokenizer(path)
-    if isinstance(tokenizer, ByteTokenizer):
-        files, end_of_text = {TOKENIZER_FILE: _of_bytes(tokenizer)}, END_OF_BYTES
+    tokenizer = load_tokenizer(given)
+    if given is None:
+        files, end_of_text = {TOKENIZER_FILE: library_bytes().to_str().encode()}, END_OF_BYTES
     else:
-        file = home_expanded("dataset.tokenizer", path)
-        files = {TOKENIZER_FILE: file.read_bytes()}
-        files |= {name: (file.parent / name).read_bytes() for name in BESIDE if (file.parent / name).is_file()}
-        end_of_text = _name_of(tokenizer.end_of_text_id, files[TOKENIZER_FILE])
+        path = folder_of_tokenizer(given)
+        of_folder = path.is_dir()
+        files = {name: file.read_bytes() for name, file in files_in(path if of_folder else path.parent).items()}
+        if not of_folder:
+            files[TOKENIZER_FILE] = path.read_bytes()
+        end_of_text = tokenizer.pretrained.convert_ids_to_tokens(tokenizer.end_of_text_id)
     if CONFIG_FILE not in files:
         values = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -52,26 +40,3 @@ def tokenizer_files(path: str | None, longest: int) -> dict[str, bytes]:
         }
         files[CONFIG_FILE] = json.dumps(values, indent=2).encode()
     return files
-
-
-def _of_bytes(tokenizer: ByteTokenizer) -> bytes:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    # Each byte is the printable character that stands for it; those that are none follow the others.
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-    made = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(END_OF_BYTES, special=True)])
-    if made.token_to_id(END_OF_BYTES) != tokenizer.end_of_text_id:
-        raise AssertionError("the tokenizer of bytes has another id for the end of text")
-    return made.to_str().encode()
-
-
-def _name_of(token: int, content: bytes) -> str:
-    """Returns the name of a token in a tokenizer.json."""
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_str(content.decode()).id_to_token(token)

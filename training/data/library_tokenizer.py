@@ -1,0 +1,228 @@
+"""A tokenizer of a file or a folder, as the library tokenizers and transformers have it."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from training.data.tokenizer_folder import KEY, TEMPLATE_FILE, TOKENIZER_FILE, has_tokenizer, token_in, values_of
+from training.errors import UserError, first_line
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
+
+# Letters, signs and spaces of many scripts: a damaged table of a normalizer fails on some of them.
+SAMPLE = "The quick\tbrown fox\n1,234.5 e\u0301\u00e9 \ufb01 \u2167 \u3000\u4e2d \uac00 \u0416 \u0627 \u0905 \U0001f600"
+# Encodes the second argument by the tokenizer of the first.
+PROBE = (
+    "import sys; from tokenizers import Tokenizer; "
+    "Tokenizer.from_file(sys.argv[1]).encode(sys.argv[2], add_special_tokens=False)"
+)
+PROBE_TIMEOUT_S = 300
+# In this order: Llama 3; GPT-2 and Qwen; Llama 2 and Mistral; Gemma; DeepSeek; two that are common elsewhere.
+END_OF_TEXT_NAMES = (
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "</s>",
+    "<eos>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<|eos|>",
+    "[EOS]",
+)
+# A text that every tokenizer has tokens for, to see what is put around it.
+TEXT = "a"
+ADVICE = (
+    f"give a {TOKENIZER_FILE}, a folder or a model of the Hub with one, or, for a model from the seed, null for bytes"
+)
+
+
+class LibraryTokenizer:
+    """A tokenizer of the library tokenizers.
+
+    Args:
+        given: the value of dataset.tokenizer, for messages.
+        tokenizer: truncation, padding and the dropout of BPE are switched off in it.
+        end_of_text: the text of the token that ends a text. None: the first of END_OF_TEXT_NAMES that it has, or what
+            its post-processor puts at the end.
+        pretrained: transformers' tokenizer that has `tokenizer` inside; None: one is made where it is needed.
+        special, template: texts of special tokens by their names, and a template of chats, for the one that is made.
+
+    Attributes:
+        begin, end: ids around each document: those that the post-processor puts there, and where it puts nothing at
+            the end, the end of text.
+        stops: ids that end a generated text.
+
+    Raises:
+        UserError: it has no token that ends a text. Later, a text cannot be encoded.
+    """
+
+    def __init__(
+        self,
+        given: str,
+        tokenizer: Tokenizer,
+        end_of_text: str | None = None,
+        pretrained: PreTrainedTokenizerFast | None = None,
+        special: dict[str, str] | None = None,
+        template: str | None = None,
+    ):
+        self._given, self._tokenizer = given, tokenizer
+        self._special, self._template = special or {}, template
+        if pretrained is not None:
+            self.pretrained = pretrained
+        model = tokenizer.model
+        if getattr(model, "dropout", None):
+            logger.warning(
+                "dataset.tokenizer=%s: its BPE dropout of %s is off here, so that a text has the same tokens each time",
+                given,
+                model.dropout,
+            )
+            model.dropout = None
+        # The file may cut or pad inputs to a model's window, which would drop text or add padding here.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        ids = tokenizer.get_vocab(with_added_tokens=True)
+        self.begin, end = self._around()
+        names = END_OF_TEXT_NAMES if end_of_text is None else (end_of_text,)
+        found = next((ids[name] for name in names if name in ids), end[-1] if end else None)
+        if found is None:
+            raise UserError(
+                f"{KEY}={given}: has no end-of-text token (looked for {' '.join(names)}): name the token that ends a"
+                ' text in a tokenizer_config.json beside it, {"eos_token": "TOKEN"}'
+            )
+        self.end_of_text_id: int = found
+        self.end: tuple[int, ...] = end or (found,)
+        self.stops = frozenset({found})
+        # Ids may have gaps, so the largest id can be above the number of tokens.
+        self.vocab_size: int = max(ids.values()) + 1
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Returns one uint32 array for each text. It tokenises in threads; their number does not change the result."""
+        with self._refusing("cannot encode the text"):
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of these ids without special tokens; bytes that are not UTF-8 become U+FFFD."""
+        with self._refusing("cannot decode the tokens"):
+            return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def id_of(self, token: str) -> int | None:
+        """Returns the id of the token that is written so, None if there is none."""
+        return self._tokenizer.token_to_id(token)
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The ids of all tokens, by their text."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    @cached_property
+    def pretrained(self) -> PreTrainedTokenizerFast:
+        """One of transformers with the same ids."""
+        from transformers import PreTrainedTokenizerFast
+
+        special = {"eos_token": self._tokenizer.id_to_token(self.end_of_text_id), **self._special}
+        made = PreTrainedTokenizerFast(tokenizer_object=self._tokenizer, **special)
+        if self._template is not None:
+            made.chat_template = self._template
+        return made
+
+    def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the ids that the post-processor puts before and after a text."""
+        if not self._tokenizer.num_special_tokens_to_add(is_pair=False):
+            return (), ()
+        with self._refusing(f"cannot encode {TEXT!r}"):
+            bare, whole = (self._tokenizer.encode(TEXT, add_special_tokens=around).ids for around in (False, True))
+        before = next(n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
+        return tuple(whole[:before]), tuple(whole[before + len(bare) :])
+
+    @contextmanager
+    def _refusing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises Exception itself, and its panics are no Exception
+            raise refused(self._given, error, what) from error
+
+
+def of_file(given: str, path: Path) -> LibraryTokenizer:
+    """Reads a JSON file of the library tokenizers.
+
+    The special tokens and the template of chats are those of a tokenizer_config.json beside it. Raises UserError if it
+    is no such file.
+    """
+    from tokenizers import Tokenizer
+
+    check_in_a_process(given, path)
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise refused(given, error, "not a Hugging Face tokenizers JSON file") from error
+    values = values_of(path.parent)
+    special = {name: text for name in values if name.endswith("_token") and (text := token_in(values, name))}
+    known = {name: text for name, text in special.items() if tokenizer.token_to_id(text) is not None}
+    template = path.parent / TEMPLATE_FILE
+    text = template.read_text() if template.is_file() else values.get("chat_template")
+    return LibraryTokenizer(
+        given,
+        tokenizer,
+        special.get("eos_token"),
+        special=known,
+        template=text if isinstance(text, str) else None,
+    )
+
+
+def of_folder(given: str, folder: Path) -> LibraryTokenizer:
+    """Reads the tokenizer of a model's folder as transformers' AutoTokenizer does, without code of others.
+
+    Raises UserError if there is none, or none that is fast.
+    """
+    if not has_tokenizer(folder):
+        raise UserError(f"{KEY}={given}: the folder has no {TOKENIZER_FILE}: {ADVICE}")
+    if (folder / TOKENIZER_FILE).is_file():
+        check_in_a_process(given, folder / TOKENIZER_FILE)
+    from transformers import AutoTokenizer
+
+    try:
+        pretrained = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise refused(given, error, "transformers cannot load it") from error
+    if not getattr(pretrained, "is_fast", False):
+        raise UserError(f"{KEY}={given}: {type(pretrained).__name__} is none of the library tokenizers: {ADVICE}")
+    return LibraryTokenizer(given, pretrained.backend_tokenizer, pretrained.eos_token, pretrained)
+
+
+def check_in_a_process(given: str, path: Path) -> None:
+    """Raises UserError for a file that ends a process, as some damaged tables of normalizers (charsmaps) do."""
+    if b'"precompiled_charsmap"' not in path.read_bytes():
+        return
+    probe = [sys.executable, "-c", PROBE, str(path), SAMPLE]
+    try:
+        result = subprocess.run(probe, capture_output=True, timeout=PROBE_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        problem = f"to encode a line of text takes more than {PROBE_TIMEOUT_S} s"
+    else:
+        if result.returncode == 0:
+            return
+        problem = "its precompiled_charsmap is damaged"
+    raise UserError(f"{KEY}={given}: {problem}: download the file again, or {ADVICE}")
+
+
+def refused(given: str, error: BaseException, what: str) -> UserError:
+    """Returns the error for a tokenizer that is not what was asked for."""
+    return UserError(f"{KEY}={given}: {what} ({first_line(error)}): {ADVICE}")
