@@ -23,37 +23,43 @@ LONGEST_JSON_BYTES = 1 << 30
 Pieces = Iterator[tuple[str, bool]]
 
 
-def find_files(patterns: str | Sequence[str] | None) -> list[Path]:
+def find_files(
+    patterns: str | Sequence[str] | None,
+    key: str = "dataset.files",
+    extensions: Sequence[str] = (".txt", ".jsonl", ".json", ".parquet"),
+) -> list[Path]:
     """Resolves paths and glob patterns (`**` is recursive) to files: each file once, each pattern's matches sorted.
 
+    `key` gave the patterns, for messages.
+
     Raises:
-        UserError: no pattern is given, a pattern matches no file, a path is a folder, or READERS lacks an extension.
+        UserError: no pattern is given, a pattern matches no file, a path is a folder, or has none of `extensions`.
     """
     patterns = [patterns] if isinstance(patterns, str) else list(patterns or [])
     if not patterns or not all(patterns):
-        raise UserError("dataset.files is empty: give dataset.files=PATH (.txt, .jsonl, .json or .parquet)")
+        raise UserError(f"{key} is empty: give {key}=PATH ({', '.join(extensions[:-1])} or {extensions[-1]})")
     found: dict[Path, None] = {}
     for pattern in patterns:
-        found.update(dict.fromkeys(_matching_files(pattern)))
+        found.update(dict.fromkeys(_matching_files(pattern, key, extensions)))
     return list(found)
 
 
-def _matching_files(pattern: str) -> list[Path]:
-    path = home_expanded("dataset.files", pattern)
+def _matching_files(pattern: str, key: str, extensions: Sequence[str]) -> list[Path]:
+    path = home_expanded(key, pattern)
     if path.is_dir():
-        raise UserError(f"dataset.files={pattern} is a folder: name the files in it, as in '{path}/**/*.txt'")
+        raise UserError(f"{key}={pattern} is a folder: name the files in it, as in '{path}/**/*{extensions[0]}'")
     if path.exists():
         paths = [path]
     elif glob.has_magic(pattern):
         paths = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
         paths = [match for match in paths if match.is_file()]
         if not paths:
-            raise UserError(f"dataset.files={pattern} matches no file (looked from {Path.cwd()})")
+            raise UserError(f"{key}={pattern} matches no file (looked from {Path.cwd()})")
     else:
-        raise UserError(f"dataset.files={pattern}: no such file (looked from {Path.cwd()})")
+        raise UserError(f"{key}={pattern}: no such file (looked from {Path.cwd()})")
     for path in paths:
-        if path.suffix.lower() not in READERS:
-            raise UserError(f"dataset.files={path}: cannot read '{path.suffix}' files; give {', '.join(READERS)}")
+        if path.suffix.lower() not in extensions:
+            raise UserError(f"{key}={path}: cannot read '{path.suffix}' files; give {', '.join(extensions)}")
     return [path.absolute() for path in paths]
 
 
@@ -98,10 +104,11 @@ def _next_lines(readline: Callable[[int], str]) -> Iterator[str]:
 
 def _read_json_lines(file: Path, text_column: str) -> Pieces:
     with file.open("rb") as lines:
-        yield from _documents(_json_rows(lines), text_column, str(file))
+        yield from _documents((row for _, row in json_lines(lines)), text_column, str(file))
 
 
-def _json_rows(lines: BinaryIO) -> Iterator[dict[str, Any]]:
+def json_lines(lines: BinaryIO) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields pairs (place, row) of a file with an object a line. Raises ValueError for a line that is none."""
     number = 0
     while line := lines.readline(LONGEST_JSON_BYTES + 1):
         number += 1
@@ -111,7 +118,7 @@ def _json_rows(lines: BinaryIO) -> Iterator[dict[str, Any]]:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             # Not needed any more, and as large as the text.
             del line
-            yield _row(_parsed(text, f"line {number}"), f"line {number}")
+            yield f"line {number}", _row(_parsed(text, f"line {number}"), f"line {number}")
 
 
 def _parsed(text: str, where: str) -> Any:
@@ -129,18 +136,33 @@ def _row(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-def _read_json(file: Path, text_column: str) -> Pieces:
-    """Reads a list of objects, an object of columns, or an object a line."""
+def json_value(file: Path) -> Any:
+    """Returns what a .json file has; None for one that has an object a line, or is no JSON. Raises ValueError."""
     nbytes = file.stat().st_size
     if nbytes > LONGEST_JSON_BYTES:
         limit = f"{LONGEST_JSON_BYTES >> 20} MiB"
         raise ValueError(f"a .json file of more than {limit} is read whole: write an object a line, as .jsonl")
     text = file.read_text(encoding="utf-8-sig")
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except RecursionError:
         raise ValueError("the file is nested too deeply") from None
     except ValueError:
+        return None
+
+
+def json_items(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields pairs (place, row) of what a .json file has. Raises ValueError if that is no list of objects."""
+    if not isinstance(value, list):
+        raise ValueError("the file is neither a list of objects nor an object of columns")
+    for number, item in enumerate(value, start=1):
+        yield f"item {number}", _row(item, f"item {number}")
+
+
+def _read_json(file: Path, text_column: str) -> Pieces:
+    """Reads a list of objects, an object of columns, or an object a line."""
+    value = json_value(file)
+    if value is None:
         # An object a line, or not JSON, in which case that reader says where.
         yield from _read_json_lines(file, text_column)
         return
@@ -148,10 +170,7 @@ def _read_json(file: Path, text_column: str) -> Pieces:
         columns = {name: column if isinstance(column, list) else [column] for name, column in value.items()}
         check_column(text_column, columns, str(file))
         value = [{text_column: item} for item in columns[text_column]]
-    if not isinstance(value, list):
-        raise ValueError("the file is neither a list of objects nor an object of columns")
-    rows = (_row(item, f"item {number}") for number, item in enumerate(value, start=1))
-    yield from _documents(rows, text_column, str(file))
+    yield from _documents((row for _, row in json_items(value)), text_column, str(file))
 
 
 def _documents(rows: Iterator[dict[str, Any]], text_column: str, source: str) -> Pieces:

@@ -1,0 +1,159 @@
+"""Tokens of conversations and what is trained on of them: as TRL has it, and where that cannot be found, refused."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.training.data.chats.chat_tokenizers import MARKED, PHI3, QWEN2, QWEN3, R1, chat_tokenizer
+from training.data.chats.conversations import Conversation
+from training.data.chats.rendering import Renderer
+from training.data.tokenizer import ByteTokenizer
+from training.errors import UserError
+
+USER = {"role": "user", "content": "Hello there, how are you?"}
+FIRST = {"role": "assistant", "content": "I am well.\n\nAnd you? é🙂"}
+SECOND = {"role": "assistant", "content": "Good bye"}
+ONE_TURN = Conversation([USER, FIRST], where="row 1")
+TWO_TURNS = Conversation([USER, FIRST, USER, SECOND], where="row 1")
+ANSWER = Conversation([USER, FIRST], prompt=1, where="row 1")
+
+
+def trained_texts(renderer: Renderer, tokenizer, conversation: Conversation) -> list[str]:
+    """Returns the text of each run of tokens that are trained on."""
+    sample = renderer.sample(conversation)
+    assert len(sample.ids) == len(sample.trained)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], sample.trained, [0]])))
+    runs = edges.reshape(-1, 2)
+    return [tokenizer.pretrained.decode(sample.ids[start:end]) for start, end in runs]
+
+
+@pytest.mark.parametrize("conversation", [ONE_TURN, TWO_TURNS])
+def test_marks_give_what_transformers_and_trl_train_on(conversation: Conversation) -> None:
+    tokenizer = chat_tokenizer(MARKED)
+    expected = tokenizer.pretrained.apply_chat_template(
+        conversation.messages, return_dict=True, return_assistant_tokens_mask=True
+    )
+
+    sample = Renderer(tokenizer).sample(conversation)
+
+    assert sample.ids.dtype == np.uint32
+    assert sample.ids.tolist() == expected["input_ids"]
+    assert sample.trained.astype(int).tolist() == expected["assistant_masks"]
+
+
+@pytest.mark.parametrize("template", [QWEN2, PHI3, MARKED])
+@pytest.mark.parametrize("conversation", [ONE_TURN, TWO_TURNS])
+def test_without_marks_turns_are_found_by_comparing(template: str, conversation: Conversation) -> None:
+    tokenizer = chat_tokenizer(template, "<|endoftext|>" if template == PHI3 else "<|im_end|>")
+    end = "<|end|>\n" if template == PHI3 else "<|im_end|>\n"
+    turns = [message["content"] + end for message in conversation.messages if message["role"] == "assistant"]
+    # The last turn takes what ends the text.
+    turns[-1] += "<|endoftext|>" if template == PHI3 else ""
+
+    assert trained_texts(Renderer(tokenizer), tokenizer, conversation) == turns
+    assert trained_texts(Renderer(tokenizer, train_on="last"), tokenizer, conversation) == turns[-1:]
+    whole = trained_texts(Renderer(tokenizer, train_on="all"), tokenizer, conversation)
+    assert whole == [Renderer(tokenizer).text(conversation)[0]]
+
+
+@pytest.mark.parametrize("template", [QWEN2, MARKED, QWEN3, PHI3, R1])
+def test_a_completion_is_trained_on_as_trl_does(template: str) -> None:
+    """TRL's SFTTrainer with completion_only_loss: what follows the common beginning of the tokens."""
+    tokenizer = chat_tokenizer(template)
+    apply = tokenizer.pretrained.apply_chat_template
+    prompt = apply(ANSWER.messages[:1], add_generation_prompt=True, return_dict=True)["input_ids"]
+    whole = apply(ANSWER.messages, return_dict=True)["input_ids"]
+    begin = next((n for n, token in enumerate(prompt) if token != whole[n]), len(prompt))
+
+    for train_on in ("assistant", "last"):
+        sample = Renderer(tokenizer, train_on=train_on).sample(ANSWER)
+        assert sample.ids.tolist() == whole
+        assert sample.trained.tolist() == [False] * begin + [True] * (len(whole) - begin)
+
+
+def test_turns_of_a_prompt_are_not_trained_on() -> None:
+    tokenizer = chat_tokenizer()
+    conversation = Conversation(TWO_TURNS.messages, prompt=3, where="row 1")
+
+    assert trained_texts(Renderer(tokenizer), tokenizer, conversation) == ["Good bye<|im_end|>\n"]
+
+
+def test_a_turn_that_is_not_the_last_message() -> None:
+    tokenizer = chat_tokenizer()
+    conversation = Conversation([USER, FIRST, USER], where="row 1")
+
+    for train_on in ("assistant", "last"):
+        renderer = Renderer(tokenizer, train_on=train_on)
+        assert trained_texts(renderer, tokenizer, conversation) == [FIRST["content"] + "<|im_end|>\n"]
+
+
+def test_a_chat_that_the_assistant_begins() -> None:
+    tokenizer = chat_tokenizer()
+    conversation = Conversation([FIRST, USER, SECOND], where="row 1")
+
+    turns = [FIRST["content"] + "<|im_end|>\n", "Good bye<|im_end|>\n"]
+    assert trained_texts(Renderer(tokenizer), tokenizer, conversation) == turns
+
+
+def test_turns_that_are_written_differently_later_are_refused_and_each_advice_works(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(QWEN3)
+    with pytest.raises(UserError, match=r"^row 1: message 2: the template writes it differently") as caught:
+        Renderer(tokenizer).sample(TWO_TURNS)
+    assert "take dataset.train_on=last, or a dataset.template=FILE with {% generation %} marks" in str(caught.value)
+
+    last = trained_texts(Renderer(tokenizer, train_on="last"), tokenizer, TWO_TURNS)
+    assert last == ["<think>\n\n</think>\n\nGood bye<|im_end|>\n"]
+    template = tmp_path / "marked.jinja"
+    template.write_text(MARKED)
+    assert len(trained_texts(Renderer(tokenizer, template), tokenizer, TWO_TURNS)) == 2
+
+
+def test_a_prompt_that_the_turn_does_not_begin_with_is_told_once(caplog) -> None:
+    tokenizer = chat_tokenizer(R1, "<|endoftext|>")
+    renderer = Renderer(tokenizer)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert trained_texts(renderer, tokenizer, ONE_TURN) == [FIRST["content"] + "<|endoftext|>"]
+
+    (record,) = caplog.records
+    assert "row 1: message 2: the template prompts for a turn with '<|assistant|><think>\\n'" in record.getMessage()
+
+
+def test_bytes_are_rendered_by_the_plain_template() -> None:
+    tokenizer = ByteTokenizer()
+    renderer = Renderer(tokenizer)
+
+    sample = renderer.sample(ONE_TURN)
+
+    assert bytes(sample.ids[sample.trained][:-1].astype(np.uint8)).decode() == FIRST["content"]
+    assert sample.ids[-1] == tokenizer.end_of_text_id
+    assert renderer.prompt([USER]).tolist() == sample.ids[: -int(sample.trained.sum())].tolist()
+
+
+def test_many_are_rendered_as_each_alone() -> None:
+    renderer = Renderer(chat_tokenizer())
+    conversations = [ONE_TURN, TWO_TURNS, ANSWER] * 400
+
+    samples = list(renderer.samples(iter(conversations)))
+
+    assert len(samples) == len(conversations)
+    for conversation, sample in list(zip(conversations, samples, strict=True))[-3:]:
+        alone = renderer.sample(conversation)
+        assert np.array_equal(alone.ids, sample.ids)
+        assert np.array_equal(alone.trained, sample.trained)
+
+
+def test_a_text_that_has_no_tokens_is_refused_with_its_row() -> None:
+    broken = Conversation([USER, {"role": "assistant", "content": "\ud800"}], where="row 1")
+
+    with pytest.raises(UserError, match=r"^row 1 and the rows after it: the tokenizer cannot encode"):
+        Renderer(chat_tokenizer()).sample(broken)
+
+
+def test_an_unknown_choice_is_refused() -> None:
+    with pytest.raises(UserError, match=r"dataset.train_on=user: must be assistant, last or all"):
+        Renderer(ByteTokenizer(), train_on="user")

@@ -1,0 +1,76 @@
+"""Which template renders chats, and the errors where there is none or it refuses messages."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.training.data.chats.chat_tokenizers import MARKED, QWEN2, chat_tokenizer
+from training.data.chats.templates import PLAIN, Template
+from training.data.tokenizer import ByteTokenizer
+from training.errors import UserError
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+CALL = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a", "tool_calls": [{"name": "f"}]}]
+
+
+def test_the_tokenizers_template_renders_as_transformers_does() -> None:
+    tokenizer = chat_tokenizer()
+
+    for prompting in (False, True):
+        text, spans = Template(tokenizer).render(CHAT, None, {}, "row 1", prompting=prompting)
+        assert spans is None
+        assert text == tokenizer.pretrained.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompting)
+
+
+def test_a_file_replaces_it(write) -> None:
+    text, spans = Template(chat_tokenizer(), write("marked.jinja", MARKED)).render(CHAT, None, {}, "row 1")
+
+    assert [text[start:end] for start, end in spans] == ["hello<|im_end|>\n"]
+
+
+def test_bytes_have_a_plain_template() -> None:
+    text, spans = Template(ByteTokenizer()).render(CHAT, None, {}, "row 1")
+
+    assert text == "user\nhi<|endoftext|>assistant\nhello<|endoftext|>"
+    assert [text[start:end] for start, end in spans] == ["hello<|endoftext|>"]
+    prompt, _ = Template(ByteTokenizer()).render(CHAT[:1], None, {}, "row 1", prompting=True)
+    assert text.startswith(prompt)
+
+
+def test_without_a_template_the_plain_one_may_be_given() -> None:
+    with pytest.raises(UserError, match=r"no template of chats: give dataset.template=FILE") as caught:
+        Template(chat_tokenizer(None))
+
+    assert str(caught.value).endswith(f"such as {PLAIN}")
+    text, _ = Template(chat_tokenizer(None), PLAIN).render(CHAT, None, {}, "row 1")
+    assert text == "user\nhi<|im_end|>assistant\nhello<|im_end|>"
+
+
+def test_values_and_tools_reach_the_template(write) -> None:
+    template = Template(chat_tokenizer(), write("a.jinja", "{{ date }} {{ tools[0].name }} {{ eos_token }}"))
+
+    assert template.render(CHAT, [{"name": "add"}], {"date": "today"}, "row 1")[0] == "today add <|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "tools", "message"),
+    [
+        (None, CALL, None, "the plain template writes text alone, no tool calls and no reasoning: give dataset.templa"),
+        (None, CHAT, [{"name": "f"}], "the plain template writes no tools"),
+        ("{{ raise_exception('Roles must alternate') }}", CHAT, None, r"refuses it \(Roles must alternate\)"),
+        ("{{ messages[0].content + 3 }}", CHAT, None, "refuses it"),
+        ("{% if %}", CHAT, None, "refuses it"),
+    ],
+)
+def test_refusals_name_the_row(write, template: str | None, messages: list, tools: list | None, message: str) -> None:
+    made = Template(ByteTokenizer(), write("a.jinja", template) if template else None)
+    with pytest.raises(UserError, match=message) as caught:
+        made.render(messages, tools, {}, "chats.jsonl line 7")
+
+    assert str(caught.value).startswith("chats.jsonl line 7: the template of chats refuses it (")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path) -> None:
+    with pytest.raises(UserError, match=r"cannot be read .*: give a file with a template of Jinja"):
+        Template(chat_tokenizer(QWEN2), tmp_path / "none.jinja")

@@ -1,0 +1,182 @@
+"""Makes conversations of the rows of chats, in any of the layouts that are common.
+
+* `messages` (or `conversations`): a list of messages with `role` and `content`, or with `from` and `value`
+* `prompt` and `completion`: each a text or a list of messages
+* `instruction`, `output`, and `input`, which may be empty (Taori et al. 2023, Alpaca)
+
+Beside these a row may have `system` (a text), `tools` (a list of JSON schemas, also as JSON text) and
+`chat_template_kwargs` (values for the template). Further keys of messages, as `tool_calls` or `reasoning_content`, go
+to the template as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from training.errors import UserError
+
+ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "observation": "tool"}
+# The columns that `dataset.columns` may map.
+COLUMNS = (
+    "messages",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "tools",
+    "chat_template_kwargs",
+)
+LAYOUTS = "messages, or prompt and completion, or instruction and output"
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages with `role` and other keys, and what the template gets beside them.
+
+    Attributes:
+        prompt: this many messages are given: none of them is trained on.
+        where: names file and row, for messages to the user.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    prompt: int = 0
+    template_values: dict[str, Any] = field(default_factory=dict)
+    where: str = field(default="", compare=False)
+
+
+class Columns:
+    """Finds columns of rows, by their own names or by those that `dataset.columns` gives.
+
+    Args:
+        given: {name of COLUMNS or of `more`: column of the rows, or None to leave that column alone}.
+        more: names that a dataset adds to COLUMNS.
+
+    Raises:
+        UserError: a name is unknown.
+    """
+
+    def __init__(self, given: Mapping[str, str | None] | None = None, more: tuple[str, ...] = ()):
+        known = (*COLUMNS, *more)
+        self._given = dict(given or {})
+        for name, column in self._given.items():
+            if name not in known:
+                raise UserError(f"dataset.columns.{name}={column}: unknown: it may map {', '.join(known)}")
+
+    def value(self, row: Mapping[str, Any], name: str) -> Any:
+        """Returns the value of the column that stands for `name`; None where the row has none."""
+        column = self._given.get(name, name)
+        if column is not None and name == "messages" and name not in self._given and name not in row:
+            column = "conversations"
+        return None if column is None else row.get(column)
+
+
+def conversation_of(row: Mapping[str, Any], columns: Columns, where: str) -> Conversation:
+    """Makes a conversation of a row; `where` names it in messages.
+
+    Where several layouts fit, the first counts. Raises UserError if none does, or if the row has no assistant's turn.
+    """
+    messages, prompt, completion, instruction, output = (
+        columns.value(row, name) for name in ("messages", "prompt", "completion", "instruction", "output")
+    )
+    given: list[Message] = []
+    if messages is not None:
+        rest = messages_of(messages, "user", where)
+    elif prompt is not None and completion is not None:
+        given, rest = messages_of(prompt, "user", where), messages_of(completion, "assistant", where)
+    elif instruction is not None and output is not None:
+        more = columns.value(row, "input")
+        given = messages_of(f"{instruction}\n\n{more}" if more else instruction, "user", where)
+        rest = messages_of(output, "assistant", where)
+    else:
+        there = [name for name, value in row.items() if value is not None]
+        example = there[0] if there else "COLUMN"
+        raise UserError(
+            f"{where}: has the columns {', '.join(there) or '(none)'}; chats need {LAYOUTS}: map yours, as in"
+            f" dataset.columns={{messages: {example}}}"
+        )
+    return conversation_with(row, columns, where, given, rest)
+
+
+def conversation_with(
+    row: Mapping[str, Any], columns: Columns, where: str, prompt: list[Message], completion: list[Message]
+) -> Conversation:
+    """Makes a conversation of messages that are given and others, and adds what else the row has for the template.
+
+    Raises UserError if no assistant's turn is among the others, or for a `system` or `tools` that cannot be right.
+    """
+    if not any(message["role"] == "assistant" for message in completion):
+        roles = ", ".join(dict.fromkeys(str(message["role"]) for message in completion)) or "no messages"
+        raise UserError(f"{where}: no assistant's turn to train on (it has {roles}): remove the row")
+    messages = [*prompt, *completion]
+    system = columns.value(row, "system")
+    if system:
+        if not isinstance(system, str):
+            raise UserError(f"{where}: its system is {type(system).__name__}, not text")
+        if messages[0]["role"] == "system":
+            raise UserError(
+                f"{where}: has a system message and a column for it: remove one, or leave the column alone with"
+                " dataset.columns={system: null}"
+            )
+        messages.insert(0, {"role": "system", "content": system})
+    return Conversation(
+        messages=messages,
+        tools=_tools(columns.value(row, "tools"), where),
+        prompt=len(messages) - len(completion) if prompt else 0,
+        template_values=_template_values(columns.value(row, "chat_template_kwargs"), where),
+        where=where,
+    )
+
+
+def messages_of(value: Any, role: str, where: str) -> list[Message]:
+    """Returns a list of messages; a text becomes one message of `role`.
+
+    Raises UserError for anything else, for a message without a role, and for one that says nothing and calls no tool.
+    """
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list):
+        raise UserError(f"{where}: {type(value).__name__} in place of a list of messages or a text")
+    return [_message(message, f"{where}: message {number}") for number, message in enumerate(value, start=1)]
+
+
+def _message(value: Any, where: str) -> Message:
+    if not isinstance(value, dict):
+        raise UserError(f"{where} is {type(value).__name__}, not an object with role and content")
+    # The keys stay in their order: a template may write them all.
+    names = {"from": "role", "value": "content"}
+    message = {names.get(key, key) if names.get(key) not in value else key: item for key, item in value.items()}
+    role = message.get("role")
+    if not isinstance(role, str):
+        keys = ", ".join(map(str, value)) or "none"
+        raise UserError(f"{where} has no role (its keys: {keys}): it needs role and content, or from and value")
+    message["role"] = ROLES.get(role, role)
+    if message.get("content") is None and len({key for key, item in message.items() if item is not None}) == 1:
+        raise UserError(f"{where} ({role}) has no content: give it one, or remove the row")
+    return message
+
+
+def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError):
+            raise UserError(f"{where}: its tools are text that is not JSON") from None
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise UserError(f"{where}: its tools are not a list of JSON schemas")
+    return value
+
+
+def _template_values(value: Any, where: str) -> dict[str, Any]:
+    if value is not None and not isinstance(value, dict):
+        raise UserError(f"{where}: its chat_template_kwargs are {type(value).__name__}, not an object")
+    return dict(value or {})

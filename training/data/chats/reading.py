@@ -1,0 +1,107 @@
+"""Reads the rows of chats: dictionaries from .jsonl, .json and .parquet files, or of a dataset of the Hub.
+
+What a template renders must be what the file says. Arrow gives every struct of a column the keys of all rows, those
+that a row lacks as None. So JSON is read as JSON, and such keys are dropped where a row came through Arrow, but not in
+columns of `Json`, in which the library `datasets` keeps values as they are.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from training.data.corpus import import_datasets
+from training.data.hub_rows import open_rows
+from training.data.local_files import find_files, json_items, json_lines, json_value
+from training.errors import UserError, first_line
+
+EXTENSIONS = (".jsonl", ".json", ".parquet")
+USE_LOCAL_FILES = "or train on local files with dataset.files=PATH"
+
+Rows = Iterator[tuple[str, dict[str, Any]]]
+"""pairs (place, row); the place names file and row, for messages"""
+
+
+def read_files(patterns: str | Sequence[str] | None, key: str = "dataset.files") -> Rows:
+    """Yields the rows of local files that `key` gave.
+
+    A .jsonl file has an object a line, a .json file that or a list of objects, or one object.
+
+    Raises:
+        UserError: a file is missing, cannot be read, or does not have the format of its extension.
+    """
+    for file in find_files(patterns, key, EXTENSIONS):
+        if file.stat().st_size == 0:
+            continue
+        try:
+            for place, row in READERS[file.suffix.lower()](file):
+                yield f"{file} {place}", row
+        # Arrow, JSON and Unicode errors are all ValueErrors.
+        except (OSError, ValueError) as error:
+            raise UserError(f"{key}: cannot read {file}: {first_line(error)}; repair or remove this file") from error
+
+
+def read_hub(name: str, config_name: str | None, split: str, revision: str | None, folder: str) -> Rows:
+    """Yields the rows of a dataset of the Hub, or of a local folder with the same layout.
+
+    `folder` is for the metadata that the Hub's client stores. Raises UserError as `open_rows` does, and if the network
+    fails later.
+    """
+    rows = open_rows(name, config_name, split, revision=revision, folder=folder, otherwise=USE_LOCAL_FILES)
+    try:
+        for place, row in _of_arrow(rows):
+            yield f"dataset.name={name} {place}", row
+    except Exception as error:  # the library raises about ten types of error, without a common base class
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"dataset.name={name}: {first_line(error)}") from error
+
+
+def _read_json_lines(file: Path) -> Rows:
+    with file.open("rb") as lines:
+        yield from json_lines(lines)
+
+
+def _read_json(file: Path) -> Rows:
+    value = json_value(file)
+    if value is None:
+        yield from _read_json_lines(file)
+    else:
+        yield from json_items([value] if isinstance(value, dict) else value)
+
+
+def _read_parquet(file: Path) -> Rows:
+    # As a pattern, a name with brackets would match other files.
+    datasets = import_datasets()
+    try:
+        rows = datasets.Dataset.from_parquet(glob.escape(str(file)), streaming=True)
+        yield from _of_arrow(rows)
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise ValueError(first_line(error.__cause__ or error)) from error
+
+
+def _of_arrow(rows: Any) -> Rows:
+    """Yields the rows of a dataset of the library `datasets` without the keys that Arrow has added."""
+    from datasets import Json
+
+    def is_json(feature: Any) -> bool:
+        inner = getattr(feature, "feature", None)
+        inner = feature[0] if isinstance(feature, list) and len(feature) == 1 else inner
+        return isinstance(feature, Json) or (inner is not None and is_json(inner))
+
+    as_written = {name for name, feature in (rows.features or {}).items() if is_json(feature)}
+    for number, row in enumerate(rows, start=1):
+        yield f"row {number}", {name: row[name] if name in as_written else _without_none(row[name]) for name in row}
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    return value
+
+
+READERS = {".jsonl": _read_json_lines, ".json": _read_json, ".parquet": _read_parquet}
