@@ -41,6 +41,8 @@ from training.tasks.task import Task
 from training.weights.adapter import add_adapter
 from training.weights.mapped import map_weights
 from training.weights.quantising import quantise_blocks
+from training.weights.model_tokenizer import KEY as TOKENIZER
+from training.weights.model_tokenizer import refuse_foreign_tokenizer, settled_tokenizer
 from training.weights.source import local_source, weights_of_source
 
 DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32}
@@ -48,7 +50,7 @@ DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32}
 WEIGHTS = "model.weights"
 FLEX = "flex_attention"
 # Keys whose auto follows from the configuration and the device.
-SETTLED_HERE = ("precision", "microbatches", WEIGHTS)
+SETTLED_HERE = ("precision", "microbatches", WEIGHTS, TOKENIZER, DPO_REFERENCE)
 # The states of an optimizer without knobs for them.
 WIDEST = ("fp32", "fp32", "nearest")
 # The share of spare device memory that optimizer states may take: their gradients stay there too, and the allocator
@@ -111,6 +113,10 @@ class Components:
         if config.model.get("attention") == FLEX and device.type == "cpu" and not on_gpu:
             raise UserError(f"model.attention={FLEX}: torch has no backward of it on a CPU: take sdpa or eager")
         model = _model(config, dtype) if model is None else model
+        if TOKENIZER in settled:
+            config.dataset.tokenizer = settled_tokenizer(config)
+        else:
+            refuse_foreign_tokenizer(config)
         task.check_model(config, model)
         mode = make_mode(config.offload)
         footprint = footprint_of(config, mode, model)

@@ -5,4 +5,11 @@ from __future__ import annotations
 AUTO = "auto"
 
 # A run writes down what it took; one that was refused before that has auto there still.
-SETTLED = ("precision", "microbatches", "offload.resident", "offload.weights.resident", "model.weights")
+SETTLED = (
+    "precision",
+    "microbatches",
+    "offload.resident",
+    "offload.weights.resident",
+    "model.weights",
+    "dataset.tokenizer",
+)

@@ -101,6 +101,8 @@ class Text(Built):
     tokenizer: str | None = MISSING
     max_tokens: int | None = number(at_least=1)
     eval_share: float = number(at_least=0, at_most=0.5)
+    begin: str | None = MISSING
+    end: str | None = MISSING
 
 
 @dataclass

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from training.config.auto import AUTO
 from training.data.corpus import read_stdlib
 from training.data.hub import HubText
 from training.data.local_files import find_files, read_files
@@ -40,7 +41,8 @@ class StdlibText(PackedTokens):
     The text depends on the Python release: 3.11 and 3.12 train on different batches.
 
     Args:
-        tokenizer: a Hugging Face tokenizers JSON file; None for bytes.
+        tokenizer: a tokenizer.json, a folder or a model of the Hub with one; None for bytes.
+        begin, end: the token before and after each document; auto: as the tokenizer says; None: none.
         max_tokens: the number of tokens to use, in the order of paths; None for all.
         eval_share: the share of these tokens, the last ones, that is held out for evaluation.
 
@@ -55,11 +57,13 @@ class StdlibText(PackedTokens):
         seq_len: int,
         batch_size: int,
         tokenizer: str | None = None,
+        begin: str | None = AUTO,
+        end: str | None = AUTO,
         max_tokens: int | None = None,
         eval_share: float = 0.0,
         cache_dir: str | Path | None = None,
     ):
-        encoder = load_tokenizer(tokenizer)
+        encoder = load_tokenizer(tokenizer, begin, end)
         arrays = limit_tokens(tokenise(read_stdlib(), encoder), max_tokens)
         super().__init__(
             concatenate(arrays, encoder.vocab_size),
@@ -77,7 +81,8 @@ class TextFiles(PackedTokens):
     Args:
         files: paths and glob patterns, relative to the current folder.
         text_column: the column that contains the text, in files with columns.
-        tokenizer: a Hugging Face tokenizers JSON file; None for bytes.
+        tokenizer: a tokenizer.json, a folder or a model of the Hub with one; None for bytes.
+        begin, end: the token before and after each document; auto: as the tokenizer says; None: none.
         max_tokens: the number of tokens to use, in the order of `files`; what follows is not read. None for all.
         eval_share: the share of these tokens, the last ones, that is held out for evaluation.
 
@@ -94,11 +99,13 @@ class TextFiles(PackedTokens):
         batch_size: int,
         text_column: str = "text",
         tokenizer: str | None = None,
+        begin: str | None = AUTO,
+        end: str | None = AUTO,
         max_tokens: int | None = None,
         eval_share: float = 0.0,
         cache_dir: str | Path | None = None,
     ):
-        encoder = load_tokenizer(tokenizer)
+        encoder = load_tokenizer(tokenizer, begin, end)
         pieces = read_files(find_files(files), text_column)
         super().__init__(
             concatenate(limit_tokens(tokenise(pieces, encoder), max_tokens), encoder.vocab_size),

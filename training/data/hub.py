@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from training.config.auto import AUTO
 from training.data.corpus import check_column, is_text
 from training.data.hub_rows import columns_of, open_rows
 from training.data.packing import blocks_of, concatenate, limit_tokens, token_dtype, tokenise
@@ -38,7 +39,8 @@ class HubText:
         text_column: the column that contains the text.
         revision: a commit, tag or branch; a commit keeps batches the same when the owner adds text.
         shuffle_buffer: the number of rows among which the next is drawn.
-        tokenizer: a Hugging Face tokenizers JSON file; None for bytes.
+        tokenizer: a tokenizer.json, a folder or a model of the Hub with one; None for bytes.
+        begin, end: the token before and after each document; auto: as the tokenizer says; None: none.
         max_tokens: tokens in an epoch, counted from its shuffled start; None for all.
         eval_split: the name of the split to evaluate on, such as validation; None takes documents of `split`.
         eval_share: the share of the documents of `split` that is held out where `eval_split` is None, from 0 to 0.5.
@@ -64,6 +66,8 @@ class HubText:
         batch_size: int,
         shuffle_buffer: int = 1000,
         tokenizer: str | None = None,
+        begin: str | None = AUTO,
+        end: str | None = AUTO,
         max_tokens: int | None = None,
         eval_split: str | None = None,
         eval_share: float = 0.0,
@@ -71,7 +75,7 @@ class HubText:
     ):
         if not name:
             raise UserError("dataset.name is empty: give dataset.name=OWNER/NAME, a dataset on huggingface.co")
-        self._tokenizer = load_tokenizer(tokenizer)
+        self._tokenizer = load_tokenizer(tokenizer, begin, end)
         self.vocab_size = self._tokenizer.vocab_size
         self._name = name
         self._text_column = text_column

@@ -117,13 +117,21 @@ def random_words(count: int, *key: int) -> np.ndarray:
 
 
 def tokenise(pieces: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yields arrays of tokens for pairs (text, document_ends), with an end-of-text id after each document."""
-    separator = np.array([tokenizer.end_of_text_id], dtype=token_dtype(tokenizer.vocab_size))
+    """Yields arrays of tokens for pairs (text, document_ends): the pieces of a document, one after the other.
+
+    The tokenizer's `begin` is before the first piece of each document, its `end` after the last.
+    """
+    dtype = token_dtype(tokenizer.vocab_size)
+    begin, end = (np.array(ids, dtype=dtype) for ids in (tokenizer.begin, tokenizer.end))
+    begins = True
     for texts, ends in _grouped(pieces):
         for tokens, document_ends in zip(tokenizer.encode_batch(texts), ends, strict=True):
-            yield tokens.astype(separator.dtype)
-            if document_ends:
-                yield separator
+            if begins and len(begin):
+                yield begin
+            yield tokens.astype(dtype)
+            if document_ends and len(end):
+                yield end
+            begins = document_ends
 
 
 def _grouped(pieces: Iterable[tuple[str, bool]]) -> Iterator[tuple[list[str], list[bool]]]:

@@ -15,6 +15,8 @@ from training.config.auto import AUTO
 from training.config.modes import weights_node
 from training.gradients import KEY as GRADIENTS
 from training.planning.speculation import speculation_line
+from training.weights.model_tokenizer import KEY as TOKENIZER
+from training.weights.model_tokenizer import own_tokenizer
 
 MODELS = Path(__file__).resolve().parents[2] / "conf" / "model"
 
@@ -36,6 +38,12 @@ def chosen_values(components: Components, resident_key: str | None) -> dict[str,
     if WEIGHTS in components.settled:
         begin = "the weights begin from the seed, because model.source names an architecture alone"
         lines[WEIGHTS] = begin if config.model.weights is None else f"{config.model.weights}, those of model.source"
+    if TOKENIZER in components.settled:
+        lines[TOKENIZER] = tokenizer_line(config)
+    if DPO_REFERENCE in components.settled:
+        begins = "an adapter that begins from nothing can be switched off"
+        stays = "the weights of the reference train, so it is computed before the first step"
+        lines[DPO_REFERENCE] = f"{config.task.reference}, because {begins if components.task.looks_ahead else stays}"
     if brought := brought_by_model(config, choices, given):
         lines[f"model={choices['model']}"] = "brings " + ", ".join(f"{key}={value}" for key, value in brought.items())
     if components.updates_overlap and components.footprint.units and "optimizer" not in given:
@@ -53,6 +61,14 @@ def chosen_values(components: Components, resident_key: str | None) -> dict[str,
         left = "what the first step leaves free" if budget is not None else "nothing"
         lines["optimizer.device_share"] = f"{left}: {fills}"
     return lines
+
+
+def tokenizer_line(config: DictConfig) -> str:
+    """Returns what dataset.tokenizer=auto stands for, and why."""
+    value, own = config.dataset.tokenizer, own_tokenizer(config.model)
+    if own is None:
+        return "bytes, because the weights begin from the seed and model.source brings no tokenizer"
+    return f"{value or 'bytes'}, the tokenizer of {own.of}"
 
 
 def _beside_a_frozen_base(components: Components) -> dict[str, str]:

@@ -40,6 +40,7 @@ from training.runs.files import PLAN_PICTURE
 from training.runs.invocation import Invocation
 from training.visible_text import visible
 from training.weights.files import ModelWeights
+from training.weights.model_tokenizer import tokenizer_is_here
 
 NO_GPU = "no GPU here: the CPU is planned for; hardware=h200, a100 or rtx4090 plans for one"
 WAITS_FOR_UPDATES = "optimizer=host_adamw hides updates on the host behind the step, most of all with clip_norm=null"
@@ -57,8 +58,9 @@ def plan_only(config: DictConfig, invocation: Invocation) -> dict:
     device = resolve_device("auto" if is_complete(config) else config.device)
     on_gpu = config.hardware.vram_gib is not None or device.type == "cuda"
     components = Components.of(config, invocation, device, on_gpu=on_gpu)
-    # Refuses samples that cannot be made: for that no data are read.
-    Samples.of(without_abilities(config, components.mode)[0], components.task, components.model)
+    # Refuses samples that cannot be made: for that no data are read, and nothing is downloaded.
+    if tokenizer_is_here(config):
+        Samples.of(without_abilities(config, components.mode)[0], components.task, components.model)
     if config.model.weights is not None:
         # A plan needs no weights, and sends no request for them.
         ModelWeights.find(config.model.weights, ask=False)

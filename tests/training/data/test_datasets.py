@@ -11,8 +11,10 @@ import torch
 from tokenizers import Tokenizer, models
 
 from tests import ROOT
+from tests.training.helpers.pretrained_folder import small_tokenizer
 from training.data import packing
 from training.data.datasets import StdlibText, SyntheticTokens, TextFiles
+from training.data.tokenizer import load_tokenizer
 from training.errors import UserError
 
 SIZES = {"seed": 0, "seq_len": 8, "batch_size": 2}
@@ -72,7 +74,9 @@ def test_synthetic_batches_are_new_random_tokens() -> None:
 DIGESTS = """
 import hashlib, sys
 import torch
+from tests.training.helpers.pretrained_folder import small_tokenizer
 from training.data.datasets import StdlibText, SyntheticTokens, TextFiles
+from training.data.tokenizer import load_tokenizer
 
 def digests(corpus, tokenizer, order, **options):
     sizes = {"seed": 3, "seq_len": 16, "batch_size": 4} | options
@@ -140,3 +144,18 @@ def test_synthetic_evaluation_has_tokens_of_its_own() -> None:
     batches = [*evaluated, *(dataset.batch(index) for index in range(3))]
     assert len({batch.numpy().tobytes() for batch in batches}) == 6
     assert torch.equal(torch.stack(dataset.eval_batches(3)), torch.stack(evaluated))
+
+
+def test_keys_say_what_stands_around_documents(tmp_path: Path):
+    small_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"text": "the cat"}\n{"text": "the dog"}\n' * 2)
+
+    def tokens(**keys: str | None) -> list[int]:
+        made = TextFiles(
+            str(tmp_path / "a.jsonl"), seed=0, seq_len=2, batch_size=1, tokenizer=str(tmp_path), eval_share=0.0, **keys
+        )
+        return made._tokens.tolist()
+
+    cat, dog = (list(map(int, ids)) for ids in load_tokenizer(tmp_path).encode_batch(["the cat", "the dog"]))
+    assert tokens() == [1, *cat, 2, 1, *dog, 2] * 2
+    assert tokens(begin=None, end="<end>") == [*cat, 0, *dog, 0] * 2

@@ -130,3 +130,16 @@ def test_fewer_batches_are_spread_over_the_held_out_text() -> None:
 def test_a_share_below_a_block_holds_nothing_out() -> None:
     dataset = held_out(4 * SEQ_LEN + 1, 0.25)
     assert (dataset.num_blocks, dataset.eval_batches(1)) == (4, [])
+
+
+def test_documents_begin_and_end_as_the_tokenizer_says():
+    tokenizer = ByteTokenizer()
+    pieces = [("a", False), ("b", True), ("c", True), ("d", False)]
+
+    def packed(begin: tuple[int, ...], end: tuple[int, ...]) -> list[int]:
+        tokenizer.begin, tokenizer.end = begin, end
+        return np.concatenate(list(tokenise(pieces, tokenizer))).tolist()
+
+    assert packed((1, 2), (256,)) == [1, 2, 97, 98, 256, 1, 2, 99, 256, 1, 2, 100]
+    assert packed((), (3, 4)) == [97, 98, 3, 4, 99, 3, 4, 100]
+    assert packed((), ()) == [97, 98, 99, 100]
