@@ -40,9 +40,9 @@ from training.runs.invocation import Invocation
 from training.tasks.task import Task
 from training.weights.adapter import add_adapter
 from training.weights.mapped import map_weights
-from training.weights.quantising import quantise_blocks
 from training.weights.model_tokenizer import KEY as TOKENIZER
 from training.weights.model_tokenizer import refuse_foreign_tokenizer, settled_tokenizer
+from training.weights.quantising import quantise_blocks
 from training.weights.source import local_source, weights_of_source
 
 DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32}
@@ -109,14 +109,14 @@ class Components:
             config.microbatches = min(of_rank, config.batch_size // config.devices)
         if WEIGHTS in settled:
             config.model.weights = weights_of_source(config.model)
-        dtype = DTYPES[config.precision]
-        if config.model.get("attention") == FLEX and device.type == "cpu" and not on_gpu:
-            raise UserError(f"model.attention={FLEX}: torch has no backward of it on a CPU: take sdpa or eager")
-        model = _model(config, dtype) if model is None else model
         if TOKENIZER in settled:
             config.dataset.tokenizer = settled_tokenizer(config)
         else:
             refuse_foreign_tokenizer(config)
+        dtype = DTYPES[config.precision]
+        if config.model.get("attention") == FLEX and device.type == "cpu" and not on_gpu:
+            raise UserError(f"model.attention={FLEX}: torch has no backward of it on a CPU: take sdpa or eager")
+        model = _model(config, dtype) if model is None else model
         task.check_model(config, model)
         mode = make_mode(config.offload)
         footprint = footprint_of(config, mode, model)

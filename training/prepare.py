@@ -35,8 +35,8 @@ from training.runs.invocation import Invocation
 from training.weights.adapter import RunAdapter
 from training.weights.files import ModelWeights
 from training.weights.mapped import is_mapped
-from training.weights.source import source_digest
 from training.weights.model_tokenizer import refuse_foreign_tokenizer
+from training.weights.source import source_digest
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
         refuse_records(invocation.run_dir)
     adapter = RunAdapter.of(config, components.model, starts=checkpoint is None)
     weights = weights_of_run(config, checkpoint, adapter)
-    with phase("reading the dataset"):
     refuse_foreign_tokenizer(config, download=True)
+    with phase("reading the dataset"):
         dataset = build_dataset(config, components.model, invocation.run_dir)
     if config.epochs is not None:
         # The run's own config.yaml keeps `epochs` alone, so that it can be given again.

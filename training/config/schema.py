@@ -99,10 +99,10 @@ class Text(Built):
     """The keys of every dataset of text; the builder adds seed, seq_len and batch_size."""
 
     tokenizer: str | None = MISSING
-    max_tokens: int | None = number(at_least=1)
-    eval_share: float = number(at_least=0, at_most=0.5)
     begin: str | None = MISSING
     end: str | None = MISSING
+    max_tokens: int | None = number(at_least=1)
+    eval_share: float = number(at_least=0, at_most=0.5)
 
 
 @dataclass
