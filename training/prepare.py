@@ -6,9 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hydra.utils import instantiate
 from omegaconf import DictConfig
-from torch import nn
 
 from offload import usable_cores
 from training.checkpoints.base import BaseReference
@@ -17,6 +15,7 @@ from training.components import Components
 from training.config.auto import AUTO
 from training.config.modes import weights_node
 from training.config.validation import check_steps
+from training.data.building import build_dataset, facts_of
 from training.errors import UserError
 from training.evaluation.held_out import Evaluation
 from training.evaluation.samples import Samples
@@ -30,7 +29,6 @@ from training.planning.plan import plan_filled
 from training.planning.report import RunPlan
 from training.profiling.hardware import resolve_device
 from training.runs.directory import refuse_records
-from training.runs.files import DATASETS_FOLDER
 from training.runs.invocation import Invocation
 from training.weights.adapter import RunAdapter
 from training.weights.files import ModelWeights
@@ -107,6 +105,7 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
         machine = machine_of(components)
     with phase("planning"):
         components, plan = plan_filled(components, machine, has_gpu=components.device.type == "cuda")
+    plan = replace(plan, facts=facts_of(dataset))
     refuse_misfit(components, plan)
     ranks.check_model(components.model)
     base = None if adapter is None else base_of_run(config, checkpoint, weights)
@@ -163,19 +162,6 @@ def base_of_run(config: DictConfig, checkpoint: Checkpoint | None, weights: Mode
     if checkpoint is not None:
         base.check(checkpoint.folder, f"resume={checkpoint.folder}")
     return base
-
-
-def build_dataset(config: DictConfig, model: nn.Module, run_dir: Path):
-    """Makes the dataset of `config`; its cache goes under `run_dir`. Random tokens and conditions fit `model`."""
-    sizes = {key: config[key] for key in ("seed", "seq_len", "batch_size")}
-    if "vocab_size" in config.dataset and config.dataset.vocab_size is None:
-        if not hasattr(model, "vocab_size"):
-            raise UserError(
-                f"dataset.vocab_size=null: {type(model).__name__} has no vocabulary: choose a dataset of images, and"
-                " task=flow_matching or classification"
-            )
-        sizes["vocab_size"] = model.vocab_size
-    return instantiate(config.dataset, **sizes, cache_dir=run_dir / DATASETS_FOLDER)
 
 
 def with_steps(config: DictConfig, dataset) -> DictConfig:

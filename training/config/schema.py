@@ -19,6 +19,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from offload import HostAdamW
 from training.config.adapter import OPTIONS as ADAPTER_OPTIONS
 from training.config.adapter import has_adapter
+from training.config.chat import Chats
 from training.config.declare import Built, number, schema_of
 from training.config.modes import all_options
 from training.config.parallel import Parallel
@@ -319,6 +320,7 @@ SCHEMAS = {
         "stdlib": StdlibText,
         "text": TextFiles,
         "hub": HubText,
+        "chat": Chats,
         "synthetic": SyntheticTokens,
         "glyphs": Glyphs,
         "images": ImageFolder,

@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from offload import KnobError, in_range, parse_bytes
 from training.config.auto import AUTO
+from training.config.chat import OfMessages, check_chats
 from training.config.construct import check_optimizer, make_mode
 from training.config.parallel import Homes
 from training.config.schema import SCHEMAS, Llama, OfLibrary, TextFiles
@@ -146,6 +147,8 @@ def _check_rules(config: DictConfig) -> None:
         _check_overrides(config.model)
     if issubclass(OmegaConf.get_type(config.dataset), TextFiles):
         _check_files(config.dataset)
+    if issubclass(OmegaConf.get_type(config.dataset), OfMessages):
+        check_chats(config.dataset)
 
 
 def check_steps(config: DictConfig) -> None:

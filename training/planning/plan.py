@@ -7,6 +7,7 @@ counts bytes, and times follow from the speeds of a machine (`training.planning.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from offload.planning import DryRun, NotFinalError, SimulatedStreams, hidden_share, update_work
 from training.components import Components
+from training.data.building import build_dataset, facts_of, has_facts
 from training.errors import UserError, first_line
 from training.evaluation.samples import Samples
 from training.metrics.files import write_summary
@@ -64,10 +66,12 @@ def plan_only(config: DictConfig, invocation: Invocation) -> dict:
     if config.model.weights is not None:
         # A plan needs no weights, and sends no request for them.
         ModelWeights.find(config.model.weights, ask=False)
+    facts = _facts(components)
     with phase("measuring the machine"):
         machine = machine_of(components)
     with phase("planning"):
         _, plan = plan_filled(components, machine, has_gpu=machine.vram_gib is not None)
+    plan = replace(plan, facts=facts)
     if not plan.has_gpu:
         plan = replace(plan, notes=(*plan.notes, NO_GPU))
     print_plan(plan.rows(), title=f"Plan: {invocation.title}")
@@ -80,6 +84,16 @@ def plan_only(config: DictConfig, invocation: Invocation) -> dict:
     summary = {"status": "planned", "reason": misfit(components, plan, plan.limits()), **plan.summary()}
     write_summary(invocation.run_dir, summary)
     return summary
+
+
+def _facts(components: Components) -> Mapping[str, str]:
+    """Reads a dataset that has facts, which refuses what a run of it would; others are not read."""
+    if not has_facts(components.config):
+        return {}
+    with phase("reading the dataset"):
+        dataset = build_dataset(components.config, components.model, components.invocation.run_dir)
+    components.task.check(components.config, dataset, components.model)
+    return facts_of(dataset)
 
 
 def plan_filled(components: Components, machine: Machine, has_gpu: bool) -> tuple[Components, RunPlan]:

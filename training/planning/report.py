@@ -41,6 +41,7 @@ class RunPlan:
         streamed: the share of the weights that stream; None where none do.
         timeline: the work of forward and backward, as far as the dry run went, and of the update.
         chosen: explains values that were not given, by key.
+        facts: what the dataset says of its data, by label.
         parameters, trained_parameters: the numbers in the model, and those of them that train.
         budgets: what was asked for or what the machine has, whichever is less; None if neither is known.
         model_flops: those of a step without recomputation; 0 where they are not known.
@@ -65,6 +66,7 @@ class RunPlan:
     timeline: tuple[Work, ...] = ()
     notes: tuple[str, ...] = ()
     chosen: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, str] = field(default_factory=dict)
     parameters: int = 0
     trained_parameters: int = 0
 
@@ -131,6 +133,7 @@ class RunPlan:
             "streamed_share": self.streamed,
             "notes": list(self.notes),
             "chosen": dict(self.chosen),
+            "data": dict(self.facts),
         }
 
     def rows(self) -> dict[str, str]:
@@ -140,6 +143,7 @@ class RunPlan:
         return {
             "hardware": f"{self.machine.name} ({self.machine.source})",
             **self.chosen,
+            **{f"data: {name}": fact for name, fact in self.facts.items()},
             **({} if self.trained_parameters == self.parameters else {"parameters that train": self._trained()}),
             **{f"{device}: {name}": format_bytes(part) for name, part in self.device_bytes.items() if part},
             f"{device}: at its peak": self._against("vram_budget"),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from hydra.utils import get_class
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from models.generation import can_generate, largest_forwards
@@ -18,18 +18,28 @@ from training.tasks.text_samples import TextSampler, check_vocabulary, refuse_po
 # The most tokens of a microbatch at microbatches=auto. On 16k tokens a block of 4096 already computes for longer than
 # an H200 copies its weights in and its gradients out. But the update hides behind the first microbatch's forward alone.
 TOKENS_OF_MICROBATCH = 32768
+NO_SEGMENTS = "its forward has no argument that says which tokens belong together"
 
 
 class CausalLM(Task):
     """Language modelling. A batch is int64 [sequences, seq_len + 1]: inputs `[:, :-1]`, labels `[:, 1:]`.
 
-    The model returns its mean loss, in nats a token, from `model(input_ids, labels)`.
+    Or, as of chats, a dictionary of `input_ids` and `labels`, int64 [rows, L]: a label is the token that follows its
+    input, or -100 where nothing is trained. Packed rows have `segments` [rows, L] too: the number of each token's
+    sample in its row, -1 for padding.
+
+    The model returns its mean loss, in nats a token, from `model(input_ids, labels)`, of packed rows from
+    `model(input_ids, labels, segments=segments)`.
     """
 
     unit = "tokens"
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return model(batch[:, :-1], batch[:, 1:])
+        if isinstance(batch, Tensor):
+            return model(batch[:, :-1], batch[:, 1:])
+        if "segments" in batch:
+            return model(batch["input_ids"], batch["labels"], segments=batch["segments"])
+        return model(batch["input_ids"], batch["labels"])
 
     def units(self, config: DictConfig) -> int:
         return config.batch_size * config.seq_len
@@ -42,7 +52,12 @@ class CausalLM(Task):
         return None if per_token is None else self.units(config) * per_token(config.seq_len)
 
     def meta_batch(self, config: DictConfig, examples: int) -> Batch:
-        return torch.empty((examples, config.seq_len + 1), dtype=torch.int64, device="meta")
+        dataset = get_class(config.dataset._target_)
+        if not hasattr(dataset, "meta_tokens"):
+            return torch.empty((examples, config.seq_len + 1), dtype=torch.int64, device="meta")
+        keys = OmegaConf.to_container(config.dataset, resolve=True)
+        given = {key: keys[key] for key in keys if not key.startswith("_")}
+        return dataset.meta_tokens(examples, config.seq_len, **given)
 
     def check_model(self, config: DictConfig, model: nn.Module) -> None:
         if not hasattr(model, "vocab_size"):
@@ -54,12 +69,22 @@ class CausalLM(Task):
         if hasattr(dataset, "meta_batch"):
             # `check` would say so of a run, but a plan makes no dataset.
             raise _without_tokens()
-        refuse_positions(model, config.seq_len, f"seq_len={config.seq_len}")
+        if getattr(dataset, "has_pairs", False):
+            raise UserError("task=causal_lm: the dataset has pairs of answers: take task=dpo, or dataset=chat")
+        if not config.dataset.get("packed"):
+            refuse_positions(model, config.seq_len, f"seq_len={config.seq_len}")
+        elif (why := getattr(model, "why_not_packed", NO_SEGMENTS)) is not None:
+            raise UserError(
+                f"dataset.packed=true: the model takes no packed rows, because {why}: take dataset.packed=false"
+            )
 
     def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
         if not hasattr(dataset, "vocab_size"):
             raise _without_tokens()
         check_vocabulary(model, dataset.vocab_size)
+        if config.dataset.get("packed"):
+            # The positions of packed samples begin anew, so a row may have more than the model can take.
+            refuse_positions(model, dataset.longest, f"seq_len={config.seq_len}: a chat has {dataset.longest}")
 
     def sample_forwards(self, config: DictConfig, model: nn.Module) -> Sequence[Callable[[], object]]:
         if not can_generate(model):
@@ -73,4 +98,4 @@ class CausalLM(Task):
 
 
 def _without_tokens() -> UserError:
-    return UserError("task=causal_lm: the dataset has no tokens: take dataset=stdlib, text or hub")
+    return UserError("task=causal_lm: the dataset has no tokens: take dataset=stdlib, text, hub or chat")

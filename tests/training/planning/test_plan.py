@@ -170,3 +170,19 @@ def test_a_frozen_base_has_neither_gradients_nor_states(planned, mode: str):
     assert 0.6 * whole.model_flops < plan.model_flops < 0.75 * whole.model_flops
     assert plan.summary()["model/trained_parameters"] == trained
     assert "parameters that train" not in whole.rows()
+
+
+def test_a_plan_of_chats_tells_what_is_in_the_files(tmp_path: Path):
+    answers = ["4", "four", "a long answer " * 20]
+    rows = [{"prompt": "2 + 2?", "completion": answer} for answer in answers]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    keys = ("dataset=chat", f"dataset.files={tmp_path}/chats.jsonl", "seq_len=64")
+
+    printed = run(tmp_path / "plan", "plan=true", *keys)
+
+    facts = read(tmp_path / "plan", "plan.json")["data"]
+    assert facts["chats to train on"] == "2; 0 to evaluate on"
+    assert facts["left out"] == "1 are longer than seq_len + 1 = 65 tokens"
+    assert "data: chats to train on" in printed
+    refused = run(tmp_path / "refused", "plan=true", *keys, "model.vocab_size=64", status=1)
+    assert "model.vocab_size=64 is smaller than the tokenizer's 257" in refused

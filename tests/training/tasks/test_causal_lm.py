@@ -39,7 +39,7 @@ def test_a_dataset_without_tokens_and_a_small_vocabulary_are_named():
 @pytest.mark.parametrize("dataset", ["letters", "synthetic_images", "synthetic_video_latents"])
 def test_a_plan_refuses_images_too(dataset: str):
     with pytest.raises(
-        UserError, match=r"^task=causal_lm: the dataset has no tokens: take dataset=stdlib, text or hub$"
+        UserError, match=r"^task=causal_lm: the dataset has no tokens: take dataset=stdlib, text, hub or chat$"
     ):
         components_of(f"dataset={dataset}")
 
@@ -51,3 +51,76 @@ def test_a_sequence_beyond_the_models_positions_is_refused():
     CausalLM().check_model(config, SimpleNamespace(vocab_size=256, most_positions=None))
     with pytest.raises(UserError, match=r"^seq_len=17: the model has embeddings for 16 positions: take no more$"):
         CausalLM().check_model(config, SimpleNamespace(vocab_size=256, most_positions=16))
+
+
+CHAT = ("dataset=chat", "dataset.files=a.jsonl", "dataset.tokenizer=null", "seq_len=16")
+
+
+def tiny_llama() -> Llama:
+    return Llama(32, 16, 32, 2, 2, 1)
+
+
+def chats(rows: int = 3) -> dict[str, torch.Tensor]:
+    """Makes rows of 9, 6, 3 ... tokens, padded to the longest, of which the first third is not trained on."""
+    lengths = torch.tensor([9 - 3 * row for row in range(rows)])
+    ids = torch.randint(0, 32, (rows, 10), generator=torch.Generator().manual_seed(0))
+    labels = ids[:, 1:].clone()
+    for row, length in enumerate(lengths.tolist()):
+        labels[row, : length // 3] = -100
+        labels[row, length:] = -100
+    return {"input_ids": ids[:, :-1], "labels": labels, "lengths": lengths}
+
+
+def test_the_loss_of_chats_is_the_mean_over_what_is_trained_on():
+    batch, model, task = chats(), tiny_llama(), CausalLM()
+    logits = model(batch["input_ids"])
+    wanted = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+
+    assert torch.allclose(task.loss(model, batch), wanted, rtol=0, atol=1e-6)
+    assert task.weight(batch) == 6 + 4 + 2
+    assert task.units_in(batch) == 9 + 6 + 3
+
+
+def test_packed_chats_have_the_loss_of_each_in_a_row_of_its_own():
+    batch, model, task = chats(), tiny_llama(), CausalLM()
+    lengths = batch["lengths"].tolist()
+    parts = {
+        name: torch.cat([batch[name][row, :n] for row, n in enumerate(lengths)])[None]
+        for name in ("input_ids", "labels")
+    }
+    segments = torch.cat([torch.full((n,), row) for row, n in enumerate(lengths)])[None]
+
+    packed = parts | {"segments": segments}
+    assert torch.allclose(task.loss(model, packed), task.loss(model, batch), rtol=0, atol=1e-6)
+    assert (task.weight(packed), task.units_in(packed)) == (task.weight(batch), task.units_in(batch))
+
+
+def test_a_plan_takes_the_longest_rows_of_chats():
+    for packed, extra, shape in ((False, "lengths", (2,)), (True, "segments", (2, 16))):
+        config, _ = composed(*CHAT, f"dataset.packed={packed}")
+        batch = CausalLM().meta_batch(config, 2)
+        assert batch["input_ids"].shape == batch["labels"].shape == (2, 16)
+        assert batch[extra].shape == shape
+        assert all(part.is_meta for part in batch.values())
+
+
+def test_packed_rows_for_a_model_that_takes_none_are_refused_and_the_advice_works():
+    for model, why in (
+        (SimpleNamespace(vocab_size=300), "its forward has no argument that says which tokens belong together"),
+        (SimpleNamespace(vocab_size=300, why_not_packed="its layers mix all tokens"), "its layers mix all tokens"),
+    ):
+        config, _ = composed(*CHAT, "dataset.packed=true")
+        with pytest.raises(UserError, match=f"^dataset.packed=true: .*, because {why}: take dataset.packed=false$"):
+            CausalLM().check_model(config, model)
+        CausalLM().check_model(composed(*CHAT, "dataset.packed=false")[0], model)
+
+
+def test_packed_rows_may_be_longer_than_the_positions_of_a_model_but_no_chat_may():
+    model = SimpleNamespace(vocab_size=300, most_positions=12, why_not_packed=None)
+    config, _ = composed(*CHAT, "dataset.packed=true")
+    CausalLM().check_model(config, model)
+    CausalLM().check(config, SimpleNamespace(vocab_size=257, longest=12), model)
+    with pytest.raises(UserError, match=r"^seq_len=16: a chat has 13: the model has embeddings for 12 positions"):
+        CausalLM().check(config, SimpleNamespace(vocab_size=257, longest=13), model)
+    with pytest.raises(UserError, match=r"^seq_len=16: the model has embeddings for 12 positions"):
+        CausalLM().check_model(composed(*CHAT)[0], model)

@@ -1,0 +1,273 @@
+"""Rows of samples: one sample a row, padded, or as many as fit in a row, packed.
+
+A sample of n tokens takes n - 1 positions: inputs are all but its last token, labels all but its first, where these are
+trained on. Every batch is a pure function of samples, seed and index.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from training.batches import IGNORED_LABEL
+from training.data.chats.rendering import Sample
+from training.data.packing import epoch_order, random_words, token_dtype
+
+# The samples of so many batches are sorted by length. More would save padding, and fewer leave more to chance: which
+# samples are in a batch together.
+BATCHES_OF_WINDOW = 50
+# In the key of random words, beside the epoch: the order of batches within a window.
+ORDER_OF_BATCHES = 1
+
+
+@dataclass(frozen=True)
+class SampleTokens:
+    """The tokens of many samples, one after the other.
+
+    Attributes:
+        ids: uint16 or uint32 [tokens]
+        trained: bool [tokens]
+        starts: int64 [samples + 1], where each sample begins, and the last one ends.
+    """
+
+    ids: np.ndarray
+    trained: np.ndarray
+    starts: np.ndarray
+
+    @classmethod
+    def of(cls, samples: Iterable[Sample], vocab_size: int) -> SampleTokens:
+        """Joins samples, whose ids are below `vocab_size`."""
+        # Bytearrays grow in place: a list of arrays would need as much again.
+        dtype, ids, trained, ends = token_dtype(vocab_size), bytearray(), bytearray(), [0]
+        for sample in samples:
+            ids += sample.ids.astype(dtype).data
+            trained += sample.trained.astype(bool).data
+            ends.append(len(trained))
+        return cls(np.frombuffer(ids, dtype), np.frombuffer(trained, bool), np.array(ends, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def positions(self) -> np.ndarray:
+        """The positions that each sample takes: int64 [samples]."""
+        return np.diff(self.starts) - 1
+
+    def sample(self, number: int) -> Sample:
+        """Returns one sample."""
+        part = slice(self.starts[number], self.starts[number + 1])
+        return Sample(self.ids[part], self.trained[part])
+
+
+class Rows(ABC):
+    """Batches of rows of some samples. Each epoch has all of them, in a new order.
+
+    Attributes:
+        num_blocks: rows of an epoch.
+    """
+
+    num_blocks: int
+
+    def __init__(self, tokens: SampleTokens, seed: int, batch_size: int):
+        self._tokens = tokens
+        self._seed = seed
+        self._batch_size = batch_size
+
+    @property
+    @abstractmethod
+    def filled(self) -> float:
+        """The share of positions that are no padding, in the first epoch."""
+
+    @abstractmethod
+    def members(self, row: int) -> Sequence[int]:
+        """Returns the samples in a row, by their numbers."""
+
+    @abstractmethod
+    def made(self, rows: Sequence[int]) -> dict[str, Tensor]:
+        """Returns a batch of these rows, on the CPU."""
+
+    @abstractmethod
+    def order(self, epoch: int) -> np.ndarray:
+        """Returns the order of rows in an epoch: a permutation, int64 [num_blocks]."""
+
+    @abstractmethod
+    def spread(self, wanted: int) -> list[int]:
+        """Returns so many rows, spread evenly over all of them."""
+
+    def rows_of(self, index: int) -> list[int]:
+        """Returns the rows of batch `index` >= 0; a batch may have the end of one epoch and the start of the next."""
+        rows = []
+        for place in range(index * self._batch_size, (index + 1) * self._batch_size):
+            epoch, position = divmod(place, self.num_blocks)
+            rows.append(int(self.order(epoch)[position]))
+        return rows
+
+    def batch(self, index: int) -> dict[str, Tensor]:
+        """Returns batch `index` >= 0 on the CPU."""
+        return self.made(self.rows_of(index))
+
+    def some_batches(self, count: int) -> list[dict[str, Tensor]]:
+        """Returns up to `count` batches, the same at each call: each row is there once at most."""
+        rows = self.spread(min(count * self._batch_size, self.num_blocks))
+        return [self.made(rows[start : start + self._batch_size]) for start in range(0, len(rows), self._batch_size)]
+
+
+class PaddedRows(Rows):
+    """One sample a row; a batch is as long as the longest of its samples, and has samples of about the same length.
+
+    Args:
+        numbers: the samples.
+    """
+
+    def __init__(self, tokens: SampleTokens, numbers: np.ndarray, *, seed: int, batch_size: int):
+        super().__init__(tokens, seed, batch_size)
+        self._numbers = numbers
+        self._lengths = tokens.positions[numbers]
+        self.num_blocks = len(numbers)
+        # An attribute, so that it goes with these rows.
+        self._remembered = lru_cache(maxsize=2)(self._order)
+
+    @property
+    def filled(self) -> float:
+        lengths = self._lengths[self.order(0)]
+        starts = np.arange(0, len(lengths), self._batch_size)
+        in_batches = np.diff(np.append(starts, len(lengths)))
+        return float(lengths.sum() / (np.maximum.reduceat(lengths, starts) * in_batches).sum())
+
+    def members(self, row: int) -> Sequence[int]:
+        return (int(self._numbers[row]),)
+
+    def made(self, rows: Sequence[int]) -> dict[str, Tensor]:
+        """Returns `input_ids` and `labels` int64 [rows, longest], and `lengths` int64 [rows]."""
+        lengths = self._lengths[list(rows)]
+        inputs, labels = _empty(len(rows), int(lengths.max()))
+        for row, number in enumerate(self._numbers[list(rows)]):
+            _fill(inputs[row], labels[row], self._tokens.sample(number))
+        return {**_tensors(inputs, labels), "lengths": torch.from_numpy(lengths.astype(np.int64))}
+
+    def order(self, epoch: int) -> np.ndarray:
+        return self._remembered(epoch)
+
+    def spread(self, wanted: int) -> list[int]:
+        rows = [place * self.num_blocks // wanted for place in range(wanted)]
+        return sorted(rows, key=lambda row: (self._lengths[row], row))
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """Shuffles, sorts within windows of batches, and shuffles the batches of each window.
+
+        What completes the last batch of the epoch before, and what is left for the last batch, is not sorted.
+        """
+        order = epoch_order(self.num_blocks, self._seed, epoch)
+        size = self._batch_size
+        first = min(-epoch * self.num_blocks % size, self.num_blocks)
+        last = first + (self.num_blocks - first) // size * size
+        parts = [order[:first]]
+        for window, start in enumerate(range(first, last, size * BATCHES_OF_WINDOW)):
+            part = order[start : min(start + size * BATCHES_OF_WINDOW, last)]
+            batches = part[np.argsort(self._lengths[part], kind="stable")].reshape(-1, size)
+            words = random_words(len(batches), self._seed, epoch, ORDER_OF_BATCHES, window)
+            parts.append(batches[np.argsort(words, kind="stable")].reshape(-1))
+        return np.concatenate([*parts, order[last:]])
+
+
+class PackedRows(Rows):
+    """Rows of `seq_len` positions, each with as many samples as fit; they are packed once.
+
+    Args:
+        numbers: the samples, none of which takes more than `seq_len` positions.
+    """
+
+    def __init__(self, tokens: SampleTokens, numbers: np.ndarray, *, seed: int, batch_size: int, seq_len: int):
+        super().__init__(tokens, seed, batch_size)
+        self._seq_len = seq_len
+        self._positions = int(tokens.positions[numbers].sum())
+        order, self._starts = best_fit(tokens.positions[numbers], seq_len)
+        self._members = numbers[order]
+        self.num_blocks = len(self._starts) - 1
+
+    @property
+    def filled(self) -> float:
+        return self._positions / (self.num_blocks * self._seq_len)
+
+    def members(self, row: int) -> Sequence[int]:
+        return self._members[self._starts[row] : self._starts[row + 1]].tolist()
+
+    def made(self, rows: Sequence[int]) -> dict[str, Tensor]:
+        """Returns `input_ids`, `labels` and `segments`, int64 [rows, seq_len]."""
+        inputs, labels = _empty(len(rows), self._seq_len)
+        segments = np.full_like(inputs, -1)
+        for row, packed in enumerate(rows):
+            start = 0
+            for segment, number in enumerate(self.members(packed)):
+                sample = self._tokens.sample(number)
+                end = start + len(sample.ids) - 1
+                _fill(inputs[row, start:end], labels[row, start:end], sample)
+                segments[row, start:end] = segment
+                start = end
+        return {**_tensors(inputs, labels), "segments": torch.from_numpy(segments)}
+
+    def order(self, epoch: int) -> np.ndarray:
+        return epoch_order(self.num_blocks, self._seed, epoch)
+
+    def spread(self, wanted: int) -> list[int]:
+        return [place * self.num_blocks // wanted for place in range(wanted)]
+
+
+def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Packs items into rows of `capacity`: the largest first, each into the row that it leaves least room in.
+
+    Best fit, decreasing (Johnson 1973), with a bit for every room that rows have left: a million items take seconds.
+
+    Args:
+        sizes: int64 [items], each at least 1 and at most `capacity`.
+
+    Returns:
+        The items, row after row, int64 [items], and where each row begins and the last one ends, int64 [rows + 1].
+    """
+    largest_first = np.argsort(-sizes, kind="stable")
+    rows_with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    row_of = np.empty(len(sizes), dtype=np.int64)
+    rooms = rows = 0
+    for place, size in enumerate(sizes[largest_first].tolist()):
+        if enough := rooms >> size:
+            room = size + (enough & -enough).bit_length() - 1
+            row = rows_with_room[room].pop()
+            if not rows_with_room[room]:
+                rooms ^= 1 << room
+        else:
+            row, room, rows = rows, capacity, rows + 1
+        row_of[place] = row
+        if left := room - size:
+            rows_with_room[left].append(row)
+            rooms |= 1 << left
+    items = largest_first[np.argsort(row_of, kind="stable")]
+    return items, np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=rows))]).astype(np.int64)
+
+
+def meta_rows(rows: int, length: int, *, packed: bool) -> dict[str, Tensor]:
+    """Returns the shapes of the longest batch of so many rows, on the meta device."""
+    extra = {"segments": (rows, length)} if packed else {"lengths": (rows,)}
+    shapes = {"input_ids": (rows, length), "labels": (rows, length), **extra}
+    return {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
+
+
+def _empty(rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Makes inputs and labels of padding. Any token may be the input there: nothing before it sees it."""
+    return np.zeros((rows, length), dtype=np.int64), np.full((rows, length), IGNORED_LABEL, dtype=np.int64)
+
+
+def _fill(inputs: np.ndarray, labels: np.ndarray, sample: Sample) -> None:
+    """Writes a sample to the beginning of a row."""
+    count = len(sample.ids) - 1
+    inputs[:count] = sample.ids[:-1]
+    labels[:count] = np.where(sample.trained[1:], sample.ids[1:].astype(np.int64), IGNORED_LABEL)
+
+
+def _tensors(inputs: np.ndarray, labels: np.ndarray) -> dict[str, Tensor]:
+    return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
