@@ -6,9 +6,9 @@ memory, then fill it (`fill_buffers`, and `initialise` or `load`).
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,13 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification, 
 from models.attention import avoid_cudnn_attention
 from models.buffers import fill_buffers
 from models.hf_head import use_plain_head
-from models.hf_host_reads import one_sequence_a_row, without_padding_warning
+from models.hf_host_reads import one_sequence_a_row, packed_rows, without_padding_warning
+from models.hf_packed import Packing
+from models.hf_packed_kernel import STARTS, starts_for
 from models.hf_positions import most_positions
 from models.hf_source import CAUSAL_LM, find_source, one_line, same_again
-from models.loss import IGNORED_LABEL
+from models.loss import IGNORED_LABEL, averages
+from models.packed_attention import positions_in
 from models.safetensors_files import StoredTensor
 
 # Buffers that have the dtype of what they meet: XGLM's positions, the mask of OpenAI's first GPT, Swin v2's places.
@@ -84,7 +87,7 @@ class TransformersModel(nn.Module):
 
     def fill_buffers(self) -> None:
         """See `models.buffers.fill_buffers`."""
-        fill_buffers(self.hf, partial(same_again, self.hf))
+        fill_buffers(self.hf, functools.partial(same_again, self.hf))
 
     def initialise(self, seed: int, device: torch.device | None = None) -> None:
         """See `models.hf_initialise.initialise_hf`."""
@@ -132,8 +135,8 @@ class CausalLanguageModel(TransformersModel):
     does. The auxiliary loss of experts is added with the model's own coefficient where the configuration has
     `output_router_logits=true`, as in transformers, and then the logits are stored. By default it is off.
 
-    There is no attention mask: every position sees all earlier ones of its row. `most_positions` are the most tokens
-    of a row, None for any number.
+    There is no attention mask: every position sees all earlier ones of its row, or of its sample in packed rows.
+    `most_positions` are the most tokens of a row, None for any number.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -148,22 +151,51 @@ class CausalLanguageModel(TransformersModel):
         """True if the loss is computed without the logits of the whole batch."""
         return self._plain_head is not None
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """Returns the mean loss, a float32 scalar (float64 for a float64 model).
+    @functools.cached_property
+    def packing(self) -> Packing:
+        """How the model takes packed rows; found out at the first use, by a forward on the meta device."""
+        return Packing.of(self.hf)
+
+    @property
+    def why_not_packed(self) -> str | None:
+        """None for a model that takes packed rows; else a clause that says why not."""
+        return self.packing.why_not
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, *, segments: Tensor | None = None, reduction: str = "mean"
+    ) -> Tensor:
+        """Returns the mean loss, a float32 scalar (float64 for a float64 model), or each position's loss.
 
         Args:
             input_ids: int64 [batch, seq_len].
             labels: int64 [batch, seq_len]: the token that should follow each position, so the caller shifts them.
                 Positions with -100 are left out of the mean; if all are, the loss is 0.
+            segments: int64 [batch, seq_len], for packed rows: the number of the sample within its row, -1 for padding
+                at the end. Positions begin at 0 in each sample, and none sees another.
+            reduction: "mean", or "none" for [batch, seq_len], 0 where the label is -100 and without the auxiliary loss
+                of experts, which is no position's.
+
+        Raises:
+            ValueError: the shapes differ, or the model does not take packed rows.
         """
         if labels.shape != input_ids.shape:
             raise ValueError(f"labels {tuple(labels.shape)} must have the shape of input_ids {tuple(input_ids.shape)}")
+        mean = averages(reduction)
+        given, known = {}, one_sequence_a_row()
+        if segments is not None:
+            if self.why_not_packed is not None:
+                raise ValueError(f"{self.hf.config.model_type} takes no packed rows, because {self.why_not_packed}")
+            starts = starts_for(segments, self.hf.dtype) if self.packing.by_starts else None
+            given = {"position_ids": positions_in(segments)} | ({} if starts is None else {STARTS: starts})
+            known = packed_rows(segments, by_starts=starts is not None)
         if self._plain_head is not None:
-            with one_sequence_a_row():
-                hidden = self._plain_head.hidden(self.hf, input_ids)
-            return self.hf.get_output_embeddings()(hidden, labels)
-        with one_sequence_a_row():
-            output = self.hf(input_ids=input_ids)
+            with known:
+                hidden = self._plain_head.hidden(self.hf, input_ids, **given)
+            return self.hf.get_output_embeddings()(hidden, labels, reduction)
+        with known:
+            output = self.hf(input_ids=input_ids, **given)
+        if not mean:
+            return token_cross_entropy(output.logits, labels)
         loss = mean_cross_entropy(output.logits, labels)
         auxiliary = output.get("aux_loss")
         if auxiliary is not None:
@@ -180,7 +212,15 @@ class CachedLanguageModel(CausalLanguageModel):
         # transformers counts the layers of Whisper's encoder. Without a configuration it adds layers as they come.
         return DynamicCache() if 0 < len(cache.layers) < getattr(self.hf.config, "decoder_layers", 0) else cache
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, cache: DynamicCache | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        cache: DynamicCache | None = None,
+        *,
+        segments: Tensor | None = None,
+        reduction: str = "mean",
+    ) -> Tensor:
         """Returns the loss as `CausalLanguageModel` does, or with `cache` the logits of the last position.
 
         Args:
@@ -194,7 +234,9 @@ class CachedLanguageModel(CausalLanguageModel):
             ValueError: the architecture leaves the cache as it was, so later positions would not see earlier ones.
         """
         if cache is None:
-            return super().forward(input_ids, labels)
+            return super().forward(input_ids, labels, segments=segments, reduction=reduction)
+        if segments is not None:
+            raise ValueError("segments and a cache were given: a text that is generated has a row of its own")
         if labels is not None:
             raise ValueError("labels and a cache were given: a loss is computed without a cache")
         before = cache.get_seq_length()
@@ -236,8 +278,15 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
     It is computed in float32, or in float64 for float64 logits.
     """
+    return _cross_entropy(logits, labels, "sum") / (labels != IGNORED_LABEL).sum().clamp(min=1)
+
+
+def token_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Returns each position's cross-entropy [batch, seq_len], 0 where the label is -100, as `mean_cross_entropy`."""
+    return _cross_entropy(logits, labels, "none").view(labels.shape)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
     wide = torch.promote_types(logits.dtype, torch.float32)
-    total = F.cross_entropy(
-        logits.flatten(0, -2).to(wide), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-    )
-    return total / (labels != IGNORED_LABEL).sum().clamp(min=1)
+    rows = logits.flatten(0, -2).to(wide)
+    return F.cross_entropy(rows, labels.flatten(), ignore_index=IGNORED_LABEL, reduction=reduction)

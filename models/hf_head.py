@@ -34,9 +34,9 @@ class PlainHead:
     options: dict[str, Any]
     ids: int | str
 
-    def hidden(self, model: nn.Module, input_ids: Tensor) -> Tensor:
-        """Returns what the head is applied to, [batch, seq_len, hidden_size]."""
-        arguments, options = list(self.arguments), dict(self.options)
+    def hidden(self, model: nn.Module, input_ids: Tensor, **more: Any) -> Tensor:
+        """Returns what the head is applied to, [batch, seq_len, hidden_size]; `more` are options of the call."""
+        arguments, options = list(self.arguments), {**self.options, **more}
         (arguments if isinstance(self.ids, int) else options)[self.ids] = input_ids
         return below_head(model)(*arguments, **options).last_hidden_state
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from models.kv_cache import KeyValueCache, LayerCache
 from models.loss import Head
+from models.packed_attention import Packed, bounds_of, packed_attention, positions_in
 
 
 def rotary_tables(seq_len: int, head_dim: int, theta: float, like: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
@@ -26,18 +27,23 @@ def rotary_tables(seq_len: int, head_dim: int, theta: float, like: Tensor, start
     Returns:
         cos, sin: both [seq_len, head_dim / 2].
     """
+    positions = torch.arange(start, start + seq_len, device=like.device)
+    return rotary_tables_at(positions, head_dim, theta, like)
+
+
+def rotary_tables_at(positions: Tensor, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes `rotary_tables` for positions, int64 [...]: cos, sin: both [..., head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32) / head_dim
-    positions = torch.arange(start, start + seq_len, device=like.device, dtype=torch.float32)
-    angles = torch.outer(positions, theta**-exponents)
+    angles = positions.float()[..., None] * theta**-exponents
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
 class Rotate(torch.autograd.Function):
     """Rotates each pair (x[j], x[j + head_dim / 2]) by the angle of its position.
 
-    x: [..., seq_len, head_dim]; cos, sin: [seq_len, head_dim / 2]. The gradient of a rotation is the reverse rotation.
-    As one function that works in place it takes half as long as the same arithmetic under autograd. That is about 5%
-    of a 7B model's step on an H200.
+    x: [..., seq_len, head_dim]; cos, sin: [..., seq_len, head_dim / 2]. The gradient of a rotation is the reverse
+    rotation. As one function that works in place it takes half as long as the same arithmetic under autograd. That is
+    about 5% of a 7B model's step on an H200.
     """
 
     @staticmethod
@@ -69,10 +75,20 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(hidden_size, key_value_size, bias=False)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache | None = None,
+        packed: Packed | None = None,
+    ) -> Tensor:
         query = Rotate.apply(self._split_heads(self.q_proj(hidden)), cos, sin)
         key = Rotate.apply(self._split_heads(self.k_proj(hidden)), cos, sin)
         value = self._split_heads(self.v_proj(hidden))
+        if packed is not None:
+            context = packed_attention(query, key, value, packed.bounds)
+            return self.o_proj(context.transpose(1, 2).flatten(2))
         if cache is not None:
             key, value = cache.append(key, value)
         grouped = self.group_size > 1
@@ -122,9 +138,19 @@ class Block(nn.Module):
         self.input_layernorm = nn.RMSNorm(hidden_size, eps=rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(hidden_size, eps=rms_norm_eps)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None) -> Tensor:
-        """Returns hidden [batch, seq_len, hidden_size] in the same shape; cos, sin: [seq_len, head_dim / 2]."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, cache)
+    def forward(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache | None = None,
+        packed: Packed | None = None,
+    ) -> Tensor:
+        """Returns hidden [batch, seq_len, hidden_size] in the same shape.
+
+        cos, sin: [seq_len, head_dim / 2], or for `packed` rows [batch, 1, seq_len, head_dim / 2].
+        """
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, cache, packed)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -147,8 +173,16 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(hidden_size, eps=rms_norm_eps)
 
-    def forward(self, input_ids: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, cache: KeyValueCache | None = None, segments: Tensor | None = None) -> Tensor:
         hidden = self.embed_tokens(input_ids)
+        if segments is not None:
+            # Tables and bounds are arguments of the blocks, so that one computed again in backward has them too.
+            positions = positions_in(segments)[:, None]
+            cos, sin = rotary_tables_at(positions, self.head_dim, self.rope_theta, like=hidden)
+            packed = Packed(bounds_of(segments, hidden))
+            for layer in self.layers:
+                hidden = layer(hidden, cos, sin, packed=packed)
+            return self.norm(hidden)
         start = 0 if cache is None else cache.length
         cos, sin = rotary_tables(input_ids.shape[1], self.head_dim, self.rope_theta, like=hidden, start=start)
         for index, layer in enumerate(self.layers):
@@ -159,6 +193,8 @@ class Decoder(nn.Module):
 
 class Llama(nn.Module):
     """Llama with a language-model head; parameters are named as in Hugging Face's LlamaForCausalLM.
+
+    It takes packed rows (`why_not_packed` is None).
 
     Args:
         num_key_value_heads: key and value heads; fewer than `num_attention_heads` is grouped-query attention.
@@ -202,6 +238,7 @@ class Llama(nn.Module):
                 f"num_key_value_heads={num_key_value_heads}: must divide num_attention_heads={num_attention_heads}"
             )
         super().__init__()
+        self.why_not_packed: str | None = None
         blocks = (
             Block(hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, rms_norm_eps)
             for _ in range(num_hidden_layers)
@@ -213,7 +250,15 @@ class Llama(nn.Module):
         if tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        *,
+        segments: Tensor | None = None,
+        reduction: str = "mean",
+    ) -> Tensor:
         """Returns the logits, or the loss if `labels` are given.
 
         Args:
@@ -222,15 +267,21 @@ class Llama(nn.Module):
                 Positions with -100 are left out of the mean.
             cache: for inference, from `key_value_cache`: the positions of earlier calls, which those of `input_ids`
                 follow. They are stored there too. Where it is not empty, `input_ids` has one position.
+            segments: int64 [batch, seq_len], for packed rows: the number of the sample within its row, -1 for padding
+                at the end. Positions begin at 0 in each sample, and none sees another.
+            reduction: of the loss: "mean", or "none" for that of each position.
 
         Returns:
-            Logits [batch, seq_len, vocab_size] in the parameters' dtype, or the mean loss, a float32 scalar. With
-            `cache` the logits of the last position alone: [batch, 1, vocab_size].
+            Logits [batch, seq_len, vocab_size] in the parameters' dtype, or the mean loss, a float32 scalar, or each
+            position's, float32 [batch, seq_len], 0 where the label is -100. With `cache` the logits of the last
+            position alone: [batch, 1, vocab_size].
         """
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(f"labels {tuple(labels.shape)} must have the shape of input_ids {tuple(input_ids.shape)}")
         if cache is None:
-            return self.lm_head(self.model(input_ids), labels)
+            return self.lm_head(self.model(input_ids, segments=segments), labels, reduction)
+        if segments is not None:
+            raise ValueError("segments and a cache were given: a text that is generated has a row of its own")
         if labels is not None:
             raise ValueError("labels and a cache were given: a loss is computed without a cache")
         if cache.length and input_ids.shape[1] > 1:

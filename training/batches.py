@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from models.loss import IGNORED_LABEL
+from models.packed_attention import starts_in
 from offload import upload
 
 Batch = Tensor | dict[str, Tensor]
@@ -57,18 +58,15 @@ def split_by(batch: Batch, examples: int) -> list[Batch]:
     return _split(batch, lambda tensor: tensor.split(examples))
 
 
-def joined(parts: Sequence[Batch]) -> Batch:
-    """Returns the batch of which `split_into` makes `parts`."""
-    if isinstance(parts[0], Tensor):
-        return torch.cat(parts)
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
 def uploaded(batch: Batch, device: torch.device) -> Batch:
     """Returns the batch on `device`. The host does not wait for the device's queue."""
     if isinstance(batch, Tensor):
         return upload(batch, device)
-    return {name: upload(tensor, device) for name, tensor in batch.items()}
+    moved = {name: upload(tensor, device) for name, tensor in batch.items()}
+    if "segments" in batch:
+        # Counted here, where the host need not wait for the device to know how many samples there are.
+        moved["segments"].starts = upload(starts_in(batch["segments"]), device)
+    return moved
 
 
 def add_to_digest(digest: hashlib._Hash, batch: Batch) -> None:

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from models.initialise import initialise
 from models.llama import Attention, Llama, Rotate, rotary_tables
 from tests.models.helpers.hugging_face import HUGGING_FACE_SHAPES, SIZES
+from tests.models.helpers.packed import SEGMENTS, counted, losses_alone, packed_batch
 
 
 @pytest.fixture(autouse=True)
@@ -267,3 +268,55 @@ def test_logits_with_a_cache_are_those_of_the_whole_sequence():
         model(ids[:, :2], cache=cache)
     with pytest.raises(ValueError, match="a loss is computed without a cache"):
         model(ids, ids, cache=model.key_value_cache(12))
+
+
+class TestPackedRows:
+    def test_samples_in_a_row_are_as_if_alone(self):
+        model = make_model()
+        assert model.why_not_packed is None
+        ids, labels = packed_batch()
+        found, alone = model(ids, labels, segments=SEGMENTS, reduction="none"), losses_alone(model)
+        torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
+        together = model(ids, labels, reduction="none")
+        assert (together - alone)[:, 6:].abs().max() > 1e-3
+        mean = model(ids, labels, segments=SEGMENTS)
+        torch.testing.assert_close(mean, alone.sum() / (labels != -100).sum())
+
+    def test_a_row_of_one_sample_is_a_plain_row(self):
+        model, ids = make_model(), make_ids()
+        torch.testing.assert_close(model(ids, segments=torch.zeros_like(ids)), model(ids), rtol=1e-5, atol=1e-5)
+
+    def test_a_sample_has_the_gradients_of_the_sample_alone(self):
+        model = make_model()
+        ids, labels = packed_batch()
+        model(ids, labels, segments=SEGMENTS, reduction="none").sum().backward()
+        found = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        losses_alone(model).sum().backward()
+        for gradient, parameter in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-4)
+
+    def test_segments_and_a_cache_are_refused(self):
+        model, ids = make_model(), make_ids()
+        with pytest.raises(ValueError, match="segments and a cache were given"):
+            model(ids, cache=model.key_value_cache(12), segments=torch.zeros_like(ids))
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    def test_the_kernel_is_as_near_to_exact_numbers_as_masks(self):
+        exact = make_model()
+        with torch.no_grad():
+            expected = losses_alone(exact)
+            model = exact.to("cuda", torch.bfloat16)
+            ids, labels = (tensor.cuda() for tensor in packed_batch())
+            by_masks = model(ids, labels, segments=SEGMENTS.cuda(), reduction="none").cpu()
+            by_kernel = model(ids, labels, segments=counted(SEGMENTS, "cuda"), reduction="none").cpu()
+        assert (by_kernel - expected).norm() < 1.2 * (by_masks - expected).norm() + 0.01 * expected.norm()
+
+
+def test_a_padded_row_is_the_sample_alone():
+    """No position sees a later one, so padding at the end needs no mask."""
+    model, (ids, labels) = make_model(), packed_batch()
+    padded = model(ids, labels.masked_fill(torch.arange(12) >= 7, -100), reduction="none")
+    torch.testing.assert_close(padded[:, :7], model(ids[:, :7], labels[:, :7], reduction="none"), rtol=1e-5, atol=1e-5)
+    assert not padded[:, 7:].any()

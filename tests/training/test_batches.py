@@ -7,7 +7,6 @@ import torch
 
 from training.batches import (
     examples_in,
-    joined,
     sha256_of,
     split_by,
     split_into,
@@ -27,13 +26,6 @@ def test_parts_are_those_of_each_tensor():
     assert [examples_in(part) for part in parts] == [2, 2, 1]
     for name, tensor in BOTH.items():
         assert torch.equal(torch.cat([part[name] for part in parts]), tensor)
-
-
-def test_parts_are_joined_to_the_batch():
-    assert torch.equal(joined(split_into(TENSOR, 3)), TENSOR)
-    whole = joined(split_into(BOTH, 2))
-    assert whole.keys() == BOTH.keys()
-    assert all(torch.equal(whole[name], tensor) for name, tensor in BOTH.items())
 
 
 def test_tensors_of_a_batch_count_the_same_examples():
