@@ -37,6 +37,7 @@ from training.metrics.progress import phase
 from training.parallel.homes import shares_homes
 from training.parallel.world import ranks_of_host
 from training.runs.invocation import Invocation
+from training.tasks.dpo import settled_reference
 from training.tasks.task import Task
 from training.weights.adapter import add_adapter
 from training.weights.mapped import map_weights
@@ -48,6 +49,7 @@ from training.weights.source import local_source, weights_of_source
 DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32}
 
 WEIGHTS = "model.weights"
+DPO_REFERENCE = "task.reference"
 FLEX = "flex_attention"
 # Keys whose auto follows from the configuration and the device.
 SETTLED_HERE = ("precision", "microbatches", WEIGHTS, TOKENIZER, DPO_REFERENCE)
@@ -100,8 +102,10 @@ class Components:
         that of a configuration with the same `model` and `precision`, still on the meta device. Raises UserError for a
         model, a mode or a knob that cannot be had.
         """
-        task = make_task(config.task)
         settled = frozenset(key for key in SETTLED_HERE if OmegaConf.select(config, key) == AUTO)
+        if DPO_REFERENCE in settled:
+            config.task.reference = settled_reference(config)
+        task = make_task(config.task)
         if "precision" in settled:
             config.precision = _precision(device.type == "cuda" if on_gpu is None else on_gpu)
         if "microbatches" in settled:

@@ -20,6 +20,7 @@ from training.config.adapter import has_adapter
 from training.config.schema import OnNonfinite
 from training.errors import UserError
 from training.evaluation.held_out import evaluating
+from training.evaluation.reference import fill_reference
 from training.parallel.ranks import RankLostError, Share
 from training.planning.advice import nonfinite_advice
 from training.recorder import Recorder
@@ -54,6 +55,11 @@ def train(job: Job) -> dict:
     first = start + 1
     stopping = StopRequest(job.checkpoints.on_signal_after_s)
     with closing(Recorder(job)) as recorder, short_garbage_collections(), stopping as stop:
+        with recorder.outside_steps():
+            stopped = lambda: stop.signal is not None  # noqa: E731
+            filled = fill_reference(job.components, job.dataset, job.ranks, stopped)
+        if not filled:
+            return stop_before_first_step(job, recorder, stop)
         if lacks_observation(job, recorder, start):
             if lacks_sample(job, recorder, start):
                 make_sample(job, recorder, stop, start)

@@ -18,6 +18,7 @@ from training.config.validation import check_steps
 from training.data.building import build_dataset, facts_of
 from training.errors import UserError
 from training.evaluation.held_out import Evaluation
+from training.evaluation.reference import saved_reference
 from training.evaluation.samples import Samples
 from training.metrics.progress import phase
 from training.missing_abilities import without_abilities
@@ -101,6 +102,8 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
     if checkpoint is not None:
         checkpoint.check_steps(config.steps)
         checkpoint.check_data(dataset, evaluation.sha256)
+        if components.task.needs_table and checkpoint.state.step:
+            components.task.table = saved_reference(checkpoint.folder, config, dataset)
     with phase("measuring the machine"):
         machine = machine_of(components)
     with phase("planning"):

@@ -19,7 +19,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from offload import HostAdamW
 from training.config.adapter import OPTIONS as ADAPTER_OPTIONS
 from training.config.adapter import has_adapter
-from training.config.chat import Chats
+from training.config.chat import Chats, Preferences
 from training.config.declare import Built, number, schema_of
 from training.config.modes import all_options
 from training.config.parallel import Parallel
@@ -27,6 +27,7 @@ from training.config.quantize import OPTIONS as QUANTIZE_OPTIONS
 from training.optim import AdamW
 from training.tasks.causal_lm import CausalLM
 from training.tasks.classification import Classification
+from training.tasks.dpo import DPO
 from training.tasks.flow_matching import FlowMatching
 
 
@@ -310,7 +311,7 @@ class TrainConfig:
     resume: str | None = MISSING
 
 
-TASKS = {"causal_lm": CausalLM, "flow_matching": FlowMatching, "classification": Classification}
+TASKS = {"causal_lm": CausalLM, "dpo": DPO, "flow_matching": FlowMatching, "classification": Classification}
 OPTIMIZERS = {"adamw": AdamW, "host_adamw": HostAdamW}
 SCHEMAS = {
     "offload": {name: schema_of(get_class(option.target)) for name, option in all_options().items() if option.target},
@@ -321,6 +322,7 @@ SCHEMAS = {
         "text": TextFiles,
         "hub": HubText,
         "chat": Chats,
+        "preferences": Preferences,
         "synthetic": SyntheticTokens,
         "glyphs": Glyphs,
         "images": ImageFolder,

@@ -174,7 +174,7 @@ def _check(key: str, value: Any) -> None:
     expected, valid = "a number", is_number(value)
     if valid and metric in COUNTS:
         expected, valid = "a count", isinstance(value, int) and 0 <= value <= LARGEST
-    elif valid and (metric.startswith("train/") or metric in ("eval/loss", "eval/final_loss")):
+    elif valid and (metric.startswith(("train/", "eval/reward_")) or metric in ("eval/loss", "eval/final_loss")):
         # Infinity is allowed.
         expected, valid = "a number that a loss reaches", not LARGEST_LOSS < abs(value) < math.inf
     elif valid:

@@ -24,6 +24,7 @@ from training.components import Components, acquired, attached
 from training.config import schema
 from training.config.construct import keys_under
 from training.evaluation.held_out import scores_of_parts
+from training.evaluation.reference import log_probs_of_parts
 from training.loop import run_share
 from training.optim import set_step
 from training.parallel.devices import take_seat
@@ -128,6 +129,11 @@ def carry_out(job: RankJob, ranks: Group) -> None:
                 with components.mode.inference():
                     scores = scores_of_parts(task, components.model, parts, seed, ranks.device, lambda: False)
                 ranks.report(scores)
+            case ("reference", parts):
+                components = job.components
+                with components.mode.inference():
+                    found = log_probs_of_parts(components.model, parts, ranks.device, lambda: False)
+                ranks.report(found)
             case ("finish",):
                 job.optimizer.finish()
                 ranks.report()

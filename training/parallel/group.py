@@ -220,10 +220,10 @@ class Group(Ranks):
             self._send(rank, ("step", step, _own_memory(shares[rank])))
         return shares[0]
 
-    def hand_out_evaluation(self, parts: Sequence[Batch]) -> Sequence[Batch]:
+    def hand_out_evaluation(self, parts: Sequence[Batch], order: str = "evaluate") -> Sequence[Batch]:
         self._parts = len(parts)
         for rank in self._others():
-            self._send(rank, ("evaluate", [_copied(part) for part in parts[rank :: self.count]]))
+            self._send(rank, (order, [_copied(part) for part in parts[rank :: self.count]]))
         return parts[:: self.count]
 
     def collect_evaluation(self, results: list[Any] | None) -> list[Any] | None:

@@ -82,8 +82,8 @@ class Ranks:
         """Makes the other ranks compute their shares of `batch`, that of `step`; returns this rank's share."""
         return Share(batch, examples_in(batch))
 
-    def hand_out_evaluation(self, parts: Sequence[Any]) -> Sequence[Any]:
-        """Makes the other ranks evaluate some of `parts`; returns those that this rank evaluates."""
+    def hand_out_evaluation(self, parts: Sequence[Any], order: str = "evaluate") -> Sequence[Any]:
+        """Makes the other ranks evaluate some of `parts`, or do as `order` says; returns those that are this rank's."""
         return parts
 
     def collect_evaluation(self, results: list[Any] | None) -> list[Any] | None:

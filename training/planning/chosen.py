@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from training.components import WEIGHTS, Components
+from training.components import DPO_REFERENCE, WEIGHTS, Components
 from training.config.adapter import has_adapter
 from training.config.auto import AUTO
 from training.config.modes import weights_node

@@ -18,6 +18,7 @@ HARDWARE_FILE = "hardware.json"
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 SAMPLES_FOLDER = "samples"
+REFERENCE_FILE = "reference.safetensors"
 SUMMARY_FILE = "summary.json"
 CHECKPOINTS_FOLDER = "checkpoints"
 DATASETS_FOLDER = "datasets"
@@ -55,6 +56,7 @@ RUN_FILES = (
     HARDWARE_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
+    REFERENCE_FILE,
     SUMMARY_FILE,
     SUMMARY_FILE + PARTIAL_SUFFIX,
 )

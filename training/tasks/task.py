@@ -39,6 +39,8 @@ class Task(ABC):
     """the names of what a logged step shows beside its loss, as metrics train/NAME"""
     looks_ahead: bool = False
     """True if batches need what `ahead` adds"""
+    needs_table: bool = False
+    """True if `prepared` looks up what the model gives every sample before the first step"""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:

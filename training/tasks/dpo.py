@@ -1,0 +1,209 @@
+"""dpo: trains a language model on pairs of answers, of which one is preferred (Rafailov et al. 2023).
+
+The model is to prefer the chosen answer more than a reference does, which is the model that training begins from: the
+loss is `-logsigmoid(beta * (chosen - rejected))`, where each of the two is the log-probability of an answer under the
+model less that under the reference. The numbers are those of TRL's DPOTrainer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+
+from models.adapters import adapters_off, config_of
+from models.generation import can_generate, largest_forwards
+from models.loss import IGNORED_LABEL
+from offload import KnobError, in_range
+from training.batches import Batch, examples_in
+from training.config.adapter import has_adapter
+from training.errors import UserError
+from training.tasks.causal_lm import TOKENS_OF_MICROBATCH
+from training.tasks.task import Sampler, Task
+from training.tasks.text_samples import TextSampler, check_vocabulary, refuse_positions
+
+REFERENCE, INDEX = "reference", "index"
+AUTO, ADAPTER, CACHED = "auto", "adapter", "cached"
+LOSSES = ("sigmoid", "robust", "ipo")
+
+
+class DPO(Task):
+    """Direct preference optimisation. A batch has `input_ids` and `labels`, int64 [pairs, 2, L], the chosen answer
+    first, whose padding is at the end, and `lengths` int64 [pairs, 2].
+
+    `reference` float32 [pairs, 2] are the log-probabilities of the answers under the reference, summed over tokens. A
+    dataset's batch has `index` int64 [pairs] instead, with which they are found in the table of all samples.
+
+    Args:
+        beta: how close the model stays to the reference; larger is closer.
+        loss: sigmoid (Rafailov et al. 2023); robust, the same without the bias of flipped pairs (Chowdhury et al.
+            2024); ipo, a square that pulls the margin of a token to 1 / (2 beta) (Azar et al. 2023).
+        label_smoothing: the share of pairs that are taken to be flipped. Under loss=sigmoid these pull the other way
+            (Mitchell 2023); loss=robust needs one, below 0.5.
+        reference: the log-probabilities under the model that training begins from. adapter: the model's own, with its
+            adapter switched off, in each step; with adapter.weights that is the base without them. cached: computed
+            once, for all samples, before the first step. auto: adapter where an adapter begins from nothing, else
+            cached.
+
+    Raises:
+        KnobError: a value is out of range.
+    """
+
+    unit = "tokens"
+    figures = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
+
+    def __init__(
+        self, *, beta: float = 0.1, loss: str = "sigmoid", label_smoothing: float = 0.0, reference: str = AUTO
+    ):
+        self.beta = in_range("beta", beta, above=0)
+        self.loss_name = _one_of("loss", loss, *LOSSES)
+        self.label_smoothing = in_range("label_smoothing", label_smoothing, at_least=0, at_most=0.5)
+        if label_smoothing and loss == "ipo":
+            raise KnobError("label_smoothing", label_smoothing, "has no effect on loss=ipo: take 0")
+        if loss == "robust" and not 0 < label_smoothing < 0.5:
+            raise KnobError("label_smoothing", label_smoothing, "loss=robust needs one between 0 and 0.5")
+        self.reference = _one_of("reference", reference, AUTO, ADAPTER, CACHED)
+        self.table: Tensor | None = None
+        """float32 [samples, 2] on the CPU: those of a cached reference, once they are computed"""
+
+    @property
+    def looks_ahead(self) -> bool:
+        return self.reference == ADAPTER
+
+    @property
+    def needs_table(self) -> bool:
+        """True if `prepared` needs `table`, which the run fills before its first step."""
+        return self.reference == CACHED
+
+    def prepared(self, batch: Batch, seed: int) -> Batch:
+        """Replaces `index` by the `reference`, if there is a table, which a run has from before its first step on."""
+        index = batch[INDEX]
+        rest = {name: tensor for name, tensor in batch.items() if name != INDEX}
+        if index.is_meta:
+            return rest | {REFERENCE: torch.empty(batch["lengths"].shape, device="meta")}
+        return rest if self.table is None else rest | {REFERENCE: self.table[index]}
+
+    def ahead(self, model: nn.Module, batch: Batch) -> Batch:
+        """Returns the batch with the `reference` that the model is without its adapter."""
+        with adapters_off(model):
+            return batch | {REFERENCE: answer_log_probs(model, batch)}
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return self.loss_and_figures(model, batch)[0]
+
+    def loss_and_figures(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
+        if REFERENCE not in batch:
+            raise RuntimeError("the reference of this batch is not computed yet")
+        found = answer_log_probs(model, batch) - batch[REFERENCE]
+        return self._losses(found, batch["labels"]).mean(), self._rewards(found.detach())
+
+    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Returns `loss` and the rewards, as `loss_and_figures`. The model is in eval() and without gradients."""
+        loss, figures = self.loss_and_figures(model, self.ahead(model, batch) if self.looks_ahead else batch)
+        return {"loss": loss} | dict(zip(self.figures, figures, strict=True))
+
+    def _losses(self, found: Tensor, labels: Tensor) -> Tensor:
+        """Returns the loss of each pair, [pairs]; `found` are log-probabilities less those of the reference."""
+        if self.loss_name == "ipo":
+            # Means of a token, as the authors of IPO do it (and TRL): sums would pull long answers less.
+            per_token = found / (labels != IGNORED_LABEL).sum(-1).clamp(min=1)
+            return (per_token[:, 0] - per_token[:, 1] - 1 / (2 * self.beta)) ** 2
+        margin, flipped = self.beta * (found[:, 0] - found[:, 1]), self.label_smoothing
+        right = -F.logsigmoid(margin)
+        if not flipped:
+            return right
+        wrong = -F.logsigmoid(-margin)
+        if self.loss_name == "robust":
+            return ((1 - flipped) * right - flipped * wrong) / (1 - 2 * flipped)
+        return (1 - flipped) * right + flipped * wrong
+
+    def _rewards(self, found: Tensor) -> Sequence[Tensor]:
+        """Returns the `figures`."""
+        chosen, rejected = (self.beta * found).unbind(1)
+        margin = chosen - rejected
+        return chosen.mean(), rejected.mean(), margin.mean(), (margin > 0).float().mean()
+
+    def weight(self, batch: Batch) -> int:
+        """Returns the pairs, over which the loss is the mean, however long their answers are."""
+        return examples_in(batch)
+
+    def units(self, config: DictConfig) -> int:
+        return config.batch_size * 2 * config.seq_len
+
+    def microbatches(self, config: DictConfig) -> int:
+        return min(-(-self.units(config) // TOKENS_OF_MICROBATCH), config.batch_size)
+
+    def flops(self, model: nn.Module, config: DictConfig) -> float | None:
+        per_token = getattr(model, "flops_per_token", None)
+        return None if per_token is None else self.units(config) * per_token(config.seq_len)
+
+    def meta_batch(self, config: DictConfig, examples: int) -> Batch:
+        keys = OmegaConf.to_container(config.dataset, resolve=True)
+        given = {key: keys[key] for key in keys if not key.startswith("_")}
+        dataset = get_class(config.dataset._target_)
+        return self.prepared(dataset.meta_tokens(examples, config.seq_len, **given), 0)
+
+    def check_model(self, config: DictConfig, model: nn.Module) -> None:
+        if not getattr(get_class(config.dataset._target_), "has_pairs", False):
+            raise UserError("task=dpo: the dataset has no pairs of answers: take dataset=preferences, or another task")
+        if "reduction" not in inspect.signature(model.forward).parameters:
+            raise UserError(
+                f"task=dpo: {type(model).__name__} does not return the log-probabilities of tokens: take a language"
+                " model, model=hf or one of conf/model/llama*.yaml"
+            )
+        if get_class(config.offload._target_).foreign:
+            raise UserError("task=dpo: other systems train without a reference: take offload=none, or another of ours")
+        if config.quantize.get("compare"):
+            raise UserError(
+                "quantize.compare=true: the first loss of task=dpo is the same for any weights: take"
+                " quantize.compare=false"
+            )
+        refuse_positions(model, config.seq_len, f"seq_len={config.seq_len}")
+        if self.reference == ADAPTER:
+            _check_adapter(config, model)
+
+    def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
+        check_vocabulary(model, dataset.vocab_size)
+
+    def sample_forwards(self, config: DictConfig, model: nn.Module) -> Sequence[Callable[[], object]]:
+        if not can_generate(model):
+            return ()
+        longest = len(config.sample.prompt.encode()) + 1 + config.sample.tokens
+        return largest_forwards(model, min(longest, config.seq_len))
+
+    def sampler(self, config: DictConfig, model: nn.Module) -> Sampler:
+        return TextSampler.of(config, model)
+
+
+def answer_log_probs(model: nn.Module, batch: Batch) -> Tensor:
+    """Returns the log-probabilities of a batch's answers, sums over the labelled tokens: float32 [pairs, 2]."""
+    # As rows of one batch. No row sees another, and padding follows what is real, so nothing that counts sees it.
+    ids, labels = batch["input_ids"].flatten(0, 1), batch["labels"].flatten(0, 1)
+    return -model(ids, labels, reduction="none").sum(-1).view(batch["lengths"].shape)
+
+
+def _one_of(name: str, value: str, *choices: str) -> str:
+    if value not in choices:
+        raise KnobError(name, value, f"must be {', '.join(choices[:-1])} or {choices[-1]}")
+    return value
+
+
+def settled_reference(config: DictConfig) -> str:
+    """Returns what `task.reference=auto` stands for in `config`."""
+    begins_as_base = has_adapter(config) and config.adapter.weights is None
+    return ADAPTER if begins_as_base and not config.adapter.get("modules_to_save") else CACHED
+
+
+def _check_adapter(config: DictConfig, model: nn.Module) -> None:
+    if not has_adapter(config):
+        raise UserError("task.reference=adapter: the whole model trains: take task.reference=cached, or adapter=lora")
+    if config_of(model).modules_to_save:
+        raise UserError(
+            "task.reference=adapter: adapter.modules_to_save train in full, so nothing has their old weights: take"
+            " task.reference=cached"
+        )
