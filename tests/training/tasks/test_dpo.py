@@ -132,7 +132,8 @@ def test_a_reference_is_the_model_without_its_adapter() -> None:
         initialise(model, 0)
     initialise_adapters(model, 0)
     task, given = DPO(reference="adapter"), batch(reference=False)
-    assert task.looks_ahead and not task.needs_table
+    assert task.looks_ahead
+    assert not task.needs_table
     assert task.loss(model, task.ahead(model, given)).item() == pytest.approx(math.log(2))
     for _, layer in adapter_layers(model):
         nn.init.normal_(layer.lora_B["default"].weight)
@@ -146,7 +147,8 @@ def test_a_reference_is_the_model_without_its_adapter() -> None:
 def test_a_cached_reference_is_found_by_the_index_of_samples() -> None:
     task = DPO(reference="cached")
     given = batch(reference=False) | {"index": torch.tensor([4, 0, 2])}
-    assert task.needs_table and not task.looks_ahead
+    assert task.needs_table
+    assert not task.looks_ahead
     with pytest.raises(RuntimeError, match="not computed yet"):
         task.scores(llama(), task.prepared(given, 0))
     task.table = torch.arange(10.0).view(5, 2)
