@@ -45,6 +45,8 @@ class Packing:
             # On the meta device torch multiplies the rows of experts in bf16 alone.
             twin = same_again(model).to(torch.bfloat16)
         without_padding_warning(twin)
+        # No layer reads the losses of routers, and some torch does not compute on the meta device.
+        twin.config.output_router_logits = False
         try:
             asked, _ = _watched(twin)
         # Each forward fails in its own way.

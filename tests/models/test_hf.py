@@ -109,6 +109,38 @@ class TestCausalLanguageModel:
         torch.testing.assert_close(one[:, :4], other[:, :4])
         assert not torch.allclose(one[:, 4:], other[:, 4:])
 
+    @pytest.mark.parametrize("name", LANGUAGE)
+    def test_each_positions_loss_is_that_of_the_logits(self, name: str):
+        model = tiny(name).eval()
+        ids, labels = batch(name)
+        labels = labels.masked_fill(torch.arange(LENGTH) == 2, -100)
+        losses = model(ids, labels, reduction="none")
+        weights = torch.linspace(-1, 2, losses.numel()).view(losses.shape)
+        (losses * weights).sum().backward()
+        found = {name: parameter.grad for name, parameter in model.hf.named_parameters()}
+        model.zero_grad()
+        logits = model.hf(input_ids=ids).logits
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        (expected.view(labels.shape) * weights).sum().backward()
+        torch.testing.assert_close(losses, expected.view(labels.shape))
+        for parameter_name, parameter in model.hf.named_parameters():
+            torch.testing.assert_close(found[parameter_name], parameter.grad, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("name", ["bart", "gptj", "xglm", *LANGUAGE])
+    def test_a_padded_row_is_the_sample_alone(self, name: str):
+        """No position sees a later one, so padding at the end needs no mask."""
+        model = tiny(name).eval()
+        ids, labels = batch(name)
+        padding = torch.arange(LENGTH) >= 4
+        losses = model(ids.masked_fill(padding, 0), labels.masked_fill(padding, -100), reduction="none")
+        alone = model(ids[:, :4], labels[:, :4], reduction="none")
+        torch.testing.assert_close(losses[:, :4], alone, rtol=1e-5, atol=1e-5)
+        assert not losses[:, 4:].any()
+
+    def test_other_reductions_are_refused(self):
+        with pytest.raises(ValueError, match="reduction='sum': must be mean or none"):
+            tiny("gemma2")(*batch("gemma2"), reduction="sum")
+
     def test_ties_stay(self):
         model = tiny("qwen3_tied")
         assert model.hf.get_output_embeddings().weight is model.hf.get_input_embeddings().weight
@@ -263,6 +295,8 @@ class TestKeysAndValues:
         ids = batch("gpt2")[0]
         with pytest.raises(ValueError, match="labels and a cache were given"):
             model(ids, ids, cache=model.key_value_cache(8))
+        with pytest.raises(ValueError, match="segments and a cache were given"):
+            model(ids, cache=model.key_value_cache(8), segments=torch.zeros_like(ids))
         forward = model.hf.forward
         monkeypatch.setattr(model.hf, "forward", lambda past_key_values, **given: forward(**given))
         with pytest.raises(ValueError, match="gpt2 does not store keys and values, so no text can be generated"):
