@@ -49,7 +49,7 @@ from training.config.modes import FOLDER, RESIDENT
 from training.config.validation import check
 from training.loop import clip_scale, forward_backward, gradient_norm, short_garbage_collections
 from training.metrics.step_timer import StepTimer
-from training.parallel.ranks import Share
+from training.parallel.ranks import shares_of
 from training.prepare import build_dataset
 from training.profiling.hardware import reset_peaks, vram_peak_gib
 from training.runs.invocation import Invocation
@@ -211,8 +211,8 @@ class Workload(ABC):
                 return [self.task.loss(self.model, batch) for _ in range(options.forward)][-1]
         clips = self.optimizer is not None and options.clip_norm is not None
         with self.mode.step(norms=clips):
-            share = Share(batch, examples_in(batch))
-            losses = forward_backward(self.task, self.mode, self.model, share, self.microbatches, seed=0, step=0)
+            (share,) = shares_of(batch, 1, self.microbatches, examples_in)
+            losses = forward_backward(self.task, self.mode, self.model, share, seed=0, step=0)
         norms, summed = self.mode.gradient_norms(), self.mode.summed_parameters()
         if self.reduce is not None and not summed.issuperset(self.trained):
             norms = self.reduce(self.model, norms, summed)

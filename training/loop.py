@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from offload import Mode, l2_norm
-from training.batches import Batch, examples_in, joined, split_into, uploaded
+from training.batches import Batch, examples_in, uploaded
 from training.build import Job, RankJob, place_states_in_spare_vram
 from training.config.adapter import has_adapter
 from training.config.schema import OnNonfinite
 from training.errors import UserError
 from training.evaluation.held_out import evaluating
 from training.evaluation.reference import fill_reference
-from training.parallel.ranks import RankLostError, Share
+from training.parallel.ranks import RankLostError, Share, shares_of
 from training.planning.advice import nonfinite_advice
 from training.recorder import Recorder
 from training.runs.signals import StopRequest
@@ -159,7 +159,22 @@ def run_step(job: Job, step: int, batch: Batch) -> StepResult:
     """
     config, task = job.components.config, job.components.task
     prepared = task.prepared(batch, seed_of(config.seed, step))
-    return run_share(job, step, job.ranks.hand_out(step, prepared, config.microbatches))
+    shares = shares_of(prepared, job.ranks.count, config.microbatches, task.weight)
+    if not shares[0].total:
+        names = names_of(job.dataset, step, config.batch_size, examples_in(batch))
+        raise UserError(
+            f"step {step}: nothing in its batch is trained on ({names}): leave such examples out of the data, or take a"
+            " larger batch_size"
+        )
+    return run_share(job, step, job.ranks.hand_out(step, shares))
+
+
+def names_of(dataset: object, step: int, batch_size: int, examples: int) -> str:
+    """Says which of the dataset's examples are in the batch of `step`: by their names, or numbers."""
+    if hasattr(dataset, "names"):
+        return dataset.names(step - 1)
+    first = (step - 1) * batch_size
+    return f"examples {first} to {first + examples - 1} of the run, from 0"
 
 
 def run_share(job: RankJob, step: int, share: Share) -> StepResult:
@@ -167,13 +182,13 @@ def run_share(job: RankJob, step: int, share: Share) -> StepResult:
     components, ranks = job.components, job.ranks
     config, model, mode, task = components.config, components.model, components.mode, components.task
     # Before the step: inside it, the batch would queue behind the first weights on the bus.
-    share = replace(share, batch=uploaded(share.batch, components.device))
+    share = replace(share, parts=tuple(uploaded(part, components.device) for part in share.parts))
     if task.looks_ahead:
-        share = replace(share, batch=looked_ahead(task, mode, model, share.batch, config.microbatches))
+        share = replace(share, parts=looked_ahead(task, mode, model, share.parts))
     # Norms of the gradients of one rank say nothing about those of their sums, which ranks that share weights make in
     # the step.
     with mode.step(norms=ranks.count == 1 or ranks.shares_homes):
-        losses = forward_backward(task, mode, model, share, config.microbatches, config.seed, step)
+        losses = forward_backward(task, mode, model, share, config.seed, step)
     # After the step, which ranks that share weights end together: one that has taken another way is found there.
     loss, *figures = ranks.total(losses).reshape(-1)
     # What is drawn between steps depends neither on the last microbatch nor on the number of ranks.
@@ -199,13 +214,13 @@ def run_share(job: RankJob, step: int, share: Share) -> StepResult:
     return StepResult(loss, norm, lr, not finite, figures)
 
 
-def looked_ahead(task: Task, mode: Mode, model: nn.Module, batch: Batch, microbatches: int) -> Batch:
-    """Returns the batch with what the task wants of the model before the step, computed microbatch by microbatch.
+def looked_ahead(task: Task, mode: Mode, model: nn.Module, parts: Sequence[Batch]) -> tuple[Batch, ...]:
+    """Returns the microbatches with what the task wants of the model before the step.
 
     The host does not wait for the device, nor for updates but those of units that stream.
     """
     with mode.inference(), evaluating(model):
-        return joined([task.ahead(model, part) for part in split_into(batch, microbatches)])
+        return tuple(task.ahead(model, part) for part in parts)
 
 
 def save_or_stop(job: Job, recorder: Recorder, stop: StopRequest, step: int, batch: Batch) -> bool:
@@ -262,14 +277,12 @@ def skip_or_raise(job: RankJob, step: int, norm: float) -> None:
     job.optimizer.skip()
 
 
-def forward_backward(
-    task: Task, mode: Mode, model: nn.Module, share: Share, microbatches: int, seed: int, step: int
-) -> Tensor:
+def forward_backward(task: Task, mode: Mode, model: nn.Module, share: Share, seed: int, step: int) -> Tensor:
     """Computes the gradients of the step's mean loss as far as they come from `share`, on the model's device.
 
-    The share is split into `microbatches`, each weighted by its part of the step's examples, so that the sum does not
-    depend on the split, even if the sizes differ; `mode` chooses their order. Each one seeds the random numbers of its
-    dropout by its position in the step, so that they depend neither on that order nor on the number of ranks.
+    Each microbatch is weighted by its part of the step's weight, so that the sum does not depend on the split, even if
+    their weights differ; `mode` chooses their order. Each one seeds the random numbers of its dropout by its position
+    in the step, so that they depend neither on that order nor on the number of ranks.
     Returns the microbatches' parts of the step's loss, float32 [microbatches]; where the task has figures too,
     [microbatches, 1 + figures], the loss first.
     """
@@ -277,18 +290,17 @@ def forward_backward(
 
     def loss_of(index: int, part: Batch) -> Tensor:
         seed_torch(seed_of(seed, step, share.first + index))
-        weight = examples_in(part) / share.examples
+        weight = share.weights[index] / share.total
         loss, figures = loss_and_figures_to_train(task, model, part)
         if figures:
             shown[index] = torch.stack([*figures]).float() * weight
         return loss * weight
 
-    parts = split_into(share.batch, microbatches)
-    losses = mode.accumulate([partial(loss_of, index, part) for index, part in enumerate(parts)])
+    losses = mode.accumulate([partial(loss_of, index, part) for index, part in enumerate(share.parts)])
     losses = torch.stack([loss.float() for loss in losses])
     if not shown:
         return losses
-    return torch.cat([losses[:, None], torch.stack([shown[index] for index in range(len(parts))])], 1)
+    return torch.cat([losses[:, None], torch.stack([shown[index] for index in range(len(share.parts))])], 1)
 
 
 def gradient_norm(model: nn.Module, known: Mapping[nn.Parameter, Tensor]) -> float:

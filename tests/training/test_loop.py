@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from offload.modes.none import Resident
 from tests.training.helpers.in_process import TINY_RUN, command_here, composed
+from training.batches import examples_in
 from training.loop import clip_scale, forward_backward, gradient_norm, looked_ahead
-from training.parallel.ranks import Share
+from training.parallel.ranks import Share, shares_of
 from training.planning.advice import nonfinite_advice
 from training.recorder import Recorder
 from training.tasks.causal_lm import CausalLM
@@ -41,7 +42,9 @@ def batch(rows: int = 5) -> Tensor:
     return torch.randint(11, (rows, 7), generator=torch.Generator().manual_seed(0))
 
 
-WHOLE = Share(batch(), examples=5)
+def whole_batch(microbatches: int) -> Share:
+    (share,) = shares_of(batch(), 1, microbatches, examples_in)
+    return share
 
 
 def with_gradients(*gradients: Tensor | None) -> nn.Module:
@@ -57,8 +60,8 @@ def with_gradients(*gradients: Tensor | None) -> nn.Module:
 def test_loss_and_gradients_are_those_of_the_whole_batch(microbatches: int):
     whole = Bigram()
     parts = copy.deepcopy(whole)
-    one = forward_backward(CausalLM(), Resident(), whole, WHOLE, 1, seed=0, step=1).sum()
-    found = forward_backward(CausalLM(), Resident(), parts, WHOLE, microbatches, seed=0, step=1)
+    one = forward_backward(CausalLM(), Resident(), whole, whole_batch(1), seed=0, step=1).sum()
+    found = forward_backward(CausalLM(), Resident(), parts, whole_batch(microbatches), seed=0, step=1)
     assert found.shape == (microbatches,)
     other = found.sum()
     assert (other.shape, other.dtype) == ((), torch.float32)
@@ -76,38 +79,40 @@ class Figured(CausalLM):
         return self.loss(model, batch), (batch[:, 0].float().mean(), torch.tensor(float(len(batch))))
 
     def ahead(self, model: nn.Module, batch: Tensor) -> Tensor:
-        assert not model.training and not torch.is_grad_enabled()
+        assert not model.training
+        assert not torch.is_grad_enabled()
         return batch * 2
 
 
 def test_figures_are_means_over_the_step_as_the_loss_is():
     model = Bigram()
-    found = forward_backward(Figured(), Resident(), model, WHOLE, 2, seed=0, step=1)
+    found = forward_backward(Figured(), Resident(), model, whole_batch(2), seed=0, step=1)
     assert (found.shape, found.dtype) == ((2, 3), torch.float32)
-    assert torch.equal(found[:, 0], forward_backward(CausalLM(), Resident(), model, WHOLE, 2, seed=0, step=1))
+    assert torch.equal(found[:, 0], forward_backward(CausalLM(), Resident(), model, whole_batch(2), seed=0, step=1))
     _, first, rows = found.sum(0)
-    assert first.item() == pytest.approx(WHOLE.batch[:, 0].float().mean().item())
+    assert first.item() == pytest.approx(batch()[:, 0].float().mean().item())
     # Three rows of five, and two of five.
     assert rows.item() == pytest.approx(3 * 0.6 + 2 * 0.4)
 
 
 def test_what_a_task_wants_before_a_step_is_computed_without_a_trace():
     model = Bigram()
-    found = looked_ahead(Figured(), Resident(), model, WHOLE.batch, 2)
-    assert torch.equal(found, WHOLE.batch * 2)
-    assert model.training and model.embed.weight.grad is None
+    found = looked_ahead(Figured(), Resident(), model, whole_batch(2).parts)
+    assert torch.equal(torch.cat(found), batch() * 2)
+    assert model.training
+    assert model.embed.weight.grad is None
 
 
 def test_random_numbers_depend_on_seed_step_and_microbatch_alone():
     model = Bigram(dropout=0.5)
     losses = {
-        (seed, step): forward_backward(CausalLM(), Resident(), model, WHOLE, 2, seed, step).sum().item()
+        (seed, step): forward_backward(CausalLM(), Resident(), model, whole_batch(2), seed, step).sum().item()
         for seed in (0, 1)
         for step in (1, 2)
     }
     assert len(set(losses.values())) == 4
     torch.rand(5)
-    assert forward_backward(CausalLM(), Resident(), model, WHOLE, 2, 1, 2).sum().item() == losses[1, 2]
+    assert forward_backward(CausalLM(), Resident(), model, whole_batch(2), 1, 2).sum().item() == losses[1, 2]
 
 
 def test_the_norm_is_that_of_all_gradients():

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from offload import Streams
-from training.batches import Batch, add_to_digest, examples_in, split_by, uploaded
+from training.batches import Batch, add_to_digest, split_by, uploaded
 from training.errors import UserError
 from training.evaluation.step_intervals import due
 from training.parallel.ranks import ALONE, Ranks
@@ -26,7 +26,7 @@ EVALUATION = "evaluation"
 
 
 PartScores = tuple[int, dict[str, float]]
-"""the number of examples of a part, and its scores, means over them"""
+"""the weight of a part, and its scores, means over it; no scores where that is 0"""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Evaluation:
     def of(cls, config: DictConfig, task: Task, dataset: object) -> Evaluation:
         """Takes the batches from `dataset`.
 
-        Raises UserError if the run is to evaluate, and the dataset has no held-out split, or one without an example.
+        Raises UserError if the run is to evaluate, and the dataset has no held-out split, or one without an example, or
+        without a label.
         """
         every, count = config.eval.every, config.eval.batches
         if every is None:
@@ -66,6 +67,11 @@ class Evaluation:
                 f"eval.every={every}: the held-out text is too short for a sequence of seq_len={config.seq_len}: give"
                 f" more text, a larger dataset.eval_share (it is {config.dataset.get('eval_share')}), a smaller"
                 " seq_len, or eval.every=null"
+            )
+        if not any(task.weight(part) for part in prepared_parts(task, batches, config.batch_size, config.seed)):
+            raise UserError(
+                f"eval.every={every}: nothing in the {len(batches)} held-out batches has a label: hold out other"
+                f" examples, give more than eval.batches={count}, or eval.every=null"
             )
         return cls(config, task, batches)
 
@@ -112,9 +118,9 @@ def held_out_scores(
     device: torch.device,
     stopped: Callable[[], bool],
 ) -> dict[str, float] | None:
-    """Returns the task's scores, means over all examples in `batches`, `rows` of which are computed at a time.
+    """Returns the task's scores, means over all that weighs in `batches`, `rows` of which are computed at a time.
 
-    Returns None once `stopped` returns True.
+    Returns None once `stopped` returns True; no scores where nothing weighs.
     """
     parts = prepared_parts(task, batches, rows, seed)
     return mean_scores(scores_of_parts(task, model, parts, seed, device, stopped))
@@ -132,7 +138,7 @@ def prepared_parts(task: Task, batches: Sequence[Batch], rows: int, seed: int) -
 def scores_of_parts(
     task: Task, model: nn.Module, parts: Sequence[Batch], seed: int, device: torch.device, stopped: Callable[[], bool]
 ) -> list[PartScores] | None:
-    """Returns the number of examples and the scores of each part.
+    """Returns the weight and the scores of each part.
 
     No gradient is made, and random numbers, modes of modules and gradients that exist are afterwards as they were. The
     host waits for each part, so that nothing is queued beyond it, and a request to stop is noticed soon: then None is
@@ -143,21 +149,23 @@ def scores_of_parts(
         for part in parts:
             if stopped():
                 return None
-            scores = task.scores(model, uploaded(part, device))
-            found.append((examples_in(part), {name: score.item() for name, score in scores.items()}))
+            weight = task.weight(part)
+            # Of a part without a label they may be 0/0.
+            scores = task.scores(model, uploaded(part, device)) if weight else {}
+            found.append((weight, {name: score.item() for name, score in scores.items()}))
     return found
 
 
 def mean_scores(parts: Sequence[PartScores] | None) -> dict[str, float] | None:
-    """Returns the means over all examples of the scores of parts; None for None."""
+    """Returns the means of the scores of parts over all their weights; None for None."""
     if parts is None:
         return None
     totals: dict[str, float] = {}
-    for examples, scores in parts:
+    for weight, scores in parts:
         for name, score in scores.items():
-            totals[name] = totals.get(name, 0.0) + score * examples
-    count = sum(examples for examples, _ in parts)
-    return {name: total / count for name, total in totals.items()}
+            totals[name] = totals.get(name, 0.0) + score * weight
+    whole = sum(weight for weight, _ in parts)
+    return {name: total / whole for name, total in totals.items()}
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 
 import torch
 from omegaconf import OmegaConf
@@ -57,7 +58,8 @@ def loss_of_first(components: Components, model: nn.Module, streams: Streams, da
     config, batch = components.config, dataset.batch(0)
     rows = -(-config.batch_size // config.microbatches)
     scores = held_out_scores(components.task, model, [batch], rows, config.seed, streams.device, lambda: False)
-    return scores["loss"]
+    # The loss of a batch without a label is no number; the first step refuses that batch.
+    return scores.get("loss", math.nan)
 
 
 def report(components: Components, quantised: float, base: float) -> None:

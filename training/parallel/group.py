@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from offload import NO_SHARERS, HostAdamW, SharerLostError, Sharers, Speculation, meet
-from training.batches import Batch, examples_in, split_into
+from training.batches import Batch
 from training.errors import UserError
 from training.parallel.collectives import end_collectives, first_sentence
 from training.parallel.copies import Copies, fingerprint, refuse_statistics
@@ -213,9 +214,7 @@ class Group(Ranks):
             # Nobody reads the homes of a host before they have their values.
             meet(self._sharers, "copying the weights to all hosts")
 
-    def hand_out(self, step: int, batch: Batch, microbatches: int) -> Share:
-        examples = examples_in(batch)
-        shares = [Share(part, examples, rank * microbatches) for rank, part in enumerate(split_into(batch, self.count))]
+    def hand_out(self, step: int, shares: Sequence[Share]) -> Share:
         for rank in self._others():
             self._send(rank, ("step", step, _own_memory(shares[rank])))
         return shares[0]
@@ -390,7 +389,7 @@ class Group(Ranks):
 
 
 def _own_memory(share: Share) -> Share:
-    return Share(_copied(share.batch), share.examples, share.first)
+    return replace(share, parts=tuple(_copied(part) for part in share.parts))
 
 
 def _copied(batch: Batch) -> Batch:

@@ -9,7 +9,7 @@ streams may be in memory that they share, of which each updates a part.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from offload import NO_SHARERS, HostAdamW, Sharers, Speculation
-from training.batches import Batch, examples_in
+from training.batches import Batch, split_into
 from training.errors import UserError
 from training.runs.invocation import Invocation
 
@@ -31,13 +31,30 @@ class Share:
     """The part of a step's batch that one rank computes.
 
     Attributes:
-        examples: those of the whole step, over which its loss is the mean.
+        parts: its microbatches.
+        weights: how much each of them counts in the step's loss.
+        total: the weight of the whole step, over which its loss is the mean.
         first: the position of the first microbatch of this share among all of the step.
     """
 
-    batch: Batch
-    examples: int
+    parts: tuple[Batch, ...]
+    weights: tuple[int, ...]
+    total: int
     first: int = 0
+
+
+def shares_of(batch: Batch, ranks: int, microbatches: int, weight: Callable[[Batch], int]) -> list[Share]:
+    """Splits the batch of a step, on the CPU, into a share for each rank, of `microbatches` of nearly the same size.
+
+    The loss of a microbatch that weighs nothing may be 0/0, and no mode can leave one out, because ranks meet in each.
+    So another one, of the same shape, is computed in its place, and counts nothing.
+    """
+    parts = [part for share in split_into(batch, ranks) for part in split_into(share, microbatches)]
+    weights = [weight(part) for part in parts]
+    stand_in = next((part for part, weighs in zip(parts, weights, strict=True) if weighs), None)
+    parts = [part if weighs else stand_in for part, weighs in zip(parts, weights, strict=True)]
+    places = [slice(first, first + microbatches) for first in range(0, len(parts), microbatches)]
+    return [Share(tuple(parts[place]), tuple(weights[place]), sum(weights), place.start) for place in places]
 
 
 class Ranks:
@@ -78,9 +95,9 @@ class Ranks:
         The ranks have one home of the parameters `shared`, and of their states.
         """
 
-    def hand_out(self, step: int, batch: Batch, microbatches: int) -> Share:
-        """Makes the other ranks compute their shares of `batch`, that of `step`; returns this rank's share."""
-        return Share(batch, examples_in(batch))
+    def hand_out(self, step: int, shares: Sequence[Share]) -> Share:
+        """Makes the other ranks compute their `shares`, of `step`, one for each rank; returns this rank's share."""
+        return shares[self.rank]
 
     def hand_out_evaluation(self, parts: Sequence[Any], order: str = "evaluate") -> Sequence[Any]:
         """Makes the other ranks evaluate some of `parts`, or do as `order` says; returns those that are this rank's."""

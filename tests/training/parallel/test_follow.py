@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tests.training.parallel.conftest import RUN, run_ranks
 from training import loop
 from training.errors import UserError
 from training.parallel import group
-from training.parallel.ranks import RankLostError, Share
+from training.parallel.ranks import RankLostError
 
 TWO = ("devices=2", "microbatches=1", "eval.every=null")
 
@@ -26,7 +27,7 @@ TWO = ("devices=2", "microbatches=1", "eval.every=null")
 def test_an_error_on_another_rank_is_told_by_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
     # Tokens that are in no vocabulary.
     wrong = torch.full((2, 33), 10**6)
-    monkeypatch.setattr(group, "_own_memory", lambda share: Share(wrong, share.examples, share.first))
+    monkeypatch.setattr(group, "_own_memory", lambda share: replace(share, parts=(wrong,)))
     with pytest.raises(RankLostError, match=r"^rank 1: IndexError: index out of range"):
         run_ranks(tmp_path, *TWO)
     # What the user cannot fix has a traceback, with the name of its rank.

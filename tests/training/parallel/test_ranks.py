@@ -9,30 +9,30 @@ from torch import nn
 
 from offload.modes.none import Resident
 from tests.training.test_loop import Bigram, batch
-from training.batches import split_into
+from training.batches import examples_in
 from training.loop import forward_backward
-from training.parallel.ranks import ALONE, Share
+from training.parallel.ranks import ALONE, Share, shares_of
 from training.tasks.causal_lm import CausalLM
 
 
-def compute(model: nn.Module, share: Share, microbatches: int):
-    return forward_backward(CausalLM(), Resident(), model, share, microbatches, 0, 1).sum()
+def compute(model: nn.Module, share: Share):
+    return forward_backward(CausalLM(), Resident(), model, share, 0, 1).sum()
 
 
 def test_shares_have_the_dropout_and_the_weights_of_their_place_in_the_step():
     whole = Bigram(dropout=0.5)
     ranks = copy.deepcopy(whole)
-    loss = compute(whole, ALONE.hand_out(1, batch(5), 2), 2)
-    first, second = split_into(batch(5), 2)
-    losses = [compute(ranks, Share(first, 5, 0), 1), compute(ranks, Share(second, 5, 1), 1)]
+    loss = compute(whole, *shares_of(batch(5), 1, 2, examples_in))
+    losses = [compute(ranks, share) for share in shares_of(batch(5), 2, 1, examples_in)]
     assert torch.equal(loss, torch.stack(losses).sum())
     for one, other in zip(whole.parameters(), ranks.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
 
 
 def test_one_device_computes_all_and_adds_nothing():
-    share = ALONE.hand_out(3, batch(5), 2)
-    assert (share.examples, share.first, len(share.batch)) == (5, 0, 5)
+    share = ALONE.hand_out(3, shares_of(batch(5), 1, 2, examples_in))
+    assert (share.weights, share.total, share.first) == ((3, 2), 5, 0)
+    assert torch.equal(torch.cat(share.parts), batch(5))
     assert ALONE.hand_out_evaluation([1, 2]) == [1, 2]
     assert ALONE.collect_evaluation(None) is None
     norms = {}
@@ -40,3 +40,18 @@ def test_one_device_computes_all_and_adds_nothing():
     assert ALONE.measured({"a": 1.0}) == [{"a": 1.0}]
     assert ALONE.agreed(0.5) == 0.5
     assert ALONE.total(torch.tensor([1.0, 2.0])) == 3
+
+
+def test_another_microbatch_stands_in_for_one_that_weighs_nothing():
+    rows = torch.tensor([[0, 0], [1, 2], [0, 0], [0, 0], [0, 0], [3, 0], [0, 0]])
+    first, second = shares_of(rows, 2, 2, lambda part: int((part > 0).sum()))
+    assert (first.weights, first.total, first.first) == ((2, 0), 3, 0)
+    assert (second.weights, second.total, second.first) == ((1, 0), 3, 2)
+    # All but the third microbatch are the first: none is computed that has no label.
+    assert [part.tolist() for part in (*first.parts, *second.parts)] == [
+        rows[:2].tolist(),
+        rows[:2].tolist(),
+        rows[4:6].tolist(),
+        rows[:2].tolist(),
+    ]
+    assert shares_of(rows[2:5], 1, 1, lambda part: int((part > 0).sum()))[0].total == 0

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -69,7 +70,7 @@ def test_another_rank_that_fails_ends_the_run_which_is_not_saved(tmp_path: Path,
 
     def second_step_wrong(share: Share) -> Share:
         steps.append(share)
-        return own(share) if len(steps) == 1 else Share(wrong, share.examples, share.first)
+        return own(share) if len(steps) == 1 else replace(share, parts=(wrong,))
 
     monkeypatch.setattr(group, "_own_memory", second_step_wrong)
     with pytest.raises(RankLostError, match=r"^rank 1: its process has ended"):
