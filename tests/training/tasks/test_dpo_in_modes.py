@@ -1,0 +1,98 @@
+"""DPO under every mode, in microbatches and on two devices: losses, rewards and evaluations of `none`, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.training.helpers.in_process import SMALL_MODEL, run_here
+from tests.training.helpers.modes import small_modes
+from tests.training.parallel.conftest import run_ranks
+from training.runs.files import REFERENCE_FILE
+
+REFERENCES = {"cached": (), "adapter": ("adapter=lora", "adapter.dropout=0.1")}
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    pairs = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rows = (
+        {"prompt": f"Say {n}", "chosen": f"{n} " * (1 + n % 5), "rejected": "no " * (n % 3) + str(n + 1)}
+        for n in range(20)
+    )
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = (key for key in SMALL_MODEL if not key.startswith("dataset"))
+    given = "task=dpo", "dataset=preferences", f"dataset.files={pairs}", "dataset.eval_share=0.25", "seq_len=48"
+    run = "steps=3", "log_every=1", "warmup_steps=1", "eval.every=2", "optimizer.lr=0.01", "tracking=disabled"
+    return (*small, *given, *run)
+
+
+def curve(folder: Path) -> list[dict]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    keys = ("train/loss", "train/grad_norm", "eval/loss")
+    return [
+        {key: value for key, value in line.items() if key in keys or "/reward_" in key}
+        for line in lines
+        if line["train/step"] or "eval/loss" in line
+    ]
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory: pytest.TempPathFactory, overrides: tuple[str, ...]) -> Callable[[str, int], Path]:
+    """Returns the folder of the run with a reference in so many microbatches, without offloading."""
+    folder, made = tmp_path_factory.mktemp("without"), {}
+
+    def run(reference: str, microbatches: int) -> Path:
+        key = folder / f"{reference}{microbatches}"
+        if key not in made:
+            made[key] = run_here(key, *overrides, *REFERENCES[reference], f"microbatches={microbatches}")
+            found = curve(key)
+            assert len(found) == 4
+            assert found[1]["train/loss"] != found[-1]["train/loss"]
+        return key
+
+    return run
+
+
+# The first two run with each change; each other mode takes as long as these.
+QUICK = ("layer_stream", "shard_offload")
+
+
+@pytest.mark.parametrize("reference", REFERENCES)
+@pytest.mark.parametrize(
+    "mode", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in small_modes()]
+)
+def test_modes(mode: str, reference: str, without, overrides, tmp_path: Path) -> None:
+    expected = without(reference, 2)
+    keys = (*overrides, *REFERENCES[reference], "microbatches=2", f"offload={mode}", *small_modes()[mode])
+    run_here(tmp_path, *keys, "optimizer=host_adamw", "optimizer.compile='off'")
+    assert curve(tmp_path) == curve(expected)
+    if reference == "cached":
+        tables = [load_file(folder / REFERENCE_FILE)["reference"] for folder in (tmp_path, expected)]
+        assert tables[0].equal(tables[1])
+
+
+@pytest.mark.parametrize("reference", REFERENCES)
+@pytest.mark.parametrize("microbatches", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_shards_side_by_side(microbatches: int, reference: str, without, overrides, tmp_path: Path) -> None:
+    mode = "offload=shard_offload", "offload.shards=2", f"microbatches={microbatches}"
+    run_here(tmp_path, *overrides, *REFERENCES[reference], *mode)
+    assert curve(tmp_path) == curve(without(reference, microbatches))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("homes", ["own", "shared"])
+@pytest.mark.parametrize("reference", REFERENCES)
+def test_two_ranks_compute_what_one_device_does(reference: str, homes: str, without, overrides, tmp_path: Path) -> None:
+    keys = *overrides, *REFERENCES[reference], "devices=2", "microbatches=1", f"parallel.homes={homes}"
+    keys += "offload=layer_stream", "optimizer=host_adamw", "optimizer.compile='off'"
+    run_ranks(tmp_path, *keys)
+    found, expected = curve(tmp_path), curve(without(reference, 2))
+    for record in (*found, *expected):
+        # A rank has fewer threads, with which a norm may round otherwise; the gradients are the same.
+        record.pop("train/grad_norm", None)
+    assert found == expected
