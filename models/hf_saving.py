@@ -9,6 +9,8 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +37,13 @@ def hf_files(
     model: nn.Module,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     read: Read | None = None,
-    eos_token_id: int | None = None,
+    values: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Fill]:
     """Returns the files of a saved model: what fills each, by name. One layer is converted at a time.
 
     Args:
         read: returns the values of a tensor, given one of its names in `model.hf`; by default they are the model's own.
-        eos_token_id: the token that ends a text, for config.json; None leaves the one that is there.
+        values: keys of config.json with other values than the model's own, such as the tokens that end a text.
 
     Raises:
         ValueError: a tensor is on the meta device, and there is no `read`; or it cannot be converted back.
@@ -56,8 +58,8 @@ def hf_files(
     for part in sub_configs(config):
         if hasattr(part, "use_cache"):
             part.use_cache = True
-    if eos_token_id is not None:
-        config.eos_token_id = eos_token_id
+    for key, value in values.items():
+        setattr(config, key, value)
     files = {CONFIG_FILE: bytes_of(config.to_json_string(use_diff=True).encode())}
     shards = _shards(hf, max_shard_bytes)
     names = [SINGLE_FILE]

@@ -3,17 +3,24 @@
     python scripts/generate.py outputs/DATE/TIME 'def main('
     python scripts/generate.py runs/a/checkpoints/step-00000500 'def main(' offload=layer_stream device=cpu
     python scripts/generate.py runs/a '' --tokens 400 --temperature 0          # from the start of a document, greedy
+    python scripts/generate.py runs/a --chat                                   # a conversation; an empty line ends it
 
 The model is made as the run made it, under the run's offload mode, so a model that does not fit the GPU generates too.
 KEY=VALUE and GROUP=OPTION change the run's configuration, as for train.py. The same seed gives the same text in every
-mode. An empty prompt begins a new document; a document that ends before --tokens ends the text.
+mode. An empty prompt begins a new document. A text ends after --tokens, or where the model ends it: with its
+tokenizer's end of text, or another end that its generation_config.json and config.json name. With --chat each line of
+the input is what the user says, and the answer, of at most --tokens, is written as it is drawn.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -27,8 +34,15 @@ if __name__ == "__main__":
 from offload import KnobError, in_range
 from training.errors import UserError
 from training.runs import compose_errors, console
-from training.saved_runs.finding import configuration, found, newest_checkpoint, refuse_damage
+from training.saved_runs.finding import configuration, found, newest_checkpoint, refuse_damage, take_tokenizer
 from training.visible_text import visible_lines
+
+if TYPE_CHECKING:
+    import torch
+    from omegaconf import DictConfig
+    from torch import nn
+
+    from training.data.tokenizer import Tokenizer
 
 RANGES = {
     "tokens": {"at_least": 1},
@@ -47,62 +61,116 @@ def check_ranges(options: argparse.Namespace) -> None:
             raise UserError(str(error)) from None
 
 
-def text_of(options: argparse.Namespace) -> str:
-    """Returns the prompt and its continuation. Raises UserError for everything that the user can fix."""
+@dataclass(frozen=True)
+class Writer:
+    """A model that is in its place, and how it draws."""
+
+    model: nn.Module
+    device: torch.device
+    config: DictConfig
+    tokenizer: Tokenizer
+    stops: frozenset[int]
+    drawing: dict[str, Any]
+
+
+@contextmanager
+def writer(
+    options: argparse.Namespace, prompt_of: Callable[[DictConfig, Tokenizer], Sequence[int]]
+) -> Iterator[tuple[Writer, Sequence[int]]]:
+    """Gives the model of the run, ready to write what follows the ids that `prompt_of` returns, and these.
+
+    Raises UserError for everything that the user can fix.
+    """
     check_ranges(options)
     run_dir, checkpoint = found(options.run)
     config, invocation = configuration(run_dir, options.overrides)
     checkpoint = checkpoint or newest_checkpoint(run_dir)
+    take_tokenizer(config, checkpoint)
     from training.components import Components, acquired, attached
     from training.evaluation.held_out import observed
     from training.planning.samples import refuse_text
     from training.profiling.hardware import resolve_device
     from training.saved_runs.loading import load_model
-    from training.tasks.text_samples import (
-        check_vocabulary,
-        continued,
-        prompt_ids,
-        refuse_model,
-        refuse_positions,
-        tokenizer_of,
-    )
+    from training.tasks.text_samples import check_vocabulary, refuse_model, refuse_positions, tokenizer_of
     from training.weights.filling import fill_buffers
+    from training.weights.origin import stops_of
 
-    tokenizer = tokenizer_of(config, options.run)
     components = Components.of(config, invocation, resolve_device(config.device))
+    tokenizer = tokenizer_of(config, options.run)
     check_vocabulary(components.model, tokenizer.vocab_size)
     refuse_model(components.model, options.run)
     refuse_damage(checkpoint, config)
-    prompt = prompt_ids(tokenizer, options.prompt)
+    prompt = prompt_of(config, tokenizer)
     positions = len(prompt) + options.tokens
     # The last token is only drawn.
     refuse_positions(components.model, positions - 1, f"--tokens={options.tokens} after {len(prompt)} of the prompt")
     refuse_text(components, positions)
     if positions > config.seq_len:
         print(f"note: the text may be longer than seq_len={config.seq_len}, the longest in training", file=sys.stderr)
+    drawing = {name: getattr(options, name) for name in RANGES}
     with acquired(components.device) as streams, attached(components, streams) as model:
         try:
             fill_buffers(model)
             load_model(model, checkpoint, config, components.device)
             with observed(model, options.seed, streams.device), components.mode.inference():
-                return continued(
-                    model,
-                    tokenizer,
-                    prompt,
-                    tokens=options.tokens,
-                    temperature=options.temperature,
-                    top_p=options.top_p,
-                    seed=options.seed,
-                    device=streams.device,
-                )
+                stops = stops_of(config, tokenizer)
+                yield Writer(model, streams.device, config, tokenizer, stops, drawing), prompt
         except ValueError as error:
             raise UserError(f"{checkpoint}: {error}") from error
+
+
+def text_of(options: argparse.Namespace) -> str:
+    """Returns the prompt and its continuation. Raises UserError for everything that the user can fix."""
+    from training.tasks.text_samples import continued, prompt_ids
+
+    with writer(options, lambda config, tokenizer: prompt_ids(tokenizer, options.prompt)) as (made, prompt):
+        return continued(made.model, made.tokenizer, prompt, stops=made.stops, device=made.device, **made.drawing)
+
+
+def chat(options: argparse.Namespace) -> None:
+    """Answers each line of the input, until an empty one or the end. Raises UserError for what the user can fix."""
+    from models.generation import generate
+    from training.data.chats.rendering import Renderer
+    from training.tasks.text_samples import has_template, pieces, refuse_positions
+
+    messages: list[dict[str, str]] = []
+    renderers = []
+
+    def first_prompt(config: DictConfig, tokenizer: Tokenizer) -> Sequence[int]:
+        template = options.template or config.dataset.get("template")
+        if template is None and not has_template(config, tokenizer):
+            raise UserError("--chat: the model has no template of chats: give --template FILE, a template of Jinja")
+        renderers.append(Renderer(tokenizer, template))
+        return renderers[0].prompt([{"role": "user", "content": "?"}])
+
+    with writer(options, first_prompt) as (made, _):
+        while said := asked():
+            messages.append({"role": "user", "content": said})
+            prompt = tuple(map(int, renderers[0].prompt(messages)))
+            given = f"--tokens={options.tokens} after {len(prompt)} of the conversation"
+            refuse_positions(made.model, len(prompt) + options.tokens - 1, given)
+            drawn = generate(
+                made.model, prompt, device=made.device, vocab_size=made.tokenizer.vocab_size, **made.drawing
+            )
+            answer = ""
+            for piece in pieces(made.tokenizer, drawn, made.stops):
+                print(visible_lines(piece), end="", flush=True)
+                answer += piece
+            print(flush=True)
+            messages.append({"role": "assistant", "content": answer})
+
+
+def asked() -> str:
+    """Returns what the user says next, without the end of its line; "" at the end."""
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN|CHECKPOINT", help="the directory of a run, or of one of its checkpoints")
-    parser.add_argument("prompt", metavar="PROMPT", help="text to continue")
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="text to continue; none with --chat")
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="changes of the run's configuration"
     )
@@ -112,7 +180,16 @@ def main() -> None:
     )
     parser.add_argument("--top-p", type=float, default=0.95, help="share of probability to draw from [%(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers [%(default)s]")
-    print(visible_lines(text_of(parser.parse_intermixed_args())))
+    parser.add_argument("--chat", action="store_true", help="answers each line of the input, until an empty one")
+    parser.add_argument("--template", metavar="FILE", help="with --chat: a template of Jinja in place of the model's")
+    options = parser.parse_intermixed_args()
+    if options.chat:
+        options.overrides = [*([] if options.prompt is None else [options.prompt]), *options.overrides]
+        chat(options)
+        return
+    if options.prompt is None:
+        raise UserError("PROMPT is missing: give a text to continue, '' for the start of one, or --chat")
+    print(visible_lines(text_of(options)))
 
 
 if __name__ == "__main__":

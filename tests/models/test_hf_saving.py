@@ -62,7 +62,7 @@ def test_a_model_without_memory_is_saved_with_the_values_that_are_read(name: str
     model = trained(name)
     save_hf(model, tmp_path / "whole", SHARD_BYTES)
     values, converted = dict(model.hf.state_dict()), []
-    files = hf_files(tiny(name, "meta"), SHARD_BYTES, values.__getitem__, eos_token_id=7)
+    files = hf_files(tiny(name, "meta"), SHARD_BYTES, values.__getitem__, {"eos_token_id": 7})
     form = hf_saving.stored_form
     monkeypatch.setattr(hf_saving, "stored_form", lambda *given: converted.append(len(given[1])) or form(*given))
     write_whole_folder(tmp_path / "read", files)

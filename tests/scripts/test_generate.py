@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scripts import generate
 from tests.training.helpers.in_process import TINY_RUN, composed, conf_initialised, hydra_as_before, run_here
+from tests.training.helpers.pretrained_folder import save_pretrained
 from training.config.modes import mode_options
 from training.runs import compose_errors, repeat
 from training.runs.directory import RunDirectory
 from training.saved_runs import finding
+from training.visible_text import visible_lines
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +120,79 @@ def test_a_run_without_a_checkpoint_an_unknown_path_and_a_damaged_one_are_refuse
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("error: ")
         assert problem in line
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that begins with the weights of a model that chats, which it does not change."""
+    folder = tmp_path_factory.mktemp("chats")
+    save_pretrained(folder / "base", "llama")
+    (folder / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    overrides = (*(entry for entry in TINY_RUN if not entry.startswith("model.")), "model=hf", "optimizer.lr=0")
+    overrides = (*overrides, f"model.source={folder}/base", "dataset=text", f"dataset.files={folder}/a.txt")
+    overrides = (*overrides, "steps=1", "checkpoint.every=1", "precision=fp32", "seq_len=16")
+    run_here(folder, *overrides)
+    RunDirectory(folder).write_config(*composed(*overrides, run_dir=folder))
+    return folder
+
+
+def talked(monkeypatch: pytest.MonkeyPatch, run: Path, said: str, *options: str) -> int | None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(said))
+    return called(monkeypatch, run, "--chat", "--temperature", "0", *options)
+
+
+@pytest.mark.slow
+def test_a_conversation_is_what_transformers_makes_of_it(
+    chats: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    model = AutoModelForCausalLM.from_pretrained(chats / "base")
+    tokenizer = AutoTokenizer.from_pretrained(chats / "base")
+    messages, expected = [], []
+    for said in ("the cat", "the dog"):
+        messages.append({"role": "user", "content": said})
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        # Rows of the head beyond the tokenizer's ids are never drawn here.
+        beyond = list(range(len(tokenizer), model.config.vocab_size))
+        written = model.generate(prompt, max_new_tokens=9, do_sample=False, suppress_tokens=beyond)
+        written = written[0, prompt.shape[1] :]
+        messages.append({"role": "assistant", "content": tokenizer.decode(written, skip_special_tokens=True)})
+        expected.append(messages[-1]["content"])
+    # What follows an empty line is not read.
+    assert talked(monkeypatch, chats, "the cat\nthe dog\n\nthe fox\n", "--tokens", "9", "device=cpu") == 0
+    shown = capsys.readouterr()
+    assert shown.out == "".join(visible_lines(answer) + "\n" for answer in expected)
+    assert "the text may be longer than seq_len=16" in shown.err
+
+
+@pytest.mark.slow
+def test_a_model_without_a_template_does_not_chat_unless_it_is_given_one(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert talked(monkeypatch, run, "a\n", "--tokens", "2") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "error: --chat: the model has no template of chats: give --template FILE, a template of Jinja"
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert talked(monkeypatch, run, "a\n", "--tokens", "2", "--template", str(tmp_path / "t.jinja")) == 0
+    assert capsys.readouterr().out
+    assert called(monkeypatch, run) == 1
+    assert "PROMPT is missing: give a text to continue" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_tokenizer_is_that_of_the_checkpoint_though_its_origin_is_gone(
+    chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    small = ["model.num_hidden_layers=1", "model.hidden_size=16", "model.intermediate_size=32", "model=tiny"]
+    overrides = (*TINY_RUN, *small, "dataset=text", f"dataset.files={chats}/a.txt", "steps=1", "checkpoint.every=1")
+    tokens = tmp_path / "tokens"
+    shutil.copytree(chats / "base", tokens, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    run_here(tmp_path / "run", *overrides, f"dataset.tokenizer={tokens}")
+    RunDirectory(tmp_path / "run").write_config(*composed(*overrides, run_dir=tmp_path / "run"))
+    capsys.readouterr()
+    assert called(monkeypatch, tmp_path / "run", "the cat", "--tokens", "3") == 0
+    assert capsys.readouterr().out.startswith("the cat")
+    shutil.rmtree(tokens)
+    assert called(monkeypatch, tmp_path / "run", "the cat") == 1
+    assert f"dataset.tokenizer={tokens}: no such file or folder" in capsys.readouterr().err
+    given = f"dataset.tokenizer={chats}/base"
+    assert called(monkeypatch, tmp_path / "run", "the cat", "--tokens", "3", given) == 0

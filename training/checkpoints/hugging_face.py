@@ -1,6 +1,9 @@
 """Writes the config.json with which transformers builds the model of a checkpoint's weights."""
 
 import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -19,13 +22,14 @@ COPIED_KEYS = (
 )
 
 
-def hugging_face_config(config: DictConfig, eos_token_id: int | None = None) -> bytes:
+def hugging_face_config(config: DictConfig, values: Mapping[str, Any] = MappingProxyType({})) -> bytes:
     """Returns the keys of transformers' LlamaConfig for the `models.llama.Llama` of `config.model`, as JSON.
 
-    `eos_token_id` is the token that ends a text; a checkpoint leaves that to the tokenizer.
+    `values` are what else is known: the longest text, and the tokens around a text, which a checkpoint leaves to the
+    tokenizer.
     """
     dtype = "bfloat16" if config.precision == Precision.bf16 else "float32"
-    values = {
+    known = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
@@ -34,8 +38,9 @@ def hugging_face_config(config: DictConfig, eos_token_id: int | None = None) -> 
         "max_position_embeddings": config.seq_len,
         # The model does not know these ids; the tokenizer does.
         "bos_token_id": None,
-        "eos_token_id": eos_token_id,
+        "eos_token_id": None,
         "torch_dtype": dtype,
         **{key: config.model[key] for key in COPIED_KEYS},
+        **values,
     }
-    return json.dumps(values, indent=2).encode()
+    return json.dumps(known, indent=2).encode()

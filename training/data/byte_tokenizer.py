@@ -21,7 +21,7 @@ class ByteTokenizer:
 
     vocab_size: ClassVar[int] = 257
     end_of_text_id: ClassVar[int] = 256
-    stops: ClassVar[frozenset[int]] = frozenset({256})
+    stops: frozenset[int] = frozenset({256})
     begin: tuple[int, ...] = ()
     end: tuple[int, ...] = (256,)
 

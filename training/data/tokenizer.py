@@ -37,6 +37,7 @@ def load_tokenizer(given: str | Path | None, begin: str | None = AUTO, end: str 
     for name, token in (("begin", begin), ("end", end)):
         if token != AUTO:
             setattr(tokenizer, name, () if token is None else (_id_of(tokenizer, given, name, token),))
+    tokenizer.stops |= set(tokenizer.end)
     return tokenizer
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -31,14 +32,14 @@ from training.checkpoints.hugging_face import hugging_face_config
 from training.checkpoints.layout import HUGGING_FACE_FILE, WEIGHTS_STEM
 from training.components import Components
 from training.config.adapter import has_adapter
+from training.config.quantize import chosen_format, quantises
 from training.config.schema import Precision
-from training.data.tokenizer import load_tokenizer
-from training.data.tokenizer_files import tokenizer_files
 from training.errors import UserError
 from training.runs.invocation import Invocation
 from training.runs.paths import home_expanded
+from training.saved_runs.companions import companions
 from training.saved_runs.export_adapter import adapter_files, merged_model
-from training.saved_runs.finding import configuration, found, newest_checkpoint, refuse_damage
+from training.saved_runs.finding import configuration, found, newest_checkpoint, refuse_damage, take_tokenizer
 
 Read = Callable[[str], Tensor]
 
@@ -66,6 +67,7 @@ def export(
         config, invocation = configuration(run_dir, overrides)
         checkpoint = checkpoint or newest_checkpoint(run_dir)
         refuse_damage(checkpoint, config)
+        take_tokenizer(config, checkpoint)
         if has_adapter(config):
             files = _of_adapter(config, invocation, checkpoint, max_shard_bytes, merge)
             write_whole_folder(folder, files)
@@ -91,35 +93,39 @@ def export(
 
 
 def files_of(model: nn.Module, config: DictConfig, read: Read, max_shard_bytes: int) -> dict[str, Fill]:
-    """Returns the files of `model` in the form of its library, and of the run's tokenizer: what fills each, by name.
+    """Returns the files of `model` in the form of its library, and what it came with: what fills each, by name.
 
     Raises UserError or ValueError for a model of no library, or one that its library cannot write.
     """
-    texts, eos = {}, None
-    if "tokenizer" in config.dataset:
-        eos = load_tokenizer(config.dataset.tokenizer).end_of_text_id
-        texts = tokenizer_files(config.dataset.tokenizer, config.seq_len)
-    texts = {name: bytes_of(content) for name, content in texts.items()}
-    if isinstance(model, Llama):
-        return _llama_files(model, config, read, max_shard_bytes, eos) | texts
-    if hasattr(model, "hf"):
-        from models.hf_saving import hf_files
-
-        return hf_files(model, max_shard_bytes, lambda name: read(f"hf.{name}"), eos) | texts
     if hasattr(model, "network"):
         from models.diffusion_files import diffusion_files
 
         return diffusion_files(model, max_shard_bytes, lambda name: read(f"network.{name}"))
+    brings = companions(config)
+    texts = {name: bytes_of(content) for name, content in brings.files.items()}
+    if isinstance(model, Llama):
+        return _llama_files(model, config, read, max_shard_bytes, brings.of_llama) | texts
+    if hasattr(model, "hf"):
+        from models.hf_saving import hf_files
+
+        return hf_files(model, max_shard_bytes, lambda name: read(f"hf.{name}"), brings.values) | texts
     raise UserError(f"{type(model).__name__} is the model of no library: its checkpoint has its weights already")
 
 
 def _of_adapter(
     config: DictConfig, invocation: Invocation, checkpoint: Path, max_shard_bytes: int, merge: bool
 ) -> dict[str, Fill]:
+    if merge and quantises(config):
+        # What would be merged are weights of few bits; the adapter fits the ones that they were made of, too.
+        raise UserError(
+            f"--merge: the base is quantised, quantize={chosen_format(config)[0]}: give quantize=none, which merges the"
+            " adapter into the weights that were quantised"
+        )
     # Where the weights are while they are filled changes nothing.
     components = Components.of(config, invocation, torch.device("cpu"))
     if not merge:
-        return adapter_files(components.model, checkpoint)
+        texts = {} if hasattr(components.model, "network") else companions(config).files
+        return adapter_files(components.model, checkpoint) | {name: bytes_of(text) for name, text in texts.items()}
     model, read = merged_model(components, checkpoint)
     return files_of(model, config, read, max_shard_bytes)
 
@@ -147,12 +153,12 @@ def reading(model: nn.Module, stored: dict[str, StoredTensor], checkpoint: Path)
 
 
 def _llama_files(
-    model: Llama, config: DictConfig, read: Read, max_shard_bytes: int, eos_token_id: int | None
+    model: Llama, config: DictConfig, read: Read, max_shard_bytes: int, values: dict[str, Any]
 ) -> dict[str, Fill]:
     tensors = {names[0]: tensor.detach() for tensor, names in named_tensors(model)}
     parts = split_into_files(WEIGHTS_STEM, tensors, max_shard_bytes)
     files: dict[str, Fill] = {name: partial(write_tensors, tensors=part, read=read) for name, part in parts.items()}
-    files[HUGGING_FACE_FILE] = bytes_of(hugging_face_config(config, eos_token_id))
+    files[HUGGING_FACE_FILE] = bytes_of(hugging_face_config(config, values))
     if len(parts) > 1:
         files[INDEX_FILE] = bytes_of(index_of(parts))
     return files

@@ -7,10 +7,12 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, open_dict
 
+from training.checkpoints.changes import read_config
 from training.checkpoints.layout import MANIFEST_FILE, MODEL_FILES, checkpoints_in, step_of
 from training.checkpoints.manifest import DamagedError, read_manifest, verify
 from training.checkpoints.state import read_state
 from training.config import schema
+from training.config.auto import AUTO
 from training.config.modes import FOLDER
 from training.config.validation import check
 from training.errors import UserError
@@ -54,6 +56,23 @@ def configuration(run_dir: Path, overrides: list[str]) -> tuple[DictConfig, Invo
         del config["hydra"]
     check(config)
     return config, invocation
+
+
+def take_tokenizer(config: DictConfig, checkpoint: Path) -> None:
+    """Gives `config` the tokenizer with which the run in `checkpoint` was trained, unless another was asked for.
+
+    The run asked for auto, perhaps, and the files that this followed from may be gone. Raises UserError for a damaged
+    checkpoint.
+    """
+    if config.dataset.get("tokenizer") != AUTO:
+        return
+    try:
+        dataset = read_config(checkpoint).get("dataset")
+    except DamagedError as error:
+        raise UserError(f"{error}: give another checkpoint") from error
+    if isinstance(dataset, dict) and "tokenizer" in dataset:
+        # Values are read as texts.
+        config.dataset.tokenizer = None if dataset["tokenizer"] == "null" else dataset["tokenizer"]
 
 
 def refuse_damage(checkpoint: Path, config: DictConfig) -> None:

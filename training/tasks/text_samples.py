@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,19 +10,25 @@ from omegaconf import DictConfig
 from torch import nn
 
 from models.generation import can_generate, generate
+from training.data.chats.rendering import Renderer
 from training.data.tokenizer import Tokenizer, load_tokenizer
 from training.errors import UserError
 from training.tasks.sample import TextSample
 from training.tasks.task import Sampler
+from training.weights.origin import stops_of
+
+# Stands for bytes that are no character, or not all of one yet.
+REPLACED = "\ufffd"
 
 
 @dataclass(frozen=True)
 class TextSampler(Sampler):
-    """Continues `sample.prompt`, whose ids are `prompt`."""
+    """Continues `sample.prompt`, whose ids are `prompt`, until one of `stops`; of chats, answers it."""
 
     config: DictConfig
     tokenizer: Tokenizer
     prompt: tuple[int, ...]
+    stops: frozenset[int]
 
     @classmethod
     def of(cls, config: DictConfig, model: nn.Module) -> TextSampler:
@@ -30,13 +36,13 @@ class TextSampler(Sampler):
         given = f"sample.every={config.sample.every}"
         refuse_model(model, given)
         tokenizer = tokenizer_of(config, given)
-        prompt = prompt_ids(tokenizer, config.sample.prompt)
+        prompt = _prompt_of(config, tokenizer)
         if len(prompt) + config.sample.tokens > config.seq_len:
             raise UserError(
                 f"sample.tokens={config.sample.tokens}: with a prompt of {len(prompt)} tokens that is more than"
                 f" seq_len={config.seq_len}: take fewer tokens, a shorter sample.prompt or a larger seq_len"
             )
-        return cls(config, tokenizer, prompt)
+        return cls(config, tokenizer, prompt, stops_of(config, tokenizer))
 
     def sample(self, model: nn.Module, device: torch.device, stopped: Callable[[], bool]) -> TextSample | None:
         sample = self.config.sample
@@ -44,6 +50,7 @@ class TextSampler(Sampler):
             model,
             self.tokenizer,
             self.prompt,
+            stops=self.stops,
             tokens=sample.tokens,
             temperature=sample.temperature,
             top_p=sample.top_p,
@@ -92,13 +99,22 @@ def tokenizer_of(config: DictConfig, given: str) -> Tokenizer:
     if "tokenizer" not in config.dataset:
         name = config.dataset._target_.rpartition(".")[2]
         raise UserError(f"{given}: {name} has no key dataset.tokenizer, so its tokens stand for no text")
-    return load_tokenizer(config.dataset.tokenizer)
+    around = {key: config.dataset[key] for key in ("begin", "end") if key in config.dataset}
+    return load_tokenizer(config.dataset.tokenizer, **around)
+
+
+def has_template(config: DictConfig, tokenizer: Tokenizer) -> bool:
+    """Tells whether a run's model chats: it was trained on chats, or its tokenizer has a template of them."""
+    return "template" in config.dataset or tokenizer.pretrained.chat_template is not None
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> tuple[int, ...]:
-    """Encodes a prompt; an empty one is the end of another document, after which one starts in training."""
+    """Encodes a prompt as the beginning of a document.
+
+    An empty one, where nothing begins a document, is the end of another, after which one starts in training.
+    """
     (ids,) = tokenizer.encode_batch([prompt])
-    return tuple(map(int, ids)) or (tokenizer.end_of_text_id,)
+    return (*tokenizer.begin, *map(int, ids)) or tokenizer.end or (tokenizer.end_of_text_id,)
 
 
 def continued(
@@ -106,6 +122,7 @@ def continued(
     tokenizer: Tokenizer,
     prompt: tuple[int, ...],
     *,
+    stops: frozenset[int],
     tokens: int,
     temperature: float,
     top_p: float,
@@ -113,7 +130,7 @@ def continued(
     device: torch.device,
     stopped: Callable[[], bool] = lambda: False,
 ) -> str | None:
-    """Returns the text of `prompt` and of up to `tokens` tokens that follow it; the document may end before.
+    """Returns the text of `prompt` and of up to `tokens` tokens that follow it; one of `stops` ends it before.
 
     The model is in eval() and without gradients. The text may have any characters: make it visible before it is
     printed. Returns None once `stopped` returns True. Raises ValueError if the model's logits are not finite.
@@ -132,7 +149,33 @@ def continued(
     for token in drawn:
         if stopped():
             return None
-        if token == tokenizer.end_of_text_id:
+        if token in stops:
             break
         ids.append(token)
     return tokenizer.decode(ids)
+
+
+def pieces(tokenizer: Tokenizer, drawn: Iterable[int], stops: frozenset[int]) -> Iterator[str]:
+    """Yields the text of tokens as they are drawn, until one of `stops`; together the pieces are the decoded text.
+
+    A piece ends where a character does, of which a token may be a part.
+    """
+    ids: list[int] = []
+    shown = ""
+    for token in drawn:
+        if token in stops:
+            break
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if text.startswith(shown) and len(text) > len(shown) and not text.endswith(REPLACED):
+            yield text[len(shown) :]
+            shown = text
+    yield tokenizer.decode(ids)[len(shown) :]
+
+
+def _prompt_of(config: DictConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns the ids of `sample.prompt`: where the run trains on chats, as what a user says."""
+    if "template" not in config.dataset:
+        return prompt_ids(tokenizer, config.sample.prompt)
+    messages = [{"role": "user", "content": config.sample.prompt}]
+    return tuple(map(int, Renderer(tokenizer, config.dataset.template).prompt(messages)))

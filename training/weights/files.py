@@ -23,6 +23,9 @@ COPIES = ("*.fp16.*", "*.bf16.*", "*.non_ema.*", "*.fp16-*", "*.non_ema-*", "con
 # Where a repository has a model: by itself, or as a part of a diffusion pipeline.
 PARTS = ("", "transformer/", "unet/")
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+# What else a model comes with, beside its tokenizer: small files, which no weights need.
+SMALL_FILES = (GENERATION_FILE, "preprocessor_config.json")
 CONFIG_FILES = [f"{part}{CONFIG_FILE}" for part in PARTS]
 # The stems of the weight files of transformers and of diffusers.
 STEMS = ("model", "diffusion_pytorch_model")
@@ -78,6 +81,17 @@ def _wanted(part: str) -> dict[str, list[str]]:
         "allow_patterns": [f"{part}{pattern}" for pattern in (*PATTERNS, CONFIG_FILE)],
         "ignore_patterns": list(others),
     }
+
+
+def cached_snapshot(hub: HubName) -> Path | None:
+    """Returns the folder of a model in the cache of the Hub's client, with what is there of it; None if nothing is."""
+    from huggingface_hub import constants, snapshot_download
+
+    place = {"revision": hub.revision, "cache_dir": constants.HF_HUB_CACHE}
+    try:
+        return Path(snapshot_download(hub.name, **place, allow_patterns=[CONFIG_FILE], local_files_only=True))
+    except (OSError, ValueError):  # not there
+        return None
 
 
 @dataclass(frozen=True)
@@ -138,7 +152,10 @@ class ModelWeights:
         if self.on_hub is None:
             return home_expanded(KEY, self.given)
         try:
-            return Path(self._download(**_wanted(self.part)))
+            patterns = _wanted(self.part)
+            if self._cached_part() is None:
+                patterns["allow_patterns"] += SMALL_FILES
+            return Path(self._download(**patterns))
         except Exception as error:  # the client's errors have no common base class
             raise UserError(
                 f"{KEY}={self.given}: the download failed ({first_line(error)}); {self.on_hub.by_hand(KEY)}"

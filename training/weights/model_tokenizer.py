@@ -99,6 +99,14 @@ def tokenizer_is_here(config: DictConfig) -> bool:
     return "tokenizer" not in config.dataset or OwnTokenizer(config.dataset.tokenizer, KEY).is_here()
 
 
+def brought_tokenizer(config: DictConfig) -> bool:
+    """Tells whether the dataset's tokenizer is the model's own."""
+    if "tokenizer" not in config.dataset:
+        return False
+    own = own_tokenizer(config.model)
+    return own is not None and _place(config.dataset.tokenizer) == _place(own.value)
+
+
 def vocabulary_of(tokenizer: Tokenizer) -> dict[str, int]:
     """Returns the ids of all tokens, by their text."""
     if isinstance(tokenizer, ByteTokenizer):

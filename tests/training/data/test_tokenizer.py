@@ -47,7 +47,7 @@ def test_ids_decode_to_their_text(folder: Path) -> None:
 
 def test_what_stands_around_a_document_may_be_given(folder: Path) -> None:
     loaded = load_tokenizer(folder, begin=None, end="<end>")
-    assert (loaded.begin, loaded.end, loaded.stops) == ((), (0,), {2})
+    assert (loaded.begin, loaded.end, loaded.stops) == ((), (0,), {0, 2})
     assert load_tokenizer(None, begin="<|endoftext|>", end=None).begin == (256,)
     assert (ByteTokenizer().begin, ByteTokenizer().end) == ((), (256,))
     with pytest.raises(UserError, match=r"^dataset\.end=<none>: is no token of dataset\.tokenizer=/.*: give the text"):

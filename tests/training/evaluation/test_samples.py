@@ -23,6 +23,7 @@ from training.tasks.causal_lm import CausalLM
 # Updates that begin inside backward, and may last until the sample needs them.
 UPDATES = ("optimizer=host_adamw", "optimizer.compile='off'", "clip_norm=null")
 RUN = (*TINY_RUN, "dataset=stdlib", "dataset.max_tokens=20000", "checkpoint.on_signal=true", "precision=bf16", *UPDATES)
+BYTES = "dataset.tokenizer=null"
 SAMPLES = ("sample.every=4", "sample.tokens=12", "sample.prompt='def main('", "sample.temperature=2")
 
 
@@ -96,7 +97,7 @@ def test_a_rewound_run_drops_later_samples_even_without_making_new_ones(
 
 
 def test_logits_that_are_not_finite_end_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    config, _ = composed(*RUN, *SAMPLES)
+    config, _ = composed(*RUN, *SAMPLES, BYTES)
     model = Scripted(98)
     model.register_forward_hook(lambda module, given, logits: logits * float("nan"))
     assert Samples.of(config, CausalLM(), model).sample(model, torch.device("cpu"), lambda: False) is None
@@ -108,7 +109,7 @@ def test_logits_that_are_not_finite_end_no_run(tmp_path: Path, caplog: pytest.Lo
     [
         ((), "sample.every=4: SyntheticTokens has no key dataset.tokenizer"),
         (
-            ("dataset=stdlib", "sample.tokens=24"),
+            ("dataset=stdlib", BYTES, "sample.tokens=24"),
             "sample.tokens=24: with a prompt of 9 tokens that is more than seq_len=32: ",
         ),
     ],
