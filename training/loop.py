@@ -217,7 +217,8 @@ def run_share(job: RankJob, step: int, share: Share) -> StepResult:
 def looked_ahead(task: Task, mode: Mode, model: nn.Module, parts: Sequence[Batch]) -> tuple[Batch, ...]:
     """Returns the microbatches with what the task wants of the model before the step.
 
-    The host does not wait for the device, nor for updates but those of units that stream.
+    The host waits for no update but those of units that stream. Under a mode that streams it waits for the last copy
+    in, as at the end of a step.
     """
     with mode.inference(), evaluating(model):
         return tuple(task.ahead(model, part) for part in parts)

@@ -32,6 +32,7 @@ from training.planning.machine import Machine, is_complete, machine_of
 from training.planning.memory import PlannedMemory, budgets_of, logits_bytes
 from training.planning.quantised import unquantised_note
 from training.planning.ranks import note_of_ranks
+from training.planning.reference import reference_note
 from training.planning.report import RunPlan
 from training.planning.shapes import refuse_shapes
 from training.planning.streamed import staying_note, streamed_share, unmatched_note
@@ -196,6 +197,8 @@ def _plan_of(planned: PlannedStep, components: Components, machine: Machine, has
         notes.append(note)
     if components.mode.foreign:
         notes.append(FOREIGN)
+    if (reference := reference_note(components, machine, has_gpu)) is not None:
+        notes.append(reference)
     if staying := staying_note(components):
         notes.append(staying)
     if unmatched := unmatched_note(components):
