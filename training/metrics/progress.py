@@ -165,6 +165,8 @@ def _headline(record: Mapping[str, Any]) -> list[str]:
     parts = []
     if "train/loss" in record:
         parts.append(f"loss {record['train/loss']:.4f}")
+    if "train/reward_margin" in record:
+        parts.append(f"margin {record['train/reward_margin']:.3f} ({record['train/reward_accuracy']:.0%} right)")
     if "eval/loss" in record:
         parts.append(f"eval loss {record['eval/loss']:.4f}")
     for unit in UNITS:

@@ -59,6 +59,16 @@ def test_the_first_loss_is_that_of_no_difference_and_rewards_follow(tmp_path: Pa
     assert (table < 0).all()
 
 
+@pytest.mark.slow
+def test_a_run_resumes_with_the_adapter_that_is_switched_off(tmp_path: Path, overrides) -> None:
+    keys = (*overrides, "eval.every=2", "optimizer.lr=0.01", "adapter=lora", "adapter.dropout=0.1")
+    run_here(tmp_path / "whole", *keys)
+    run_here(tmp_path / "parts", *keys, "steps=2", "checkpoint.every=2")
+    run_here(tmp_path / "parts", *keys, "resume=auto")
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+    assert not (tmp_path / "parts" / REFERENCE_FILE).exists()
+
+
 def test_a_run_that_resumes_has_the_reference_of_its_beginning(tmp_path: Path, overrides) -> None:
     keys = (*overrides, "eval.every=2", "optimizer.lr=0.01")
     run_here(tmp_path / "whole", *keys)

@@ -49,6 +49,12 @@ def test_into_a_file_one_plain_line_for_each_logged_step():
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", stream.getvalue())
 
 
+def test_pairs_of_answers_have_a_margin():
+    stream = io.StringIO()
+    Progress(9, stream=stream).update(1, RECORD | {"train/reward_margin": -0.25, "train/reward_accuracy": 0.5})
+    assert "  loss 5.2500  margin -0.250 (50% right)  12.3k tokens/s" in stream.getvalue()
+
+
 def test_eta_is_the_time_that_the_steps_left_will_take(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("training.metrics.progress.time.monotonic", lambda: now[0])
