@@ -56,8 +56,7 @@ def train(job: Job) -> dict:
     stopping = StopRequest(job.checkpoints.on_signal_after_s)
     with closing(Recorder(job)) as recorder, short_garbage_collections(), stopping as stop:
         with recorder.outside_steps():
-            stopped = lambda: stop.signal is not None  # noqa: E731
-            filled = fill_reference(job.components, job.dataset, job.ranks, stopped)
+            filled = fill_reference(job.components, job.dataset, job.ranks, lambda: stop.signal is not None)
         if not filled:
             return stop_before_first_step(job, recorder, stop)
         if lacks_observation(job, recorder, start):

@@ -45,10 +45,9 @@ class DPO(Task):
             2024); ipo, a square that pulls the margin of a token to 1 / (2 beta) (Azar et al. 2023).
         label_smoothing: the share of pairs that are taken to be flipped. Under loss=sigmoid these pull the other way
             (Mitchell 2023); loss=robust needs one, below 0.5.
-        reference: the log-probabilities under the model that training begins from. adapter: the model's own, with its
-            adapter switched off, in each step; with adapter.weights that is the base without them. cached: computed
-            once, for all samples, before the first step. auto: adapter where an adapter begins from nothing, else
-            cached.
+        reference: the log-probabilities under the model that training begins from. adapter: computed in each step with
+            the adapter switched off, so those of the base, whatever adapter.weights are. cached: computed once, for all
+            pairs, before the first step. auto: adapter where an adapter begins from nothing, else cached.
 
     Raises:
         KnobError: a value is out of range.
