@@ -57,7 +57,8 @@ class Evaluation:
                 " CONTRIBUTING.md describes it, or take eval.every=null"
             )
         batches = tuple(dataset.eval_batches(count))
-        if not batches and task.unit != "tokens":
+        # A dataset of samples, or of a stream of text, which has to be longer than a sequence.
+        if not batches and (task.unit != "tokens" or hasattr(dataset, "meta_tokens")):
             raise UserError(
                 f"eval.every={every}: no example is held out: give a larger dataset.eval_share (it is"
                 f" {config.dataset.get('eval_share')}), or eval.every=null"

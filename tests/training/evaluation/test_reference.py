@@ -82,6 +82,13 @@ def test_a_run_that_resumes_has_the_reference_of_its_beginning(tmp_path: Path, o
     assert curve(tmp_path / "other")[-1] == curve(tmp_path / "whole")[-1]
 
 
+def test_pairs_of_which_none_is_held_out_are_not_evaluated_on(tmp_path: Path, overrides) -> None:
+    with pytest.raises(UserError) as caught:
+        run_here(tmp_path / "run", *overrides, "eval.every=2", "dataset.eval_share=0.01")
+    given = "eval.every=2: no example is held out: give a larger dataset.eval_share (it is 0.01), or eval.every=null"
+    assert str(caught.value) == given
+
+
 def test_another_reference_is_refused(tmp_path: Path, overrides) -> None:
     run_here(tmp_path / "run", *overrides, "checkpoint.every=4")
     checkpoint, path = tmp_path / "run/checkpoints/step-00000004", tmp_path / "run" / REFERENCE_FILE

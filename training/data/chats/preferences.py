@@ -21,6 +21,7 @@ from training.data.chats.conversations import Columns
 from training.data.chats.kept import HELD_OUT, TOO_LONG
 from training.data.chats.pairs import COLUMNS, Pair, PairRenderer, PairSample, pair_of
 from training.data.chats.reading import Rows, read_files
+from training.data.chats.rendering import Sample
 from training.data.chats.rows import PaddedRows
 from training.data.examples import check_share
 from training.data.packing import random_words
@@ -109,7 +110,7 @@ class Preferences:
             raise UserError(f"dataset.too_long={too_long}: must be {', '.join(TOO_LONG[:-1])} or {TOO_LONG[-1]}")
         self._seq_len, self._too_long = seq_len, too_long
         encoder = load_tokenizer(tokenizer)
-        self.vocab_size = encoder.vocab_size
+        self.vocab_size, self._decode = encoder.vocab_size, encoder.pretrained.decode
         self._columns, self._renderer = Columns(columns, COLUMNS), PairRenderer(encoder, template)
         self._left_out = {"are too long": 0, "have equal answers": 0, "have an answer without tokens": 0}
         self._truncated = 0
@@ -184,6 +185,17 @@ class Preferences:
             "rows": f"{1 - self._rows.filled:.1%} of the positions are padding beside the longer answer",
         }
         return facts | ({"left out": out} if (out := self._left_out_text()) else {})
+
+    def shown(self, count: int) -> Iterator[tuple[str, Sample]]:
+        """Yields pairs (place, sample) of the answers of the first `count` pairs that are trained on."""
+        for number in self._trained[:count].tolist():
+            pair = self._tokens.pairs[number]
+            for name, ids in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+                yield f"{self._tokens.places[number]} {name}", Sample(ids, np.arange(len(ids)) >= pair.start)
+
+    def text_of(self, ids: np.ndarray) -> str:
+        """Returns the text of tokens, special tokens too."""
+        return self._decode(ids.tolist(), skip_special_tokens=False)
 
     @staticmethod
     def meta_tokens(rows: int, seq_len: int, **keys: Any) -> dict[str, Tensor]:

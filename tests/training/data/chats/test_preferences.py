@@ -177,6 +177,16 @@ def test_a_tokenizer_with_a_template(tmp_path: Path) -> None:
     assert (pairs.batch(0)["labels"] >= 0).sum(-1).min() >= 3
 
 
+def test_pairs_are_shown_with_what_is_trained_on(tmp_path: Path) -> None:
+    pairs = dataset(tmp_path, [row(1), row(2), row(3)])
+    found = list(pairs.shown(2))
+    assert [place.rpartition(" ")[2] for place, _ in found] == ["chosen", "rejected"] * 2
+    place, sample = found[1]
+    assert place == f"{tmp_path / 'pairs.jsonl'} line 1 rejected"
+    assert pairs.text_of(sample.ids[sample.trained]) == "no 1<|endoftext|>"
+    assert pairs.text_of(sample.ids[~sample.trained]) == "user\nSay 1.<|endoftext|>assistant\n"
+
+
 def test_shapes_of_a_plan_are_those_of_the_longest_batch(tmp_path: Path) -> None:
     pairs = dataset(tmp_path, [row(1), row(3, 40)], too_long="truncate", batch_size=2)
     planned = Preferences.meta_tokens(2, 64, files="x", columns=None)
