@@ -215,7 +215,7 @@ def test_without_a_held_out_split_a_run_is_refused_in_one_line(tmp_path: Path):
             self.batch = self.inner.batch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("training.prepare.instantiate", lambda node, **given: Mine(**given))
+        patch.setattr("training.data.building.instantiate", lambda node, **given: Mine(**given))
         patch.setattr(Evaluation, "due", lambda self, step: pytest.fail("it was built"))
         with pytest.raises(UserError, match=r"^eval\.every=2: Mine has no held-out split: give it a method eval_batch"):
             run_here(tmp_path / "mine", *RUN, *EVALUATES)
