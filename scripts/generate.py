@@ -97,7 +97,7 @@ def writer(
 
     components = Components.of(config, invocation, resolve_device(config.device))
     tokenizer = tokenizer_of(config, options.run)
-    check_vocabulary(components.model, tokenizer.vocab_size)
+    check_vocabulary(config, components.model, tokenizer.vocab_size)
     refuse_model(components.model, options.run)
     refuse_damage(checkpoint, config)
     prompt = prompt_of(config, tokenizer)

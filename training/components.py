@@ -40,6 +40,7 @@ from training.runs.invocation import Invocation
 from training.tasks.dpo import settled_reference
 from training.tasks.task import Task
 from training.weights.adapter import add_adapter
+from training.weights.architecture import refuse_other_architecture
 from training.weights.mapped import map_weights
 from training.weights.model_tokenizer import KEY as TOKENIZER
 from training.weights.model_tokenizer import refuse_foreign_tokenizer, settled_tokenizer
@@ -121,6 +122,7 @@ class Components:
         if config.model.get("attention") == FLEX and device.type == "cpu" and not on_gpu:
             raise UserError(f"model.attention={FLEX}: torch has no backward of it on a CPU: take sdpa or eager")
         model = _model(config, dtype) if model is None else model
+        refuse_other_architecture(config, model)
         task.check_model(config, model)
         mode = make_mode(config.offload)
         footprint = footprint_of(config, mode, model)

@@ -70,7 +70,7 @@ class BaseReference:
         if (saved.get("seed"), saved.get("sha256")) == (self.seed, self.sha256):
             return
         if saved.get("weights") is None:
-            was, advice = f"was made from seed={saved.get('seed')}", "give model.weights=null and that seed"
+            was, advice = f"was made from seed={saved.get('seed')}", f"give model.weights=null seed={saved.get('seed')}"
         else:
             was = f"was loaded from model.weights={saved['weights']}"
             advice = "give files with the same SHA-256"

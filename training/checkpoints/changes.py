@@ -84,8 +84,8 @@ def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key:
     `key` is what the user gave, with which the message begins. Raises UserError listing the changes that are refused.
     """
     changed = changed_values(config, saved)
-    # The files of a frozen base may lie elsewhere now: they are compared by their contents.
-    may_change = (*MAY_CHANGE, "model.weights") if has_adapter(config) else MAY_CHANGE
+    # The files of a frozen base, and its tokenizer with them, may lie elsewhere now: base and batches are compared.
+    may_change = (*MAY_CHANGE, "model.weights", "dataset.tokenizer") if has_adapter(config) else MAY_CHANGE
     if "devices" in changed:
         was, now = _parts(saved), _parts(parse_yaml(config_text(config)))
         as_many = math.prod(was) == math.prod(now) > 0
@@ -114,8 +114,10 @@ def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key:
             f"{name}: was {changed[name][0]}, is {changed[name][1]}{lost.get(name, '')}" for name in refused
         )
         # The weights may not fit into another model.
-        is_other_model = any(name.startswith("model.") and name != "model.weights" for name in refused)
-        or_anew = "" if is_other_model else f", or begin a new run from these weights, model.weights={folder}"
+        is_other_model = any(
+            name.startswith(("model.", "adapter.")) and not name.endswith(".weights") for name in refused
+        )
+        or_anew = "" if is_other_model else f", or begin a new run from these weights, {weights_key(saved)}={folder}"
         raise UserError(
             f"{key}: the configuration is not the checkpoint's in {listed}: give the old values to resume{or_anew}"
         )
@@ -125,6 +127,11 @@ def refuse_changes(config: DictConfig, saved: dict[str, Any], folder: Path, key:
             " would have been",
             *changed["steps"],
         )
+
+
+def weights_key(saved: dict[str, Any]) -> str:
+    """Returns the key that takes the weights in a checkpoint with this configuration: a model's, or an adapter's."""
+    return "adapter.weights" if saved.get("adapter") else "model.weights"
 
 
 def _kept_states(changed: dict[str, tuple[str, str]]) -> list[str]:

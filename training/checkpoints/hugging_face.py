@@ -8,18 +8,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from training.config.schema import Precision
-
-COPIED_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "rope_theta",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-)
+from training.weights.architecture import LLAMA_KEYS
 
 
 def hugging_face_config(config: DictConfig, values: Mapping[str, Any] = MappingProxyType({})) -> bytes:
@@ -40,7 +29,7 @@ def hugging_face_config(config: DictConfig, values: Mapping[str, Any] = MappingP
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": dtype,
-        **{key: config.model[key] for key in COPIED_KEYS},
+        **{key: config.model[key] for key in LLAMA_KEYS},
         **values,
     }
     return json.dumps(known, indent=2).encode()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from training.batches import sha256_of
-from training.checkpoints.changes import read_config, refuse_changes
+from training.checkpoints.changes import read_config, refuse_changes, weights_key
 from training.checkpoints.layout import (
     MANIFEST_FILE,
     RANDOM_FILE,
@@ -64,7 +64,7 @@ class Checkpoint:
             return
         raise UserError(
             f"resume={self.folder}: {changed}; restore it, or begin a new run from these weights,"
-            f" model.weights={self.folder}"
+            f" {weights_key(self.config)}={self.folder}"
         )
 
     def check_source(self, given: str, sha256: str | None) -> None:
@@ -76,7 +76,7 @@ class Checkpoint:
         if self.state.source_sha256 not in (None, sha256):
             raise UserError(
                 f"resume={self.folder}: model.source={given}: its config.json has changed: restore it, or begin a new"
-                f" run from these weights, model.weights={self.folder}"
+                f" run from these weights, {weights_key(self.config)}={self.folder}"
             )
 
     def check_steps(self, steps: int) -> None:

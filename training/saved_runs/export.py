@@ -79,8 +79,8 @@ def export(
         model = Components.of(config, invocation, torch.device("cpu")).model
         if is_quantised(model):
             raise UserError(
-                f"{run_dir}: its weights are quantised, in a form that no library loads: its checkpoints begin a run of"
-                " the same quantize=FORMAT, as model.weights=CHECKPOINT"
+                f"{run_dir}: its weights are quantised, in a form that no library loads: begin a run with them,"
+                f" quantize={chosen_format(config)[0]} model.weights={checkpoint}"
             )
         with reading(model, stored, checkpoint) as read:
             files = files_of(model, config, read, max_shard_bytes)

@@ -81,7 +81,7 @@ class CausalLM(Task):
     def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
         if not hasattr(dataset, "vocab_size"):
             raise _without_tokens()
-        check_vocabulary(model, dataset.vocab_size)
+        check_vocabulary(config, model, dataset.vocab_size)
         if config.dataset.get("packed"):
             # The positions of packed samples begin anew, so a row may have more than the model can take.
             refuse_positions(model, dataset.longest, f"seq_len={config.seq_len}: a chat has {dataset.longest}")

@@ -167,7 +167,7 @@ class DPO(Task):
             _check_adapter(config, model)
 
     def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
-        check_vocabulary(model, dataset.vocab_size)
+        check_vocabulary(config, model, dataset.vocab_size)
 
     def sample_forwards(self, config: DictConfig, model: nn.Module) -> Sequence[Callable[[], object]]:
         if not can_generate(model):

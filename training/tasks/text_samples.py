@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from models.generation import can_generate, generate
@@ -15,6 +16,8 @@ from training.data.tokenizer import Tokenizer, load_tokenizer
 from training.errors import UserError
 from training.tasks.sample import TextSample
 from training.tasks.task import Sampler
+from training.weights.architecture import as_override
+from training.weights.model_tokenizer import brought_tokenizer, own_tokenizer
 from training.weights.origin import stops_of
 
 # Stands for bytes that are no character, or not all of one yet.
@@ -61,20 +64,40 @@ class TextSampler(Sampler):
         return None if text is None else TextSample(sample.prompt, text)
 
 
-def check_vocabulary(model: nn.Module, vocab_size: int) -> None:
+def check_vocabulary(config: DictConfig, model: nn.Module, vocab_size: int) -> None:
     """Raises UserError if the model has fewer ids than a tokenizer with `vocab_size`."""
-    if vocab_size > model.vocab_size:
-        raise UserError(
-            f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's {vocab_size}:"
-            " take a larger model.vocab_size or another dataset.tokenizer"
-        )
+    if vocab_size <= model.vocab_size:
+        return
+    if config.model.weights is not None:
+        # More rows than the weights have are none that were trained.
+        own = own_tokenizer(config.model) is not None and not brought_tokenizer(config)
+        advice = "take dataset.tokenizer=auto" if own else "give a dataset.tokenizer that has no more"
+    elif hasattr(model, "hf"):
+        advice = f"take model.overrides={as_override(_with_vocabulary(config, model, vocab_size))}"
+    else:
+        advice = f"take model.vocab_size={vocab_size}"
+    raise UserError(
+        f"dataset.tokenizer={config.dataset.get('tokenizer') or 'null'}: has {vocab_size} ids, and the model"
+        f" {model.vocab_size}: {advice}"
+    )
+
+
+def _with_vocabulary(config: DictConfig, model: nn.Module, vocab_size: int) -> dict[str, Any]:
+    """Returns the overrides of a model of transformers with so many ids; some have a part for text."""
+    overrides = OmegaConf.to_container(config.model.overrides) if config.model.overrides else {}
+    of_text = model.hf.config.get_text_config()
+    parts = model.hf.config.sub_configs
+    part = next((name for name in parts if getattr(model.hf.config, name, None) is of_text), None)
+    if part is None:
+        return overrides | {"vocab_size": vocab_size}
+    return overrides | {part: overrides.get(part, {}) | {"vocab_size": vocab_size}}
 
 
 def refuse_positions(model: nn.Module, positions: int, given: str) -> None:
     """Raises UserError, which begins with `given`, if `positions` tokens are more than the model can take."""
     longest = getattr(model, "most_positions", None)
     if longest is not None and positions > longest:
-        raise UserError(f"{given}: the model has embeddings for {longest} positions: take no more")
+        raise UserError(f"{given}: the model has embeddings for {longest} positions: take at most {longest}")
 
 
 def refuse_model(model: nn.Module, given: str) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG_FILE
+from models.json_files import read_object
 from models.weights import checkpoint_files
 from training.checkpoints.layout import MANIFEST_FILE, STATE_FILE, WEIGHTS_STEM, refuse_run
 from training.errors import UserError, first_line
@@ -61,6 +62,18 @@ def weight_files(path: Path) -> list[Path]:
 def _has_an_adapter_alone(path: Path) -> bool:
     models = (file for stem in STEMS for file in path.glob(f"{stem}*.safetensors"))
     return (path / ADAPTER_CONFIG_FILE).is_file() and not any(models)
+
+
+def _as_adapter(path: Path, given: str) -> str:
+    """Returns the overrides that begin with the adapter in a folder."""
+    try:
+        values = read_object(path / ADAPTER_CONFIG_FILE, "")
+    except ValueError:  # what is wrong with it, its own key says
+        values = {}
+    option = "dora" if values.get("use_dora") else "rslora" if values.get("use_rslora") else "lora"
+    knobs = {"r": "rank", "lora_alpha": "alpha"}
+    settings = [f"adapter.{knob}={values[key]}" for key, knob in knobs.items() if key in values]
+    return " ".join([f"adapter={option}", *settings, f"adapter.weights={given}"])
 
 
 def _lacks_its_model(path: Path) -> bool:
@@ -118,8 +131,8 @@ class ModelWeights:
             refuse_run(KEY, given, path)
             if _has_an_adapter_alone(path):
                 raise UserError(
-                    f"{KEY}={given}: has an adapter and no model: give it as adapter.weights={given}, and its base as"
-                    f" {KEY}"
+                    f"{KEY}={given}: has an adapter and no model: give it as {_as_adapter(path, given)}, and its base"
+                    f" as {KEY}"
                 )
             if _lacks_its_model(path):
                 raise UserError(

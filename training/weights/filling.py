@@ -19,6 +19,7 @@ from models.weights import has_own_names, load_weights
 from offload import lies_in_file
 from training.errors import UserError
 from training.metrics.progress import phase
+from training.weights.architecture import refuse_other_architecture
 from training.weights.files import ModelWeights
 from training.weights.quantising import quantised_from_cache
 
@@ -50,6 +51,9 @@ def fill_parameters(model: nn.Module, config: DictConfig, device: torch.device, 
                 raise UserError(f"model: {error}: give model.weights=PATH") from error
         return
     path = weights.path()
+    if weights.on_hub is not None:
+        # Its config.json came with it.
+        refuse_other_architecture(config, model)
     in_files = [parameter for parameter in model.parameters() if lies_in_file(parameter)]
     try:
         with (

@@ -57,7 +57,7 @@ def stops_of(config: DictConfig, tokenizer: Tokenizer) -> frozenset[int]:
 
 def _origin(model: Mapping[str, Any]) -> Path | None:
     for key, given in ((WEIGHTS, model.get("weights")), (SOURCE, model.get("source"))):
-        if given is None or (folder := _folder(key, given)) is None:
+        if given is None or (folder := folder_of(key, given)) is None:
             continue
         is_of_run = (folder / RUN_CONFIG_FILE).is_file()
         if is_of_run and (of_run := _origin(_model_of_run(folder, f"{key}={given}"))) is not None:
@@ -67,7 +67,8 @@ def _origin(model: Mapping[str, Any]) -> Path | None:
     return None
 
 
-def _folder(key: str, given: str) -> Path | None:
+def folder_of(key: str, given: str) -> Path | None:
+    """Returns the local folder that a value of `key` leads to, that of a file, or of a model in the Hub's cache."""
     path = home_expanded(key, given)
     if path.exists():
         return path if path.is_dir() else path.parent

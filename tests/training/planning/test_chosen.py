@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.training.helpers.in_process import components_of
 from training.planning.chosen import chosen_values
 
+BYTES = "dataset.tokenizer=null"
+
 
 def test_a_model_option_brings_its_own_values_but_not_those_that_were_given():
     lines = chosen_values(components_of("model=llama1b", "schedule=constant", "optimizer.lr=1e-3"), None)
@@ -21,14 +23,14 @@ def test_what_follows_the_offload_mode_is_explained():
     assert lines["offload.resident"] == "2 of 4 units: fills vram_budget=1GiB"
     assert lines["optimizer.device_share"] == "what the first step leaves free: fills vram_budget=1GiB"
     assert "precision" not in lines
-    lines = chosen_values(components_of("offload=layer_stream", "optimizer=host_adamw", "microbatches=1"), None)
+    lines = chosen_values(components_of("offload=layer_stream", "optimizer=host_adamw", "microbatches=1", BYTES), None)
     assert lines.keys() == {"precision", "optimizer.gradients", "optimizer.device_share", "optimizer.speculate"}
     assert lines["optimizer.gradients"].startswith("keep: clip_norm=1 needs them until their norm is known")
     assert lines["optimizer.device_share"] == "nothing: there is no vram_budget to fill"
 
 
 def test_a_run_without_choices_has_no_lines():
-    assert chosen_values(components_of("precision=fp32", "microbatches=2"), None) == {}
+    assert chosen_values(components_of("precision=fp32", "microbatches=2", BYTES), None) == {}
 
 
 def test_what_follows_an_adapter_is_explained():
@@ -36,6 +38,6 @@ def test_what_follows_an_adapter_is_explained():
     assert lines["offload.weights.trained"] == "device, because adapter=lora is small: only frozen weights stream"
     assert lines["optimizer"] == "adamw, because adapter=lora trains on the device"
     given = ("offload.trained=stream", "optimizer=host_adamw", "microbatches=1", "precision=fp32")
-    lines = chosen_values(components_of("offload=layer_stream", "adapter=lora", *given), None)
+    lines = chosen_values(components_of("offload=layer_stream", "adapter=lora", *given, BYTES), None)
     assert lines.keys() == {"optimizer.gradients", "optimizer.device_share", "optimizer.speculate"}
     assert "is frozen, and gradients are final when they land only in units" in lines["optimizer.gradients"]

@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from tests.training.helpers.in_process import SMALL_MODEL, composed, run_here
 from training.errors import UserError
 from training.planning.plan import plan_only
-from training.weights.files import CONFIG_FILE, PATTERNS, ModelWeights, weight_files_in
+from training.weights.files import CONFIG_FILE, PATTERNS, SMALL_FILES, ModelWeights, weight_files_in
 from training.weights.hub_client import HubName
 
 
@@ -34,7 +34,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
             raise hub.fails or OSError("not cached")
         assert cache_dir == str(tmp_path)
         if not local_files_only:
-            assert allow_patterns == [f"{hub.part}{name}" for name in (*PATTERNS, CONFIG_FILE)]
+            assert allow_patterns == [f"{hub.part}{name}" for name in (*PATTERNS, CONFIG_FILE)] + [*SMALL_FILES]
             assert ("*/*" in ignore_patterns) == (hub.part == "")
         (tmp_path / "model.safetensors").touch()
         return str(tmp_path)
@@ -72,7 +72,7 @@ def test_an_adapter_is_not_a_model(tmp_path: Path):
     """Nor is a checkpoint of one, which has files of the optimizer besides."""
     for name in ("adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"):
         (tmp_path / name).touch()
-    with pytest.raises(UserError, match=r"has an adapter and no model: give it as adapter\.weights=.*, and its base"):
+    with pytest.raises(UserError, match=r"has an adapter and no model: give it as adapter=lora adapter\.weights=.*,"):
         ModelWeights.find(str(tmp_path))
     (tmp_path / "model.safetensors").touch()
     assert ModelWeights.find(str(tmp_path)).path() == tmp_path

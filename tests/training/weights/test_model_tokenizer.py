@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from models.llama import Llama
 from tests.training.helpers.hub_server import hub_server
 from tests.training.helpers.in_process import TINY_RUN, components_of, composed, run_here
-from tests.training.helpers.pretrained_folder import save_pretrained, small_tokenizer
+from tests.training.helpers.pretrained_folder import SIZES, save_pretrained, small_tokenizer
 from training.data.tokenizer_files import tokenizer_files
 from training.errors import UserError
 from training.planning.chosen import chosen_values
@@ -59,8 +59,10 @@ def test_loaded_weights_bring_their_tokenizer(model: Path):
     line = chosen_values(components, None)["dataset.tokenizer"]
     assert line == f"{model}, the tokenizer of model.weights={model}"
     # Bytes as ids of such a model were trained on without a word.
-    assert tokenizer_of(*of_hf("llama", f"model.weights={model}")) == str(model)
-    assert tokenizer_of(*of_hf("llama", f"model.weights={model}/model.safetensors")) == str(model)
+    shape = "{" + ", ".join(f"{key}: {value}" for key, value in {**SIZES, "rms_norm_eps": 1e-5}.items()) + "}"
+    of_type = of_hf("llama", f"model.overrides={shape}")
+    assert tokenizer_of(*of_type, f"model.weights={model}") == str(model)
+    assert tokenizer_of(*of_type, f"model.weights={model}/model.safetensors") == str(model)
 
 
 def test_weights_without_one_have_that_of_the_source(model: Path, tmp_path: Path):
