@@ -18,6 +18,8 @@ from tests.training.helpers.in_process import conf_initialised, run_here
 from training.config import schema
 from training.config.modes import mode_options
 from training.config.validation import check
+from training.data.chats.chat import Chats
+from training.runs.files import SAMPLES_FILE
 from training.sweeps import launcher
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -104,3 +106,17 @@ def test_a_large_experiment_trains_when_it_is_made_small(tmp_path: Path, overrid
     assert (summary["status"], summary["steps"]) == ("ok", 3)
     assert summary["transfer/h2d_gib"] > 0
     assert summary["transfer/d2h_gib"] > 0
+
+
+def test_the_chats_that_are_shipped_are_few_and_short():
+    config = composed("experiment=chat")
+    assert Path(config.dataset.files).stat().st_size < 60_000
+    dataset = Chats(config.dataset.files, seed=0, seq_len=config.seq_len, batch_size=1, too_long="refuse")
+    assert 150 <= dataset.num_blocks <= 300
+
+
+@pytest.mark.slow
+def test_the_tiny_model_learns_to_answer_what_it_was_asked_in_training(tmp_path: Path):
+    run_here(tmp_path, "experiment=chat", "device=cpu", "sample.every=100000")
+    last = (tmp_path / SAMPLES_FILE).read_text().splitlines()[-1]
+    assert "It copies each block as a whole, with its buffers." in last

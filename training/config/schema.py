@@ -10,6 +10,7 @@ Their dataclasses are made from these (`training.config.declare.schema_of`).
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -29,6 +30,8 @@ from training.tasks.causal_lm import CausalLM
 from training.tasks.classification import Classification
 from training.tasks.dpo import DPO
 from training.tasks.flow_matching import FlowMatching
+
+ROOT = Path(__file__).parents[2]
 
 
 class Precision(StrEnum):
@@ -342,11 +345,12 @@ SCHEMAS = {
 def register() -> None:
     """Stores the dataclasses under the group `schema`, where the defaults lists of conf/ find them.
 
-    Makes two resolvers known to OmegaConf: `${unless:OTHER,VALUE}` is the value, or null where the other one is given;
-    `${with_adapter:A,B}` is A where the run trains an adapter, else B.
+    Makes resolvers known to OmegaConf: `${unless:OTHER,VALUE}` is the value, or null where the other one is given;
+    `${with_adapter:A,B}` is A where the run trains an adapter, else B; `${root:PATH}` is a file of this repository.
     """
     OmegaConf.register_new_resolver("with_adapter", _with_adapter, replace=True)
     OmegaConf.register_new_resolver("unless", lambda other, value: value if other is None else None, replace=True)
+    OmegaConf.register_new_resolver("root", lambda path: str(ROOT / path), replace=True)
     store = ConfigStore.instance()
     # Hydra copies the store each time it composes and, for its page of help, some 170 times: 60 ms each. What it takes
     # out of the store it copies besides.
