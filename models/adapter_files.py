@@ -128,6 +128,11 @@ def _check_config(model: nn.Module, file: Path) -> None:
     for key, knob in SAME.items():
         if stored.get(key, own[key] if key in ("r", "lora_alpha") else False) != own[key]:
             raise ValueError(f"{file} has {key}={stored[key]}, and this adapter {own[key]}: give the same {knob}")
+    if bool(stored.get("target_parameters")) != bool(own["target_parameters"]):
+        state = "adapters" if stored.get("target_parameters") else "no adapters"
+        raise ValueError(
+            f"{file} has {state} of experts that are one tensor, unlike this adapter: give the same experts"
+        )
     for key, values in ONLY.items():
         if key in stored and stored[key] not in values:
             raise ValueError(f"{file} has {key}={stored[key]}, which cannot be loaded here")

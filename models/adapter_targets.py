@@ -63,6 +63,30 @@ def saved_names(root: nn.Module, patterns: Sequence[str], targets: Sequence[str]
     return outermost
 
 
+def expert_names(root: nn.Module) -> list[str]:
+    """Returns the names of the parameters that are the matrices of all experts of a layer, [experts, ...].
+
+    Raises ValueError if there are none.
+    """
+    names = [
+        f"{name}.{own}"
+        for name, module in root.named_modules()
+        if name.endswith("experts") or type(module).__name__.endswith("Experts")
+        for own, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3
+    ]
+    if not names:
+        raise ValueError("experts=true: the model has no experts that are one tensor: leave it false")
+    return names
+
+
+def short_parameter_names(root: nn.Module, names: Sequence[str]) -> list[str]:
+    """Returns the last two parts of `names`, if no other parameter of `root` ends in them; else `names`."""
+    last = {".".join(name.split(".")[-2:]) for name in names}
+    ending = {name for name, _ in root.named_parameters() if ".".join(name.split(".")[-2:]) in last}
+    return sorted(last if ending == set(names) else names)
+
+
 def matches(name: str, pattern: str) -> bool:
     """Tells whether a pattern with `*` and `?` matches the name of a module, or the end of it behind a dot."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")

@@ -9,7 +9,7 @@ be (quantised ones too). Then a mode makes its memory, the base is filled inside
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from models.adapter_targets import saved_names, short_names, target_names
+from models.adapter_targets import expert_names, saved_names, short_names, short_parameter_names, target_names
 from models.buffers import with_statistics
 from models.initialise import Draws
 from models.quiet_imports import import_quantisers, without_remarks
@@ -41,6 +41,7 @@ class Lora:
         targets: patterns over the names of layers (`models.adapter_targets.matches`); None for all linear layers of the
             blocks.
         modules_to_save: patterns over the names of modules that train in full beside the adapters.
+        experts: the experts of a mixture that are one tensor have adapters too, each expert its own.
     """
 
     rank: int
@@ -48,9 +49,12 @@ class Lora:
     dropout: float = 0.0
     targets: Sequence[str] | None = None
     modules_to_save: Sequence[str] | None = None
+    experts: bool = False
 
-    def peft_config(self, targets: Sequence[str], saved: Sequence[str] = ()) -> LoraConfig:
-        """Returns peft's configuration of the same adapter on the layers `targets`; it has no biases."""
+    def peft_config(
+        self, targets: Sequence[str], saved: Sequence[str] = (), parameters: Sequence[str] = ()
+    ) -> LoraConfig:
+        """Returns peft's configuration of the same adapter on the layers `targets`, and on `parameters`: no biases."""
         from peft import LoraConfig
 
         return LoraConfig(
@@ -58,6 +62,7 @@ class Lora:
             lora_alpha=self.alpha,
             lora_dropout=self.dropout,
             target_modules=list(targets),
+            target_parameters=list(parameters) or None,
             modules_to_save=list(saved) or None,
             bias="none",
             use_dora=isinstance(self, Dora),
@@ -88,14 +93,18 @@ def inject(model: nn.Module, adapter: Lora, dtype: torch.dtype) -> None:
     root = root_of(model)
     _refuse_statistics(root)
     targets = target_names(root, adapter.targets)
-    saved = saved_names(root, adapter.modules_to_save or (), targets)
-    config = adapter.peft_config(short_names(root, targets))
+    experts = _expert_names(root, adapter)
+    saved = saved_names(root, adapter.modules_to_save or (), [*targets, *experts])
+    config = adapter.peft_config(short_names(root, targets), (), short_parameter_names(root, experts))
     with warnings.catch_warnings():
         # About settings that peft corrects itself, such as that of transposed layers.
         warnings.simplefilter("ignore")
         inject_adapter_in_model(config, root, NAME)
-    if [name for name, _ in adapter_layers(root)] != targets:
-        raise ValueError(f"targets={adapter.targets}: peft puts adapters elsewhere in a {type(root).__name__}")
+    _check_places(root, adapter, targets, experts)
+    if experts:
+        from models.adapter_experts import show_by_attribute
+
+        show_by_attribute(root)
     # peft wraps such modules in a copy of each; training the modules themselves is the same and takes no more memory.
     config.modules_to_save = saved or None
     for _, layer in adapter_layers(root):
@@ -122,10 +131,12 @@ def root_of(model: nn.Module) -> nn.Module:
 
 
 def adapter_layers(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
-    """Yields the layers that have an adapter, with their names, in order."""
+    """Yields peft's layers, with their names, in order.
+
+    One around several tensors of experts has one more inside, for each of these, as its `base_layer`.
+    """
     from peft.tuners.lora import LoraLayer
 
-    # A layer inside one would be its base, or the adapter itself.
     yield from ((name, module) for name, module in list(model.named_modules()) if isinstance(module, LoraLayer))
 
 
@@ -136,7 +147,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     So the base can be filled, loaded and saved under its own names, by code that knows nothing of adapters. The model
     is not to be called meanwhile. For a model without adapters it does nothing.
     """
-    layers = list(adapter_layers(model)) if is_adapted(model) else []
+    layers = list(_outermost(adapter_layers(model))) if is_adapted(model) else []
     try:
         for name, layer in layers:
             _replace(model, name, layer.get_base_layer())
@@ -197,13 +208,14 @@ def merge_adapter(model: nn.Module) -> None:
         devices = {str(parameter.device) for parameter in layer.parameters()}
         if len(devices) > 1 or "meta" in devices:
             raise ValueError(f"{name} is on {' and '.join(sorted(devices))}: merge a model that is on one device")
-        weight = layer.get_base_layer().weight
+        weight = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
         if type(weight) is not nn.Parameter or not weight.is_floating_point():
             raise ValueError(f"{name} is quantised: merge the adapter into weights that are not")
     with torch.no_grad():
-        for name, layer in layers:
+        for _, layer in layers:
             layer.merge()
-            _replace(model, name, layer.get_base_layer())
+    for name, layer in _outermost(layers):
+        _replace(model, name, layer.get_base_layer())
     del root_of(model).peft_config
     model.requires_grad_(True)
 
@@ -214,6 +226,37 @@ def _refuse_statistics(root: nn.Module) -> None:
             f"targets: {name} is a batch norm, whose statistics would change in training and be lost with the frozen"
             " base: choose a model without"
         )
+
+
+def _expert_names(root: nn.Module, adapter: Lora) -> list[str]:
+    if not adapter.experts:
+        return []
+    # peft refuses both.
+    if isinstance(adapter, Dora):
+        raise ValueError("experts=true: DoRA has no form for experts that are one tensor: take adapter=lora")
+    if adapter.dropout:
+        raise ValueError(
+            f"dropout={adapter.dropout}: experts that are one tensor take none: give dropout=0 or experts=false"
+        )
+    return expert_names(root)
+
+
+def _check_places(root: nn.Module, adapter: Lora, targets: Sequence[str], experts: Sequence[str]) -> None:
+    """Raises ValueError if peft has put adapters elsewhere than at the layers `targets` and parameters `experts`."""
+    found = list(adapter_layers(root))
+    at_experts = [layer for _, layer in found if hasattr(layer, "parameter_name")]
+    layers = [name for name, layer in found if not hasattr(layer, "parameter_name")]
+    if layers != list(targets) or len(at_experts) != len(experts):
+        raise ValueError(f"targets={adapter.targets}: peft puts adapters elsewhere in a {type(root).__name__}")
+
+
+def _outermost(layers: Iterable[tuple[str, LoraLayer]]) -> Iterator[tuple[str, LoraLayer]]:
+    """Yields the layers that are in no other: those in the order of the model, the outer before the inner."""
+    outer = None
+    for name, layer in layers:
+        if outer is None or not name.startswith(f"{outer}."):
+            outer = name
+            yield name, layer
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

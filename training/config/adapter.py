@@ -24,6 +24,7 @@ class LoraAdapter(Built):
         alpha: scales what they compute, by alpha / rank (rslora: by alpha over the root of rank).
         dropout: share of their input that is dropped in training.
         targets: patterns over the names of layers, such as [q_proj,v_proj]; null is every linear layer of the blocks.
+        experts: experts of a mixture that are one tensor have adapters too, each expert its own.
         modules_to_save: patterns over the names of modules that train in full beside the adapters; null is none.
         weights: a folder of peft with an adapter to start from, such as a checkpoint; null starts from the seed.
     """
@@ -33,6 +34,7 @@ class LoraAdapter(Built):
     alpha: float = number(above=0)
     dropout: float = number(at_least=0, at_most=0.999)
     targets: list[str] | None = MISSING
+    experts: bool = MISSING
     modules_to_save: list[str] | None = MISSING
     weights: str | None = MISSING
 
