@@ -182,7 +182,7 @@ def test_weights_saved_by_name_load_into_any_mode(tmp_path: Path):
     [
         (("model.weights=nowhere.safetensors",), r"model.weights=nowhere.safetensors: does not exist: give"),
         (("dataset=text", "dataset.files=nowhere/*.txt"), r"dataset.files.*nowhere/\*.txt"),
-        (("model.vocab_size=100",), r"model.vocab_size=100 is smaller than the tokenizer's 257"),
+        (("model.vocab_size=100",), r"has 257 ids, and the model 100: take model.vocab_size=257"),
         (("offload=bounce_linear", "offload.resident=99"), r"offload.resident=99: the model has"),
         (("offload=layer_stream", "offload.layers=blocks"), r"offload.layers=blocks: no list of blocks there"),
         (

@@ -185,4 +185,4 @@ def test_a_plan_of_chats_tells_what_is_in_the_files(tmp_path: Path):
     assert facts["left out"] == "1 are longer than seq_len + 1 = 65 tokens"
     assert "data: chats to train on" in printed
     refused = run(tmp_path / "refused", "plan=true", *keys, "model.vocab_size=64", status=1)
-    assert "model.vocab_size=64 is smaller than the tokenizer's 257" in refused
+    assert "has 257 ids, and the model 64: take model.vocab_size=257" in refused
