@@ -68,16 +68,30 @@ def expert_names(root: nn.Module) -> list[str]:
 
     Raises ValueError if there are none.
     """
-    names = [
-        f"{name}.{own}"
-        for name, module in root.named_modules()
-        if name.endswith("experts") or type(module).__name__.endswith("Experts")
-        for own, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim == 3
-    ]
+    names = _expert_names(root)
     if not names:
         raise ValueError("experts=true: the model has no experts that are one tensor: leave it false")
     return names
+
+
+def linear_names(root: nn.Module) -> dict[str, str]:
+    """Returns the names of what multiplies with a matrix, in the order of the model, each with its kind.
+
+    Kinds are "layer", "router" (which chooses experts) and "experts" (those of a layer in one tensor). Embeddings are
+    none, and neither are convolutions.
+    """
+    experts = {name.rpartition(".")[0] for name in _expert_names(root)}
+    kinds = {}
+    for name, module in root.named_modules():
+        weight = module._parameters.get("weight")
+        if name in experts:
+            kinds[name] = "experts"
+        elif isinstance(module, nn.Linear | Head) or is_conv1d(module):
+            kinds[name] = "layer"
+        # A router of transformers is a module of its own with the matrix of a linear layer.
+        elif weight is not None and weight.ndim == 2 and type(module).__name__.endswith(("Router", "Gate")):
+            kinds[name] = "router"
+    return kinds
 
 
 def short_parameter_names(root: nn.Module, names: Sequence[str]) -> list[str]:
@@ -100,6 +114,16 @@ def short_names(root: nn.Module, names: Sequence[str]) -> list[str]:
     last = sorted({name.rpartition(".")[2] for name in names})
     ending = {name for name, module in root.named_modules() if name.rpartition(".")[2] in last}
     return last if ending == set(names) else sorted(names)
+
+
+def _expert_names(root: nn.Module) -> list[str]:
+    return [
+        f"{name}.{own}"
+        for name, module in root.named_modules()
+        if name.endswith("experts") or type(module).__name__.endswith("Experts")
+        for own, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3
+    ]
 
 
 def _matched(key: str, patterns: Sequence[str], among: Mapping[str, nn.Module], shown: Mapping) -> list[str]:

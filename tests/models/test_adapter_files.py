@@ -21,7 +21,7 @@ from models.adapter_files import (
     check_folder,
     load_adapter,
 )
-from models.adapters import Dora, Lora, RsLora, initialise_adapters, inject, root_of, without_adapters
+from models.adapters import Dora, Lora, RsLora, initialise_adapters, inject, merge_adapter, root_of, without_adapters
 from models.diffusion import build_diffusion
 from models.initialise import initialise
 from models.llama import Llama
@@ -97,7 +97,11 @@ def test_peft_reads_the_adapter_of_a_model_of_transformers(tmp_path: Path, name:
     model = filled(tiny(name, "meta"), kind(4, 8, modules_to_save=saved))
     save_adapter(model, tmp_path)
     loaded = PeftModel.from_pretrained(base_of(model, type(model.hf)(model.hf.config)), tmp_path).eval()
-    assert torch.equal(loaded(IDS).logits, model.hf(IDS).logits)
+    logits = model.hf(IDS).logits
+    assert torch.equal(loaded(IDS).logits, logits)
+    torch.testing.assert_close(loaded.merge_and_unload()(IDS).logits, logits, rtol=1e-5, atol=1e-6)
+    merge_adapter(model)
+    torch.testing.assert_close(model.hf(IDS).logits, logits, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -23,6 +23,7 @@ from training.evaluation.samples import Samples
 from training.metrics.files import write_summary
 from training.metrics.progress import phase, print_plan
 from training.missing_abilities import without_abilities
+from training.planning.adapted import unadapted_note
 from training.planning.budget import resident_key, resident_units, with_resident
 from training.planning.chosen import chosen_values
 from training.planning.dry_step import MOST_DRY, dry_step, without_dry_run
@@ -205,6 +206,8 @@ def _plan_of(planned: PlannedStep, components: Components, machine: Machine, has
         notes.append(unmatched)
     if left := unquantised_note(components):
         notes.append(left)
+    if bare := unadapted_note(components):
+        notes.append(bare)
     return replace(plan, kept_bytes=kept_bytes, streamed=streamed_share(components), notes=(*plan.notes, *notes))
 
 

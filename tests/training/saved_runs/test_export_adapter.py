@@ -20,6 +20,10 @@ from training.weights.filling import fill_buffers
 
 TEXT = ("dataset=stdlib", "dataset.max_tokens=20000", "steps=2", "checkpoint.every=2", "optimizer.lr=0.1")
 RUNS = {"llama": (*TINY_RUN, *TEXT), "transformers": (*COMMON, *GPT2, *TEXT, "precision=fp32")}
+SIZES = "hidden_size:16,intermediate_size:32,num_hidden_layers:2,num_attention_heads:4,num_key_value_heads:2"
+MIXTRAL = f"model.overrides={{{SIZES},num_local_experts:4,num_experts_per_tok:2,vocab_size:257}}"
+EXPERTS = ("model=hf", "model.source=mixtral", MIXTRAL, "adapter.experts=true")
+RUNS["experts"] = (*COMMON, *EXPERTS, *TEXT, "precision=fp32")
 IDS = torch.tensor([[100, 101, 102, 32, 10]])
 
 
@@ -32,7 +36,7 @@ def made(folder: Path, *overrides: str) -> Path:
 @pytest.fixture(scope="module", params=RUNS)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
     """A run that was saved, and the logits of its model as the loop has it."""
-    overrides = (*RUNS[request.param], "adapter=lora", "adapter.rank=2", "offload=bounce_linear")
+    overrides = ("adapter=lora", "adapter.rank=2", *RUNS[request.param], "offload=bounce_linear")
     folder = made(tmp_path_factory.mktemp(request.param), *overrides)
     config, invocation = composed(*overrides, run_dir=folder)
     components = Components.of(config, invocation, torch.device("cpu"))
