@@ -103,6 +103,32 @@ def test_what_a_task_wants_before_a_step_is_computed_without_a_trace():
     assert model.embed.weight.grad is None
 
 
+class Masked(CausalLM):
+    """Trains on the labels that are not 0; where there are none, the loss is 0/0."""
+
+    def weight(self, batch: Tensor) -> int:
+        return int((batch[:, 1:] != 0).sum())
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        logits = model.head(model.embed(batch[:, :-1]))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), ignore_index=0)
+
+
+def test_a_microbatch_without_a_label_adds_nothing_though_its_loss_is_no_number():
+    rows, whole = batch(6), Bigram()
+    rows[[0, 3, 4, 5], 1:] = 0
+    assert Masked().loss(whole, rows[:1]).isnan()
+    parts = copy.deepcopy(whole)
+    losses = []
+    for model, microbatches in ((whole, 1), (parts, 6)):
+        (share,) = shares_of(rows, 1, microbatches, Masked().weight)
+        losses.append(forward_backward(Masked(), Resident(), model, share, seed=0, step=1))
+    torch.testing.assert_close(losses[0].sum(), losses[1].sum())
+    assert (losses[1] == 0).tolist() == [True, False, False, True, True, True]
+    for left, right in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(left.grad, right.grad)
+
+
 def test_random_numbers_depend_on_seed_step_and_microbatch_alone():
     model = Bigram(dropout=0.5)
     losses = {
