@@ -69,7 +69,7 @@ def train(job: Job) -> dict:
         for step in range(first, config.steps + 1):
             stop.raise_again()
             batch = job.dataset.batch(step - 1)
-            recorder.start_step(step)
+            recorder.start_step(step, job.components.task.units_in(batch))
             with saved_if_rank_is_lost(job, recorder, stop, step - 1):
                 result = run_step(job, step, batch)
             if step == first:

@@ -63,7 +63,12 @@ class Recorder:
         title = run_name(components.invocation.choices, config.seed)
         self._tracer = Tracer(config, run_dir, job.streams, title, start.step)
         self._peak_flops = known_peak_flops(self._device, components.dtype)
-        self._unit, self._units = components.task.unit, components.task.units(config)
+        self._unit = components.task.unit
+        # Of a full step without padding, as the plan takes it; in the run so far; and in the steps that are timed,
+        # since the last record.
+        self._planned_units = components.task.units(config)
+        self._units, self._timed_units = start.units, 0
+        self._units_of_step = 0
         self._step = self._last_step = start.step
         self._skipped_steps = start.skipped_steps
         # The loss of the first step, until it is recorded.
@@ -80,8 +85,9 @@ class Recorder:
         self._rank_peaks: list[dict[str, float]] = [{} for _ in range(job.ranks.count)]
         reset_peaks(self._device)
 
-    def start_step(self, step: int) -> None:
-        """Starts the timer of `step`, and the profiler if the step is to be traced."""
+    def start_step(self, step: int, units: int) -> None:
+        """Starts the timer of `step`, which trains on `units` tokens, say, and the profiler if it is to be traced."""
+        self._units_of_step = units
         self._before_trace = self._mode.counters() if self._tracer.start(step) else None
         self._step = step
         self._timer.start()
@@ -89,10 +95,12 @@ class Recorder:
     def end_step(self, skipped: bool, loss: Tensor) -> None:
         """Ends the step, whose last work is queued. A traced step is slow, so it counts in no speed or traffic."""
         self._skipped_steps += skipped
+        self._units += self._units_of_step
         if self._first_loss is None and not self._summary.has_first_loss:
             self._first_loss = loss
         if self._before_trace is None:
             self._timer.stop()
+            self._timed_units += self._units_of_step
         else:
             self._end_trace()
         self._progress.update(self._step)
@@ -137,10 +145,10 @@ class Recorder:
         if times_ms:
             steps = step - self._last_step - self._traced_steps
             moved = counters - self._counters
-            record |= self._speed(sum(times_ms) / len(times_ms) / 1e3)
+            record |= self._speed(sum(times_ms) / len(times_ms) / 1e3, self._timed_units / len(times_ms))
             if not self._mode.foreign:
                 record |= _traffic(moved, steps) | _updates(moved, steps)
-        self._counters, self._last_step, self._traced_steps = counters, step, 0
+        self._counters, self._last_step, self._traced_steps, self._timed_units = counters, step, 0, 0
         if self._save_ms:
             record["checkpoint/save_ms"] = sum(self._save_ms)
             self._save_ms.clear()
@@ -182,7 +190,8 @@ class Recorder:
             self._samples.sync()
         digests = sha256_of(batch), digest_of_all(self._job.dataset)
         job = self._job
-        state = RunState(step, self._skipped_steps, *digests, job.tracker.id, job.evaluation.sha256, job.source_sha256)
+        ids = job.tracker.id, job.evaluation.sha256, job.source_sha256
+        state = RunState(step, self._skipped_steps, *digests, *ids, self._units)
         save_ms = self._job.checkpoints.save(state, required)
         if save_ms is not None:
             self._save_ms.append(save_ms)
@@ -225,7 +234,7 @@ class Recorder:
     def _seen(self, step: int) -> dict[str, float]:
         blocks = self._job.dataset.num_blocks
         examples = step * self._job.components.config.batch_size
-        return {f"train/{self._unit}": step * self._units} | ({"train/epoch": examples / blocks} if blocks else {})
+        return {f"train/{self._unit}": self._units} | ({"train/epoch": examples / blocks} if blocks else {})
 
     def _memory(self, counters: Counters) -> dict[str, float]:
         """Returns the memory of the run: of the GPU that needs most, and of all ranks of the host that needs most."""
@@ -245,15 +254,18 @@ class Recorder:
             self._held_warned = warn_of_held(self._job.components.config.vram_budget, memory)
         return memory
 
-    def _speed(self, step_s: float) -> dict[str, float]:
-        # Those of a plan are a full step's.
+    def _speed(self, step_s: float, units: float) -> dict[str, float]:
+        """Returns the speed of steps of `step_s` seconds that train on `units`, both means."""
         flops = None if self._forward_only else self._job.plan.model_flops
+        if flops:
+            # Those of a plan are a full step's. Padding is no work that a model needs.
+            flops *= units / self._planned_units
         mfu = (
             {"perf/mfu": flops / step_s / self._peak_flops / self._job.ranks.count}
             if flops and self._peak_flops is not None
             else {}
         )
-        return {"perf/step_ms": step_s * 1e3, f"perf/{self._unit}_per_s": self._units / step_s, **mfu}
+        return {"perf/step_ms": step_s * 1e3, f"perf/{self._unit}_per_s": units / step_s, **mfu}
 
     def _write(self, step: int, record: dict) -> None:
         if self._first_loss is not None:

@@ -13,6 +13,7 @@ from offload.modes.none import Resident
 from tests.training.helpers.in_process import SMALL_RUN, composed, run_here
 from training import recorder
 from training.build import build
+from training.data.datasets import SyntheticTokens
 from training.loop import train
 from training.metrics.step_timer import StepTimer
 from training.parallel.ranks import Ranks
@@ -103,6 +104,28 @@ def test_the_speed_of_a_record_is_that_of_the_mean_of_its_steps(tmp_path: Path, 
     assert [record["perf/step_ms"] for record in records] == pytest.approx([200.0, 50.0, 80.0])
     # 4 sequences of 64 tokens a step.
     assert [record["perf/tokens_per_s"] for record in records] == pytest.approx([1280.0, 5120.0, 3200.0])
+
+
+def test_speed_and_total_count_no_padding_and_survive_a_resumption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    drawn = SyntheticTokens.batch
+
+    def padded(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = drawn(self, index)
+        # 4 rows of 64 positions, of which 4 + 10 * index are tokens.
+        lengths = torch.tensor([1, 1, 1, 1 + 10 * index])
+        return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:], "lengths": lengths}
+
+    monkeypatch.setattr(SyntheticTokens, "batch", padded)
+    monkeypatch.setattr(StepTimer, "collect", lambda timer: [timer._steps.clear(), 100.0, 300.0][1:])
+    job = (*QUIET, "log_every=2", "checkpoint.every=2")
+    run_here(tmp_path / "run", *job, "steps=4", "checkpoint.keep=9")
+    records = metrics(tmp_path / "run")
+    assert [record["train/tokens"] for record in records] == [4 + 14, 4 + 14 + 24 + 34]
+    assert [record["perf/tokens_per_s"] for record in records] == pytest.approx([18 / 0.4, 58 / 0.4])
+    # In another directory, which has no records of the steps before.
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000002"
+    run_here(tmp_path / "resumed", *job, "steps=4", f"resume={checkpoint}")
+    assert [record["train/tokens"] for record in metrics(tmp_path / "resumed")] == [76]
 
 
 def test_what_a_mode_counts_is_shown_as_the_mean_of_a_step():

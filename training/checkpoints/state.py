@@ -35,6 +35,8 @@ class RunState:
     """of the held-out batches, if the run evaluates"""
     source_sha256: str | None = None
     """of the config.json from which the model is made, if it is (`training.weights.source.source_digest`)"""
+    units: int = 0
+    """tokens, images or examples trained on, without padding"""
 
     def to_json(self) -> bytes:
         """Returns the content of a checkpoint's state.json."""
@@ -49,6 +51,7 @@ def read_state(folder: Path) -> RunState:
     checks = {
         "step": _is_count,
         "skipped_steps": _is_count,
+        "units": _is_count,
         "batch_sha256": lambda value: isinstance(value, str),
         "data_sha256": lambda value: value is None or isinstance(value, str),
         "eval_sha256": lambda value: value is None or isinstance(value, str),

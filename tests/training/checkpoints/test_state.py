@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_state_is_read_back(tmp_path: Path):
-    state = RunState(7, 2, "ab", "cd", "run-1", "ef", "01")
+    state = RunState(7, 2, "ab", "cd", "run-1", "ef", "01", 900)
     (tmp_path / STATE_FILE).write_bytes(state.to_json())
     assert read_state(tmp_path) == state
 
@@ -41,6 +41,7 @@ def test_an_earlier_state_has_no_digest_of_the_source(tmp_path: Path):
         ({"tracking_id": "../x"}, "tracking_id"),
         ({"eval_sha256": 3}, "eval_sha256"),
         ({"source_sha256": 3}, "source_sha256"),
+        ({"units": -1}, "units"),
     ],
 )
 def test_what_no_run_writes_is_refused(tmp_path: Path, changed: dict, named: str):

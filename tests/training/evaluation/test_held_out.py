@@ -134,7 +134,7 @@ def test_an_evaluation_counts_in_no_time_and_no_traffic(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(step_timer, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(CausalLM, "scores", slow)
-    monkeypatch.setattr("training.recorder.Recorder._speed", lambda self, step_s: {"perf/step_ms": step_s * 1e3})
+    monkeypatch.setattr("training.recorder.Recorder._speed", lambda self, step_s, _: {"perf/step_ms": step_s * 1e3})
     keys = ("transfer/h2d_gib", "transfer/d2h_gib", "perf/step_ms")
     for folder, overrides in (("with", EVALUATES), ("without", ())):
         run_here(tmp_path / folder, *RUN, "offload=layer_stream", *overrides)
