@@ -121,6 +121,7 @@ class TextFiles(Text):
     # One pattern or a list of them; OmegaConf has no type for that, so `training.config.validation` checks it.
     files: Any = MISSING
     text_column: str = MISSING
+    eval_files: Any = MISSING
 
 
 @dataclass

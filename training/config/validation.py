@@ -186,13 +186,14 @@ def _check_overrides(model: DictConfig) -> None:
 
 
 def _check_files(dataset: DictConfig) -> None:
-    files = dataset.files
-    if isinstance(files, str):
-        return
-    if not OmegaConf.is_list(files) or not files or not all(isinstance(name, str) for name in files):
-        raise UserError(
-            f"dataset.files={files}: must be a path or pattern (texts/*.txt), or a list of them ([a.txt,b.txt])"
-        )
+    for key in ("files", "eval_files"):
+        files = dataset[key]
+        if isinstance(files, str) or (files is None and key == "eval_files"):
+            continue
+        if not OmegaConf.is_list(files) or not files or not all(isinstance(name, str) for name in files):
+            raise UserError(
+                f"dataset.{key}={files}: must be a path or pattern (texts/*.txt), or a list of them ([a.txt,b.txt])"
+            )
 
 
 def _check_schedule(config: DictConfig) -> None:

@@ -84,7 +84,8 @@ class TextFiles(PackedTokens):
         tokenizer: a tokenizer.json, a folder or a model of the Hub with one; None for bytes.
         begin, end: the token before and after each document; auto: as the tokenizer says; None: none.
         max_tokens: the number of tokens to use, in the order of `files`; what follows is not read. None for all.
-        eval_share: the share of these tokens, the last ones, that is held out for evaluation.
+        eval_files: paths and patterns of other files to evaluate on.
+        eval_share: without these, the share of the tokens, the last ones, that is held out for evaluation.
 
     Raises:
         UserError: a file is missing or unreadable, or there is too little text; see training.data.corpus.
@@ -102,11 +103,18 @@ class TextFiles(PackedTokens):
         begin: str | None = AUTO,
         end: str | None = AUTO,
         max_tokens: int | None = None,
+        eval_files: str | Sequence[str] | None = None,
         eval_share: float = 0.0,
         cache_dir: str | Path | None = None,
     ):
         encoder = load_tokenizer(tokenizer, begin, end)
         pieces = read_files(find_files(files), text_column)
+        others = None
+        if eval_files is not None:
+            key = "dataset.eval_files"
+            others = concatenate(
+                tokenise(read_files(find_files(eval_files, key), text_column, key), encoder), encoder.vocab_size
+            )
         super().__init__(
             concatenate(limit_tokens(tokenise(pieces, encoder), max_tokens), encoder.vocab_size),
             vocab_size=encoder.vocab_size,
@@ -114,6 +122,7 @@ class TextFiles(PackedTokens):
             seq_len=seq_len,
             batch_size=batch_size,
             eval_share=eval_share,
+            held_out=others,
         )
 
 

@@ -63,10 +63,10 @@ def _matching_files(pattern: str, key: str, extensions: Sequence[str]) -> list[P
     return [path.absolute() for path in paths]
 
 
-def read_files(files: Sequence[Path], text_column: str) -> Pieces:
+def read_files(files: Sequence[Path], text_column: str, key: str = "dataset.files") -> Pieces:
     """Yields the documents of local files: a .txt file is one document, and so is each row of any other file.
 
-    Rows with an empty text are skipped.
+    Rows with an empty text are skipped. `key` gave the files, for messages.
 
     Raises:
         UserError: a file cannot be read or does not have the format of its extension; or it has no column
@@ -80,7 +80,7 @@ def read_files(files: Sequence[Path], text_column: str) -> Pieces:
         # Arrow, JSON and Unicode errors are all ValueErrors.
         except (OSError, ValueError) as error:
             raise UserError(
-                f"dataset.files: cannot read {file}: {first_line(error)}; repair or remove this file"
+                f"{key}: cannot read {file}: {first_line(error)}; repair or remove this file"
             ) from error
 
 

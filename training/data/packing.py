@@ -31,6 +31,7 @@ class PackedTokens:
         seq_len: predictions in a sequence.
         batch_size: sequences in a batch.
         eval_share: at least 0, at most 0.5.
+        held_out: other tokens that are held out in place of a share.
 
     Attributes:
         num_blocks: blocks in an epoch.
@@ -48,10 +49,11 @@ class PackedTokens:
         seq_len: int,
         batch_size: int,
         eval_share: float = 0.0,
+        held_out: np.ndarray | None = None,
     ):
         self.vocab_size = vocab_size
-        held_out = int(len(tokens) * eval_share)
-        trained = len(tokens) - (held_out if held_out > seq_len else 0)
+        share = int(len(tokens) * eval_share) if held_out is None else 0
+        trained = len(tokens) - (share if share > seq_len else 0)
         self.num_blocks = (trained - 1) // seq_len
         if self.num_blocks < 1:
             raise UserError(
@@ -59,7 +61,7 @@ class PackedTokens:
                 "give more text (or a larger dataset.max_tokens), or a smaller seq_len"
             )
         self._tokens = tokens
-        self._held_out = tokens[trained:]
+        self._held_out = tokens[trained:] if held_out is None else held_out
         self._seed = seed
         self._seq_len = seq_len
         self._batch_size = batch_size

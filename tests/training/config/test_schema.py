@@ -247,6 +247,13 @@ def test_resident_is_a_count_a_share_or_bytes(resident):
 @pytest.mark.parametrize("files", ["a.txt", "texts/*.txt", "[a.txt,b.jsonl]"])
 def test_files_is_a_pattern_or_a_list(files):
     checked("dataset=text", f"dataset.files={files}")
+    checked("dataset=text", "dataset.files=a.txt", f"dataset.eval_files={files}")
+
+
+def test_files_that_are_no_paths_are_refused():
+    for key in ("dataset.files=3", "dataset.eval_files=3"):
+        with pytest.raises(UserError, match=f"^{key}: must be a path or pattern"):
+            checked("dataset=text", "dataset.files=a.txt", key)
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:1"])

@@ -37,6 +37,18 @@ def test_text_files_are_bytes_with_an_end_after_each_document(write) -> None:
     assert TextFiles(files, **SIZES)._tokens.tolist() == [*"first é".encode(), 256, *b"second", 256]
 
 
+def test_other_files_are_held_out_in_place_of_a_share(write) -> None:
+    files, others = write("a.txt", "abcdefghi"), write("b.txt", "vwxyz")
+    sizes = {"seed": 0, "seq_len": 2, "batch_size": 8, "eval_share": 0.5}
+    dataset = TextFiles(files, eval_files=others, **sizes)
+
+    assert dataset.num_blocks == 4
+    (batch,) = dataset.eval_batches(1)
+    assert batch.tolist() == [list(b"vwx"), list(b"xyz")]
+    with pytest.raises(UserError, match=r"^dataset.eval_files=none.txt: no such file"):
+        TextFiles(files, eval_files="none.txt", **sizes)
+
+
 def test_too_little_text_is_refused(write) -> None:
     with pytest.raises(UserError, match=r"^dataset: 4 tokens are fewer than one block of seq_len \+ 1 = 9; give more"):
         TextFiles(write("a.txt", "few"), **SIZES)
