@@ -112,7 +112,6 @@ def build(
                 checkpoint.set_aside_later(run_dir)
             ranks.equalise(model, optimizer, start.step, components.mode.shared_parameters())
             checkpoints = Checkpoints(run.config, run_dir, model, optimizer, streams, run.base)
-            checkpoints.remove_leftovers(start.step)
             parts = components, streams, optimizer, schedule, ranks
             described = run.notes, run.source_sha256
             yield Job(*parts, plan, run.dataset, run.evaluation, run.samples, start, tracker, checkpoints, *described)

@@ -66,6 +66,8 @@ def train(job: Job) -> dict:
                 recorder.record_evaluation(start, evaluate(job, recorder, stop, start))
             if stop.signal is not None:
                 return stop_before_first_step(job, recorder, stop)
+        # Not before: the records, and the evaluation at the start, tell which checkpoint is the best.
+        job.checkpoints.remove_leftovers(start)
         for step in range(first, config.steps + 1):
             stop.raise_again()
             batch = job.dataset.batch(step - 1)

@@ -10,8 +10,8 @@ from training.errors import UserError
 
 # The keys that ask for an ability, each with the value that does without.
 KEYS = {
-    "checkpoints": {"checkpoint.every": None},
-    "evaluation": {"eval.every": None, "sample.every": None},
+    "checkpoints": {"checkpoint.every": None, "checkpoint.best": None},
+    "evaluation": {"eval.every": None, "sample.every": None, "checkpoint.best": None},
     "clipping": {"clip_norm": None},
 }
 

@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from offload import usable_cores
 from training.checkpoints.base import BaseReference
+from training.checkpoints.best import check_best
 from training.checkpoints.resuming import Checkpoint, is_in, starting_point
 from training.components import Components
 from training.config.auto import AUTO
@@ -97,6 +98,7 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
         config = with_steps(config, dataset)
         components = replace(components, config=config)
     components.task.check(config, dataset, components.model)
+    check_best(config, components.task)
     evaluation = Evaluation.of(config, components.task, dataset)
     samples = Samples.of(config, components.task, components.model)
     if checkpoint is not None:

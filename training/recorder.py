@@ -53,6 +53,7 @@ class Recorder:
         """The step of the last evaluation that is recorded."""
         for record in stream_metrics(run_dir):
             self._add(record)
+        job.checkpoints.best.link()
         self.sampled_step: int | None = None
         """The step of the last sample that is recorded."""
         self._samples: MetricsWriter | None = None
@@ -208,6 +209,8 @@ class Recorder:
         summary = {"status": status, "reason": reason, **notes, **measured, **planned}
         if summary.get("perf/floor_ms") and "perf/step_ms" in summary:
             summary["perf/floor_ratio"] = summary["perf/step_ms"] / summary["perf/floor_ms"]
+        if self._job.checkpoints.best.step is not None:
+            summary["checkpoint/best_step"] = self._job.checkpoints.best.step
         if self._save_ms:
             summary.setdefault("checkpoint/save_ms", self._save_ms[-1])
         if self._job.ranks.count > 1:
@@ -280,6 +283,7 @@ class Recorder:
 
     def _add(self, record: dict) -> None:
         self._summary.add(record)
+        self._job.checkpoints.best.add(record)
         if "eval/loss" in record:
             self.evaluated_step = record["train/step"]
 

@@ -21,6 +21,8 @@ ADAPTER_STEM = "adapter"
 # The names of the files from which a model is filled begin so.
 MODEL_FILES = (WEIGHTS_STEM, ADAPTER_STEM, BASE_FILE)
 OPTIMIZER_STEM = "optimizer"
+# Beside the folders of checkpoints: a link to that of the best.
+BEST_LINK = "best"
 # A run that resumes from an earlier checkpoint renames later ones to this.
 SET_ASIDE_SUFFIX = ".aside"
 
@@ -34,6 +36,11 @@ def step_of(folder: Path) -> int | None:
     """Returns the step in a checkpoint's name, None for other names."""
     match = re.fullmatch(r"step-(\d{8,18})", folder.name)
     return int(match[1]) if match else None
+
+
+def followed(path: Path) -> Path:
+    """Returns the checkpoint to which `path` leads, if it is the link to the best one; else `path`."""
+    return path.parent / path.readlink() if path.name == BEST_LINK and path.is_symlink() else path
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

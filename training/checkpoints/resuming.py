@@ -19,6 +19,7 @@ from training.checkpoints.layout import (
     RANDOM_FILE,
     STATE_FILE,
     checkpoints_in,
+    followed,
     free_aside,
     step_of,
 )
@@ -195,7 +196,7 @@ def _newest_complete(run_dir: Path) -> Checkpoint | None:
 
 def _requested(path: Path) -> Checkpoint:
     """Opens the checkpoint in `path`, or the newest of the run in `path`."""
-    folder = path
+    folder = path = followed(path)
     if not (path / MANIFEST_FILE).exists() and step_of(path) is None:
         found = checkpoints_in(path / CHECKPOINTS_FOLDER)
         if not found:

@@ -23,6 +23,7 @@ from models.weights import INDEX_FILE, MAX_SHARD_BYTES, weight_files
 from models.whole_folder import Fill, bytes_of
 from offload import Streams, format_bytes
 from training.checkpoints.base import BaseReference
+from training.checkpoints.best import Best
 from training.checkpoints.changes import config_text
 from training.checkpoints.durable import remove_folder, remove_leftover, write_folder
 from training.checkpoints.hugging_face import hugging_face_config
@@ -65,6 +66,7 @@ class Checkpoints:
     ):
         self.on_signal_after_s = _on_signal_after_s(config)
         """From this many seconds of training on, a signal saves the run; infinity: none does."""
+        self.best = Best(config.checkpoint.best, run_dir)
         self._config = config
         self._run_dir = run_dir
         self._model = model
@@ -73,11 +75,11 @@ class Checkpoints:
         self._base = base
 
     def due(self, step: int) -> bool:
-        """Tells whether to save after `step`: every `checkpoint.every` steps, and after the last."""
-        return due(self._config.checkpoint.every, step, self._config.steps)
+        """Tells whether to save after `step`: every `checkpoint.every` steps, after the last, and after the best."""
+        return due(self._config.checkpoint.every, step, self._config.steps) or self.best.wants(step)
 
     def save(self, state: RunState, required: bool = False) -> float | None:
-        """Writes a checkpoint, then removes those beyond `checkpoint.keep`; returns the ms this took.
+        """Writes a checkpoint, then removes those beyond `checkpoint.keep` but the best; returns the ms this took.
 
         If the disk refuses it, the earlier checkpoints stay; this is one warning, and None is returned. If the
         checkpoint is `required`, UserError is raised instead.
@@ -95,16 +97,18 @@ class Checkpoints:
             return None
         save_ms = (perf_counter() - start) * 1e3
         logger.info("saved %s, %s in %.0f ms", folder.name, format_bytes(nbytes), save_ms)
+        self.best.saved(state.step)
         self.remove_leftovers(state.step)
         return save_ms
 
     def remove_leftovers(self, step: int) -> None:
-        """Removes checkpoints up to `step` beyond `checkpoint.keep`, and what a killed process left half done.
+        """Removes checkpoints up to `step` beyond `checkpoint.keep`, but the best, and what a killed process left.
 
         What cannot be removed stays, with a warning.
         """
         home = folder_of(self._run_dir, 0).parent
         old = [folder for folder in checkpoints_in(home) if step_of(folder) <= step][self._config.checkpoint.keep :]
+        old = [folder for folder in old if step_of(folder) != self.best.step]
         for remove, paths in ((remove_folder, old), (remove_leftover, partials_in(home))):
             for path in paths:
                 try:

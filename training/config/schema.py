@@ -229,10 +229,14 @@ class Tracking:
 
 @dataclass
 class Checkpointing:
-    """Steps after which a run saves itself. `on_signal` null: on a signal too, if `every` is set or after a minute."""
+    """Steps after which a run saves itself. `on_signal` null: on a signal too, if `every` is set or after a minute.
+
+    `best`: a metric of an evaluation, after which it does so too if that is the best so far.
+    """
 
     every: int | None = number(at_least=1)
     keep: int = number(at_least=1)
+    best: str | None = MISSING
     on_signal: bool | None = MISSING
 
 

@@ -71,10 +71,25 @@ SUMMARY_KEYS: dict[str, Metric] = {
     "train/final_loss": Metric("", "loss of the last logged step"),
     "eval/final_loss": Metric("", "loss of the last evaluation"),
     "eval/final_accuracy": Metric("", "accuracy of the last evaluation"),
+    "checkpoint/best_step": Metric("steps", "done at the checkpoint that checkpoint.best keeps"),
 }
 
 # What speeds and totals count; each task has one of them.
 UNITS = ("tokens", "images", "examples")
 
 # Whole numbers.
-COUNTS = ("train/step", "train/tokens", "train/images", "train/examples", "train/skipped_steps", "steps", "devices")
+COUNTS = (
+    "train/step",
+    "train/tokens",
+    "train/images",
+    "train/examples",
+    "train/skipped_steps",
+    "checkpoint/best_step",
+    "steps",
+    "devices",
+)
+
+
+def higher_is_better(metric: str) -> bool:
+    """Tells whether a larger value of an evaluation's metric is the better one, by its name; that of a loss is not."""
+    return "rejected" not in metric and any(word in metric for word in ("accuracy", "margin", "reward"))

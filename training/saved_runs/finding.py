@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, open_dict
 
 from training.checkpoints.changes import read_config
-from training.checkpoints.layout import MANIFEST_FILE, MODEL_FILES, checkpoints_in, step_of
+from training.checkpoints.layout import MANIFEST_FILE, MODEL_FILES, checkpoints_in, followed, step_of
 from training.checkpoints.manifest import DamagedError, read_manifest, verify
 from training.checkpoints.state import read_state
 from training.config import schema
@@ -32,6 +32,7 @@ def found(given: str) -> tuple[Path, Path | None]:
     path = home_expanded("RUN", given).absolute()
     if not path.is_dir():
         raise UserError(f"{given}: no such directory: give the directory of a run, or one of its checkpoints")
+    path = followed(path)
     if (path / MANIFEST_FILE).exists() or step_of(path) is not None:
         return path.parent.parent, path
     return path, None

@@ -28,6 +28,7 @@ class Classification(Task):
     """
 
     unit = "images"
+    score_names = ("loss", "accuracy")
 
     def __init__(self, *, label_smoothing: float = 0.0):
         self.label_smoothing = in_range("label_smoothing", label_smoothing, at_least=0, at_most=1)

@@ -55,6 +55,7 @@ class DPO(Task):
 
     unit = "tokens"
     figures = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
+    score_names = ("loss", *figures)
 
     def __init__(
         self, *, beta: float = 0.1, loss: str = "sigmoid", label_smoothing: float = 0.0, reference: str = AUTO

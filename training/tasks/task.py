@@ -37,6 +37,8 @@ class Task(ABC):
     """the name of the things that speeds and totals count: tokens, images"""
     figures: ClassVar[tuple[str, ...]] = ()
     """the names of what a logged step shows beside its loss, as metrics train/NAME"""
+    score_names: ClassVar[tuple[str, ...]] = ("loss",)
+    """the names of the `scores`, of which checkpoint.best may be one"""
     looks_ahead: bool = False
     """True if batches need what `ahead` adds"""
     needs_table: bool = False

@@ -92,7 +92,7 @@ def checkpoints(tmp_path: Path) -> Iterator[Checkpoints]:
     model = nn.Linear(3, 2, dtype=torch.bfloat16)
     optimizer = HostAdamW(model.parameters(), compile="off")
     optimizer.allocate()
-    config = OmegaConf.create({"steps": 9, "checkpoint": {"every": 4, "keep": 2, "on_signal": None}})
+    config = OmegaConf.create({"steps": 9, "checkpoint": {"every": 4, "keep": 2, "best": None, "on_signal": None}})
     streams = registry.acquire("cpu")
     yield Checkpoints(config, tmp_path, model, optimizer, streams)
     registry.release(streams)
