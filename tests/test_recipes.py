@@ -15,20 +15,30 @@ from offload.runtime.streams.transfer import Transfer
 from tests import ROOT
 
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "recipes.md").read_text(), re.MULTILINE | re.DOTALL)
-MODE = re.compile(r"mode = LayerStream\(slots=2.*\)$", re.MULTILINE)
+MODES = re.compile(r"LayerStream\(slots=2.*\)$", re.MULTILINE)
+# What a program alone imports, and the package that it needs.
+RECIPES = {
+    "from transformers import LlamaConfig": "transformers",
+    "from trl import SFTConfig": "trl",
+    "from trl import DPOConfig": "trl",
+    "from accelerate import": "accelerate",
+    "from lightning import": "lightning",
+    "from peft import": "peft",
+}
 
 
-@pytest.mark.parametrize("package", ["transformers", "accelerate", "lightning", "peft"])
+@pytest.mark.parametrize("imported", RECIPES)
 def test_a_recipe_computes_the_losses_of_a_resident_model(
-    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    imported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
+    package = RECIPES[imported]
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed; requirements.txt leaves it out")
     caplog.set_level(logging.ERROR)
     monkeypatch.chdir(tmp_path)
-    (program,) = (program for program in PROGRAMS if f"\nfrom {package} import" in program)
-    as_resident, count = MODE.subn("mode = Resident()", program)
-    assert count == 1
+    (program,) = (program for program in PROGRAMS if f"\n{imported}" in program)
+    as_resident, count = MODES.subn("Resident()", program)
+    assert count == (2 if "reference" in program else 1)
     exec(as_resident.replace("import LayerStream", "import Resident"), resident := {})
     # On a GPU each of these would copy the whole model there; peft puts its own small layers where theirs are.
     if package != "peft":
