@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -67,6 +67,8 @@ class Renderer:
         self._tokenizer = tokenizer
         self._train_on = train_on
         self._warned = False
+        # The roles of which one message was looked for in its text.
+        self._roles: set[str] = set()
 
     def sample(self, conversation: Conversation) -> Sample:
         """Renders one conversation."""
@@ -86,6 +88,7 @@ class Renderer:
     def text(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """Returns the text of a conversation, and which of its characters are trained on."""
         text, marked = self._rendered(conversation, len(conversation.messages))
+        self._warn_of_unwritten(conversation, text)
         if self._train_on == "all":
             return text, [(0, len(text))]
         if self._train_on == "assistant" and marked is not None and not conversation.prompt:
@@ -142,6 +145,28 @@ class Renderer:
                 text[len(without) :][: len(before) - len(without)],
             )
         return start
+
+    def _warn_of_unwritten(self, conversation: Conversation, text: str) -> None:
+        """Warns, once for each role, where the text is the same without the message: many templates skip others."""
+        for place, message in enumerate(conversation.messages):
+            role = message["role"]
+            if role in self._roles or not message.get("content"):
+                continue
+            self._roles.add(role)
+            others = [*conversation.messages[:place], *conversation.messages[place + 1 :]]
+            try:
+                without, _ = self._rendered(replace(conversation, messages=others), len(others))
+            except UserError:
+                # It minds that the message is missing.
+                continue
+            if without == text:
+                logger.warning(
+                    "%s: message %d: the template writes nothing of a message of the role %r: give the messages roles"
+                    " that it knows, or another dataset.template",
+                    conversation.where,
+                    place + 1,
+                    role,
+                )
 
     def _rendered(
         self, conversation: Conversation, count: int, prompting: bool = False

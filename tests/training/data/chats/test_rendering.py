@@ -112,6 +112,21 @@ def test_turns_that_are_written_differently_later_are_refused_and_each_advice_wo
     assert len(trained_texts(Renderer(tokenizer, template), tokenizer, TWO_TURNS)) == 2
 
 
+def test_a_role_that_the_template_skips_is_told_once(caplog) -> None:
+    skipping = MARKED.replace("for message in messages", "for message in messages if message.role != 'function_call'")
+    call = {"role": "function_call", "content": "f()"}
+    conversation = Conversation([USER, call, FIRST, call, SECOND], where="row 1")
+    with caplog.at_level(logging.WARNING):
+        for template in (MARKED, skipping):
+            renderer = Renderer(chat_tokenizer(template), train_on="all")
+            renderer.sample(conversation)
+            renderer.sample(conversation)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "row 1: message 2: the template writes nothing of a message of the role 'function_call': give the messages"
+    )
+
+
 def test_a_prompt_that_the_turn_does_not_begin_with_is_told_once(caplog) -> None:
     tokenizer = chat_tokenizer(R1, "<|endoftext|>")
     renderer = Renderer(tokenizer)
