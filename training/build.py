@@ -28,6 +28,7 @@ from training.planning.report import RunPlan
 from training.planning.speculation import planned_speculation
 from training.prepare import PreparedRun, prepare
 from training.profiling.hardware import record_hardware, vram_bytes, vram_peak_gib
+from training.reference_model import attached_reference
 from training.runs.invocation import Invocation
 from training.weights.filling import fill_buffers, fill_parameters
 
@@ -98,8 +99,16 @@ def build(
         speculation = planned_speculation(components, plan)
         ranks.begin(components.config, invocation, speculation)
         sharers = ranks.sharers(components.shares_homes)
-        with tracker.failing_with(), explained, keys_under("offload"), attached(components, streams, sharers) as model:
+        with (
+            tracker.failing_with(),
+            explained,
+            keys_under("offload"),
+            attached(components, streams, sharers) as model,
+            attached_reference(components, streams, sharers) as reference,
+        ):
             fill_model(run, model)
+            if run.reference is not None:
+                run.reference.fill(components)
             if base_loss is not None:
                 report(components, loss_of_first(components, model, streams, run.dataset), base_loss)
             with phase("allocating the optimizer's states, choosing its kernel"):
@@ -110,7 +119,7 @@ def build(
                 with phase("restoring the checkpoint"):
                     checkpoint.restore(model, optimizer, schedule, components.device)
                 checkpoint.set_aside_later(run_dir)
-            ranks.equalise(model, optimizer, start.step, components.mode.shared_parameters())
+            ranks.equalise(model, optimizer, start.step, components.shared_parameters(), reference)
             checkpoints = Checkpoints(run.config, run_dir, model, optimizer, streams, run.base)
             parts = components, streams, optimizer, schedule, ranks
             described = run.notes, run.source_sha256

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 from hydra.errors import InstantiationException
@@ -16,6 +17,7 @@ from torch import nn
 from models.quiet_imports import import_quantisers
 from offload import (
     NO_SHARERS,
+    Counters,
     Footprint,
     HostAdamW,
     Mode,
@@ -27,9 +29,10 @@ from offload import (
     release,
 )
 from offload.planning import StateFormat, can_be_undone
-from training.config.adapter import has_adapter
+from training.config.adapter import NoAdapter, has_adapter
 from training.config.auto import AUTO
 from training.config.construct import keys_under, make_mode, make_task
+from training.config.modes import weights_node
 from training.config.schema import OnNonfinite, Precision, RecomputeBlocks
 from training.errors import UserError
 from training.gradients import KEPT, GradientChoice
@@ -73,6 +76,7 @@ class Components:
         optimizer_class: the class of the optimizer, which is made after the mode has attached.
         gradients: whether gradients of what streams are kept in host memory; the mode has been told.
         settled: the keys whose value in the configuration was auto.
+        reference: the second model of a task that has one, under a mode of its own: frozen, in eval(), without adapter.
     """
 
     config: DictConfig
@@ -87,6 +91,7 @@ class Components:
     optimizer_class: type[HostAdamW]
     settled: frozenset[str] = frozenset()
     gradients: GradientChoice = KEPT
+    reference: Components | None = None
 
     @classmethod
     def of(
@@ -134,7 +139,24 @@ class Components:
         blocks = _recomputed_blocks(config, model, mode)
         optimizer_class = get_class(config.optimizer._target_)
         parts = (task, model, mode, footprint, blocks, optimizer_class, settled)
-        return cls(config, invocation, device, dtype, *parts, gradients)
+        found = cls(config, invocation, device, dtype, *parts, gradients)
+        return replace(found, reference=_reference(found)) if task.needs_copy else found
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Surrounds forwards without gradients, of the model and of its reference."""
+        with self.mode.inference(), nullcontext() if self.reference is None else self.reference.mode.inference():
+            yield
+
+    def counters(self) -> Counters:
+        """Returns those of the modes of both models, added up."""
+        own = self.mode.counters()
+        return own if self.reference is None else own + self.reference.mode.counters()
+
+    def shared_parameters(self) -> frozenset[nn.Parameter]:
+        """Returns the parameters of both models whose homes ranks share."""
+        own = self.mode.shared_parameters()
+        return own if self.reference is None else own | self.reference.mode.shared_parameters()
 
     @property
     def updates_overlap(self) -> bool:
@@ -271,6 +293,21 @@ def _model(config: DictConfig, dtype: torch.dtype) -> nn.Module:
         # Last, because the layers of an adapter depend on what its targets are.
         add_adapter(model, config, dtype)
     return model
+
+
+def _reference(found: Components) -> Components:
+    """Returns the components of a second model without the adapter, of which nothing trains.
+
+    All of its units stream: device memory that `resident` grants saves more where it holds what trains.
+    """
+    config = copy.deepcopy(found.config)
+    config.adapter = OmegaConf.structured(NoAdapter)
+    _, knobs = weights_node(config)
+    if "resident" in knobs:
+        knobs.resident = 0
+    model, mode = _model(config, found.dtype).requires_grad_(False).eval(), make_mode(config.offload)
+    parts = {"model": model, "mode": mode, "footprint": footprint_of(config, mode, model)}
+    return replace(found, config=config, **parts, recomputed_blocks=(), gradients=KEPT)
 
 
 def _recomputed_blocks(config: DictConfig, model: nn.Module, mode: Mode) -> tuple[nn.Module, ...]:

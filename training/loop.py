@@ -131,7 +131,7 @@ def evaluate(job: Job, recorder: Recorder, stop: StopRequest, step: int) -> dict
         # The mode waits for the updates of units that stream, and for no others.
         job.ranks.finish_updates(job.optimizer)
         model, ranks = job.components.model, job.ranks
-        with job.components.mode.inference():
+        with job.components.inference():
             return job.evaluation.metrics(model, job.streams, lambda: stop.signal is not None, ranks)
 
 
@@ -185,7 +185,8 @@ def run_share(job: RankJob, step: int, share: Share) -> StepResult:
     # Before the step: inside it, the batch would queue behind the first weights on the bus.
     share = replace(share, parts=tuple(uploaded(part, components.device) for part in share.parts))
     if task.looks_ahead:
-        share = replace(share, parts=looked_ahead(task, mode, model, share.parts))
+        ahead = components if components.reference is None else components.reference
+        share = replace(share, parts=looked_ahead(task, ahead.mode, ahead.model, share.parts))
     # Norms of the gradients of one rank say nothing about those of their sums, which ranks that share weights make in
     # the step.
     with mode.step(norms=ranks.count == 1 or ranks.shares_homes):
@@ -218,8 +219,8 @@ def run_share(job: RankJob, step: int, share: Share) -> StepResult:
 def looked_ahead(task: Task, mode: Mode, model: nn.Module, parts: Sequence[Batch]) -> tuple[Batch, ...]:
     """Returns the microbatches with what the task wants of the model before the step.
 
-    The host waits for no update but those of units that stream. Under a mode that streams it waits for the last copy
-    in, as at the end of a step.
+    `mode` has `model`: the one that trains, or its reference. The host waits for no update but those of its units that
+    stream. Under a mode that streams it waits for the last copy in, as at the end of a step.
     """
     with mode.inference(), evaluating(model):
         return tuple(task.ahead(model, part) for part in parts)

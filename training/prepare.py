@@ -30,6 +30,7 @@ from training.planning.machine import machine_of
 from training.planning.plan import plan_filled
 from training.planning.report import RunPlan
 from training.profiling.hardware import resolve_device
+from training.reference_model import ReferenceOrigin
 from training.runs.directory import refuse_records
 from training.runs.invocation import Invocation
 from training.weights.adapter import RunAdapter
@@ -51,6 +52,7 @@ class PreparedRun:
         adapter: what trains beside a frozen base, if an adapter does.
         weights: the files that fill the model, or the base of the adapter; None: the checkpoint or the seed does.
         base: the frozen base of the adapter, for checkpoints.
+        reference: what fills the second model of a task that has one.
         notes: how the run differs from what its configuration asks for.
         source_sha256: of the config.json from which the model is made, for checkpoints.
     """
@@ -66,6 +68,7 @@ class PreparedRun:
     adapter: RunAdapter | None
     weights: ModelWeights | None
     base: BaseReference | None
+    reference: ReferenceOrigin | None
     notes: tuple[str, ...]
     source_sha256: str | None
 
@@ -114,7 +117,8 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
     refuse_misfit(components, plan)
     ranks.check_model(components.model)
     base = None if adapter is None else base_of_run(config, checkpoint, weights)
-    started = checkpoint, here, adapter, weights, base, notes, source_sha256
+    reference = ReferenceOrigin.of(components, checkpoint, weights, base)
+    started = checkpoint, here, adapter, weights, base, reference, notes, source_sha256
     return PreparedRun(config, components, plan, dataset, evaluation, samples, *started)
 
 

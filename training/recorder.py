@@ -79,7 +79,7 @@ class Recorder:
         self._traced_steps = 0
         self._before_trace: Counters | None = None
         # The mode's counters at the last record.
-        self._counters = self._mode.counters()
+        self._counters = self._job.components.counters()
         self._save_ms: list[float] = []
         self._held_warned = False
         # Peaks of the whole run, on each rank.
@@ -89,7 +89,7 @@ class Recorder:
     def start_step(self, step: int, units: int) -> None:
         """Starts the timer of `step`, which trains on `units` tokens, say, and the profiler if it is to be traced."""
         self._units_of_step = units
-        self._before_trace = self._mode.counters() if self._tracer.start(step) else None
+        self._before_trace = self._job.components.counters() if self._tracer.start(step) else None
         self._step = step
         self._timer.start()
 
@@ -109,11 +109,11 @@ class Recorder:
     @contextmanager
     def outside_steps(self) -> Iterator[None]:
         """Leaves what the mode counts inside the block out of the metrics of steps, but for updates of the last one."""
-        before = self._mode.counters()
+        before = self._job.components.counters()
         try:
             yield
         finally:
-            moved = self._mode.counters() - before
+            moved = self._job.components.counters() - before
             updates = dict.fromkeys(UPDATE_COUNTERS, 0)
             self._counters += replace(moved, **updates)
 
@@ -131,7 +131,7 @@ class Recorder:
         `figures` are those of the task, of this step, by name.
         """
         times_ms = self._timer.collect()
-        counters = self._mode.counters()
+        counters = self._job.components.counters()
         record = {
             "train/step": step,
             "train/loss": loss.item(),
@@ -227,7 +227,7 @@ class Recorder:
 
     def _end_trace(self) -> None:
         trace = self._tracer.stop()
-        counters = self._mode.counters()
+        counters = self._job.components.counters()
         self._counters += counters - self._before_trace
         self._traced_steps += 1
         if trace is not None:

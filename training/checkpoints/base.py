@@ -58,13 +58,13 @@ class BaseReference:
         del values["revision"]
         return json.dumps(values, indent=2).encode()
 
-    def check(self, folder: Path, key: str) -> None:
-        """Raises UserError, which begins with `key`, unless this is the base of the checkpoint in `folder`.
+    def check(self, folder: Path, key: str, name: str = BASE_FILE) -> None:
+        """Raises UserError, which begins with `key`, unless this is the base that the file `name` in `folder` names.
 
         Its files may lie elsewhere.
         """
         try:
-            saved = read_json(folder / BASE_FILE)
+            saved = read_json(folder / name)
         except DamagedError as error:
             raise UserError(f"{key}: {error}") from error
         if (saved.get("seed"), saved.get("sha256")) == (self.seed, self.sha256):

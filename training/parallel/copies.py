@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,22 @@ def refuse_statistics(model: nn.Module) -> None:
 
 
 class Copies:
-    """This rank's copy of the tensors of a run. All ranks have one of each parameter in `shared`, and of its states."""
+    """This rank's copy of the tensors of a run. All ranks have one of each parameter in `shared`, and of its states.
 
-    def __init__(self, model: nn.Module, optimizer: HostAdamW, shared: Collection[nn.Parameter] = ()):
+    Those of `reference`, a frozen model, are among them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: HostAdamW,
+        shared: Collection[nn.Parameter] = (),
+        reference: nn.Module | None = None,
+    ):
         self._model = model
         self._optimizer = optimizer
-        self._shared = {name for name, parameter in model.named_parameters() if parameter in shared}
+        self._reference = reference
+        self._shared = {name for name, tensor in self._named() if tensor in shared}
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns all by name, in the same order on every rank; waits for updates that are under way.
@@ -53,10 +63,16 @@ class Copies:
         """Copies weights into the copies beside their states, which are not among the tensors."""
         renew_copies(self._model, self._optimizer)
 
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        for prefix, model in ("", self._model), ("reference", self._reference):
+            if model is not None:
+                yield from model.named_parameters(prefix)
+                yield from model.named_buffers(prefix)
+
     def _all(self) -> dict[str, tuple[Tensor, bool]]:
         """Returns all tensors by name, each with whether the ranks of a host share it."""
         found = {}
-        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+        for name, tensor in self._named():
             is_shared = name in self._shared
             found |= {key: (stored, is_shared) for key, stored in stored_tensors(name, tensor).items()}
         for name, tensor in optimizer_tensors(self._model, self._optimizer).items():

@@ -33,6 +33,7 @@ from training.parallel.launch import HOST, START_S
 from training.parallel.setup import Setup
 from training.parallel.world import World, is_torchrun
 from training.recorder import memory_of_rank
+from training.reference_model import attached_reference
 from training.runs.failures import FAILED, explain
 from training.runs.invocation import Invocation
 from training.runs.parent import PARENT_VARIABLE, end_with_parent
@@ -126,7 +127,7 @@ def carry_out(job: RankJob, ranks: Group) -> None:
                 job.optimizer.finish()
                 components = job.components
                 task, seed = components.task, components.config.seed
-                with components.mode.inference():
+                with components.inference():
                     scores = scores_of_parts(task, components.model, parts, seed, ranks.device, lambda: False)
                 ranks.report(scores)
             case ("reference", parts):
@@ -138,7 +139,7 @@ def carry_out(job: RankJob, ranks: Group) -> None:
                 job.optimizer.finish()
                 ranks.report()
             case ("measure",):
-                ranks.report(memory_of_rank(ranks.device, job.components.mode.counters(), ranks.home_sharers))
+                ranks.report(memory_of_rank(ranks.device, job.components.counters(), ranks.home_sharers))
             case ("fingerprints",):
                 ranks.report(ranks.fingerprints())
             case ("end",):
@@ -154,10 +155,12 @@ def built(
     """Builds what `training.build.build` does, but for what only rank 0 has. Weights and states are those of rank 0."""
     torch.manual_seed(config.seed)
     components = Components.of(config, invocation, ranks.device)
+    sharers = ranks.sharers(components.shares_homes)
     with (
         acquired(ranks.device) as streams,
         keys_under("offload"),
-        attached(components, streams, ranks.sharers(components.shares_homes)) as model,
+        attached(components, streams, sharers) as model,
+        attached_reference(components, streams, sharers) as reference,
     ):
         fill_buffers(model)
         optimizer = build_optimizer(components, speculation, ranks.cores)
@@ -166,7 +169,7 @@ def built(
         word, step = ranks.order()
         if word != "start":
             raise FirstLostError(f"expected start, got {word}")
-        ranks.equalise(model, optimizer, step, components.mode.shared_parameters())
+        ranks.equalise(model, optimizer, step, components.shared_parameters(), reference)
         if step:
             set_step(schedule, step)
         yield RankJob(components, streams, optimizer, schedule, ranks)

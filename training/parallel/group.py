@@ -198,9 +198,9 @@ class Group(Ranks):
         self.tell("build", config, invocation, speculation)
 
     def equalise(
-        self, model: nn.Module, optimizer: HostAdamW, step: int, shared: Collection[nn.Parameter] = ()
+        self, model: nn.Module, optimizer: HostAdamW, step: int, shared: Collection, reference: nn.Module | None
     ) -> None:
-        self._copies = Copies(model, optimizer, shared)
+        self._copies = Copies(model, optimizer, shared, reference)
         if self.is_first:
             self.reports(patient=True)
             self.tell("start", step)

@@ -88,11 +88,17 @@ class Ranks:
         """
 
     def equalise(
-        self, model: nn.Module, optimizer: HostAdamW, step: int, shared: Collection[nn.Parameter] = ()
+        self,
+        model: nn.Module,
+        optimizer: HostAdamW,
+        step: int,
+        shared: Collection[nn.Parameter] = (),
+        reference: nn.Module | None = None,
     ) -> None:
         """Gives every rank the weights and optimizer states of rank 0, which are those after `step` steps.
 
-        The ranks have one home of the parameters `shared`, and of their states.
+        The ranks have one home of the parameters `shared`, and of their states. `reference` is a frozen model, which
+        they get too.
         """
 
     def hand_out(self, step: int, shares: Sequence[Share]) -> Share:

@@ -34,4 +34,4 @@ def unadapted_note(components: Components) -> str | None:
 
 def _short(name: str, kind: str) -> str:
     own = name.rpartition(".")[2]
-    return f"router {own}" if kind == "router" else f"{own}{HOW.get(kind, '')}"
+    return f"router {own}" if kind == "router" and own != kind else f"{own}{HOW.get(kind, '')}"

@@ -17,6 +17,7 @@ from training.components import Components, footprint_of
 from training.config.auto import AUTO
 from training.config.construct import make_mode
 from training.config.modes import weights_node
+from training.planning import reference
 from training.planning.machine import Machine
 from training.planning.optimizer import PlannedUpdate
 
@@ -66,7 +67,7 @@ def resident_units(components: Components, machine: Machine, step: DryRun, budge
 def _without_states(components: Components, step: DryRun) -> int:
     """Returns the bytes at the peak of the device, without optimizer states."""
     footprint = components.footprint
-    weights = footprint.resident_bytes + footprint.slot_bytes
+    weights = footprint.resident_bytes + footprint.slot_bytes + reference.device_bytes(components)
     return weights + footprint.resident_gradient_bytes + step.activation_bytes
 
 

@@ -11,6 +11,7 @@ from offload import GIB, parse_bytes
 from offload.planning import DryRun
 from training.components import Components
 from training.parallel.reduce import exchange_bytes
+from training.planning import reference
 from training.planning.dry_step import examples_of_microbatch
 from training.planning.machine import Machine
 from training.planning.optimizer import PlannedUpdate
@@ -32,7 +33,7 @@ def budgets_of(config: DictConfig, machine: Machine, has_gpu: bool) -> dict[str,
 
 
 # The parts of the host's memory that are page-locked.
-PINNED = ("weights", "read ahead", "gradients", "activations")
+PINNED = ("weights", "reference", "read ahead", "gradients", "activations")
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def _of_the_step(components: Components, has_gpu: bool, step: DryRun) -> dict[st
     return {
         "weights": components.footprint.resident_bytes,
         "slots": step.slot_bytes,
+        **_if_any("reference", reference.device_bytes(components)),
         "gradients": step.peak_gradient_bytes,
         "activations": step.activation_bytes,
         # Between steps, whose activations are gone by then.
@@ -85,12 +87,17 @@ def _of_the_host(components: Components, step: DryRun, update: PlannedUpdate) ->
     streamed_bytes = footprint.host_home_bytes + footprint.ring_bytes + footprint.host_gradient_bytes
     return {
         "weights": footprint.host_home_bytes,
-        **({"read ahead": footprint.ring_bytes} if footprint.ring_bytes else {}),
+        **_if_any("reference", reference.host_bytes(components)),
+        **_if_any("read ahead", footprint.ring_bytes),
         "gradients": footprint.host_gradient_bytes,
         "activations": max(step.host_bytes - streamed_bytes, 0),
         "optimizer": update.host_bytes,
         "process": int(rss_gib() * GIB),
     }
+
+
+def _if_any(part: str, nbytes: int) -> dict[str, int]:
+    return {part: nbytes} if nbytes else {}
 
 
 def logits_bytes(components: Components) -> int:

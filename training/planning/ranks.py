@@ -32,7 +32,7 @@ def bytes_of_ranks(host: Mapping[str, int], components: Components) -> dict[str,
         # Gradients of several microbatches are added in memory of each rank, before the ranks sum them.
         own = host["gradients"] if _adds_first(components) else 0
         host = {**host, "activations": max(host["activations"] - own, 0)}
-        counts |= {"weights": 1, "optimizer": 1, "gradients": ranks + 1 if own else 1}
+        counts |= {"weights": 1, "reference": 1, "optimizer": 1, "gradients": ranks + 1 if own else 1}
     return {name: nbytes * counts[name] for name, nbytes in host.items()}
 
 

@@ -19,6 +19,7 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 SAMPLES_FOLDER = "samples"
 REFERENCE_FILE = "reference.safetensors"
+REFERENCE_ORIGIN = "reference.json"
 SUMMARY_FILE = "summary.json"
 CHECKPOINTS_FOLDER = "checkpoints"
 DATASETS_FOLDER = "datasets"
@@ -57,6 +58,7 @@ RUN_FILES = (
     METRICS_FILE,
     SAMPLES_FILE,
     REFERENCE_FILE,
+    REFERENCE_ORIGIN,
     SUMMARY_FILE,
     SUMMARY_FILE + PARTIAL_SUFFIX,
 )

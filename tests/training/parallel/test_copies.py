@@ -41,6 +41,16 @@ def test_what_the_ranks_of_a_host_share_is_apart():
     assert not own.keys() & copies.shared_tensors().keys()
 
 
+def test_a_reference_is_among_them():
+    trained, reference = model(), model().requires_grad_(False)
+    optimizer = AdamW(trained.parameters())
+    optimizer.allocate()
+    copies = Copies(trained, optimizer, {trained[0].weight, reference[0].weight}, reference)
+    assert {"reference.0.bias", "reference.1.weight", "reference.positions"} <= copies.tensors().keys()
+    assert copies.shared_tensors()["reference.0.weight"].data_ptr() == reference[0].weight.data_ptr()
+    assert "reference.0.weight" not in copies.tensors()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_a_fingerprint_shows_one_changed_element(dtype: torch.dtype):
     tensor = torch.zeros(3, 5).to(dtype).t()

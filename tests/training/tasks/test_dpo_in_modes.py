@@ -14,7 +14,12 @@ from tests.training.helpers.modes import small_modes
 from tests.training.parallel.conftest import run_ranks
 from training.runs.files import REFERENCE_FILE
 
-REFERENCES = {"cached": (), "adapter": ("adapter=lora", "adapter.dropout=0.1")}
+REFERENCES = {
+    "cached": (),
+    "adapter": ("adapter=lora", "adapter.dropout=0.1"),
+    "copy": ("task.reference=copy",),
+    "adapter and copy": ("adapter=lora", "adapter.dropout=0.1", "task.reference=copy"),
+}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,90 @@
+"""The second, frozen model that a task compares the one that trains with (`task.reference=copy`): memory and weights.
+
+It has a mode of its own, of the run's kind, so it streams beside the first over the same streams. Its weights are those
+that the run began from, also where the run resumes. No checkpoint has them: `reference.json` of the run's directory, in
+the form of base.json, names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from offload import NO_SHARERS, Sharers, Streams
+from training.checkpoints.base import BaseReference
+from training.checkpoints.resuming import Checkpoint
+from training.components import Components, attached
+from training.errors import UserError
+from training.metrics.progress import phase
+from training.runs.files import REFERENCE_ORIGIN
+from training.runs.whole_file import write_whole
+from training.weights.files import ModelWeights
+from training.weights.filling import fill_buffers, fill_parameters
+
+
+@contextmanager
+def attached_reference(
+    components: Components, streams: Streams, sharers: Sharers = NO_SHARERS
+) -> Iterator[nn.Module | None]:
+    """Attaches the reference of `components` to its mode, with buffers filled, and gives it to the task; None if there
+    is none. Raises MemoryError if the host has too little memory.
+    """
+    if components.reference is None:
+        yield None
+        return
+    with attached(components.reference, streams, sharers) as model:
+        fill_buffers(model)
+        components.task.reference_model = model
+        try:
+            yield model
+        finally:
+            components.task.reference_model = None
+
+
+@dataclass(frozen=True)
+class ReferenceOrigin:
+    """What fills a reference: the files of `weights`, None: the seed. `base` names both by their contents."""
+
+    weights: ModelWeights | None
+    base: BaseReference
+
+    @classmethod
+    def of(
+        cls,
+        components: Components,
+        checkpoint: Checkpoint | None,
+        weights: ModelWeights | None,
+        base: BaseReference | None,
+    ) -> ReferenceOrigin | None:
+        """Finds what filled the run at its beginning, None if it has no reference.
+
+        `weights` and `base` are those of its adapter, which `checkpoint` was compared with; a whole model has no
+        `base`. Raises UserError if a whole model began from other weights, or it is not known from which.
+        """
+        config = components.config
+        if components.reference is None:
+            return None
+        if base is not None:
+            return cls(weights, base)
+        weights = None if config.model.weights is None else ModelWeights.find(config.model.weights)
+        with phase("hashing the reference"):
+            base = BaseReference.of(config.seed, weights)
+        if checkpoint is not None:
+            key, run_dir = f"resume={checkpoint.folder}", checkpoint.folder.parent.parent
+            if not (run_dir / REFERENCE_ORIGIN).is_file():
+                raise UserError(
+                    f"{key}: {run_dir / REFERENCE_ORIGIN} is missing, which names the weights of the reference: restore"
+                    " it, take the task.reference that the run had, or begin a new run from these weights,"
+                    f" model.weights={checkpoint.folder}"
+                )
+            base.check(run_dir, key, REFERENCE_ORIGIN)
+        return cls(weights, base)
+
+    def fill(self, components: Components) -> None:
+        """Fills the reference, which has memory, and writes the file that names its weights."""
+        reference = components.reference
+        fill_parameters(reference.model, reference.config, components.device, self.weights)
+        write_whole(components.invocation.run_dir / REFERENCE_ORIGIN, self.base.to_json(), durable=True)
