@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from models.adapter_targets import matches, saved_names, short_names, target_names
+from models.adapter_targets import (
+    expert_names,
+    linear_names,
+    matches,
+    saved_names,
+    short_names,
+    short_parameter_names,
+    target_names,
+)
 from models.llama import Llama
 from tests.models.helpers.hf_models import tiny
 
@@ -137,3 +145,18 @@ def test_layers_whose_weights_are_read_alone_get_no_adapter(model_type: str):
     model.config = SimpleNamespace(model_type=model_type)
     called = ["out_proj", "x_proj"] if model_type == "jamba" else ["x_proj"]
     assert target_names(model, None) == [f"layers.0.{name}" for name in called]
+
+
+def test_what_multiplies_with_a_matrix_has_its_kind():
+    root = tiny("gpt_oss", "meta").hf
+    kinds = linear_names(root)
+    block = {name.rpartition(".")[2]: kind for name, kind in kinds.items() if name.startswith("model.layers.1.")}
+    layers = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "layer")
+    assert block == {**layers, "router": "router", "experts": "experts"}
+    assert list(kinds)[-1] == "lm_head"
+    names = expert_names(root)
+    # Their biases, [experts, out], are none.
+    ends = ["gate_up_proj", "down_proj"] * 2
+    assert [name.rpartition(".")[2] for name in names] == ends
+    assert short_parameter_names(root, names) == ["experts.down_proj", "experts.gate_up_proj"]
+    assert short_parameter_names(root, names[:1]) == names[:1]
