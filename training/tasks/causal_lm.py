@@ -13,7 +13,6 @@ from models.generation import can_generate, largest_forwards
 from training.batches import Batch
 from training.errors import UserError
 from training.tasks.task import Sampler, Task
-from training.tasks.text_samples import TextSampler, check_vocabulary, refuse_positions
 
 # The most tokens of a microbatch at microbatches=auto. On 16k tokens a block of 4096 already computes for longer than
 # an H200 copies its weights in and its gradients out. But the update hides behind the first microbatch's forward alone.
@@ -60,6 +59,9 @@ class CausalLM(Task):
         return dataset.meta_tokens(examples, config.seq_len, **given)
 
     def check_model(self, config: DictConfig, model: nn.Module) -> None:
+        # Not at the top: composing imports the tasks, and these import safetensors.
+        from training.tasks.text_samples import refuse_positions
+
         if not hasattr(model, "vocab_size"):
             raise UserError(
                 f"task=causal_lm: {type(model).__name__} has no vocabulary: choose a language model, or for images"
@@ -79,6 +81,8 @@ class CausalLM(Task):
             )
 
     def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
+        from training.tasks.text_samples import check_vocabulary, refuse_positions
+
         if not hasattr(dataset, "vocab_size"):
             raise _without_tokens()
         check_vocabulary(config, model, dataset.vocab_size)
@@ -94,6 +98,8 @@ class CausalLM(Task):
         return largest_forwards(model, min(longest, config.seq_len))
 
     def sampler(self, config: DictConfig, model: nn.Module) -> Sampler:
+        from training.tasks.text_samples import TextSampler
+
         return TextSampler.of(config, model)
 
 

@@ -25,7 +25,6 @@ from training.config.adapter import has_adapter
 from training.errors import UserError
 from training.tasks.causal_lm import TOKENS_OF_MICROBATCH
 from training.tasks.task import Sampler, Task
-from training.tasks.text_samples import TextSampler, check_vocabulary, refuse_positions
 
 REFERENCE, INDEX = "reference", "index"
 AUTO, ADAPTER, CACHED, COPY = "auto", "adapter", "cached", "copy"
@@ -156,6 +155,9 @@ class DPO(Task):
         return self.prepared(dataset.meta_tokens(examples, config.seq_len, **given), 0)
 
     def check_model(self, config: DictConfig, model: nn.Module) -> None:
+        # Not at the top: composing imports the tasks, and these import safetensors.
+        from training.tasks.text_samples import refuse_positions
+
         if not getattr(get_class(config.dataset._target_), "has_pairs", False):
             raise UserError("task=dpo: the dataset has no pairs of answers: take dataset=preferences, or another task")
         if "reduction" not in inspect.signature(model.forward).parameters:
@@ -175,6 +177,8 @@ class DPO(Task):
             _check_adapter(config, model)
 
     def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
+        from training.tasks.text_samples import check_vocabulary
+
         check_vocabulary(config, model, dataset.vocab_size)
 
     def sample_forwards(self, config: DictConfig, model: nn.Module) -> Sequence[Callable[[], object]]:
@@ -184,6 +188,8 @@ class DPO(Task):
         return largest_forwards(model, min(longest, config.seq_len))
 
     def sampler(self, config: DictConfig, model: nn.Module) -> Sampler:
+        from training.tasks.text_samples import TextSampler
+
         return TextSampler.of(config, model)
 
 
