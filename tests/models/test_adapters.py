@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -228,9 +230,10 @@ def test_a_model_whose_adapters_are_off_computes_what_its_base_does(kind: type[L
     initialise(base, 0)
     disturb(model)
     with_adapters = model(IDS)
-    with pytest.raises(ZeroDivisionError), adapters_off(model):
+    with adapters_off(model):
         assert torch.equal(model(IDS), base(IDS))
         assert trained(model)
+    with suppress(ZeroDivisionError), adapters_off(model):
         raise ZeroDivisionError
     assert torch.equal(model(IDS), with_adapters)
     assert not torch.equal(with_adapters, base(IDS))

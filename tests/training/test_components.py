@@ -56,7 +56,9 @@ def test_a_model_that_the_task_cannot_train_is_refused_before_data_is_read():
     """A plan reads no data."""
     with pytest.raises(UserError, match=r"^task=classification: Llama is a language model"):
         components_of(*TINY_RUN, "task=classification", "dataset=synthetic_images")
-    with pytest.raises(UserError, match=r"^seq_len=1025: the model has embeddings for 1024 positions: take at most 1024$"):
+    with pytest.raises(
+        UserError, match=r"^seq_len=1025: the model has embeddings for 1024 positions: take at most 1024$"
+    ):
         components_of(*GPT2, "dataset=synthetic", "hardware=h200", "seq_len=1025")
 
 

@@ -79,9 +79,7 @@ def read_files(files: Sequence[Path], text_column: str, key: str = "dataset.file
             yield from READERS[file.suffix.lower()](file, text_column)
         # Arrow, JSON and Unicode errors are all ValueErrors.
         except (OSError, ValueError) as error:
-            raise UserError(
-                f"{key}: cannot read {file}: {first_line(error)}; repair or remove this file"
-            ) from error
+            raise UserError(f"{key}: cannot read {file}: {first_line(error)}; repair or remove this file") from error
 
 
 def _read_text(file: Path, text_column: str) -> Pieces:
