@@ -25,6 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from training.runs.files import SUMMARY_FILE
+
 # A model for the first look, on a CPU.
 TINY = {
     "tiny_qwen3": [
@@ -65,7 +67,7 @@ def measure_mode(mode: str, options: argparse.Namespace, common: list[str], fold
     result = subprocess.run([*command, "log_every=1"], capture_output=True, text=True)
     if result.returncode:
         return {"failed": result.stderr.strip().splitlines()[-1]}
-    summary = json.loads((run / "summary.json").read_text())
+    summary = json.loads((run / SUMMARY_FILE).read_text())
     tokens = summary["perf/tokens_per_s"]
     return {"step_ms": summary["perf/step_ms"], "tokens_per_s": tokens, "peak": summary.get("memory/vram_peak_gib")}
 

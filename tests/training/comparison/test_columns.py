@@ -18,7 +18,7 @@ def test_titles_and_names_are_distinct():
 
 def test_every_column_has_a_value_where_everything_was_measured(write_run):
     keys = [key for key in (*METRIC_KEYS, *SUMMARY_KEYS) if "/" in key and not key.startswith("train/")]
-    metrics = {key.replace("/", "__"): 1.0 for key in keys} | {"devices": 2}
+    metrics = {key.replace("/", "__"): 1.0 for key in keys} | {"devices": 2, "checkpoint__best_step": 3}
     metrics.pop("perf__step_ms")
     write_run(**metrics)
     (row,) = write_run.rows()
