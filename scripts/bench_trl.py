@@ -22,10 +22,11 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from training.runs.files import SUMMARY_FILE
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # A model for the first look, on a CPU.
 TINY = {
