@@ -8,30 +8,28 @@ model less that under the reference. The numbers are those of TRL's DPOTrainer.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from hydra.utils import get_class
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from models.adapters import adapters_off, config_of
-from models.generation import can_generate, largest_forwards
 from models.loss import IGNORED_LABEL
 from offload import KnobError, in_range
 from training.batches import Batch, examples_in
 from training.config.adapter import has_adapter
 from training.errors import UserError
-from training.tasks.causal_lm import TOKENS_OF_MICROBATCH
-from training.tasks.task import Sampler, Task
+from training.tasks.causal_lm import CausalLM
 
 REFERENCE, INDEX = "reference", "index"
 AUTO, ADAPTER, CACHED, COPY = "auto", "adapter", "cached", "copy"
 LOSSES = ("sigmoid", "robust", "ipo")
 
 
-class DPO(Task):
+class DPO(CausalLM):
     """Direct preference optimisation. A batch has `input_ids` and `labels`, int64 [pairs, 2, L], the chosen answer
     first, whose padding is at the end, and `lengths` int64 [pairs, 2].
 
@@ -54,7 +52,6 @@ class DPO(Task):
         KnobError: a value is out of range.
     """
 
-    unit = "tokens"
     figures = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
     score_names = ("loss", *figures)
 
@@ -141,18 +138,8 @@ class DPO(Task):
     def units(self, config: DictConfig) -> int:
         return config.batch_size * 2 * config.seq_len
 
-    def microbatches(self, config: DictConfig) -> int:
-        return min(-(-self.units(config) // TOKENS_OF_MICROBATCH), config.batch_size)
-
-    def flops(self, model: nn.Module, config: DictConfig) -> float | None:
-        per_token = getattr(model, "flops_per_token", None)
-        return None if per_token is None else self.units(config) * per_token(config.seq_len)
-
     def meta_batch(self, config: DictConfig, examples: int) -> Batch:
-        keys = OmegaConf.to_container(config.dataset, resolve=True)
-        given = {key: keys[key] for key in keys if not key.startswith("_")}
-        dataset = get_class(config.dataset._target_)
-        return self.prepared(dataset.meta_tokens(examples, config.seq_len, **given), 0)
+        return self.prepared(super().meta_batch(config, examples), 0)
 
     def check_model(self, config: DictConfig, model: nn.Module) -> None:
         # Not at the top: composing imports the tasks, and these import safetensors.
@@ -175,22 +162,6 @@ class DPO(Task):
         refuse_positions(model, config.seq_len, f"seq_len={config.seq_len}")
         if self.reference == ADAPTER:
             _check_adapter(config, model)
-
-    def check(self, config: DictConfig, dataset: object, model: nn.Module) -> None:
-        from training.tasks.text_samples import check_vocabulary
-
-        check_vocabulary(config, model, dataset.vocab_size)
-
-    def sample_forwards(self, config: DictConfig, model: nn.Module) -> Sequence[Callable[[], object]]:
-        if not can_generate(model):
-            return ()
-        longest = len(config.sample.prompt.encode()) + 1 + config.sample.tokens
-        return largest_forwards(model, min(longest, config.seq_len))
-
-    def sampler(self, config: DictConfig, model: nn.Module) -> Sampler:
-        from training.tasks.text_samples import TextSampler
-
-        return TextSampler.of(config, model)
 
 
 def answer_log_probs(model: nn.Module, batch: Batch) -> Tensor:
