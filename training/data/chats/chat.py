@@ -24,9 +24,6 @@ from training.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-# So many samples of a batch are named in a message.
-NAMED = 8
-
 
 class Chats:
     """Chats of .jsonl, .json and .parquet files, or of a dataset of the Hub, kept in memory as tokens.
@@ -132,9 +129,7 @@ class Chats:
 
     def names(self, index: int) -> str:
         """Names the samples of batch `index` by file and row, for messages."""
-        numbers = [number for row in self._training.rows_of(index) for number in self._training.members(row)]
-        named = [self._samples.place(number) for number in numbers[:NAMED]]
-        return ", ".join(named) + (f" and {len(numbers) - NAMED:,} more" if len(numbers) > NAMED else "")
+        return self._training.names(index, self._samples.place)
 
     @cached_property
     def data_sha256(self) -> str:

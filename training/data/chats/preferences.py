@@ -16,7 +16,7 @@ from torch import Tensor
 
 from models.loss import IGNORED_LABEL
 from training.batches import Batch
-from training.data.chats.chat import NAMED, rows_of
+from training.data.chats.chat import rows_of
 from training.data.chats.conversations import Columns
 from training.data.chats.kept import HELD_OUT, TOO_LONG
 from training.data.chats.pairs import COLUMNS, Pair, PairRenderer, PairSample, pair_of
@@ -166,9 +166,7 @@ class Preferences:
 
     def names(self, index: int) -> str:
         """Names the pairs of batch `index` by file and row, for messages."""
-        numbers = [number for row in self._rows.rows_of(index) for number in self._rows.members(row)]
-        more = f" and {len(numbers) - NAMED:,} more" if len(numbers) > NAMED else ""
-        return ", ".join(self._tokens.places[number] for number in numbers[:NAMED]) + more
+        return self._rows.names(index, self._tokens.places.__getitem__)
 
     def facts(self) -> dict[str, str]:
         """Returns what one wants to know of the data before training on it, by label."""

@@ -7,7 +7,7 @@ trained on. Every batch is a pure function of samples, seed and index.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,6 +22,8 @@ from training.data.packing import epoch_order, random_words, token_dtype
 # The samples of so many batches are sorted by length. More would save padding, and fewer leave more to chance: which
 # samples are in a batch together.
 BATCHES_OF_WINDOW = 50
+# So many samples of a batch are named in a message.
+NAMED = 8
 # In the key of random words, beside the epoch: the order of batches within a window.
 ORDER_OF_BATCHES = 1
 
@@ -107,6 +109,12 @@ class Rows(ABC):
             epoch, position = divmod(place, self.num_blocks)
             rows.append(int(self.order(epoch)[position]))
         return rows
+
+    def names(self, index: int, place: Callable[[int], str]) -> str:
+        """Names the samples of batch `index`, by the `place` of their numbers; of many the first, and how many more."""
+        numbers = [number for row in self.rows_of(index) for number in self.members(row)]
+        more = f" and {len(numbers) - NAMED:,} more" if len(numbers) > NAMED else ""
+        return ", ".join(place(number) for number in numbers[:NAMED]) + more
 
     def batch(self, index: int) -> dict[str, Tensor]:
         """Returns batch `index` >= 0 on the CPU."""
