@@ -49,9 +49,10 @@ too. Every other module may change without notice.
   makes.
 - For configurations: `in_range` and `explanations` of knobs, `parse_bytes`, `format_bytes`, `GIB`, `usable_cores`.
 
-Each folder is on a floor and imports from itself and from lower floors only, from the lowest up: `runtime` (streams,
-copies, memory, hooks); `weights`, `activations` and `microbatches` (one mechanism each); `optimizer` (updates on the
-host, beside the step); `modes` (one file a mode); `planning` (a step predicted by running it without values).
+Each folder is on a floor and imports from itself and from lower floors only, from the lowest up: `torch_private`;
+`streams` (and copies); `memory`; `sharing` and `files`; `weights`, `activations` and `microbatches` (one mechanism
+each); `optimizer` (updates on the host, beside the step); `modes` (one file a mode); `planning` (a step predicted by
+running it without values).
 
 Two orders keep streaming right:
 
@@ -59,13 +60,20 @@ Two orders keep streaming right:
 2. A copy overwrites memory after all streams that read it: a slot after its event `free`, other device memory after
    compute was made to wait for the copy that reads it, a unit's home on the host after the copy in that reads it.
 
-On the CPU, `runtime.streams.stream_checker` checks both for every declared access, in every test.
+On the CPU, `streams.stream_checker` checks both for every declared access, in every test.
 
 Read `modes.mode` first, the contract of a mode. Then `weights.units.unit`, whose note tells the life of a weight in a
 step, `weights.streamer`, which joins the parts, and `modes.layer_stream`, a whole mode in forty lines.
 """
 
 from offload.activations.checkpointing import recompute
+from offload.blocks import find_blocks
+from offload.byte_sizes import GIB, format_bytes, parse_bytes
+from offload.errors import KnobError
+from offload.files.mapped_files import ChangedFileError, FileSpan, lies_in_file
+from offload.knobs import choice, explanations, in_range, knob
+from offload.memory.host_cores import usable_cores
+from offload.memory.host_memory import allocator_pinned_bytes
 from offload.modes.activation_mode import ActivationMode
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
@@ -75,23 +83,16 @@ from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.modes.weight_mode import WeightMode
+from offload.norms import l2_norm
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.speculation import Speculation
-from offload.runtime.blocks import find_blocks
-from offload.runtime.byte_sizes import GIB, format_bytes, parse_bytes
-from offload.runtime.errors import KnobError
-from offload.runtime.host_cores import usable_cores
-from offload.runtime.knobs import choice, explanations, in_range, knob
-from offload.runtime.memory.host_memory import allocator_pinned_bytes
-from offload.runtime.memory.mapped_files import ChangedFileError, FileSpan, lies_in_file
-from offload.runtime.norms import l2_norm
-from offload.runtime.sharing.exchange_board import ExchangeBoard
-from offload.runtime.sharing.sharers import NO_SHARERS, OWN_HOMES, CopyWay, LinkWay, SharerLostError, Sharers, meet
-from offload.runtime.streams.counters import Counters
-from offload.runtime.streams.device_work import HostOperandError
-from offload.runtime.streams.registry import Streams, acquire, release
-from offload.runtime.streams.stream_checker import StreamOrderError
-from offload.runtime.streams.transfer import upload
+from offload.sharing.exchange_board import ExchangeBoard
+from offload.sharing.sharers import NO_SHARERS, OWN_HOMES, CopyWay, LinkWay, SharerLostError, Sharers, meet
+from offload.streams.counters import Counters
+from offload.streams.device_work import HostOperandError
+from offload.streams.registry import Streams, acquire, release
+from offload.streams.stream_checker import StreamOrderError
+from offload.streams.transfer import upload
 from offload.weights.footprint import Footprint
 from offload.weights.gradients.buckets import GradientBucket, gradient_buckets, separate_gradients
 

@@ -27,6 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from offload.memory.host_cores import usable_cores
 from offload.optimizer.formats import MASTER_DTYPES, ROUNDINGS, STATE_DTYPES, StateFormat
 from offload.optimizer.kernel_check import copied_to
 from offload.optimizer.kernel_choice import sample, update_on
@@ -36,7 +37,6 @@ from offload.optimizer.native_kernel import NativeUpdate, native_library
 from offload.optimizer.native_undo import reversible
 from offload.optimizer.operands import HyperParameters, Operands
 from offload.optimizer.undo_log import UndoLog, can_be_undone
-from offload.runtime.host_cores import usable_cores
 
 SETTINGS = HyperParameters(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 

@@ -21,10 +21,19 @@ FORBIDDEN = {
     "training": {"train", "peers"},
 }
 # The floors of the engine, from the lowest up. A folder imports from itself and from lower floors only.
-FLOORS = (("runtime",), ("weights", "activations", "microbatches"), ("optimizer",), ("modes",), ("planning",))
+FLOORS = (
+    ("torch_private",),
+    (".",),
+    ("streams",),
+    ("memory",),
+    ("sharing", "files"),
+    ("weights", "activations", "microbatches"),
+    ("optimizer",),
+    ("modes",),
+    ("planning",),
+)
 # The floors inside of a folder, likewise.
 INNER_FLOORS = (
-    (("runtime",), ("runtime/streams", "runtime/sharing", "runtime/forward"), ("runtime/memory",)),
     (("weights/units",), ("weights/gradients",), ("weights/prefetching",), ("weights/windows",), ("weights",)),
 )
 FLOOR_OF = {folder: number for number, floor in enumerate(FLOORS) for folder in floor}
@@ -33,7 +42,7 @@ SOURCES = sorted(path for package in FORBIDDEN for path in (ROOT / package).rglo
 ENGINE = sorted((ROOT / "offload").rglob("*.py"))
 TESTS = ROOT / "tests"
 # The one file that uses private names of torch, and the private names that other files may use as well.
-TORCH_INTERNALS = ROOT / "offload" / "runtime" / "torch_internals.py"
+TORCH_INTERNALS = ROOT / "offload" / "torch_private" / "torch_internals.py"
 OPEN_NAMES = {"_version", "_parameters", "_buffers"}
 PRIVATE_NAMES = set(re.findall(r"\b_[A-Za-z]\w*", TORCH_INTERNALS.read_text())) - OPEN_NAMES
 # The public faces of the engine, from which all else imports, with their files; and the one program that looks inside,
@@ -117,13 +126,13 @@ class TestSource:
     def test_streams_events_and_asynchronous_copies_are_made_in_one_place(self, path: Path):
         name = str(path.relative_to(ROOT))
         tree = tree_of(path)
-        if name != "offload/runtime/streams/registry.py":
+        if name != "offload/streams/registry.py":
             assert not {"torch.cuda.Stream", "torch.cuda.Event", "torch.Stream", "torch.Event"} & calls(tree)
         asynchronous = any(
             keyword.arg == "non_blocking" for node in ast.walk(tree) if isinstance(node, ast.Call)
             for keyword in node.keywords
         )  # fmt: skip
-        assert asynchronous == (name == "offload/runtime/streams/transfer.py")
+        assert asynchronous == (name == "offload/streams/transfer.py")
         assert not any(call.endswith(".record_stream") for call in calls(tree))
 
     def test_files_stay_readable(self, path: Path):

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from models.llama import Llama
+from offload.memory.host_memory import HostArena
 from offload.optimizer.adamw import HostAdamW
-from offload.runtime.memory.host_memory import HostArena
-from offload.runtime.streams import registry
+from offload.streams import registry
 from tests import ROOT
 from tests.offload.helpers.page_locks import FakeRuntime
 from tests.training.helpers.in_process import SMALL_MODEL, components_of, composed, signals_as_before

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from offload.runtime.streams import registry
-from offload.runtime.streams.transfer import Transfer
+from offload.streams import registry
+from offload.streams.transfer import Transfer
 from tests import ROOT
 
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "recipes.md").read_text(), re.MULTILINE | re.DOTALL)

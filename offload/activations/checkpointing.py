@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload.activations.caches import CacheBefore
-from offload.runtime.forward.block_attributes import BlockAttributes
-from offload.runtime.forward.block_buffers import BlockBuffers
-from offload.runtime.forward.module_contexts import ReplacedForward
-from offload.runtime.forward.saved_tensor_hooks import active_hooks, counting_checkpoint, leave_weights_uncounted
-from offload.runtime.torch_internals import tree_flatten, tree_unflatten
+from offload.torch_private.block_attributes import BlockAttributes
+from offload.torch_private.block_buffers import BlockBuffers
+from offload.torch_private.module_contexts import ReplacedForward
+from offload.torch_private.saved_tensor_hooks import active_hooks, counting_checkpoint, leave_weights_uncounted
+from offload.torch_private.torch_internals import tree_flatten, tree_unflatten
 
 
 def recompute(blocks: Iterable[nn.Module]) -> Callable[[], None]:

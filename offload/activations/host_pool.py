@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 
-from offload.runtime.memory.host_memory import HostArena, HostBlock
-from offload.runtime.streams.registry import Event, Streams
+from offload.memory.host_memory import HostArena, HostBlock
+from offload.streams.registry import Event, Streams
 
 PAGE_BYTES = 4096
 # Left to the rest of the process and of the machine where there is no budget.

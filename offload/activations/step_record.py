@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from offload.activations.policy import SpanRecord
 from offload.activations.storages import ExcludedStorages, SavedStorages
-from offload.runtime.streams.registry import Event
+from offload.streams.registry import Event
 
 
 class StepRecord:

@@ -16,7 +16,7 @@ import torch
 from offload.activations.policy import SpanRecord
 from offload.activations.swapped_span import ByteRange, SwappedSpan
 from offload.activations.versions import share_version
-from offload.runtime.torch_internals import StorageWeakRef, storage_address
+from offload.torch_private.torch_internals import StorageWeakRef, storage_address
 
 
 class ExcludedStorages:

@@ -38,11 +38,11 @@ import torch
 
 from offload.activations.host_pool import PooledBlock
 from offload.activations.policy import SpanRecord
-from offload.runtime.forward.saved_tensor_hooks import Kept, check_version
-from offload.runtime.memory.host_memory import ALIGNMENT_BYTES
-from offload.runtime.streams.deferred_free import PendingFree
-from offload.runtime.streams.registry import Stream
-from offload.runtime.torch_internals import StorageWeakRef, storage_of
+from offload.memory.host_memory import ALIGNMENT_BYTES
+from offload.streams.deferred_free import PendingFree
+from offload.streams.registry import Stream
+from offload.torch_private.saved_tensor_hooks import Kept, check_version
+from offload.torch_private.torch_internals import StorageWeakRef, storage_of
 
 
 class ByteRange(NamedTuple):

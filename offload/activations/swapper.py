@@ -22,13 +22,13 @@ from offload.activations.step_record import StepRecord
 from offload.activations.storages import SavedSpan
 from offload.activations.swapped_span import ByteRange, PackedTensor, SwappedSpan, UnswappedTensor
 from offload.activations.versions import VersionHandles
-from offload.runtime.forward.saved_tensor_hooks import Kept, PackHook, Passed, active_hooks, beneath_claims, claimed
-from offload.runtime.memory.device_memory import free_device_bytes
-from offload.runtime.memory.host_memory import HostArena
-from offload.runtime.streams.deferred_free import DeferredFrees, PendingFree, StashedTensors
-from offload.runtime.streams.transfer import Transfer
-from offload.runtime.tensor_parts import parts
-from offload.runtime.torch_internals import (
+from offload.memory.device_memory import free_device_bytes
+from offload.memory.host_memory import HostArena
+from offload.streams.deferred_free import DeferredFrees, PendingFree, StashedTensors
+from offload.streams.transfer import Transfer
+from offload.torch_private.saved_tensor_hooks import Kept, PackHook, Passed, active_hooks, beneath_claims, claimed
+from offload.torch_private.tensor_parts import parts
+from offload.torch_private.torch_internals import (
     is_function_transform_tensor,
     is_in_backward,
     is_zero_tensor,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from offload.runtime.torch_internals import set_versions
+from offload.torch_private.torch_internals import set_versions
 
 
 def share_version(one: torch.Tensor, other: torch.Tensor) -> bool:

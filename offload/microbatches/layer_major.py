@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from offload.microbatches.lockstep import Lockstep, Threads
-from offload.runtime.forward.block_buffers import look_again
-from offload.runtime.streams.registry import Streams
-from offload.runtime.torch_internals import sequence_number, set_sequence_number
+from offload.streams.registry import Streams
+from offload.torch_private.block_buffers import look_again
+from offload.torch_private.torch_internals import sequence_number, set_sequence_number
 
 # Autograd gives the nodes that accumulate gradients numbers from here on, so that they run as soon as they can.
 _ACCUMULATE_GRAD_NUMBERS = 2**63

@@ -18,11 +18,11 @@ from functools import partial
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from offload.runtime.forward.random_state import RandomState
-from offload.runtime.forward.running_microbatch import SideBySideError, running
-from offload.runtime.forward.saved_tensor_hooks import active_hooks
-from offload.runtime.streams.registry import Streams
-from offload.runtime.torch_internals import next_sequence_number
+from offload.streams.registry import Streams
+from offload.torch_private.random_state import RandomState
+from offload.torch_private.running_microbatch import SideBySideError, running
+from offload.torch_private.saved_tensor_hooks import active_hooks
+from offload.torch_private.torch_internals import next_sequence_number
 
 
 class Threads:

@@ -22,9 +22,9 @@ from contextlib import contextmanager
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offload.runtime.forward.block_attributes import MISSING, changed
-from offload.runtime.forward.running_microbatch import SideBySideError
-from offload.runtime.torch_internals import hook_numbers
+from offload.torch_private.block_attributes import MISSING, changed
+from offload.torch_private.running_microbatch import SideBySideError
+from offload.torch_private.torch_internals import hook_numbers
 
 
 class ModuleAttributes:

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from offload.errors import NOT_ATTACHED, OUTSIDE_STEP, KnobError, knobs_under
 from offload.modes.mode import Mode
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.speculation import Speculation
-from offload.runtime.errors import NOT_ATTACHED, OUTSIDE_STEP, KnobError, knobs_under
-from offload.runtime.forward.module_contexts import ModuleContexts, Opener
-from offload.runtime.sharing.sharers import NO_SHARERS, Sharers
-from offload.runtime.streams.counters import Counters
-from offload.runtime.streams.registry import Streams
-from offload.runtime.torch_internals import is_in_backward, is_transformed, tree_leaves
+from offload.sharing.sharers import NO_SHARERS, Sharers
+from offload.streams.counters import Counters
+from offload.streams.registry import Streams
+from offload.torch_private.module_contexts import ModuleContexts, Opener
+from offload.torch_private.torch_internals import is_in_backward, is_transformed, tree_leaves
 from offload.weights.footprint import Footprint
 from offload.weights.gradients.updates import Updates
 from offload.weights.prefetching.file_homes import Spans

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from offload.knobs import choice
 from offload.modes.weight_mode import WeightMode
-from offload.runtime.knobs import choice
 from offload.weights.units.joining import join_small
 from offload.weights.units.partition import CutPoint
 

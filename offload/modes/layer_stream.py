@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from offload.blocks import find_blocks, outside_blocks
+from offload.knobs import choice, knob
 from offload.modes.weight_mode import WeightMode
-from offload.runtime.blocks import find_blocks, outside_blocks
-from offload.runtime.knobs import choice, knob
 from offload.weights.units.joining import join_small
 from offload.weights.units.partition import CutPoint
 

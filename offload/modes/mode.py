@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from offload.errors import NOT_ATTACHED
+from offload.knobs import check_knobs
 from offload.microbatches.layer_major import one_after_another
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.speculation import Speculation
-from offload.runtime.errors import NOT_ATTACHED
-from offload.runtime.forward.attachment import Attachment, attaching
-from offload.runtime.knobs import check_knobs
-from offload.runtime.sharing.sharers import NO_SHARERS, Sharers
-from offload.runtime.streams.counters import Counters
-from offload.runtime.streams.registry import Streams
+from offload.sharing.sharers import NO_SHARERS, Sharers
+from offload.streams.counters import Counters
+from offload.streams.registry import Streams
+from offload.torch_private.attachment import Attachment, attaching
 from offload.weights.footprint import Footprint
 from offload.weights.gradients.updates import Updates
 from offload.weights.prefetching.file_homes import Spans
@@ -60,7 +60,7 @@ class OwnOptimizer(Optimizer):
 class Mode:
     """Decides where weights and activations live and when they move. One object serves one model at a time.
 
-    A mode is a dataclass whose fields are its knobs (see `offload.runtime.knobs`). It overrides what it does
+    A mode is a dataclass whose fields are its knobs (see `offload.knobs`). It overrides what it does
     differently from a resident model, whose parameters, gradients and buffers stay on the device and whose steps move
     nothing. Modes that stream weights derive from `WeightMode`, those that move activations from `ActivationMode`.
 

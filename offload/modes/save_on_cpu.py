@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
+from offload.knobs import choice
+from offload.memory.host_memory import allocator_pinned_bytes
 from offload.modes.activation_mode import ActivationMode
-from offload.runtime.forward.module_contexts import Opener
-from offload.runtime.knobs import choice
-from offload.runtime.memory.host_memory import allocator_pinned_bytes
-from offload.runtime.streams.counters import Counters
-from offload.runtime.streams.registry import Streams
-from offload.runtime.tensor_parts import Wrapping, wraps
-from offload.runtime.torch_internals import left_out_of_graphs
+from offload.streams.counters import Counters
+from offload.streams.registry import Streams
+from offload.torch_private.module_contexts import Opener
+from offload.torch_private.tensor_parts import Wrapping, wraps
+from offload.torch_private.torch_internals import left_out_of_graphs
 
 
 @dataclass(kw_only=True, eq=False)

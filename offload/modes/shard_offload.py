@@ -18,21 +18,21 @@ from torch import Tensor, nn
 
 from offload.activations.checkpointing import recompute
 from offload.activations.swapper import ActivationSwapper
+from offload.blocks import find_blocks, outside_blocks
+from offload.errors import KnobError
+from offload.knobs import choice, knob, nbytes
 from offload.microbatches.layer_major import LayerMajor
 from offload.microbatches.module_attributes import ModuleAttributes
 from offload.modes.weight_mode import WeightMode
-from offload.runtime.blocks import find_blocks, outside_blocks
-from offload.runtime.errors import KnobError
-from offload.runtime.forward.block_buffers import buffers_here
-from offload.runtime.forward.buffer_states import Place, own_copies
-from offload.runtime.forward.module_contexts import WrappedForward
-from offload.runtime.forward.running_microbatch import SideBySideError, running_microbatch
-from offload.runtime.knobs import choice, knob, nbytes
-from offload.runtime.sharing.sharers import NO_SHARERS, Sharers
-from offload.runtime.streams.counters import Counters
-from offload.runtime.streams.registry import Streams
-from offload.runtime.tensor_parts import true_bytes
-from offload.runtime.torch_internals import check_no_transform, has_gradient_hooks
+from offload.sharing.sharers import NO_SHARERS, Sharers
+from offload.streams.counters import Counters
+from offload.streams.registry import Streams
+from offload.torch_private.block_buffers import buffers_here
+from offload.torch_private.buffer_states import Place, own_copies
+from offload.torch_private.module_contexts import WrappedForward
+from offload.torch_private.running_microbatch import SideBySideError, running_microbatch
+from offload.torch_private.tensor_parts import true_bytes
+from offload.torch_private.torch_internals import check_no_transform, has_gradient_hooks
 from offload.weights.footprint import Footprint
 from offload.weights.units.partition import CutPoint
 from offload.weights.windows.resident_shares import ResidentShares

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 from offload.activations.policy import AutomaticBudget, FixedBudget
 from offload.activations.swapper import ActivationSwapper
+from offload.blocks import find_blocks
+from offload.errors import KnobError, refuse_part
+from offload.knobs import choice, knob, nbytes
+from offload.memory.host_memory import HostArena
 from offload.modes.activation_mode import ActivationMode
-from offload.runtime.blocks import find_blocks
-from offload.runtime.errors import KnobError, refuse_part
-from offload.runtime.forward.module_contexts import Opener
-from offload.runtime.forward.one_thread import OneThread
-from offload.runtime.knobs import choice, knob, nbytes
-from offload.runtime.memory.host_memory import HostArena
-from offload.runtime.streams.counters import Counters
-from offload.runtime.streams.registry import Streams
-from offload.runtime.streams.transfer import Telemetry, Transfer
+from offload.streams.counters import Counters
+from offload.streams.registry import Streams
+from offload.streams.transfer import Telemetry, Transfer
+from offload.torch_private.module_contexts import Opener
+from offload.torch_private.one_thread import OneThread
 from offload.weights.footprint import Footprint
 
 # Bytes of copies out that may be under way. Backward starts with the tensors saved last, so more only costs memory.

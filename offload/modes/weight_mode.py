@@ -12,19 +12,19 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from offload.errors import NOT_ATTACHED, KnobError
+from offload.knobs import choice, knob, nbytes
 from offload.microbatches.layer_major import one_after_another
 from offload.modes.mode import Mode
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.overlap import Overlap
 from offload.optimizer.speculation import Speculation
-from offload.runtime.errors import NOT_ATTACHED, KnobError
-from offload.runtime.forward.attachment import attaching
-from offload.runtime.forward.module_contexts import check_recompute_is_outside
-from offload.runtime.fused_optimizers import counting_fused_updates
-from offload.runtime.knobs import choice, knob, nbytes
-from offload.runtime.sharing.sharers import NO_SHARERS, Sharers
-from offload.runtime.streams.counters import Counters
-from offload.runtime.streams.registry import Streams
+from offload.sharing.sharers import NO_SHARERS, Sharers
+from offload.streams.counters import Counters
+from offload.streams.registry import Streams
+from offload.torch_private.attachment import attaching
+from offload.torch_private.fused_optimizers import counting_fused_updates
+from offload.torch_private.module_contexts import check_recompute_is_outside
 from offload.weights.footprint import Footprint
 from offload.weights.gradients.released import why_kept
 from offload.weights.gradients.updates import Updates

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.errors import KnobError
+from offload.knobs import bytes_or, one_of
+from offload.memory.host_cores import usable_cores
 from offload.optimizer.claims import Claim, update_elsewhere, update_in_place
 from offload.optimizer.conversions import copy_state
 from offload.optimizer.deferral import BEGUN, Deferral
@@ -22,10 +25,7 @@ from offload.optimizer.shared_states import SharedStates
 from offload.optimizer.state_dicts import loads_states, states_as_torchs, states_to_load
 from offload.optimizer.states import State, StatePlacement, require_host_memory, state_bytes
 from offload.optimizer.together import in_two, update_together
-from offload.runtime.errors import KnobError
-from offload.runtime.host_cores import usable_cores
-from offload.runtime.knobs import bytes_or, one_of
-from offload.runtime.sharing.sharers import Sharers
+from offload.sharing.sharers import Sharers
 
 # The system could not start more: the process would end without a message.
 MAX_THREADS = 1024

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.states import some_elements
-from offload.runtime.streams.deferred_free import DeferredFrees, PendingFree
-from offload.runtime.streams.registry import Event
-from offload.runtime.streams.transfer import Transfer
+from offload.streams.deferred_free import DeferredFrees, PendingFree
+from offload.streams.registry import Event
+from offload.streams.transfer import Transfer
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 

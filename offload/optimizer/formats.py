@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from offload.knobs import one_of
 from offload.optimizer.block_quantise import BLOCK, scales_for
-from offload.runtime.knobs import one_of
 
 # The tensor beside a bfloat16 weight that makes its master, by `master`.
 MASTER_DTYPES = {"compact": torch.int16, "fp32": torch.float32, "stochastic": None, "kahan": torch.bfloat16}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.runtime import torch_internals
+from offload.torch_private import torch_internals
 
 # float32 elements of the longest vectors of a processor that torch uses.
 VECTOR = 16

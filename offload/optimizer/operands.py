@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from offload.errors import KnobError
+from offload.knobs import in_range
 from offload.optimizer.block_quantise import BLOCK
-from offload.runtime.errors import KnobError
-from offload.runtime.knobs import in_range
 
 
 class HyperParameters(NamedTuple):

@@ -15,10 +15,10 @@ from offload.optimizer.deferral import BEGUN
 from offload.optimizer.device_states import DeviceStates
 from offload.optimizer.speculation import Decision, Speculation, SpeculativeUpdates
 from offload.optimizer.worker import UpdateWorker
-from offload.runtime.forward.module_contexts import OwnHook
-from offload.runtime.streams.counters import Counters
-from offload.runtime.streams.deferred_free import PendingFree
-from offload.runtime.streams.registry import Event, Signal
+from offload.streams.counters import Counters
+from offload.streams.deferred_free import PendingFree
+from offload.streams.registry import Event, Signal
+from offload.torch_private.module_contexts import OwnHook
 from offload.weights.gradients.ring import RingBlock
 from offload.weights.streamer import WeightStreamer
 from offload.weights.units.unit import OffloadUnit

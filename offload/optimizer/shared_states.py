@@ -12,15 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from offload.memory.host_memory import HostArena
 from offload.optimizer.block_quantise import BLOCK
 from offload.optimizer.claims import Claim
 from offload.optimizer.formats import MASTER_NAMES, StateFormat
 from offload.optimizer.kernels import UpdateKernel
 from offload.optimizer.placed_slices import STEP, PlacedSlices, bytes_of_slices, part_of
 from offload.optimizer.states import State
-from offload.runtime.memory.host_memory import HostArena
-from offload.runtime.sharing.shared_memory import in_pages, share_memory
-from offload.runtime.sharing.sharers import Sharers, meet
+from offload.sharing.shared_memory import in_pages, share_memory
+from offload.sharing.sharers import Sharers, meet
 
 MASTER = MASTER_NAMES[torch.float32]
 

@@ -19,14 +19,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from offload.errors import KnobError
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.claims import Claim, operands_of
 from offload.optimizer.kernels import torch_threads
 from offload.optimizer.native_undo import reversible
 from offload.optimizer.states import some_elements, version_and_address
 from offload.optimizer.undo_log import ReversibleUpdate, UndoArena, UndoLog, can_be_undone
-from offload.runtime.errors import KnobError
-from offload.runtime.streams.counters import Counters
+from offload.streams.counters import Counters
 
 # With speculate="auto" a step speculates if this many steps before it were neither clipped nor taken back.
 QUIET_STEPS = 2

@@ -13,10 +13,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from offload.byte_sizes import GIB
+from offload.memory.host_bytes import free_host_bytes
 from offload.optimizer.formats import MASTER_NAMES, StateFormat
-from offload.runtime.byte_sizes import GIB
-from offload.runtime.memory.host_bytes import free_host_bytes
-from offload.runtime.torch_internals import add_to_each
+from offload.torch_private.torch_internals import add_to_each
 
 WEIGHT = "weight"
 # Elements of a range that `some_elements` has at least, if there are so many.

@@ -24,7 +24,7 @@ from offload.optimizer.kernels import BlockwiseUpdate, UpdateKernel
 from offload.optimizer.operands import HyperParameters, Operands
 from offload.optimizer.rounding import add_compensation, join, round_weights, split
 from offload.optimizer.states import State
-from offload.runtime.torch_internals import copy_each, scaled_tensors, views_of_flat
+from offload.torch_private.torch_internals import copy_each, scaled_tensors, views_of_flat
 
 # The types of devices that are sent calls.
 LAUNCHING = ("cuda",)

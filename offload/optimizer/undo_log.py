@@ -17,9 +17,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from offload.memory.host_bytes import free_host_bytes
 from offload.optimizer.formats import StateFormat
 from offload.optimizer.operands import HyperParameters, Operands
-from offload.runtime.memory.host_bytes import free_host_bytes
 
 # Elements that have a table of entries of their own.
 BLOCK = 1 << 16

@@ -18,9 +18,9 @@ from time import perf_counter
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.claims import Claim
 from offload.optimizer.speculation import Decision, SpeculativeUpdates, Trial
-from offload.runtime.streams.counters import Counters
-from offload.runtime.streams.registry import Event, Signal, Streams
-from offload.runtime.streams.transfer import profiled
+from offload.streams.counters import Counters
+from offload.streams.registry import Event, Signal, Streams
+from offload.streams.transfer import profiled
 from offload.weights.gradients.ring import RingBlock
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor

@@ -19,6 +19,8 @@ The names in `__all__` are public, beside those of `offload`.
 Read `dry_run` first, then `memory_tracker` (bytes), `simulated_streams` (times) and `cost_model` (the whole step).
 """
 
+from offload.memory.bandwidth import Bandwidth, measure_bandwidth
+from offload.memory.host_bytes import free_host_bytes, usable_host_bytes
 from offload.optimizer.formats import MASTER_DTYPES, STATE_DTYPES, StateFormat
 from offload.optimizer.kernel_choice import measure_update_rate
 from offload.optimizer.undo_log import bytes_of_logs, can_be_undone, log_bytes
@@ -37,8 +39,6 @@ from offload.planning.memory_tracker import MemoryTracker
 from offload.planning.meta_kernels import fused_kernels
 from offload.planning.planned_sharers import PlannedSharers
 from offload.planning.simulated_streams import SimulatedStreams, Work
-from offload.runtime.memory.bandwidth import Bandwidth, measure_bandwidth
-from offload.runtime.memory.host_bytes import free_host_bytes, usable_host_bytes
 from offload.weights.gradients.final import NotFinalError
 from offload.weights.streamer import GRADIENT_SLOTS
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from offload.memory.bandwidth import Bandwidth
 from offload.planning.dry_run import Phase
 from offload.planning.simulated_streams import Work
-from offload.runtime.memory.bandwidth import Bandwidth
 
 
 @dataclass(frozen=True)

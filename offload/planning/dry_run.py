@@ -21,11 +21,11 @@ from offload.planning.memory_tracker import MemoryTracker
 from offload.planning.meta_kernels import fused_kernels
 from offload.planning.planned_sharers import PlannedSharers
 from offload.planning.simulated_streams import SimulatedStreams
-from offload.runtime.forward.block_attributes import restore
-from offload.runtime.sharing.sharers import NO_SHARERS
-from offload.runtime.streams.counters import Counters
-from offload.runtime.streams.stream_checker import CheckedStreams
-from offload.runtime.torch_internals import gradient_accumulator
+from offload.sharing.sharers import NO_SHARERS
+from offload.streams.counters import Counters
+from offload.streams.stream_checker import CheckedStreams
+from offload.torch_private.block_attributes import restore
+from offload.torch_private.torch_internals import gradient_accumulator
 from offload.weights.gradients.updates import ImmediateUpdates
 from offload.weights.units.partition import cut
 

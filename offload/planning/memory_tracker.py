@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from offload.runtime.tensor_parts import any_wraps
-from offload.runtime.torch_internals import (
+from offload.torch_private.tensor_parts import any_wraps
+from offload.torch_private.torch_internals import (
     TorchDispatchMode,
     overload_name,
     overload_packet,

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offload.runtime.tensor_parts import wraps
+from offload.torch_private.tensor_parts import wraps
 
 
 @contextmanager

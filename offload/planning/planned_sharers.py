@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from offload.planning.simulated_streams import SimulatedStreams
-from offload.runtime.sharing.sharers import CopyWay, LinkWay
+from offload.sharing.sharers import CopyWay, LinkWay
 
 
 class PlannedSharers:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.runtime.memory.bandwidth import Bandwidth
-from offload.runtime.streams.stream_checker import CheckedStream, CheckedStreams
+from offload.memory.bandwidth import Bandwidth
+from offload.streams.stream_checker import CheckedStream, CheckedStreams
 
 # A stream's time is one more component of its vector clock: events and waits carry it as they carry order.
 TIME = "ms"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from offload.runtime.memory.host_memory import HostArena
-from offload.runtime.sharing.shared_memory import in_pages, share_memory
-from offload.runtime.sharing.sharers import Sharers
+from offload.memory.host_memory import HostArena
+from offload.sharing.shared_memory import in_pages, share_memory
+from offload.sharing.sharers import Sharers
 from offload.weights.units.partition import CutModel
 from offload.weights.units.slices import check_divisible, slices_of
 

@@ -15,15 +15,15 @@ from dataclasses import replace
 
 import torch
 
-from offload.runtime.forward.block_buffers import arrived, leaving
-from offload.runtime.memory.device_slots import DeviceSlots
-from offload.runtime.memory.host_memory import HostArena
-from offload.runtime.memory.links import links_of
-from offload.runtime.sharing.sharers import NO_SHARERS, Sharers, meet
-from offload.runtime.streams.counters import Counters
-from offload.runtime.streams.registry import Streams
-from offload.runtime.streams.transfer import Telemetry, Transfer
-from offload.runtime.tensor_parts import wraps
+from offload.memory.device_slots import DeviceSlots
+from offload.memory.host_memory import HostArena
+from offload.sharing.links import links_of
+from offload.sharing.sharers import NO_SHARERS, Sharers, meet
+from offload.streams.counters import Counters
+from offload.streams.registry import Streams
+from offload.streams.transfer import Telemetry, Transfer
+from offload.torch_private.block_buffers import arrived, leaving
+from offload.torch_private.tensor_parts import wraps
 from offload.weights.gradients.landing import GradientLanding
 from offload.weights.gradients.ring import gradient_ring_bytes
 from offload.weights.gradients.updates import NO_UPDATES, Updates

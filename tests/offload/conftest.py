@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from offload.runtime.streams import registry
+from offload.streams import registry
 from offload.weights.units import joining
 from tests.offload.helpers.late import make_late, poison_slots
 from tests.offload.helpers.small import make_small

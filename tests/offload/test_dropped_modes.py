@@ -7,9 +7,9 @@ import itertools
 import pytest
 from torch.autograd.function import BackwardCFunction
 
-from offload.runtime.forward import function_contexts
-from offload.runtime.streams import registry
-from offload.runtime.streams.registry import Streams
+from offload.streams import registry
+from offload.streams.registry import Streams
+from offload.torch_private import function_contexts
 from tests.offload.helpers.dropped import LOCKING, MODES, check_attempts, collect, made_model
 from tests.offload.helpers.models import stack_inputs
 from tests.offload.helpers.page_locks import FakeRuntime

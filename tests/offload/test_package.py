@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import offload
-from offload.runtime.streams import registry
+from offload.streams import registry
 from tests import ROOT
 
 # What a build reads.

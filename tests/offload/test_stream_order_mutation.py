@@ -28,8 +28,8 @@ from offload.modes.tensor_swap import TensorSwap
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.speculation import Speculation
 from offload.optimizer.worker import UpdateWorker
-from offload.runtime.streams import registry
-from offload.runtime.streams.stream_checker import (
+from offload.streams import registry
+from offload.streams.stream_checker import (
     CheckedEvent,
     CheckedSignal,
     CheckedStream,
@@ -57,7 +57,7 @@ CALLS = (
     (CheckedSignal, "follow"),
 )
 # They act for a caller or for a thread that waits. A call site is their line and the caller's.
-BETWEEN = ("runtime/streams/transfer.py", "runtime/streams/points.py", "optimizer/worker.py", "optimizer/overlap.py")
+BETWEEN = ("streams/transfer.py", "streams/points.py", "optimizer/worker.py", "optimizer/overlap.py")
 
 
 def _site() -> str:

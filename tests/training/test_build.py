@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from models.llama import Llama
+from offload.byte_sizes import GIB
 from offload.modes.layer_stream import LayerStream
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.overlap import BUSY_CORES, LAUNCHING_CORES
-from offload.runtime.byte_sizes import GIB
-from offload.runtime.streams import registry
+from offload.streams import registry
 from offload.weights.streamer import WeightStreamer
 from tests.training.helpers.in_process import TINY_RUN, components_of, composed, run_here, signals_as_before
 from training import build as build_module
@@ -120,7 +120,7 @@ def test_a_mode_that_fails_to_detach_gives_the_streams_back(monkeypatch: pytest.
 
 def test_a_host_without_memory_is_one_line_and_gives_the_streams_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     # Less is free than when the run was planned.
-    monkeypatch.setattr("offload.runtime.memory.host_memory.free_host_bytes", lambda: 1000)
+    monkeypatch.setattr("offload.memory.host_memory.free_host_bytes", lambda: 1000)
     words = r"the host is out of memory \(0\.00 GiB of host memory are needed, .* are free\): planned were .*: take "
     with pytest.raises(UserError, match=words):
         run_here(tmp_path, *JOB)

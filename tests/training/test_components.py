@@ -12,7 +12,7 @@ from torch import nn
 
 from models.llama import Llama
 from offload.optimizer.adamw import HostAdamW
-from offload.runtime.streams import registry
+from offload.streams import registry
 from tests import ROOT
 from tests.test_any_model import GPT2
 from tests.training.helpers.in_process import TINY_RUN, components_of, run_here

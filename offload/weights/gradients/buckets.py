@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from offload.runtime.torch_internals import copy_each, holders_of_memory
+from offload.torch_private.torch_internals import copy_each, holders_of_memory
 
 # As large as DDP's. A larger gradient has a bucket of its own.
 BUCKET_BYTES = 25 * 2**20

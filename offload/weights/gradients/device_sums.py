@@ -13,13 +13,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from offload.runtime.memory.links import Addends, Links
-from offload.runtime.sharing.sharers import Sharers
-from offload.runtime.streams.deferred_free import PendingFree
-from offload.runtime.streams.points import Points
-from offload.runtime.streams.registry import Event, Streams
-from offload.runtime.streams.transfer import Transfer, profiled
-from offload.runtime.torch_internals import gradient_accumulator
+from offload.sharing.links import Addends, Links
+from offload.sharing.sharers import Sharers
+from offload.streams.deferred_free import PendingFree
+from offload.streams.points import Points
+from offload.streams.registry import Event, Streams
+from offload.streams.transfer import Transfer, profiled
+from offload.torch_private.torch_internals import gradient_accumulator
 from offload.weights.gradients.buckets import GradientBucket
 from offload.weights.gradients.offers import NOTHING, SUMS_AT_ONCE, offer
 from offload.weights.gradients.offloader import is_sparse

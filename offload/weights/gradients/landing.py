@@ -12,13 +12,13 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from offload.runtime.forward.running_microbatch import SideBySideError
-from offload.runtime.memory.host_memory import HostArena
-from offload.runtime.memory.links import Links
-from offload.runtime.sharing.sharers import Sharers
-from offload.runtime.streams.registry import Event
-from offload.runtime.streams.transfer import Transfer
-from offload.runtime.torch_internals import (
+from offload.memory.host_memory import HostArena
+from offload.sharing.links import Links
+from offload.sharing.sharers import Sharers
+from offload.streams.registry import Event
+from offload.streams.transfer import Transfer
+from offload.torch_private.running_microbatch import SideBySideError
+from offload.torch_private.torch_internals import (
     call_after_backward,
     is_captured,
     is_in_data_parallel,

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from offload.runtime.norms import l2_norm
-from offload.runtime.streams.deferred_free import DeferredFrees, PendingFree
-from offload.runtime.streams.registry import Stream
-from offload.runtime.streams.transfer import Transfer
+from offload.norms import l2_norm
+from offload.streams.deferred_free import DeferredFrees, PendingFree
+from offload.streams.registry import Stream
+from offload.streams.transfer import Transfer
 from offload.weights.gradients.ring import RingBlock
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from offload.runtime.memory.host_memory import HostArena
-from offload.runtime.streams.registry import Event, Streams
-from offload.runtime.torch_internals import has_gradient_hooks
+from offload.memory.host_memory import HostArena
+from offload.streams.registry import Event, Streams
+from offload.torch_private.torch_internals import has_gradient_hooks
 from offload.weights.gradients.final import KEEP, NotFinalError
 from offload.weights.gradients.offloader import GradientOffloader, is_sparse
 from offload.weights.gradients.ring import GradientRing, gradient_ring_bytes

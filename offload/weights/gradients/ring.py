@@ -13,8 +13,8 @@ from time import perf_counter
 
 import torch
 
-from offload.runtime.memory.host_memory import HostBlock, aligned
-from offload.runtime.streams.registry import Signal, Streams
+from offload.memory.host_memory import HostBlock, aligned
+from offload.streams.registry import Signal, Streams
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 

@@ -11,9 +11,9 @@ from itertools import accumulate
 
 import torch
 
-from offload.runtime.memory.links import Links
-from offload.runtime.streams.deferred_free import PendingFree
-from offload.runtime.streams.registry import Streams
+from offload.sharing.links import Links
+from offload.streams.deferred_free import PendingFree
+from offload.streams.registry import Streams
 from offload.weights.units.unit import SHARED_ALIGNMENT_BYTES
 
 # Sums that have room at once: one that is made, and one that goes home.

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from offload.runtime.memory.links import Addends, Links
-from offload.runtime.norms import l2_norm
-from offload.runtime.sharing.sharers import OWN_HOMES, Sharers
-from offload.runtime.streams.deferred_free import DeferredFrees, PendingFree
-from offload.runtime.streams.points import Points
-from offload.runtime.streams.registry import Event, Streams
-from offload.runtime.streams.transfer import Transfer, profiled
+from offload.norms import l2_norm
+from offload.sharing.links import Addends, Links
+from offload.sharing.sharers import OWN_HOMES, Sharers
+from offload.streams.deferred_free import DeferredFrees, PendingFree
+from offload.streams.points import Points
+from offload.streams.registry import Event, Streams
+from offload.streams.transfer import Transfer, profiled
 from offload.weights.gradients.device_sums import DeviceSums
 from offload.weights.gradients.offers import NOTHING, SUMS_AT_ONCE, offer
 from offload.weights.gradients.sum_layout import SumLayout

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from offload.runtime.streams.counters import Counters
-from offload.runtime.streams.deferred_free import PendingFree
-from offload.runtime.streams.registry import Event, Signal, Streams
+from offload.streams.counters import Counters
+from offload.streams.deferred_free import PendingFree
+from offload.streams.registry import Event, Signal, Streams
 from offload.weights.gradients.ring import RingBlock
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import perf_counter
 
-from offload.runtime.sharing.sharers import CopyWay
+from offload.sharing.sharers import CopyWay
 
 # What the first steps try, whole units or not, and whether their time counts. In the first the order of units is not
 # known, and a step after a change of the way may wait for what the one before has left.

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
-from offload.runtime.errors import KnobError
-from offload.runtime.memory.device_slots import DeviceSlot
-from offload.runtime.memory.file_ring import FileRing, ReadPlan
-from offload.runtime.memory.host_bytes import free_host_bytes
-from offload.runtime.memory.host_memory import HostArena, aligned
-from offload.runtime.memory.mapped_files import FileSpan, MappedFile, shows_writes
-from offload.runtime.streams.transfer import Transfer
+from offload.errors import KnobError
+from offload.files.file_ring import FileRing, ReadPlan
+from offload.files.mapped_files import FileSpan, MappedFile, shows_writes
+from offload.memory.device_slots import DeviceSlot
+from offload.memory.host_bytes import free_host_bytes
+from offload.memory.host_memory import HostArena, aligned
+from offload.streams.transfer import Transfer
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 

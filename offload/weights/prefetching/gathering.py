@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from offload.runtime.memory.device_slots import DeviceSlot
-from offload.runtime.memory.links import Links
-from offload.runtime.sharing.sharers import OWN_HOMES, Sharers
-from offload.runtime.streams.transfer import Transfer, profiled
+from offload.memory.device_slots import DeviceSlot
+from offload.sharing.links import Links
+from offload.sharing.sharers import OWN_HOMES, Sharers
+from offload.streams.transfer import Transfer, profiled
 from offload.weights.gradients.summing import GradientSum
 from offload.weights.prefetching.copy_choice import CopyChoice
 from offload.weights.units.slices import slices_of

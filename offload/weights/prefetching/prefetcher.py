@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from offload.runtime.memory.device_slots import DeviceSlot, DeviceSlots
-from offload.runtime.streams.registry import Event
-from offload.runtime.streams.transfer import Transfer
-from offload.runtime.torch_internals import is_in_backward
+from offload.memory.device_slots import DeviceSlot, DeviceSlots
+from offload.streams.registry import Event
+from offload.streams.transfer import Transfer
+from offload.torch_private.torch_internals import is_in_backward
 from offload.weights.gradients.updates import NO_UPDATES, Updates
 from offload.weights.prefetching import common_buffers
 from offload.weights.prefetching.access_order import AccessOrder

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 
 import torch
 
-from offload.runtime.memory.device_slots import DeviceSlot, DeviceSlots
-from offload.runtime.sharing.sharers import OWN_HOMES
-from offload.runtime.streams.registry import Event
-from offload.runtime.streams.transfer import Transfer
+from offload.memory.device_slots import DeviceSlot, DeviceSlots
+from offload.sharing.sharers import OWN_HOMES
+from offload.streams.registry import Event
+from offload.streams.transfer import Transfer
 from offload.weights.prefetching.file_homes import NoFiles
 from offload.weights.prefetching.gathering import SliceGatherer
 from offload.weights.units.unit import OffloadUnit

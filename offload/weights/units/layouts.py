@@ -1,6 +1,6 @@
 """Lays a tensor into a flat buffer: its plain tensors one after the other, each at an aligned offset.
 
-Most tensors are one plain tensor. One that consists of several (`offload.runtime.tensor_parts`), such as a quantised
+Most tensors are one plain tensor. One that consists of several (`torch_private.tensor_parts`), such as a quantised
 weight with its scales, is made anew over views of the buffer, wherever the buffer is: its bytes move as they are, and
 nobody computes what it stands for.
 """
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from offload.runtime.errors import refuse_part
-from offload.runtime.memory.host_memory import aligned
-from offload.runtime.tensor_parts import dressed, is_compound, parts, wrapped, wraps
+from offload.errors import refuse_part
+from offload.memory.host_memory import aligned
+from offload.torch_private.tensor_parts import dressed, is_compound, parts, wrapped, wraps
 
 
 @dataclass(frozen=True)

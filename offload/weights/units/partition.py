@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from offload.runtime.byte_sizes import parse_bytes
-from offload.runtime.errors import KnobError
-from offload.runtime.tensor_parts import lies_flat, true_bytes, wraps
+from offload.byte_sizes import parse_bytes
+from offload.errors import KnobError
+from offload.torch_private.tensor_parts import lies_flat, true_bytes, wraps
 from offload.weights.units.layouts import check_buffer, check_frozen
 from offload.weights.units.placement import ModuleAttribute
 from offload.weights.units.unit import SHARED_ALIGNMENT_BYTES, OffloadUnit

@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from offload.runtime.tensor_parts import give_state, parts, wraps
-from offload.runtime.torch_internals import refresh_flat_weights
+from offload.torch_private.tensor_parts import give_state, parts, wraps
+from offload.torch_private.torch_internals import refresh_flat_weights
 from offload.weights.units.layouts import over
 from offload.weights.units.unfilled import mark
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from offload.runtime.sharing.sharers import OWN_HOMES
+from offload.sharing.sharers import OWN_HOMES
 from offload.weights.units.unit import SHARED_ALIGNMENT_BYTES, OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from offload.runtime.forward.module_contexts import before_each_call
-from offload.runtime.memory.mapped_files import lies_in_file
-from offload.runtime.tensor_parts import parts, wraps
-from offload.runtime.torch_internals import is_function_transform_tensor
+from offload.files.mapped_files import lies_in_file
+from offload.torch_private.module_contexts import before_each_call
+from offload.torch_private.tensor_parts import parts, wraps
+from offload.torch_private.torch_internals import is_function_transform_tensor
 
 # NaN in every floating-point dtype of two bytes or more (in those of two, every second element), and no value of bool.
 # It is written as often as it fits into the first and the last END_BYTES.

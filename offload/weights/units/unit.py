@@ -39,11 +39,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from offload.runtime.memory.host_memory import ALIGNMENT_BYTES, HostArena, HostBlock, aligned
-from offload.runtime.memory.mapped_files import MappedFile, written_pages
-from offload.runtime.streams.registry import Event
-from offload.runtime.tensor_parts import wraps
-from offload.runtime.torch_internals import without_torch_function
+from offload.files.mapped_files import MappedFile, written_pages
+from offload.memory.host_memory import ALIGNMENT_BYTES, HostArena, HostBlock, aligned
+from offload.streams.registry import Event
+from offload.torch_private.tensor_parts import wraps
+from offload.torch_private.torch_internals import without_torch_function
 from offload.weights.units.layouts import check_frozen
 from offload.weights.units.placement import held_by, move_to
 from offload.weights.units.unit_tensor import UnitTensor

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from offload.runtime.memory.device_slots import DeviceSlot
-from offload.runtime.memory.host_memory import HostArena, HostBlock
-from offload.runtime.memory.mapped_files import FileSpan
-from offload.runtime.streams.registry import Event
-from offload.runtime.tensor_parts import Places, TakenApart, parts, places_of
-from offload.runtime.torch_internals import count_references, gradient_hooks
+from offload.files.mapped_files import FileSpan
+from offload.memory.device_slots import DeviceSlot
+from offload.memory.host_memory import HostArena, HostBlock
+from offload.streams.registry import Event
+from offload.torch_private.tensor_parts import Places, TakenApart, parts, places_of
+from offload.torch_private.torch_internals import count_references, gradient_hooks
 from offload.weights.units.layouts import Layout
 from offload.weights.units.placement import ModuleAttribute, move_into, put_over
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from offload.runtime.torch_internals import compiles_frames, is_traced, left_out_of_graphs, set_sequence_number
+from offload.torch_private.torch_internals import compiles_frames, is_traced, left_out_of_graphs, set_sequence_number
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from offload.runtime.forward.module_contexts import OwnHook
-from offload.runtime.memory.device_slots import DeviceSlots
+from offload.memory.device_slots import DeviceSlots
+from offload.torch_private.module_contexts import OwnHook
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 

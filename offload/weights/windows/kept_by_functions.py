@@ -18,8 +18,8 @@ from collections.abc import Collection, Iterable
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from offload.runtime.tensor_parts import replaced_in, tensors_in
-from offload.runtime.torch_internals import left_out_of_graphs
+from offload.torch_private.tensor_parts import replaced_in, tensors_in
+from offload.torch_private.torch_internals import left_out_of_graphs
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.windows.saved_weights import SavedWeights
 

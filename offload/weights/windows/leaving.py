@@ -9,8 +9,8 @@ from types import MemberDescriptorType, ModuleType
 import torch
 from torch import nn
 
-from offload.runtime.memory.device_slots import DeviceSlots
-from offload.runtime.torch_internals import tree_flatten, tree_unflatten
+from offload.memory.device_slots import DeviceSlots
+from offload.torch_private.torch_internals import tree_flatten, tree_unflatten
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.windows.strided_copies import copied_with_strides
 

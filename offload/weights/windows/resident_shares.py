@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from offload.runtime.forward.running_microbatch import SideBySideError
-from offload.runtime.tensor_parts import lies_flat
+from offload.torch_private.running_microbatch import SideBySideError
+from offload.torch_private.tensor_parts import lies_flat
 from offload.weights.units.placement import ModuleAttribute
 from offload.weights.windows.gradient_nodes import share_of
 from offload.weights.windows.stand_in_class import like_host

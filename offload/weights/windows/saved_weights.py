@@ -17,16 +17,16 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from offload.runtime.forward.saved_tensor_hooks import (
+from offload.memory.device_slots import DeviceSlot, DeviceSlots
+from offload.torch_private.saved_tensor_hooks import (
     Kept,
     PackHook,
     Passed,
     active_hooks,
     counting_checkpoint,
 )
-from offload.runtime.memory.device_slots import DeviceSlot, DeviceSlots
-from offload.runtime.tensor_parts import Wrapping, parts, wraps
-from offload.runtime.torch_internals import (
+from offload.torch_private.tensor_parts import Wrapping, parts, wraps
+from offload.torch_private.torch_internals import (
     AS_IT_IS,
     compiles_frames,
     innermost_saved_tensor_hooks,

@@ -8,7 +8,7 @@ import threading
 import torch
 from torch import nn
 
-from offload.runtime.tensor_parts import parts, version_of
+from offload.torch_private.tensor_parts import parts, version_of
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 from offload.weights.windows.stand_in_class import data_was_taken

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from offload.runtime.forward.running_microbatch import SideBySideError
-from offload.runtime.tensor_parts import lies_flat, parts, version_of
+from offload.torch_private.running_microbatch import SideBySideError
+from offload.torch_private.tensor_parts import lies_flat, parts, version_of
 from offload.weights.units.partition import CutModel
 from offload.weights.units.placement import ModuleAttribute
 from offload.weights.units.unit import OffloadUnit

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offload.runtime.forward.block_attributes import STANDS_FOR
-from offload.runtime.forward.running_microbatch import SideBySideError, running_microbatch
-from offload.runtime.tensor_parts import STATE, wraps
+from offload.torch_private.block_attributes import STANDS_FOR
+from offload.torch_private.running_microbatch import SideBySideError, running_microbatch
+from offload.torch_private.tensor_parts import STATE, wraps
 
 # Attributes of a stand-in, besides its parameter: the mark that its `data` was asked for, and what to call before its
 # gradient is read.

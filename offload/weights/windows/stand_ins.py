@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from offload.runtime.forward.block_attributes import STANDS_FOR
-from offload.runtime.forward.buffer_states import changes_unseen, may_change, may_write_unseen, version
-from offload.runtime.forward.running_microbatch import SideBySideError, running_microbatch
-from offload.runtime.memory.device_slots import DeviceSlot
-from offload.runtime.tensor_parts import STATE, parts, replaced_in, state_of, wraps
-from offload.runtime.torch_internals import (
+from offload.memory.device_slots import DeviceSlot
+from offload.torch_private.block_attributes import STANDS_FOR
+from offload.torch_private.buffer_states import changes_unseen, may_change, may_write_unseen, version
+from offload.torch_private.running_microbatch import SideBySideError, running_microbatch
+from offload.torch_private.tensor_parts import STATE, parts, replaced_in, state_of, wraps
+from offload.torch_private.torch_internals import (
     AS_IT_IS,
     gradient_hooks,
     set_sequence_number,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from offload.runtime.torch_internals import negated_view
+from offload.torch_private.torch_internals import negated_view
 
 
 def copied_with_strides(tensor: torch.Tensor) -> torch.Tensor:

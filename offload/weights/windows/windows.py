@@ -21,16 +21,16 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from offload.runtime.errors import OUTSIDE_STEP
-from offload.runtime.forward.block_buffers import arrived, leaving
-from offload.runtime.forward.function_contexts import function_contexts, watch_contexts
-from offload.runtime.forward.module_contexts import ModuleContexts, Opener, WrappedForward
-from offload.runtime.forward.one_thread import OneThread
-from offload.runtime.forward.running_microbatch import running_microbatch
-from offload.runtime.memory.device_slots import DeviceSlots
-from offload.runtime.streams.device_work import Home
-from offload.runtime.streams.registry import Streams
-from offload.runtime.torch_internals import (
+from offload.errors import OUTSIDE_STEP
+from offload.memory.device_slots import DeviceSlots
+from offload.streams.device_work import Home
+from offload.streams.registry import Streams
+from offload.torch_private.block_buffers import arrived, leaving
+from offload.torch_private.function_contexts import function_contexts, watch_contexts
+from offload.torch_private.module_contexts import ModuleContexts, Opener, WrappedForward
+from offload.torch_private.one_thread import OneThread
+from offload.torch_private.running_microbatch import running_microbatch
+from offload.torch_private.torch_internals import (
     AS_IT_IS,
     check_no_transform,
     compiles_frames,

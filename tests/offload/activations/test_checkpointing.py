@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from offload.activations import checkpointing
 from offload.activations.checkpointing import recompute
-from offload.runtime.torch_internals import innermost_saved_tensor_hooks
+from offload.torch_private.torch_internals import innermost_saved_tensor_hooks
 
 
 class Block(nn.Module):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from offload.activations.host_pool import IDLE_STEPS, PAGE_BYTES, SLACK, HostPool
-from offload.runtime.memory.host_memory import HostArena
-from offload.runtime.streams import registry
+from offload.memory.host_memory import HostArena
+from offload.streams import registry
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from offload.activations.host_pool import PooledBlock
 from offload.activations.span_table import SpanTable
 from offload.activations.step_record import StepRecord
 from offload.activations.swapped_span import ByteRange, SwappedSpan
-from offload.runtime.memory.host_memory import HostBlock
+from offload.memory.host_memory import HostBlock
 
 
 def swapped(table: SpanTable, step: StepRecord, nbytes: int) -> SwappedSpan:

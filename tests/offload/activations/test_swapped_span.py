@@ -12,9 +12,9 @@ from offload.activations.host_pool import PooledBlock
 from offload.activations.policy import SpanRecord
 from offload.activations.swapped_span import ByteRange, PackedTensor, SwappedSpan
 from offload.activations.versions import VersionHandles
-from offload.runtime.memory.host_memory import HostBlock
-from offload.runtime.streams import registry
-from offload.runtime.streams.deferred_free import PendingFree
+from offload.memory.host_memory import HostBlock
+from offload.streams import registry
+from offload.streams.deferred_free import PendingFree
 
 
 def span_of(tensor: torch.Tensor, released: deque | None = None) -> SwappedSpan:

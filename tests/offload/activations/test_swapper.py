@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload.runtime.streams import registry
-from offload.runtime.streams.stream_checker import CheckedStream
+from offload.streams import registry
+from offload.streams.stream_checker import CheckedStream
 from tests.offload.helpers.swapping import Save, Swap, save
 
 

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from offload.activations.host_pool import IDLE_STEPS
 from offload.activations.policy import AutomaticBudget, FixedBudget
-from offload.runtime.streams import registry
-from offload.runtime.streams.transfer import Transfer
+from offload.streams import registry
+from offload.streams.transfer import Transfer
 from tests.offload.helpers.swapping import Swap, save
 
 
@@ -214,7 +214,7 @@ def test_beyond_the_host_budget_tensors_stay_on_the_device(streams: registry.Str
 
 
 def test_a_full_host_is_no_error(swap: Swap, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("offload.runtime.memory.host_memory.free_host_bytes", lambda: 0)
+    monkeypatch.setattr("offload.memory.host_memory.free_host_bytes", lambda: 0)
     tensor = torch.randn(64)
     scalar, seen = save(swap, tensor)
     scalar.backward()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from offload.activations.versions import VersionHandles, share_version
-from offload.runtime.torch_internals import StorageWeakRef
+from offload.torch_private.torch_internals import StorageWeakRef
 
 
 def test_tensors_that_share_a_counter():

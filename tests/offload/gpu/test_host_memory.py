@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import nn
 
+from offload.memory.host_bytes import free_host_bytes
+from offload.memory.host_memory import HostArena
+from offload.memory.page_locks import lock_pages, unlock_pages
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.none import Resident
-from offload.runtime.memory.host_bytes import free_host_bytes
-from offload.runtime.memory.host_memory import HostArena
-from offload.runtime.memory.page_locks import lock_pages, unlock_pages
-from offload.runtime.streams import registry
+from offload.streams import registry
 from tests import ROOT
 from tests.offload.helpers.dropped import LOCKING, MODES, check_attempts, made_model
 from tests.offload.helpers.late import DELAY_CYCLES, ON_A_GPU
@@ -169,7 +169,7 @@ def test_a_block_larger_than_the_host_is_refused_and_the_process_goes_on():
 
 
 def test_where_nobody_knows_what_is_free_the_system_or_the_driver_refuses(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("offload.runtime.memory.host_memory.free_host_bytes", lambda: None)
+    monkeypatch.setattr("offload.memory.host_memory.free_host_bytes", lambda: None)
     arena, told = HostArena(GPU), []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -229,7 +229,7 @@ def test_a_small_limit_on_locked_memory_makes_it_pageable():
 
 UNCAUGHT = """
 import torch
-from offload.runtime.streams import registry
+from offload.streams import registry
 from tests.offload.helpers.dropped import MODES, fail, made_model
 from tests.offload.helpers.models import stack_inputs
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from offload.files.file_ring import FileRing
 from offload.modes.layer_stream import LayerStream
 from offload.modes.shard_offload import ShardOffload
-from offload.runtime.memory.file_ring import FileRing
 from offload.weights.prefetching import file_homes
 from tests.offload.helpers.late import ON_A_GPU
 from tests.offload.helpers.mapped import trained, with_low_rank, write_frozen

@@ -15,7 +15,7 @@ from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.tensor_swap import TensorSwap
-from offload.runtime.streams.transfer import Transfer
+from offload.streams.transfer import Transfer
 from tests.offload.helpers.late import ON_A_GPU
 from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, train, with_copy
 

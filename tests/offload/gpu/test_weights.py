@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from offload.memory.host_memory import HostArena
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.mode import Mode
 from offload.modes.none import Resident
-from offload.runtime.memory.host_memory import HostArena
-from offload.runtime.streams import registry
-from offload.runtime.streams.transfer import Transfer
+from offload.streams import registry
+from offload.streams.transfer import Transfer
 from tests.offload.helpers.late import DELAY_CYCLES, ON_A_GPU, make_late
 from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, train, with_copy
 

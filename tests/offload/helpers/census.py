@@ -12,8 +12,8 @@ import psutil
 import torch
 from torch import nn
 
-from offload.runtime.forward.saved_tensor_hooks import active_hooks
-from offload.runtime.streams import registry
+from offload.streams import registry
+from offload.torch_private.saved_tensor_hooks import active_hooks
 
 CALLS = 4
 

@@ -10,15 +10,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from offload.runtime import cuda_driver
-from offload.runtime.memory import cuda_peers
-from offload.runtime.memory.peers import has_come
+from offload.sharing import cuda_driver, cuda_peers
+from offload.sharing.remote_memory import has_come
 
 LIMIT_S = 60
 
 
 class FakeDriver:
-    """Stands in for `offload.runtime.cuda_driver` and for what `CudaPeers` asks of torch."""
+    """Stands in for `offload.sharing.cuda_driver` and for what `CudaPeers` asks of torch."""
 
     def __init__(self) -> None:
         self.copies = 0

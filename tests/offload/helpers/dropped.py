@@ -15,7 +15,7 @@ from offload.modes.mode import Mode
 from offload.modes.none import Resident
 from offload.modes.tensor_swap import TensorSwap
 from offload.modes.weight_mode import WeightMode
-from offload.runtime.streams.registry import Streams
+from offload.streams.registry import Streams
 from tests.offload.helpers.models import Stack, assert_same, stack_inputs, train
 from tests.offload.helpers.modes import mode_classes, small
 from tests.offload.helpers.updates import one_step

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from offload.modes.mode import Mode
 from offload.modes.none import Resident
-from offload.runtime.streams.counters import Counters
+from offload.streams.counters import Counters
 from tests.offload.helpers.models import attached
 
 

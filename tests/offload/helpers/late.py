@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload.runtime.streams.transfer import Transfer
+from offload.streams.transfer import Transfer
 from offload.weights.prefetching.prefetcher import Prefetcher
 
 ON_A_GPU = [

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from offload.files import mapped_files
+from offload.files.mapped_files import FileSpan
 from offload.modes.weight_mode import WeightMode
-from offload.runtime.memory import mapped_files
-from offload.runtime.memory.mapped_files import FileSpan
 from tests.offload.helpers.models import attached, stack_inputs
 
 _names = itertools.count()

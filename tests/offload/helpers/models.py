@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload.modes.none import Resident
-from offload.runtime.streams import registry
+from offload.streams import registry
 
 
 class Block(nn.Module):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.runtime.memory import page_locks
-from offload.runtime.memory.host_memory import HostArena
+from offload.memory import page_locks
+from offload.memory.host_memory import HostArena
 
 ALREADY_REGISTERED = 712
 NOT_REGISTERED = 713

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from offload.activations.checkpointing import recompute
 from offload.modes.mode import Mode
 from offload.modes.none import Resident
-from offload.runtime.tensor_parts import parts
+from offload.torch_private.tensor_parts import parts
 from tests.offload.helpers.models import assert_same, attached
 
 WIDTH = 64

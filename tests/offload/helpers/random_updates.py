@@ -21,7 +21,7 @@ from offload.modes.mode import Mode
 from offload.modes.none import Resident
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.speculation import Speculation
-from offload.runtime.streams import registry
+from offload.streams import registry
 from tests.offload.helpers.models import Stack, same_bits, stack_inputs
 from tests.offload.helpers.random_models import built, shards
 from tests.offload.helpers.updates import Mixed

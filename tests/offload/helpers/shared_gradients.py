@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from offload.modes.mode import Mode
-from offload.runtime.sharing.sharers import CopyWay
-from offload.runtime.streams.stream_checker import CheckedStreams
+from offload.sharing.sharers import CopyWay
+from offload.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 
 Losses = Sequence[Sequence[Callable[[nn.Module], Tensor]]]

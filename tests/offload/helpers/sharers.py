@@ -13,8 +13,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from offload.runtime.sharing.processes import Processes
-from offload.runtime.sharing.sharers import CopyWay, LinkWay, SharerLostError
+from offload.sharing.processes import Processes
+from offload.sharing.sharers import CopyWay, LinkWay, SharerLostError
 
 # Longer than any of their calls takes.
 LIMIT_S = 300
@@ -49,7 +49,7 @@ class _Table:
 
 
 class ThreadSharers:
-    """`offload.runtime.sharing.sharers.Sharers` of a thread: number `number` of all."""
+    """`offload.sharing.sharers.Sharers` of a thread: number `number` of all."""
 
     links: LinkWay = "collectives"
 

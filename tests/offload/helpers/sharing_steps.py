@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from offload.modes.layer_stream import LayerStream
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.speculation import Speculation
-from offload.runtime.streams.counters import Counters
-from offload.runtime.streams.stream_checker import CheckedStreams
+from offload.streams.counters import Counters
+from offload.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.models import stack_inputs
 from tests.offload.helpers.sharers import ThreadSharers
 from tests.offload.helpers.updates import host_adamw, states_of

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from offload.activations.swapper import ActivationSwapper
+from offload.memory.host_memory import HostArena
 from offload.modes.none import Resident
 from offload.modes.tensor_swap import TensorSwap
-from offload.runtime.memory.host_memory import HostArena
-from offload.runtime.streams import registry
-from offload.runtime.streams.transfer import Telemetry, Transfer
+from offload.streams import registry
+from offload.streams.transfer import Telemetry, Transfer
 
 
 class Swap(ActivationSwapper):

@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from offload.microbatches.layer_major import LayerMajor, one_after_another
-from offload.runtime.torch_internals import innermost_saved_tensor_hooks
+from offload.torch_private.torch_internals import innermost_saved_tensor_hooks
 
 
 class Notes(torch.autograd.Function):

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from offload.microbatches.module_attributes import ModuleAttributes
-from offload.runtime.forward.running_microbatch import SideBySideError
+from offload.torch_private.running_microbatch import SideBySideError
 
 
 def test_each_reads_the_last_write_of_those_up_to_it():

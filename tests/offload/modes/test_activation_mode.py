@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from offload.errors import KnobError
 from offload.modes.activation_mode import ActivationMode
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
@@ -16,8 +17,7 @@ from offload.modes.none import Resident
 from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
-from offload.runtime.errors import KnobError
-from offload.runtime.streams.counters import Counters
+from offload.streams.counters import Counters
 from tests.offload.helpers.models import Stack, attached, same_as_resident, stack_inputs
 
 

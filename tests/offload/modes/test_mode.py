@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from offload.errors import KnobError
+from offload.knobs import explanations, knob
 from offload.modes.activation_mode import ActivationMode
 from offload.modes.mode import Mode
-from offload.runtime.errors import KnobError
-from offload.runtime.knobs import explanations, knob
-from offload.runtime.streams.counters import Counters
+from offload.streams.counters import Counters
 from tests.offload.helpers.models import Stack, attached, same_as_resident, stack_inputs, with_copy
 from tests.offload.helpers.modes import mode_classes, small
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from offload.errors import KnobError
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.modes.save_on_cpu import SaveOnCpu
-from offload.runtime.errors import KnobError
 from tests.offload.helpers.models import Stack, attached, same_as_resident, stack_inputs, with_copy
 from tests.offload.helpers.modes import WEIGHTS
 

@@ -17,7 +17,7 @@ from offload.modes import tensor_swap
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.modes.tensor_swap import TensorSwap
-from offload.runtime.streams.counters import Counters
+from offload.streams.counters import Counters
 from tests.offload.helpers.models import Stack, assert_same, attached, same_as_resident, stack_inputs, train
 from tests.offload.helpers.swapping import swapping
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from offload.errors import KnobError
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.weight_mode import WeightMode
-from offload.runtime.errors import KnobError
 from tests.offload.helpers.models import Stack, attached, same_as_resident, stack_inputs
 
 MODES = (BounceLinear, LayerStream, ShardOffload)

@@ -13,7 +13,7 @@ from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.formats import StateFormat
-from offload.runtime.streams.stream_checker import CheckedEvent
+from offload.streams.stream_checker import CheckedEvent
 from tests.offload.helpers.kernels import FEW
 from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs
 from tests.offload.helpers.updates import EARLY, MODES, Mixed, host_adamw, made, one_step, train, updating

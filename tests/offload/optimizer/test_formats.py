@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from offload.errors import KnobError
 from offload.optimizer.formats import StateFormat
-from offload.runtime.errors import KnobError
 
 
 @pytest.mark.parametrize(

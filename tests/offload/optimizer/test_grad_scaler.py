@@ -13,7 +13,7 @@ from offload.modes.mode import Mode
 from offload.modes.none import Resident
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.speculation import Speculation, mark_of
-from offload.runtime.streams.registry import acquire, release
+from offload.streams.registry import acquire, release
 
 TRIALS = {"early": False, "speculation": Speculation(1e9, 1 << 22)}
 DEFERRED = {"early": False}

@@ -12,7 +12,7 @@ from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.worker import UpdateWorker
-from offload.runtime.streams import registry
+from offload.streams import registry
 from tests.offload.helpers.models import Stack, assert_same, with_copy
 from tests.offload.helpers.updates import made, no_worker_lives, one_step, train
 

@@ -18,7 +18,7 @@ from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.overlap import Overlap
-from offload.runtime.streams.stream_checker import CheckedSignal
+from offload.streams.stream_checker import CheckedSignal
 from offload.weights.gradients import offloader
 from tests.offload.helpers.models import Shared, Stack, assert_same, attached, stack_inputs, tokens, with_copy
 from tests.offload.helpers.optimizers import OFF, SETTINGS, near, needs_compiler

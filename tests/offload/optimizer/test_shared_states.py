@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.optimizer.adamw import HostAdamW
-from offload.runtime.sharing.sharers import meet
+from offload.sharing.sharers import meet
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from offload.errors import KnobError
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.overlap import Overlap
 from offload.optimizer.speculation import Speculation, SpeculativeUpdates, can_undo
 from offload.optimizer.undo_log import UndoLog
-from offload.runtime.errors import KnobError
 from tests.offload.helpers.models import Stack, assert_same, attached
 from tests.offload.helpers.optimizers import needs_compiler
 from tests.offload.helpers.updates import (

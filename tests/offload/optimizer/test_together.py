@@ -11,7 +11,7 @@ from torch import nn
 from offload.optimizer import kernels, together
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.formats import StateFormat
-from offload.runtime.torch_internals import TorchDispatchMode
+from offload.torch_private.torch_internals import TorchDispatchMode
 from tests.offload.helpers.kernels import Blockwise, checked, needs_gpu
 from tests.offload.helpers.models import assert_same
 from tests.offload.helpers.optimizers import OFF, SETTINGS, give_gradients, parameters, same, train

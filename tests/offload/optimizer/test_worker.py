@@ -19,7 +19,7 @@ from torch import nn
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.optimizer.adamw import HostAdamW
-from offload.runtime.streams.stream_checker import CheckedEvent
+from offload.streams.stream_checker import CheckedEvent
 from tests import ROOT
 from tests.offload.helpers.census import assert_given_back
 from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, with_copy
@@ -301,7 +301,7 @@ def test_a_process_may_end_in_an_update():
 from tests.offload.helpers.models import Stack
 from tests.offload.helpers.updates import host_adamw, made, one_step
 from offload.modes.layer_stream import LayerStream
-from offload.runtime.streams import registry
+from offload.streams import registry
 
 model, mode = made(Stack), LayerStream()
 mode.attach(model, registry.acquire("cpu"))

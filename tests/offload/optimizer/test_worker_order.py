@@ -8,7 +8,7 @@ import pytest
 
 from offload.modes.layer_stream import LayerStream
 from offload.optimizer.adamw import HostAdamW
-from offload.runtime.streams.stream_checker import CheckedEvent
+from offload.streams.stream_checker import CheckedEvent
 from offload.weights.gradients.ring import GradientRing
 from tests.offload.helpers.models import Stack
 from tests.offload.helpers.updates import held_up, made, one_step, updating

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from offload.activations.checkpointing import recompute
+from offload.blocks import find_blocks
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
@@ -20,7 +21,6 @@ from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.planning.dry_run import MOVED, DryRun, dry_run, left_as_found
-from offload.runtime.blocks import find_blocks
 from offload.weights.gradients import ring
 from offload.weights.gradients.final import NotFinalError
 from tests.offload.helpers.mapped import with_low_rank, write_frozen

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from offload.memory.bandwidth import Bandwidth
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.mode import Mode
@@ -18,7 +19,6 @@ from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.planning.forward_run import ForwardRun, dry_run_forwards
 from offload.planning.simulated_streams import SimulatedStreams
-from offload.runtime.memory.bandwidth import Bandwidth
 from tests.offload.helpers.models import Stack
 
 WIDTH, DEPTH, COUNT = 256, 10, 8

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from offload.memory.bandwidth import Bandwidth
 from offload.modes.layer_stream import LayerStream
 from offload.planning.dry_run import dry_run
 from offload.planning.simulated_streams import SimulatedStreams, Work
-from offload.runtime.memory.bandwidth import Bandwidth
 
 MB = 10**6
 

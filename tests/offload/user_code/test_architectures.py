@@ -9,7 +9,7 @@ import socket
 
 import pytest
 
-from offload.runtime.blocks import find_blocks
+from offload.blocks import find_blocks
 from tests.offload.helpers.architecture_cases import ARCHITECTURES, MODES, built, check
 
 

@@ -14,7 +14,7 @@ from offload.modes import shard_offload, tensor_swap
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.shard_offload import ShardOffload
-from offload.runtime.sharing.sharers import CopyWay
+from offload.sharing.sharers import CopyWay
 from offload.weights.gradients import buckets
 from tests.models.helpers.small_diffusion import SMALL, TIMES, inputs_of, small
 from tests.offload.helpers.architecture_cases import ARCHITECTURES, MODES, built

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from offload import BounceLinear, HostAdamW, LayerStream, Mode, Resident, ShardOffload, acquire, release
-from offload.runtime.forward.running_microbatch import SideBySideError
+from offload.torch_private.running_microbatch import SideBySideError
 
 MODES: dict[str, Callable[[], Mode]] = {
     "layer_stream": lambda: LayerStream(slots=2, outside="stream"),

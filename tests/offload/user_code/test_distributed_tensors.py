@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from offload import BounceLinear, LayerStream, Mode, Resident, ShardOffload, TensorSwap
-from offload.runtime.streams import registry
+from offload.streams import registry
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
-from offload.runtime.streams.transfer import Transfer
+from offload.streams.transfer import Transfer
 from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs
 
 MODES = {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from offload.runtime.blocks import find_blocks
+from offload.blocks import find_blocks
 from tests.offload.helpers.user_code import EVERY_MODE, same_as_resident, train_step
 
 

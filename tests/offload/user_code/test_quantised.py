@@ -20,7 +20,7 @@ from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.optimizer.adamw import HostAdamW
 from offload.planning.dry_run import MOVED, dry_run
-from offload.runtime.tensor_parts import parts, state_of, true_bytes, wraps
+from offload.torch_private.tensor_parts import parts, state_of, true_bytes, wraps
 from tests.offload.helpers.models import assert_same, attached
 from tests.offload.helpers.modes import mode_classes, small
 from tests.offload.helpers.quantised import KINDS, Model, Nested, bytes_of, inputs, same_as_resident

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
-from offload.runtime.streams.device_work import HostOperandError
+from offload.streams.device_work import HostOperandError
 from tests.offload.helpers.models import attached, stack_inputs
 from tests.offload.helpers.user_code import EVERY_MODE, evaluate, same_as_resident, train_step
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from offload.memory.host_memory import HostArena
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
-from offload.runtime.memory.host_memory import HostArena
 from tests.offload.helpers.models import Stack
 from tests.offload.helpers.user_code import (
     EVERY_MODE_OR_NONE,

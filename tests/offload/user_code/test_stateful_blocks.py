@@ -20,7 +20,7 @@ from offload.modes.mode import Mode
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
-from offload.runtime.forward.buffer_states import SMALL_BYTES
+from offload.torch_private.buffer_states import SMALL_BYTES
 from tests.offload.helpers import models, user_code
 
 WIDTH = 6

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.runtime.sharing.sharers import NO_SHARERS
+from offload.sharing.sharers import NO_SHARERS
 from offload.weights.shared_homes import make_shared_homes
 from offload.weights.units.partition import CutModel, CutPoint, cut
 from offload.weights.units.slices import slices_of

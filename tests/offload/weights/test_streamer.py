@@ -13,8 +13,8 @@ from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.optimizer.kernels import FusedUpdate
-from offload.runtime.streams import registry
-from offload.runtime.streams.stream_checker import StreamOrderError
+from offload.streams import registry
+from offload.streams.stream_checker import StreamOrderError
 from offload.weights.units.unit import OffloadUnit
 from tests.offload.helpers.models import Shared, Stack, assert_same, attached, stack_inputs, tokens, train, with_copy
 from tests.offload.helpers.updates import host_adamw, one_step

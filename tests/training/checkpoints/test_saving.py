@@ -21,7 +21,7 @@ from torch import nn
 
 from models import safetensors_files, whole_folder
 from offload.optimizer.adamw import HostAdamW
-from offload.runtime.streams import registry
+from offload.streams import registry
 from training.checkpoints import layout, manifest, saving
 from training.checkpoints.saving import Checkpoints
 from training.checkpoints.state import RunState

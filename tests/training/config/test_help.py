@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hydra import compose
 
-from offload.runtime.knobs import explanations
+from offload.knobs import explanations
 from tests.training.helpers.in_process import conf_initialised
 from training.config import help, schema
 from training.config.modes import ModeOption, mode_options

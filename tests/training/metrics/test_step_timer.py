@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from offload.runtime.streams import registry
+from offload.streams import registry
 from training.metrics import step_timer
 from training.metrics.step_timer import StepTimer
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from offload.runtime.memory.links import links_of
-from offload.runtime.streams.stream_checker import CheckedStreams
+from offload.sharing.links import links_of
+from offload.streams.stream_checker import CheckedStreams
 from tests import ROOT
 from tests.offload.helpers.sharers import homes_in_use
 from tests.training.helpers.in_process import components_of, run_here

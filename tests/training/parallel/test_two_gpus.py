@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from offload import HostAdamW, acquire, meet, release
 from offload.modes.layer_stream import LayerStream
-from offload.runtime.memory.links import CollectiveLinks, CopyLinks
+from offload.sharing.links import CollectiveLinks, CopyLinks
 from tests import ROOT
 from tests.offload.helpers.late import DELAY_CYCLES, make_late, poison_slots
 from tests.offload.helpers.models import Stack, assert_same, stack_inputs

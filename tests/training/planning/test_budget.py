@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from models.llama import Llama
-from offload.runtime.byte_sizes import parse_bytes
+from offload.byte_sizes import parse_bytes
 from tests.training.helpers.in_process import components_of
 from training.planning.budget import resident_key
 from training.planning.machine import machine_of

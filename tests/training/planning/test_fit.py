@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.runtime.byte_sizes import GIB
+from offload.byte_sizes import GIB
 from tests.training.helpers.in_process import TINY_RUN, command_here, components_of
 from training.components import Components
 from training.planning import fit, memory

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.runtime.byte_sizes import GIB
-from offload.runtime.streams import registry
+from offload.byte_sizes import GIB
+from offload.streams import registry
 from tests.training.helpers.in_process import components_of
 from training.errors import UserError
 from training.planning import machine as machine_module

@@ -7,7 +7,7 @@ import errno
 import pytest
 import torch
 
-from offload.runtime.byte_sizes import format_bytes
+from offload.byte_sizes import format_bytes
 from tests.training.helpers.in_process import SMALL_MODEL, components_of
 from training.planning.machine import machine_of
 from training.planning.oom_advice import OutOfMemoryError, memory_explained

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from models.llama import Llama
-from offload.runtime.byte_sizes import GIB
+from offload.byte_sizes import GIB
 from tests.training.helpers.in_process import ROOT, command_here
 from training.planning.plan import draw_timeline
 

@@ -13,11 +13,11 @@ import torch
 from omegaconf import OmegaConf
 
 from models.llama import Llama
+from offload.blocks import find_blocks
+from offload.byte_sizes import GIB
 from offload.planning.cost_model import UpdateTimes, forecast, hidden_share
 from offload.planning.dry_run import DryRun, dry_run
 from offload.planning.simulated_streams import SimulatedStreams
-from offload.runtime.blocks import find_blocks
-from offload.runtime.byte_sizes import GIB
 from scripts.workload import Blocks, build_mode
 from tests import ROOT
 from tests.training.helpers.in_process import components_of

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from offload.runtime.memory.bandwidth import Bandwidth
+from offload.memory.bandwidth import Bandwidth
 from training.errors import UserError
 from training.profiling import hardware
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from offload.runtime.streams import registry
-from offload.runtime.streams.transfer import profiled
+from offload.streams import registry
+from offload.streams.transfer import profiled
 from tests import ROOT
 from tests.training.helpers.in_process import command_here
 from tests.training.helpers.wandb_files import records_of, summary_of, wandb_runs

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from offload.modes.layer_stream import LayerStream
 from offload.optimizer.adamw import HostAdamW
-from offload.runtime.sharing.sharers import CopyWay
-from offload.runtime.streams.stream_checker import CheckedStreams
+from offload.sharing.sharers import CopyWay
+from offload.streams.stream_checker import CheckedStreams
 from offload.weights.gradients import buckets, device_sums
 from offload.weights.gradients.device_sums import DeviceSums
 from offload.weights.gradients.offers import SUMS_AT_ONCE

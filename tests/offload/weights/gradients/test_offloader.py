@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from offload.memory.host_memory import HostArena
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
-from offload.runtime.memory.host_memory import HostArena
-from offload.runtime.streams import registry
-from offload.runtime.streams.stream_checker import CheckedStreams
-from offload.runtime.streams.transfer import Telemetry, Transfer
+from offload.streams import registry
+from offload.streams.stream_checker import CheckedStreams
+from offload.streams.transfer import Telemetry, Transfer
 from offload.weights.gradients.offloader import GradientOffloader, Landing
 from offload.weights.units.placement import ModuleAttribute
 from offload.weights.units.unit import OffloadUnit

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from offload.errors import KnobError
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.optimizer.adamw import HostAdamW
-from offload.runtime.errors import KnobError
-from offload.runtime.streams.stream_checker import CheckedStreams
+from offload.streams.stream_checker import CheckedStreams
 from offload.weights.gradients import ring
 from offload.weights.gradients.final import NotFinalError
 from tests.offload.helpers.models import Shared, Stack, assert_same, attached, stack_inputs, tokens, with_copy

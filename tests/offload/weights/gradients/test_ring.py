@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from offload.memory.host_memory import HostArena
 from offload.modes.layer_stream import LayerStream
-from offload.runtime.memory.host_memory import HostArena
-from offload.runtime.streams import registry
-from offload.runtime.streams.stream_checker import CheckedStreams, StreamOrderError
+from offload.streams import registry
+from offload.streams.stream_checker import CheckedStreams, StreamOrderError
 from offload.weights.gradients import ring
 from offload.weights.gradients.ring import GradientRing, gradient_ring_bytes
 from offload.weights.units.partition import cut

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.runtime.memory.host_memory import HostArena
+from offload.memory.host_memory import HostArena
 from offload.weights.gradients.sum_layout import SumLayout
 from offload.weights.units.partition import CutPoint, cut, cut_for_sharers
 from offload.weights.units.unit import SHARED_ALIGNMENT_BYTES, OffloadUnit

@@ -11,9 +11,9 @@ from torch import nn
 
 from offload.modes.layer_stream import LayerStream
 from offload.optimizer.adamw import HostAdamW
-from offload.runtime.memory.links import CollectiveLinks, CopyLinks
-from offload.runtime.streams.stream_checker import CheckedStream, CheckedStreams, StreamOrderError
-from offload.runtime.torch_internals import gradient_accumulator
+from offload.sharing.links import CollectiveLinks, CopyLinks
+from offload.streams.stream_checker import CheckedStream, CheckedStreams, StreamOrderError
+from offload.torch_private.torch_internals import gradient_accumulator
 from offload.weights.gradients import buckets
 from offload.weights.gradients.summing import GradientSum
 from offload.weights.units.unit import OffloadUnit

@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from offload.runtime.memory.links import CollectiveLinks
-from offload.runtime.sharing.sharers import NO_SHARERS
-from offload.runtime.streams.deferred_free import PendingFree
-from offload.runtime.streams.stream_checker import CheckedStreams, StreamOrderError
+from offload.sharing.links import CollectiveLinks
+from offload.sharing.sharers import NO_SHARERS
+from offload.streams.deferred_free import PendingFree
+from offload.streams.stream_checker import CheckedStreams, StreamOrderError
 from offload.weights.gradients.sum_ring import SumRing, in_steps, ring_bytes
 
 CPU = torch.device("cpu")

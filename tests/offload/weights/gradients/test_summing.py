@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from offload.modes.layer_stream import LayerStream
-from offload.runtime.streams.stream_checker import CheckedStreams
+from offload.streams.stream_checker import CheckedStreams
 from offload.weights.gradients.summing import WAITING_UNITS
 from offload.weights.gradients.updates import NoUpdates
 from tests.offload.helpers.models import Stack, stack_inputs

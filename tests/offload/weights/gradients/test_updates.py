@@ -9,8 +9,8 @@ import torch
 
 from offload.modes.layer_stream import LayerStream
 from offload.optimizer.overlap import Overlap
-from offload.runtime.streams.counters import Counters
-from offload.runtime.streams.transfer import Transfer
+from offload.streams.counters import Counters
+from offload.streams.transfer import Transfer
 from offload.weights.gradients.updates import NO_UPDATES, NoUpdates, Updates
 from tests.offload.helpers.models import Stack, attached, stack_inputs
 

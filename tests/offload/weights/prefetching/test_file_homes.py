@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import nn
 
+from offload.errors import KnobError
+from offload.files.mapped_files import ChangedFileError, FileSpan, lies_in_file
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
-from offload.runtime.errors import KnobError
-from offload.runtime.memory.mapped_files import ChangedFileError, FileSpan, lies_in_file
-from offload.runtime.streams import registry
+from offload.streams import registry
 from offload.weights.prefetching import file_homes
 from offload.weights.prefetching.file_homes import plan_of, put_in_files, ring_size
 from offload.weights.units.partition import CutPoint, cut

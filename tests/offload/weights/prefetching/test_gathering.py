@@ -18,8 +18,8 @@ from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
 from offload.optimizer.adamw import HostAdamW
-from offload.runtime.sharing.sharers import NO_SHARERS, Sharers, meet
-from offload.runtime.streams.stream_checker import CheckedStreams
+from offload.sharing.sharers import NO_SHARERS, Sharers, meet
+from offload.streams.stream_checker import CheckedStreams
 from offload.weights.units import slices
 from tests.offload.helpers.mapped import with_low_rank
 from tests.offload.helpers.models import Stack, stack_inputs

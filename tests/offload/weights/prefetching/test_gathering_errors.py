@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from offload.modes.layer_stream import LayerStream
-from offload.runtime.streams.stream_checker import CheckedStreams
+from offload.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.models import Stack, stack_inputs
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 

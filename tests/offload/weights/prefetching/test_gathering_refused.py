@@ -8,7 +8,7 @@ from torch import nn
 
 from offload.modes.layer_stream import LayerStream
 from offload.optimizer.adamw import HostAdamW
-from offload.runtime.streams.stream_checker import CheckedStreams
+from offload.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from offload.memory.device_slots import DeviceSlots
+from offload.memory.host_memory import HostArena
 from offload.modes.layer_stream import LayerStream
 from offload.optimizer.worker import UpdateWorker
-from offload.runtime.memory.device_slots import DeviceSlots
-from offload.runtime.memory.host_memory import HostArena
-from offload.runtime.streams import registry
-from offload.runtime.streams.transfer import Telemetry, Transfer
+from offload.streams import registry
+from offload.streams.transfer import Telemetry, Transfer
 from offload.weights.prefetching.prefetcher import Prefetcher
 from offload.weights.units.partition import CutPoint, cut
 from tests.offload.helpers.models import Stack, attached, stack_inputs

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from offload.runtime.memory.device_slots import DeviceSlots
-from offload.runtime.memory.host_memory import HostArena
-from offload.runtime.streams import registry
-from offload.runtime.streams.stream_checker import StreamOrderError
-from offload.runtime.streams.transfer import Telemetry, Transfer
+from offload.memory.device_slots import DeviceSlots
+from offload.memory.host_memory import HostArena
+from offload.streams import registry
+from offload.streams.stream_checker import StreamOrderError
+from offload.streams.transfer import Telemetry, Transfer
 from offload.weights.prefetching.file_homes import NO_FILES
 from offload.weights.prefetching.slot_contents import SlotContents
 from offload.weights.units.partition import CutPoint, cut

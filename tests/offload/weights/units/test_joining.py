@@ -10,7 +10,7 @@ from torch import nn
 
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
-from offload.runtime.streams.transfer import Transfer
+from offload.streams.transfer import Transfer
 from offload.weights.units import joining
 from tests.offload.helpers.architectures import ADAPTED
 from tests.offload.helpers.models import Stack, attached, same_as_resident

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from offload.runtime.memory.host_memory import ALIGNMENT_BYTES
-from offload.runtime.tensor_parts import parts
+from offload.memory.host_memory import ALIGNMENT_BYTES
+from offload.torch_private.tensor_parts import parts
 from offload.weights.units.layouts import Layout, check_frozen, over
 from tests.offload.helpers.quantised import Nested
 

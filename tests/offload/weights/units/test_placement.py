@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.runtime.tensor_parts import parts
+from offload.torch_private.tensor_parts import parts
 from offload.weights.units import placement
 from offload.weights.units.placement import DevicePlacement, ModuleAttribute, move_into, move_to
 from offload.weights.units.unfilled import unfilled

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from offload.runtime.memory.host_memory import HostArena
+from offload.memory.host_memory import HostArena
 from offload.weights.units.partition import CutPoint, cut
 from offload.weights.units.unfilled import unfilled
 from offload.weights.units.unit import OffloadUnit

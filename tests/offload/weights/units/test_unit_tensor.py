@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.runtime.memory.host_memory import HostArena
+from offload.memory.host_memory import HostArena
 from tests.offload.weights.units.test_unit import at_home
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.runtime.memory.host_memory import HostArena
+from offload.memory.host_memory import HostArena
 from offload.weights.units.partition import CutPoint, cut
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor

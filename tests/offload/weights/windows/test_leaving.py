@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from offload.runtime.memory.device_slots import DeviceSlots
-from offload.runtime.streams.registry import Streams
+from offload.memory.device_slots import DeviceSlots
+from offload.streams.registry import Streams
 from offload.weights.windows.leaving import copy_what_leaves
 
 Pair = namedtuple("Pair", "first second")

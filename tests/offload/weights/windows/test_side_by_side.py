@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.runtime.forward.running_microbatch import SideBySideError
+from offload.torch_private.running_microbatch import SideBySideError
 from offload.weights.units.partition import CutModel, CutPoint, cut
 from offload.weights.windows.side_by_side import WeightsSideBySide
 from tests.offload.helpers.quantised import Nested

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.runtime.forward.running_microbatch import SideBySideError, running
+from offload.torch_private.running_microbatch import SideBySideError, running
 from offload.weights.windows.stand_in_class import data_was_taken, forget_data_taken, like_host
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from offload.runtime.forward.running_microbatch import running
-from offload.runtime.memory.device_slots import DeviceSlot
-from offload.runtime.memory.host_memory import HostArena
-from offload.runtime.streams import registry
+from offload.memory.device_slots import DeviceSlot
+from offload.memory.host_memory import HostArena
+from offload.streams import registry
+from offload.torch_private.running_microbatch import running
 from offload.weights.units.partition import CutPoint, cut
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor

@@ -1,0 +1,365 @@
+"""A ring of host blocks that threads fill from files, ahead of the copies to the device that read them.
+
+[Note: the life of a block]
+
+1. Free. `copied` ends the last copy that read it, if any.
+2. Filling. It is given to a `ReadPlan`, and threads read its parts: each waits for `copied` before it writes, and sets
+   a signal behind it.
+3. Taken. The host has waited for the signals of all parts, and queues copies that read the block.
+4. Given back. `copied` is recorded behind these copies, and the block is free.
+
+The caller tells which plans it will take next, and in which order (`expect`); of these as many are read ahead as there
+are blocks. A plan that nobody expected is read when it is taken, in the place of the one that is needed last.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+from offload.files.mapped_files import DIRECT_BYTES, FileSpan, MappedFile
+from offload.memory.host_memory import HostArena, HostBlock
+from offload.streams.registry import Event, Signal, Streams
+
+# Bytes that a thread reads at a time: enough for a disk's full rate, and few enough to share a unit among threads.
+PART_BYTES = 8 * 2**20
+# What a poisoned block has: NaN in every floating-point dtype.
+POISON = b"\xff"
+
+# Each thread has a clock of its own in the stream checker.
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Bytes of a file, for `position` in a block. `needed` of the `nbytes` are there for sure: a file may end first."""
+
+    path: Path
+    offset: int
+    position: int
+    nbytes: int
+    needed: int
+
+
+class ReadPlan:
+    """Reads that bring `spans` into one block, whole disk blocks at a time. Spans that touch are one read.
+
+    `places` are the positions of the spans in the block, in their order; `nbytes` is the room that they take there.
+    """
+
+    def __init__(self, name: str, spans: Sequence[FileSpan]):
+        self.name = name
+        self.places = [0] * len(spans)
+        self.nbytes = 0
+        # Of each read: path, first byte in the file, position in the block, end in the file, and end of what is needed.
+        extents: list[list] = []
+        for index in sorted(range(len(spans)), key=lambda index: (str(spans[index].path), spans[index].offset)):
+            span = spans[index]
+            begin, needed = span.offset - span.offset % DIRECT_BYTES, span.offset + span.nbytes
+            end = -(-needed // DIRECT_BYTES) * DIRECT_BYTES
+            last = extents[-1] if extents else None
+            if last is None or last[0] != span.path or begin > last[3]:
+                extents.append(last := [span.path, begin, self.nbytes, begin, begin])
+            last[3], last[4] = max(last[3], end), max(last[4], needed)
+            self.nbytes = last[2] + last[3] - last[1]
+            self.places[index] = last[2] + span.offset - last[1]
+        self.parts: list[list[_Read]] = [[] for _ in range(-(-self.nbytes // PART_BYTES))]
+        for path, begin, position, end, needed in extents:
+            while begin < end:
+                part = position // PART_BYTES
+                nbytes = min(end - begin, (part + 1) * PART_BYTES - position)
+                self.parts[part].append(_Read(path, begin, position, nbytes, min(nbytes, needed - begin)))
+                begin, position = begin + nbytes, position + nbytes
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(eq=False)
+class _Part:
+    """A piece of a block that one thread fills."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(eq=False)
+class _Block:
+    memory: HostBlock
+    parts: list[_Part]
+    copied: Event | None = None
+    fill: Fill | None = None
+
+
+@dataclass(eq=False)
+class Fill:
+    """A block that has the bytes of a plan, or will have them. `waiting` are the parts that no thread has begun."""
+
+    plan: ReadPlan
+    block: _Block
+    done: list[Signal]
+    waiting: deque[int] = field(init=False)
+    error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self.waiting = deque(range(len(self.done)))
+
+    @property
+    def memory(self) -> HostBlock:
+        return self.block.memory
+
+    @property
+    def is_read(self) -> bool:
+        return all(signal.is_set() for signal in self.done)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no thread reads it now: none has begun, or all parts are read."""
+        return len(self.waiting) == len(self.done) or self.is_read
+
+
+class FileRing:
+    """Reads plans into `count` blocks of `block_bytes`, which `arena` provides, with `threads` threads.
+
+    `files` are the files of all plans. `direct` reads past the page cache where that is possible. `poison` fills a
+    block with NaN before each read. On the meta device nothing is read. `wait_ms` is the time that the host has
+    waited for reads, `read_bytes` were read.
+    """
+
+    def __init__(
+        self,
+        files: Mapping[Path, MappedFile],
+        arena: HostArena,
+        streams: Streams,
+        *,
+        block_bytes: int,
+        count: int,
+        threads: int,
+        direct: bool = False,
+        poison: bool = False,
+    ):
+        self.wait_ms = 0.0
+        self._streams = streams
+        self._blocks = []
+        for index in range(count):
+            memory = arena.allocate(block_bytes, f"ring block {index}")
+            names = (f"part {part} of ring block {index}" for part in range(-(-block_bytes // PART_BYTES)))
+            self._blocks.append(_Block(memory, [_Part(name) for name in names]))
+        self._fills: dict[ReadPlan, Fill] = {}
+        self._reads = streams.device.type != "meta"
+        self._readers = _Readers(_PartReader(files, streams, direct, poison), streams, threads)
+        # Threads hold the readers and not this object: they end when it is dropped, and when the process ends.
+        self._end_threads = weakref.finalize(self, self._readers.close)
+
+    @property
+    def read_bytes(self) -> int:
+        return self._readers.reader.read_bytes
+
+    def expect(self, plans: Iterable[ReadPlan]) -> None:
+        """Reads ahead: `plans` are what will be taken next, in this order. Blocks nobody."""
+        plans = list(dict.fromkeys(plans))[: len(self._blocks)]
+        self._readers.put_in_order(plans)
+        for plan in plans:
+            if plan in self._fills:
+                continue
+            block = self._free_block()
+            if block is None:
+                # One that is being read now does not make way: the host would wait.
+                idle = [fill for other, fill in self._fills.items() if other not in plans and fill.is_idle]
+                if not idle:
+                    return
+                block = self._drop(idle[0])
+            self._start(plan, block)
+
+    def is_ready(self, plan: ReadPlan) -> bool:
+        """Tells whether `take` would not wait."""
+        fill = self._fills.get(plan)
+        return fill is not None and fill.is_read
+
+    def take(self, plan: ReadPlan) -> Fill:
+        """Returns the block with the bytes of `plan`; blocks the host until they are there. `give_back` follows.
+
+        Raises OSError where a file cannot be read, and ChangedFileError where one has changed.
+        """
+        start = perf_counter()
+        fill = self._fills.get(plan)
+        if fill is None:
+            self._readers.put_first(plan)
+            block = self._free_block() or self._drop(self._readers.last_needed(self._fills.values()))
+            fill = self._start(plan, block)
+        self._wait_for(fill)
+        self.wait_ms += (perf_counter() - start) * 1e3
+        if fill.error is not None:
+            self._forget(fill)
+            raise fill.error
+        return fill
+
+    def declare_reads(self, fill: Fill, what: str) -> None:
+        """Declares that the h2d stream reads the block in the work that it is given next."""
+        for part, _ in zip(fill.block.parts, fill.done, strict=False):
+            self._streams.reads(self._streams.h2d, part, what)
+
+    def give_back(self, fill: Fill) -> None:
+        """Frees a block, as soon as the copies that were queued on the h2d stream are done."""
+        self._forget(fill)
+
+    def close(self) -> None:
+        """Ends the threads. No copy may use a block any more."""
+        self._end_threads()
+        self._fills.clear()
+
+    def _free_block(self) -> _Block | None:
+        return next((block for block in self._blocks if block.fill is None), None)
+
+    def _start(self, plan: ReadPlan, block: _Block) -> Fill:
+        fill = Fill(plan, block, [self._streams.signal() for _ in plan.parts])
+        self._fills[plan] = block.fill = fill
+        if self._reads:
+            self._readers.add(fill)
+        else:
+            for signal in fill.done:
+                signal.set()
+        return fill
+
+    def _drop(self, fill: Fill) -> _Block:
+        """Ends a fill that nobody has taken; blocks the host until the parts that were begun are read."""
+        self._readers.remove(fill)
+        self._wait_for(fill)
+        return self._forget(fill)
+
+    def _wait_for(self, fill: Fill) -> None:
+        for signal in fill.done:
+            signal.wait()
+
+    def _forget(self, fill: Fill) -> _Block:
+        fill.block.copied = self._streams.event()
+        # The event follows the host too, which has waited for the reads.
+        fill.block.copied.record(self._streams.h2d)
+        fill.block.fill = None
+        del self._fills[fill.plan]
+        return fill.block
+
+
+class _PartReader:
+    """Reads one part of a block; runs on the threads."""
+
+    def __init__(self, files: Mapping[Path, MappedFile], streams: Streams, direct: bool, poison: bool):
+        self.read_bytes = 0
+        self._files = files
+        self._streams = streams
+        self._direct = direct
+        self._poison = poison
+
+    def __call__(self, fill: Fill, index: int) -> None:
+        if fill.block.copied is not None:
+            fill.block.copied.synchronize()
+        self._streams.writes(None, fill.block.parts[index], f"read of {fill.plan}")
+        memory = memoryview(fill.memory.view)
+        for read in fill.plan.parts[index]:
+            if self._poison:
+                memory[read.position : read.position + read.nbytes] = POISON * read.nbytes
+            self._read(read, memory)
+        for path in {read.path for read in fill.plan.parts[index]}:
+            # Before and after the reads: what was read is of the file that was opened.
+            self._files[path].check()
+
+    def _read(self, read: _Read, memory: memoryview) -> None:
+        file, got = self._files[read.path], 0
+        while got < read.needed:
+            target = memory[read.position + got : read.position + read.nbytes]
+            count = file.read(target, read.offset + got, self._direct)
+            if not count:
+                file.check()
+                raise OSError(errno.EIO, f"ends at byte {read.offset + got}, before its weights do", str(read.path))
+            got += count
+        self.read_bytes += got
+
+
+class _Readers:
+    """Threads that fill blocks, parts of the plan that is needed first before those of others."""
+
+    def __init__(self, reader: Callable[[Fill, int], None], streams: Streams, threads: int):
+        self.reader = reader
+        self._streams = streams
+        self._count = threads
+        self._changed = threading.Condition()
+        self._queue: list[Fill] = []
+        self._order: dict[ReadPlan, int] = {}
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def put_in_order(self, plans: Sequence[ReadPlan]) -> None:
+        self._order = {plan: place for place, plan in enumerate(plans)}
+
+    def put_first(self, plan: ReadPlan) -> None:
+        self._order = self._order | {plan: -1}
+
+    def last_needed(self, fills: Iterable[Fill]) -> Fill:
+        """Returns the one of `fills` whose plan is needed last, as far as that is known."""
+        return max(fills, key=lambda fill: self._place(fill.plan))
+
+    def add(self, fill: Fill) -> None:
+        with self._changed:
+            self._queue.append(fill)
+            parts = sum(len(each.waiting) for each in self._queue)
+            while len(self._threads) < min(self._count, parts):
+                arguments = (f"file reader {next(_numbers)}",)
+                thread = threading.Thread(target=self._work, args=arguments, name="file reader", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+            self._changed.notify(len(fill.waiting))
+
+    def remove(self, fill: Fill) -> None:
+        """Takes back the parts that no thread has begun: they count as done."""
+        with self._changed:
+            if fill in self._queue:
+                self._queue.remove(fill)
+            for index in fill.waiting:
+                fill.done[index].set()
+            fill.waiting.clear()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._queue.clear()
+            self._changed.notify_all()
+        if threading.current_thread() in self._threads:
+            # The garbage collector has called this on a reader, which may hold the lock that the others wait for.
+            return
+        for thread in self._threads:
+            thread.join()
+
+    def _place(self, plan: ReadPlan) -> float:
+        return self._order.get(plan, len(self._order))
+
+    def _work(self, name: str) -> None:
+        with self._streams.beside(name):
+            while (item := self._next()) is not None:
+                fill, index = item
+                try:
+                    self.reader(fill, index)
+                except BaseException as error:
+                    fill.error = error
+                fill.done[index].set()
+                del fill, item
+
+    def _next(self) -> tuple[Fill, int] | None:
+        with self._changed:
+            while not self._queue:
+                if self._closed:
+                    return None
+                self._changed.wait()
+            fill = min(self._queue, key=lambda fill: self._place(fill.plan))
+            index = fill.waiting.popleft()
+            if not fill.waiting:
+                self._queue.remove(fill)
+            return fill, index

@@ -1,0 +1,110 @@
+"""Knobs of a mode: each is declared once, as a field of the mode's dataclass, with its type, default and range.
+
+    @dataclass(kw_only=True, eq=False)
+    class MyMode(WeightMode):
+        slots: int = knob(2, at_least=1)
+        outside: str = choice("resident", "stream")
+
+`check_knobs` holds the values to the declarations. The configuration takes names, types and defaults from the same
+fields (`training.config.modes`), and the explanations from the `Args:` section of the docstrings (`explanations`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable
+from dataclasses import field, fields
+from typing import Any
+
+from offload.byte_sizes import parse_bytes
+from offload.errors import KnobError
+
+
+def knob(default: Any, *, at_least: float | None = None, at_most: float | None = None) -> Any:
+    """Returns a field for a knob of any type but bytes and choices. A list is the default of this one object alone."""
+
+    def checked(name: str, value: Any) -> Any:
+        return value if value is None else in_range(name, value, at_least=at_least, at_most=at_most)
+
+    return _declared(default, checked)
+
+
+def choice(*choices: str) -> Any:
+    """Returns a field for a knob that is one of `choices`, by default the first."""
+    return _declared(choices[0], lambda name, value: one_of(name, value, *choices))
+
+
+def nbytes(default: str | int | None, *, or_else: str = "") -> Any:
+    """Returns a field for a number of bytes: an int, or a string such as "512MiB", which `check_knobs` makes an int.
+
+    The word `or_else` is allowed too, and kept as it is; so is None where it is the default.
+    """
+
+    if or_else or default is None:
+        return _declared(default, lambda name, value: bytes_or(or_else or None, name, value))
+    return _declared(default, parse_bytes)
+
+
+def bytes_or(other: str | None, name: str, value: Any) -> Any:
+    """Returns `value` in bytes, or as it is where it is `other`. Raises KnobError where it is neither."""
+    if value == other:
+        return value
+    try:
+        return parse_bytes(name, value)
+    except KnobError as error:
+        raise KnobError(name, value, f"{error.problem}, or {'null' if other is None else other}") from None
+
+
+def one_of(name: str, value: str, *choices: str) -> str:
+    """Returns `value`. Raises KnobError naming the choices where it is none of them."""
+    if value not in choices:
+        raise KnobError(name, value, f"must be {' or '.join(choices)}")
+    return value
+
+
+def in_range(
+    name: str, value: Any, *, at_least: float | None = None, above: float | None = None, at_most: float | None = None
+) -> Any:
+    """Returns `value`. Raises KnobError where it is a number that is infinite or out of range. NaN is in no range."""
+    if isinstance(value, float) and math.isinf(value):
+        raise KnobError(name, value, "must be finite")
+    # Written so that NaN is refused.
+    if at_least is not None and not value >= at_least:
+        raise KnobError(name, value, f"must be at least {at_least}")
+    if above is not None and not value > above:
+        raise KnobError(name, value, f"must be above {above}")
+    if at_most is not None and not value <= at_most:
+        raise KnobError(name, value, f"must be at most {at_most}")
+    return value
+
+
+def check_knobs(owner: Any) -> None:
+    """Holds every knob of the dataclass `owner` to its declaration. Raises KnobError for the first that does not fit.
+
+    Sizes become bytes.
+    """
+    for entry in fields(owner):
+        if checked := entry.metadata.get("checked"):
+            setattr(owner, entry.name, checked(entry.name, getattr(owner, entry.name)))
+
+
+def explanations(owner: type) -> dict[str, str]:
+    """Returns the explanation of each knob of a class: its entry in the `Args:` section of the docstring of the class.
+
+    A knob that the class does not explain has the explanation of a class that it derives from.
+    """
+    found: dict[str, str] = {}
+    for base in reversed(owner.__mro__):
+        doc = inspect.cleandoc(base.__dict__.get("__doc__") or "")
+        section = re.search(r"^Args:\n((?: .*\n|\n)*)", doc + "\n", re.MULTILINE)
+        for entry in re.split(r"\n(?=    \w)", section[1].rstrip()) if section else ():
+            names, _, text = entry.partition(": ")
+            found |= dict.fromkeys(re.findall(r"\w+", names), " ".join(text.split()))
+    return found
+
+
+def _declared(default: Any, checked: Callable[[str, Any], Any]) -> Any:
+    default = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return field(**default, metadata={"checked": checked})

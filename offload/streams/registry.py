@@ -1,0 +1,241 @@
+"""The streams and events of each device, shared by all modes that run there.
+
+The code that attaches a mode takes the streams of its device from here with `acquire`, and gives them back with
+`release`. So two models on one GPU queue their copies one after the other instead of competing, and dropping one model
+never takes the streams away from another. Streams that nobody refers to any more are dropped also where a `release` was
+forgotten. On the CPU, which has no streams, the same calls reach `stream_checker`, which executes in program order and
+checks that every wait that a GPU would need was queued.
+
+`Streams`, `Stream`, `Event` and `Signal` are the protocols that both implement.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+
+from offload.streams.device_work import Home
+from offload.streams.stream_checker import CheckedStreams
+from offload.torch_private.torch_internals import current_device_index, current_stream_handle
+
+
+class Event(Protocol):
+    """A point in the work of a stream. When it is recorded again it marks the new point; earlier waits keep the old."""
+
+    def record(self, stream: Stream) -> None: ...
+
+    def query(self) -> bool:
+        """Returns whether the work before the point is done."""
+        ...
+
+    def synchronize(self) -> None:
+        """Blocks the calling thread until the work before the point is done."""
+        ...
+
+
+class Signal(Protocol):
+    """Tells other threads of the host that one thread has done something, and everything before it."""
+
+    def set(self) -> None: ...
+
+    def is_set(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Blocks the calling thread until the signal is set."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of work of one device, which runs in order. Work of different streams runs in any order."""
+
+    def wait_event(self, event: Event) -> None:
+        """Makes later work on this stream start after `event`. The host does not block."""
+        ...
+
+
+class Streams(Protocol):
+    """The streams of one device: the current compute stream and copy streams.
+
+    `h2d` and `d2h` copy in and out, on `gather` devices exchange slices of weights. `device` is the device they belong
+    to; `asynchronous` tells whether work outlives the call that queues it.
+    """
+
+    device: torch.device
+    asynchronous: bool
+    h2d: Stream
+    d2h: Stream
+    gather: Stream
+
+    @property
+    def compute(self) -> Stream:
+        """The stream on which kernels that are launched now run."""
+        ...
+
+    def event(self, timing: bool = False) -> Event: ...
+
+    def signal(self) -> Signal: ...
+
+    def beside(self, name: str) -> AbstractContextManager:
+        """Surrounds the work of a thread beside the main one. Only signals order the two, as the checker checks."""
+        ...
+
+    def on(self, stream: Stream) -> AbstractContextManager: ...
+
+    def thread_context(self) -> Callable[[], AbstractContextManager]:
+        """Returns a maker of contexts for other threads, whose work in them is queued where the caller's would be."""
+        ...
+
+    def reads(self, stream: Stream | None, resource: object, what: str) -> None:
+        """Declares that `stream` (None: the host) reads `resource` in the work that it is given next.
+
+        The stream checker raises StreamOrderError if nothing orders the read after the last write. On a GPU this does
+        nothing. `resource` is any object that stands for the memory, `what` names the access in the message.
+        """
+        ...
+
+    def writes(self, stream: Stream | None, resource: object, what: str) -> None:
+        """Declares a write, like `reads`. It must be ordered after the last write and all reads since."""
+        ...
+
+    def device_work(self, homes: Callable[[], Iterable[Home]]) -> AbstractContextManager:
+        """Surrounds a forward, whose operations run on the device. `homes` are the host memory of weights.
+
+        The stream checker raises HostOperandError for an operation that takes both; on a GPU torch itself refuses it.
+        """
+        ...
+
+    def synchronize(self) -> None:
+        """Blocks the host until every stream of the device is idle."""
+        ...
+
+
+class CudaStreams:
+    """`Streams` of one CUDA device."""
+
+    asynchronous = True
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.h2d = torch.cuda.Stream(device)
+        self.d2h = torch.cuda.Stream(device)
+        self.gather = torch.cuda.Stream(device)
+        self._by_handle: dict[int, torch.cuda.Stream] = {}
+
+    @property
+    def compute(self) -> torch.cuda.Stream:
+        # torch makes a new object each time, which takes microseconds, and a step asks thousands of times.
+        handle = current_stream_handle(self.device.index)
+        if handle not in self._by_handle:
+            self._by_handle[handle] = torch.cuda.current_stream(self.device)
+        return self._by_handle[handle]
+
+    def event(self, timing: bool = False) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=timing)
+
+    def signal(self) -> threading.Event:
+        return threading.Event()
+
+    def beside(self, name: str) -> AbstractContextManager:
+        return nullcontext()
+
+    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager:
+        if current_device_index() == self.device.index:
+            return _OnStream(stream, self.compute)
+        return torch.cuda.stream(stream)
+
+    def thread_context(self) -> Callable[[], AbstractContextManager]:
+        compute, current = self.compute, torch.cuda.current_device()
+
+        @contextmanager
+        def queueing() -> Iterator[None]:
+            with torch.cuda.stream(compute), torch.cuda.device(current):
+                yield
+
+        return queueing
+
+    def reads(self, stream: object, resource: object, what: str) -> None:
+        pass
+
+    def writes(self, stream: object, resource: object, what: str) -> None:
+        pass
+
+    def device_work(self, homes: Callable[[], Iterable[Home]]) -> AbstractContextManager:
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+class _OnStream:
+    """Makes `stream` the current one of the current device, and then `before` again: a short `torch.cuda.stream`."""
+
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream, before: torch.cuda.Stream):
+        self._stream, self._before = stream, before
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self._before)
+
+
+_lock = threading.Lock()
+# Weak references: a mode that was dropped without `detach`, after an error in a notebook say, is released by nobody.
+_open: dict[torch.device, tuple[weakref.ref[Streams], int]] = {}
+
+
+def acquire(device: torch.device | str) -> Streams:
+    """Returns the streams of `device`, made on first use. Every call must be matched by one `release`.
+
+    Raises ValueError for a device type other than cuda and cpu.
+    """
+    device = _with_index(torch.device(device))
+    with _lock:
+        streams, holders = _registered(device)
+        if streams is None:
+            streams = CudaStreams(device) if device.type == "cuda" else CheckedStreams(device)
+        _open[device] = (weakref.ref(streams), holders + 1)
+        return streams
+
+
+def release(streams: Streams) -> None:
+    """Ends one `acquire`; the last one drops the streams.
+
+    Raises ValueError if `streams` is not in the registry.
+    """
+    with _lock:
+        registered, holders = _registered(streams.device)
+        if registered is not streams:
+            raise ValueError(f"streams of {streams.device} are not in the registry: released once too often?")
+        if holders > 1:
+            _open[streams.device] = (weakref.ref(streams), holders - 1)
+        else:
+            del _open[streams.device]
+
+
+def holders(device: torch.device | str) -> int:
+    """Returns how many times the streams of `device` were acquired and not yet released."""
+    with _lock:
+        return _registered(_with_index(torch.device(device)))[1]
+
+
+def _registered(device: torch.device) -> tuple[Streams | None, int]:
+    """Returns the streams of `device` and the number of holders; None and 0 where nobody refers to them."""
+    reference, holders = _open.get(device, (None, 0))
+    streams = None if reference is None else reference()
+    return (None, 0) if streams is None else (streams, holders)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(f"device {device}: only cuda and cpu devices have streams here")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,0 +1,157 @@
+"""Peers on GPUs, with a driver of threads: memory is opened once, and who is lost keeps no stream waiting."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from offload.sharing import cuda_driver, cuda_peers
+from offload.sharing.cuda_driver import DriverError
+from offload.sharing.cuda_peers import CudaPeers
+from offload.sharing.processes import Processes
+from offload.sharing.remote_memory import Part
+from offload.sharing.sharers import SharerLostError
+from tests.offload.helpers.cuda_driver import FakeDriver
+from tests.offload.helpers.sharers import ThreadSharers, as_sharers
+from tests.offload.sharing.test_remote_memory import ON_CPU, nobody_objects, of_gpus
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    driver = FakeDriver()
+    driver.install(monkeypatch)
+    return driver
+
+
+class WithItself:
+    """Two sharers, both of which are this one."""
+
+    rank, count, first, limit_s = 0, 2, 0, 60.0
+
+    def exchange(self, numbers, what: str, patient: bool = False, everywhere: bool = False) -> list[list[int]]:
+        return [list(numbers)] * 2
+
+
+def test_small_regions_of_one_allocation_are_opened_once(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch):
+    opened = []
+    monkeypatch.setattr(cuda_driver, "opened", lambda handle: opened.append(handle) or driver.opened(handle))
+    own = CudaPeers(WithItself(), ON_CPU, nobody_objects)
+    flat = torch.zeros(2 * 4096, dtype=torch.uint8)
+    # From the start of a page on, which `driver` takes for that of an allocation.
+    flat = flat[-flat.data_ptr() % 4096 :][:1536]
+    for part in flat.chunk(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", lambda *size, part=part, **options: part)
+            own.allocate(512)
+    flat.copy_(torch.arange(3, dtype=torch.uint8).repeat_interleave(512))
+    found = [torch.zeros(4, dtype=torch.uint8) for _ in range(3)]
+    own.read([Part(target, 1, number, 100) for number, target in enumerate(found)])
+    assert [target.unique().tolist() for target in found] == [[0], [1], [2]]
+    own.close()
+    assert (len(opened), driver.closed) == (1, [flat.data_ptr()])
+
+
+def test_a_problem_of_one_is_told_to_all(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch):
+    unlocked = []
+    monkeypatch.setattr(cuda_peers, "unlock_pages", lambda address, device, wait: unlocked.append(address))
+
+    def objects(problem: str | None) -> None:
+        assert problem is None
+        raise DriverError("rank 1: cannot be locked")
+
+    def work(sharers: ThreadSharers) -> None:
+        with pytest.raises(DriverError, match="rank 1"):
+            CudaPeers(sharers, ON_CPU, objects)
+
+    as_sharers(2, work)
+    assert len(unlocked) == 2
+
+
+@pytest.mark.parametrize("lost", ["ended", "late"])
+def test_a_sharer_that_is_lost_lets_the_stream_of_the_other_go(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, lost: str
+):
+    monkeypatch.setattr(cuda_peers, "LOOK_EVERY_S", 0.005)
+    gone = threading.Event()
+    if lost == "ended":
+        ended = SharerLostError(1, "the process 7 of rank 1 has ended", hangs=False)
+        monkeypatch.setattr(
+            Processes, "lost", lambda self, rank, waited_s, limit_s: ended if rank == 1 and gone.is_set() else None
+        )
+
+    def work(sharers: ThreadSharers) -> None:
+        sharers.limit_s = 0.2 if lost == "late" else 300
+        own = of_gpus(sharers)
+        own.meet()
+        if sharers.rank == 0:
+            gone.set()
+            own.meet()
+            with pytest.raises(SharerLostError, match=r"rank 1 (has ended|did not come within 0\.2 seconds)$") as error:
+                own.meet()
+            assert (error.value.rank, error.value.hangs) == (1, lost == "late")
+        sharers.laid_down(None)
+        own.close()
+
+    as_sharers(2, work)
+
+
+def test_a_sharer_that_is_slow_and_goes_on_is_not_lost(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cuda_peers, "LOOK_EVERY_S", 0.005)
+
+    def work(sharers: ThreadSharers) -> None:
+        sharers.limit_s = 0.5
+        own = of_gpus(sharers)
+        for _ in range(8):
+            # In all longer than the limit.
+            time.sleep(0.1 * sharers.rank)
+            own.meet()
+        sharers.laid_down(None)
+        own.close()
+
+    as_sharers(2, work)
+
+
+def test_the_thread_that_watches_ends_with_what_it_watches(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cuda_peers, "LOOK_EVERY_S", 0.005)
+    before = threading.active_count()
+
+    def work(sharers: ThreadSharers) -> None:
+        # Dropped without `close`.
+        of_gpus(sharers)
+        sharers.laid_down(None)
+
+    as_sharers(2, work)
+    deadline = time.monotonic() + 60
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_tensors_are_copied_as_torch_copies_them(driver: FakeDriver):
+    own = CudaPeers(WithItself(), ON_CPU, nobody_objects)
+    plain, other_type, turned = torch.randn(3, 4), torch.randn(5).bfloat16(), torch.randn(4, 2).t()
+    conjugate, negative = (
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.randn(3, dtype=torch.complex64).conj().imag,
+    )
+    sources = [plain, other_type, turned, conjugate, negative, torch.empty(0)]
+    targets = [torch.zeros(3, 4), torch.zeros(5), torch.zeros(2, 4), torch.zeros(3).to(conjugate), torch.zeros(3)]
+    targets.append(torch.empty(0))
+    versions = [target._version for target in targets]
+    own.copy_each(targets, sources)
+    for target, source in zip(targets, sources, strict=True):
+        assert torch.equal(target, source.to(target.dtype))
+    assert all(target._version > before for target, before in zip(targets[:5], versions, strict=False))
+    assert driver.copies == 2
+    own.close()
+
+
+def test_after_an_error_of_its_own_nothing_more_is_asked(driver: FakeDriver):
+    own = CudaPeers(WithItself(), ON_CPU, nobody_objects)
+    own.let_go()
+    with pytest.raises(RuntimeError, match=r"^a step has failed"):
+        own.meet()
+    own.close()

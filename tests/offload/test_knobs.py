@@ -1,0 +1,102 @@
+"""Knobs hold their values to the declarations, and are explained by docstrings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from offload.errors import KnobError
+from offload.knobs import check_knobs, choice, explanations, in_range, knob, nbytes
+
+
+@dataclass(kw_only=True)
+class Mode:
+    """A mode.
+
+    Args:
+        slots: units on the
+            device.
+        include, exclude: patterns: of names.
+
+    Not an argument: this.
+    """
+
+    slots: int = knob(4, at_least=1, at_most=9)
+    prefetch: int | None = knob(None, at_least=0)
+    include: list[str] = knob([])
+    exclude: list[str] = knob([])
+    pin: str = choice("auto", "off")
+    room: str | int = nbytes("1KiB")
+    budget: str | int = nbytes(0, or_else="auto")
+    limit: str | int | None = nbytes(None)
+
+    def __post_init__(self) -> None:
+        check_knobs(self)
+
+
+@dataclass(kw_only=True)
+class Derived(Mode):
+    """Another.
+
+    Args:
+        slots: blocks on the device.
+    """
+
+    slots: int = knob(2, at_least=1)
+
+
+def test_defaults_are_those_of_the_declaration():
+    mode = Mode()
+    assert (mode.slots, mode.prefetch, mode.pin, mode.room, mode.budget, mode.limit) == (4, None, "auto", 1024, 0, None)
+    assert Derived().slots == 2
+    mode.include.append("x")
+    assert Mode().include == []
+
+
+def test_sizes_become_bytes_and_words_stay():
+    mode = Mode(room="512B", budget="auto", limit="2MiB")
+    assert (mode.room, mode.budget, mode.limit) == (512, "auto", 2 * 2**20)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"slots": 0}, "slots=0: must be at least 1"),
+        ({"slots": 10}, "slots=10: must be at most 9"),
+        ({"prefetch": -1}, "prefetch=-1: must be at least 0"),
+        ({"pin": "on"}, "pin=on: must be auto or off"),
+        ({"room": "2GB"}, "room=2GB: must be bytes, such as 2GiB, 512MiB or 4096"),
+        ({"room": None}, "room=None: must be bytes, such as 2GiB, 512MiB or 4096"),
+        ({"room": "auto"}, "room=auto: must be bytes, such as 2GiB, 512MiB or 4096"),
+        ({"budget": "all"}, "budget=all: must be bytes, such as 2GiB, 512MiB or 4096, or auto"),
+        ({"limit": "all"}, "limit=all: must be bytes, such as 2GiB, 512MiB or 4096, or null"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_refused(values: dict, message: str):
+    with pytest.raises(KnobError) as caught:
+        Mode(**values)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("value", "bounds", "problem"),
+    [
+        (float("nan"), {"at_least": 0}, "must be at least 0"),
+        (float("nan"), {"above": 0}, "must be above 0"),
+        (float("nan"), {"at_most": 0}, "must be at most 0"),
+        (float("inf"), {}, "must be finite"),
+        (0.0, {"above": 0}, "must be above 0"),
+    ],
+)
+def test_numbers_out_of_range(value: float, bounds: dict, problem: str):
+    with pytest.raises(KnobError, match=problem):
+        in_range("lr", value, **bounds)
+    assert in_range("lr", 0.5, at_least=0, above=0, at_most=1) == 0.5
+
+
+def test_explanations_are_those_of_the_class_then_of_its_bases():
+    expected = {"slots": "units on the device.", "include": "patterns: of names.", "exclude": "patterns: of names."}
+    assert explanations(Mode) == expected
+    assert explanations(Derived) == expected | {"slots": "blocks on the device."}
+    assert explanations(int) == {}

@@ -1,0 +1,151 @@
+"""A recompute starts from the buffers that its forward started from, and leaves them as it found them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from offload.torch_private.block_buffers import BlockBuffers, arrived, buffers_here, leaving, look_again
+from offload.torch_private.buffer_states import SMALL_BYTES
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(2))
+        self.register_buffer("mask", torch.zeros(SMALL_BYTES + 1, dtype=torch.bool))
+
+
+@pytest.fixture
+def block() -> nn.Sequential:
+    return nn.Sequential(Counting(), nn.Identity())
+
+
+def forward(block: nn.Sequential, by: float = 1.0) -> BlockBuffers:
+    buffers = BlockBuffers(block)
+    with buffers.in_forward():
+        block[0].count += by
+    return buffers
+
+
+def test_a_recompute_finds_what_its_own_forward_found(block: nn.Sequential):
+    held, mask = block[0].count, block[0].mask
+    calls = [forward(block, by) for by in (1.0, 10.0)]
+    for buffers, found in zip(calls, (0.0, 1.0), strict=True):
+        for _ in range(2):
+            with buffers.in_recompute():
+                assert block[0].count.tolist() == [found] * 2
+                assert block[0].mask is mask
+                block[0].count += 5
+            assert block[0].count is held
+            assert held.tolist() == [11.0] * 2
+
+
+def test_what_a_recompute_saves_is_what_the_forward_left(block: nn.Sequential):
+    """So it is without a recompute: autograd saves the buffer itself, and `.data` changes it unseen."""
+    buffers = BlockBuffers(block)
+    with buffers.in_forward():
+        block[0].count.data.add_(7)
+    with buffers.in_recompute():
+        saved = block[0].count
+    assert saved.tolist() == [7.0] * 2
+
+
+def test_an_exception_ends_either(block: nn.Sequential):
+    def count_and_fail() -> None:
+        block[0].count += 1
+        raise KeyError
+
+    held = block[0].count
+    with pytest.raises(KeyError), BlockBuffers(block).in_forward():
+        count_and_fail()
+    buffers = forward(block)
+    with pytest.raises(KeyError), buffers.in_recompute():
+        count_and_fail()
+    assert block[0].count is held
+    assert held.tolist() == [2.0] * 2
+
+
+def test_replaced_and_registered_buffers(block: nn.Sequential):
+    block[0].register_buffer("none", None)
+    buffers = BlockBuffers(block)
+    with buffers.in_forward():
+        block[0].count = block[0].count + 1
+        block[0].none = torch.ones(1)
+        block[1].register_buffer("new", torch.ones(1))
+    left = dict(block.named_buffers())
+    with buffers.in_recompute():
+        assert block[0].count.tolist() == [0.0, 0.0]
+        assert block[0].none is None
+        assert not hasattr(block[1], "new")
+    assert all(tensor is left[name] for name, tensor in block.named_buffers())
+    assert dict(block.named_buffers()).keys() == left.keys()
+
+
+def test_a_buffer_that_two_modules_share_is_one_in_the_recompute_as_well():
+    block = nn.Sequential(Counting(), Counting())
+    block[1].count = block[0].count
+    buffers = forward(block)
+    with buffers.in_recompute():
+        assert block[0].count is block[1].count
+
+
+def test_a_large_mask_is_copied_once_it_was_seen_to_change(block: nn.Sequential):
+    def flip() -> BlockBuffers:
+        buffers = BlockBuffers(block)
+        with buffers.in_forward():
+            block[0].mask.logical_not_()
+        return buffers
+
+    with pytest.raises(RuntimeError, match=r"^forward has changed 0\.mask of a Sequential, .*run the step again$"):
+        flip()
+    buffers = flip()
+    with buffers.in_recompute():
+        assert block[0].mask.all()
+    assert not block[0].mask.any()
+
+
+def test_a_block_that_waited_looks_again(block: nn.Sequential):
+    buffers = BlockBuffers(block)
+    with buffers.in_forward():
+        # In the turn of another microbatch.
+        block[0].count = torch.full((2,), 3.0)
+        look_again()
+        block[0].count += 1
+    with buffers.in_recompute():
+        assert block[0].count.tolist() == [3.0, 3.0]
+    look_again()
+
+
+def test_buffers_that_are_away_are_left_alone_until_they_arrive(block: nn.Sequential):
+    part = block[0]
+    place, home, slot = (part, "count"), part.count, torch.zeros(2)
+
+    def window(by: float) -> list[float]:
+        part.count = slot.clone()
+        arrived([place])
+        part.count += by
+        seen = part.count.tolist()
+        leaving([place])
+        slot.copy_(part.count)
+        part.count = home
+        return seen
+
+    leaving([place])
+    assert place not in buffers_here(block)
+    try:
+        buffers = BlockBuffers(block)
+        with buffers.in_forward():
+            assert [window(1.0), window(1.0)] == [[1.0, 1.0], [2.0, 2.0]]
+        forward_of_another = BlockBuffers(block)
+        with forward_of_another.in_forward():
+            window(10.0)
+        with buffers.in_recompute():
+            assert part.count is home
+            assert [window(1.0), window(1.0)] == [[1.0, 1.0], [2.0, 2.0]]
+        assert slot.tolist() == [12.0, 12.0]
+        assert home.tolist() == [0.0, 0.0]
+    finally:
+        arrived([place])
+    assert place in buffers_here(block)
