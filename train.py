@@ -54,9 +54,9 @@ def main(config: DictConfig) -> None:
             if summary["reason"]:
                 sys.exit(print_failure(UserError(summary["reason"])))
             return
-        from training.build import build
-        from training.loop import train
         from training.metrics.progress import print_summary
+        from training.run.build import build
+        from training.run.loop import train
 
         begin = partial(directory.take, config, invocation)
         with connected(config, world) as ranks, build(config, invocation, begin, ranks) as job:
@@ -75,7 +75,7 @@ if __name__ == "__main__":
     with refusals_reported():
         refuse_other_launchers()
     if World.is_follower():
-        from training.parallel import follow
+        from training.run import follow
 
         sys.exit(follow.main())
     end_with_parent()

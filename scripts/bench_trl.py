@@ -91,12 +91,12 @@ def run_trl(options: argparse.Namespace) -> dict:
     from trl import SFTConfig, SFTTrainer
 
     from scripts.workload import composed
-    from training.components import Components, acquired, attached
     from training.config.validation import check
     from training.data.tokenizer import load_tokenizer
-    from training.prepare import build_dataset
     from training.profiling.hardware import resolve_device, vram_peak_gib
+    from training.run.prepare import build_dataset
     from training.runs.invocation import Invocation
+    from training.settle.components import Components, acquired, attached
     from training.weights.adapter import RunAdapter
     from training.weights.filling import fill_buffers, fill_parameters
 

@@ -86,11 +86,11 @@ def writer(
     config, invocation = configuration(run_dir, options.overrides)
     checkpoint = checkpoint or newest_checkpoint(run_dir)
     take_tokenizer(config, checkpoint)
-    from training.components import Components, acquired, attached
     from training.evaluation.held_out import observed
     from training.planning.samples import refuse_text
     from training.profiling.hardware import resolve_device
     from training.saved_runs.loading import load_model
+    from training.settle.components import Components, acquired, attached
     from training.tasks.text_samples import check_vocabulary, refuse_model, refuse_positions, tokenizer_of
     from training.weights.filling import fill_buffers
     from training.weights.origin import stops_of

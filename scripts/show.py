@@ -47,9 +47,9 @@ def show(given: Sequence[str], count: int, marks: tuple[str, str]) -> None:
         raise UserError(f"--count={count}: must be at least 1")
     config, invocation = _configuration(given)
     # With these come torch and transformers: they are imported once the configuration was checked.
-    from training.components import Components
     from training.data.building import build_dataset, has_facts
     from training.profiling.hardware import resolve_device
+    from training.settle.components import Components
 
     if not has_facts(config):
         name = config.dataset._target_.rpartition(".")[2]

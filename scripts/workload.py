@@ -42,18 +42,18 @@ from offload import (
 )
 from offload.planning import can_be_undone, log_bytes
 from training.batches import Batch, examples_in, uploaded
-from training.components import Components, attached
 from training.config import schema
 from training.config.construct import make_mode
 from training.config.modes import FOLDER, RESIDENT
 from training.config.validation import check
-from training.loop import clip_scale, forward_backward, gradient_norm, short_garbage_collections
 from training.metrics.step_timer import StepTimer
 from training.parallel.ranks import shares_of
-from training.prepare import build_dataset
 from training.profiling.hardware import reset_peaks, vram_peak_gib
+from training.run.loop import clip_scale, forward_backward, gradient_norm, short_garbage_collections
+from training.run.prepare import build_dataset
 from training.runs.invocation import Invocation
 from training.seeds import seed_of
+from training.settle.components import Components, attached
 from training.sweeps import launcher
 from training.tasks.causal_lm import CausalLM
 from training.tasks.task import Task

@@ -15,9 +15,9 @@ from scripts import generate
 from tests.training.helpers.in_process import TINY_RUN, composed, hydra_as_before, run_here
 from tests.training.helpers.modes import small_modes
 from training.errors import UserError
-from training.metrics.files import read_metrics, stream_metrics
 from training.runs.directory import RunDirectory
 from training.runs.files import SAMPLES_FILE
+from training.runs.records import read_metrics, stream_metrics
 
 COMMON = (*(o for o in TINY_RUN if not o.startswith("model.")), "log_every=1", "clip_norm=null", "precision=bf16")
 UPDATES = ("optimizer=host_adamw", "optimizer.compile='off'")

@@ -38,7 +38,14 @@ INNER_FLOORS = (
 )
 FLOOR_OF = {folder: number for number, floor in enumerate(FLOORS) for folder in floor}
 INNER_FLOOR_OF = {folder: number for floors in INNER_FLOORS for number, floor in enumerate(floors) for folder in floor}
+# The folders of training, from the lowest up; its own files lie below them. A folder imports from itself and from those
+# before it.
+TRAINING_FOLDERS = (
+    "", "config", "runs", "metrics", "profiling", "data", "weights", "tasks", "checkpoints", "parallel", "settle",
+    "evaluation", "planning", "run", "comparison", "sweeps", "saved_runs",
+)  # fmt: skip
 SOURCES = sorted(path for package in FORBIDDEN for path in (ROOT / package).rglob("*.py"))
+TRAINING = sorted((ROOT / "training").rglob("*.py"))
 ENGINE = sorted((ROOT / "offload").rglob("*.py"))
 TESTS = ROOT / "tests"
 # The one file that uses private names of torch, and the private names that other files may use as well.
@@ -154,6 +161,19 @@ def test_floors_import_downwards(path: Path):
     for other in imported_modules(path):
         imported = folder_in_engine(other)
         assert imported == folder or is_below(imported, folder), f"{path} imports {other}"
+
+
+def folder_in_training(path: Path) -> int:
+    """Returns the place of a file's folder among TRAINING_FOLDERS."""
+    folder, _, _ = path.parent.relative_to(ROOT / "training").as_posix().partition("/")
+    return TRAINING_FOLDERS.index("" if folder == "." else folder)
+
+
+@pytest.mark.parametrize("path", TRAINING, ids=lambda path: str(path.relative_to(ROOT)))
+def test_folders_of_training_import_downwards(path: Path):
+    for other in imported_modules(path):
+        if other.is_relative_to(ROOT / "training"):
+            assert folder_in_training(other) <= folder_in_training(path), f"{path} imports {other}"
 
 
 @pytest.mark.parametrize("path", ENGINE, ids=lambda path: str(path.relative_to(ROOT)))

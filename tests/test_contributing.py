@@ -66,13 +66,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
             assert path in text
             (folder / path).write_text(block)
     schema = folder / "training/config/schema.py"
-    assert '"denoising": Denoising' in text
-    changed = schema.read_text().replace("TASKS = {", 'TASKS = {"denoising": Denoising, ')
-    schema.write_text(
-        changed.replace(
-            "from training.tasks.causal", "from training.tasks.denoising import Denoising\nfrom training.tasks.causal"
-        )
-    )
+    entry = '"denoising": "training.tasks.denoising.Denoising"'
+    assert entry in text
+    schema.write_text(schema.read_text().replace("TASKS = {", f"TASKS = {{{entry}, "))
     return folder
 
 

@@ -21,14 +21,14 @@ from offload.streams import registry
 from tests import ROOT
 from tests.offload.helpers.page_locks import FakeRuntime
 from tests.training.helpers.in_process import SMALL_MODEL, components_of, composed, signals_as_before
-from training.build import build, build_optimizer
-from training.components import acquired, attached
 from training.config.validation import check
 from training.data import datasets
-from training.loop import train
-from training.metrics import files
-from training.metrics.files import read_metrics, read_summary
+from training.run.build import build, build_optimizer
+from training.run.loop import train
+from training.runs import records
 from training.runs.failures import failures_recorded
+from training.runs.records import read_metrics, read_summary
+from training.settle.components import acquired, attached
 
 SMALL = (
     *SMALL_MODEL,
@@ -154,7 +154,7 @@ def test_a_full_disk_under_the_metrics(run, tmp_path: Path, monkeypatch: pytest.
         # /dev/full is always full; the third record and later ones go there.
         return open("/dev/full" if len(appended) > 2 and mode == "ab" else path, mode, **options)
 
-    monkeypatch.setattr(files, "open", opened, raising=False)
+    monkeypatch.setattr(records, "open", opened, raising=False)
     assert run() == 1
     line = capsys.readouterr().err
     assert line.startswith(f"error: {tmp_path}: the disk of the run's directory is full; free some space")

@@ -22,8 +22,8 @@ from tests import ROOT
 from tests.models.helpers.saving import save_weights
 from tests.training.helpers.in_process import SMALL_RUN, command_here, run_here
 from tests.training.helpers.modes import moves_activations, small_modes, streams_weights
-from training.build import RankJob
 from training.errors import UserError
+from training.run.build import RankJob
 from training.runs.failures import explain
 
 # Read from files, for what may depend on how that is done.
@@ -120,7 +120,7 @@ def test_states_that_fill_the_spare_device_memory_train_alike(tmp_path: Path, mo
     for spare in (0, 120 * 2**10, 2**30):
         with monkeypatch.context() as patch:
             place = functools.partial(_place_states, nbytes=spare)
-            patch.setattr("training.loop.place_states_in_spare_vram", place)
+            patch.setattr("training.run.loop.place_states_in_spare_vram", place)
             updates = ("optimizer=host_adamw", "optimizer.device_share=auto", "clip_norm=null")
             run_here(tmp_path / str(spare), *QUIET, "offload=layer_stream", "precision=bf16", *updates)
         shares[spare] = sum(record["optimizer/host_ms"] > 0 for record in metrics(tmp_path / str(spare))[1:])

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from offload import GIB, Counters, parse_bytes
 from training.batches import Batch, sha256_of
-from training.build import Job
 from training.checkpoints.state import RunState, digest_of_all
-from training.metrics.files import MetricsWriter, stream_metrics, write_summary
 from training.metrics.progress import Progress
 from training.metrics.run_summary import FIRST_LOSS, RunSummary
 from training.metrics.step_timer import StepTimer
 from training.metrics.wandb_tracker import run_name
 from training.profiling.hardware import known_peak_flops, reset_peaks, rss_gib, vram_peak_gib, vram_reserved_gib
 from training.profiling.trace import Tracer
+from training.run.build import Job
 from training.runs import allocator
 from training.runs.console import note_failures
 from training.runs.files import SAMPLES_FILE
+from training.runs.records import MetricsWriter, stream_metrics, write_summary
 from training.tasks.sample import Sample
 
 # The counters of updates that may be under way when a step has ended.

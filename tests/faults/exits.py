@@ -19,7 +19,7 @@ from threading import Lock
 
 from tests.faults.outcome import Outcome
 from tests.faults.runs import RESIDENT, Whole, modes_and_optimizers, newest, run
-from training.checkpoints.layout import folder_of
+from training.runs.checkpoint_files import folder_of
 from training.runs.files import partial_path
 
 STEPS = 3

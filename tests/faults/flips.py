@@ -19,9 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.faults.outcome import Outcome
 from tests.faults.runs import RESIDENT, Whole, modes_and_optimizers, planned, run
-from training.checkpoints.layout import MANIFEST_FILE, folder_of
 from training.checkpoints.resuming import AUTO, starting_point
 from training.errors import UserError
+from training.runs.checkpoint_files import MANIFEST_FILE, folder_of
 
 STEPS = 2
 # Strings, other values, punctuation and the space between them.

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tests.faults.outcome import Outcome
 from tests.faults.runs import RESIDENT, Ended, Whole, modes_and_optimizers, run
-from training.checkpoints.layout import checkpoints_in, folder_of, step_of
 from training.checkpoints.saving import Checkpoints
+from training.runs.checkpoint_files import checkpoints_in, folder_of, step_of
 from training.runs.files import CHECKPOINTS_FOLDER
 
 STEPS = 4

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.faults.outcome import Outcome
 from tests.faults.runs import LIMIT_S, Whole, modes_and_optimizers, newest, run, start, wait
-from training.checkpoints.layout import partials_in
+from training.runs.checkpoint_files import partials_in
 from training.runs.files import CHECKPOINTS_FOLDER
 
 STEPS = 24

@@ -26,20 +26,20 @@ import torch._dynamo
 from omegaconf import DictConfig, OmegaConf
 
 import train
-import training.loop
 import training.metrics.progress
-import training.prepare
+import training.run.loop
+import training.run.prepare
 from tests.training.helpers.in_process import TINY_RUN, composed
 from tests.training.helpers.modes import small_modes
 from tests.training.helpers.results import content, curve
-from training.checkpoints.layout import checkpoints_in, partials_in, step_of
-from training.checkpoints.manifest import DamagedError, read_manifest, verify
-from training.components import Components
 from training.planning.machine import machine_of
 from training.planning.plan import plan_run
 from training.planning.report import RunPlan
+from training.runs.checkpoint_files import checkpoints_in, partials_in, step_of
 from training.runs.files import CHECKPOINTS_FOLDER, METRICS_FILE
 from training.runs.invocation import Invocation
+from training.runs.manifest import DamagedError, read_manifest, verify
+from training.settle.components import Components
 
 # No clipping: with it host_adamw rounds another way. A checkpoint of this model has more than 64 blocks of a disk.
 RUN = (
@@ -218,7 +218,7 @@ def _run(config: DictConfig, invocation: Invocation, plan: RunPlan, output: Path
         torch.set_num_threads(1)
         logging.basicConfig(level=logging.WARNING, format="warning: %(message)s", force=True)
         Invocation.current = lambda: invocation
-        training.prepare.plan_filled = lambda components, *_, **__: (components, plan)
+        training.run.prepare.plan_filled = lambda components, *_, **__: (components, plan)
         before()
         train.main.__wrapped__(config)
         status = 0

@@ -1,41 +1,133 @@
-"""The program that writes a wandb workspace, run as a user runs it, without a login."""
+"""The wandb workspace: wandb-workspaces reads its specification, and it names metrics that runs record."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests import ROOT
 
 pytest.importorskip("wandb_workspaces", reason="wandb-workspaces is not installed (pip install wandb-workspaces)")
 
-SCRIPT = ROOT / "scripts" / "dashboard.py"
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it uses deprecated features of pydantic
+    import wandb_workspaces.reports.v2 as wr
+    from wandb_workspaces.workspaces import Workspace, internal
+
+from scripts import dashboard
+from training.errors import UserError
+from training.metric_names import METRIC_KEYS, SUMMARY_KEYS
+
+RECORDED = {*METRIC_KEYS, *SUMMARY_KEYS, "status", "reason", dashboard.TIMELINE}
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-    own = {"HOME": str(folder), "NETRC": str(folder / ".netrc")}
-    command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, cwd=folder, env=environment | own, capture_output=True, text=True, timeout=300)
+@pytest.fixture(autouse=True)
+def no_login(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.chdir(tmp_path)
 
 
-def test_the_specification_is_written_for_the_given_project(tmp_path: Path):
-    result = run(tmp_path, "--project=mine", "--entity=me", "--out=workspace.json")
+def read(specification: str) -> Workspace:
+    return Workspace._from_model(internal.View.model_validate_json(specification))
+
+
+def run(monkeypatch, *arguments: str) -> None:
+    monkeypatch.setattr("sys.argv", ["scripts/dashboard.py", *arguments])
+    dashboard.main()
+
+
+@pytest.mark.parametrize("group", [None, "2031-01-02-03-04-05"])
+def test_the_specification_validates_and_reads_back_equal(group):
+    written = dashboard.specification(dashboard.workspace("someone", "offload", group))
+    again = read(written)
+    assert dashboard.specification(again) == written
+    assert (again.entity, again.project) == ("someone", "offload")
+    assert [str(key.name) for key in again.runset_settings.groupby] == ["choices.offload"]
+    assert (group or "") in again.runset_settings.filters
+    assert bool(again.runset_settings.filters) == (group is not None)
+
+
+def test_it_shows_what_people_compare_by_metrics_that_runs_record():
+    built = dashboard.workspace("", "offload")
+    panels = [panel for section in built.sections for panel in section.panels]
+    scatter = next(panel for panel in panels if isinstance(panel, wr.ScatterPlot))
+    assert (scatter.x.name, scatter.y.name) == ("memory/vram_peak_gib", "perf/step_ms")
+    bars = [panel for panel in panels if isinstance(panel, wr.BarPlot)]
+    assert all(bar.groupby == wr.Config("choices.offload") for bar in bars)
+    lines = [panel for panel in panels if isinstance(panel, wr.LinePlot)]
+    assert lines[0].y == ["train/loss"]
+    assert all(line.x == "train/step" for line in lines)
+    written = dashboard.specification(built)
+    named = set(re.findall(r'"(?:summary:)?((?:train|perf|memory|transfer|optimizer|trace)/\w+)"', written))
+    assert {"train/loss", "perf/step_ms", "transfer/stall_ms", "trace/timeline"} <= named <= RECORDED
+    assert {*dashboard.COLUMNS} <= RECORDED
+
+
+def test_without_a_login_it_writes_a_file_and_says_how_to_publish(tmp_path: Path):
+    command = [sys.executable, ROOT / "scripts" / "dashboard.py", "--project=mine", "--group", "my sweep"]
+    result = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
-    specification = json.loads((tmp_path / "workspace.json").read_text())
-    assert (specification["entity"], specification["project"]) == ("me", "mine")
-    first, second = result.stdout.splitlines()
-    assert first == "specification: workspace.json"
-    assert second.endswith("--project=mine --entity=me --out=workspace.json --publish")
+    specification, publish = result.stdout.splitlines()
+    assert specification == "specification: wandb_workspace.json"
+    assert publish.endswith("scripts/dashboard.py --project=mine --group 'my sweep' --publish")
+    assert "my sweep" in read((tmp_path / "wandb_workspace.json").read_text()).name
 
 
-def test_a_folder_that_is_missing_is_one_line(tmp_path: Path):
-    result = run(tmp_path, "--out=missing/workspace.json")
-    assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr.startswith("error: --out missing/workspace.json: ")
-    assert result.stderr.count("\n") == 1
+def test_publishing_without_a_login_is_one_line(monkeypatch, tmp_path: Path):
+    with pytest.raises(UserError, match="--publish: no wandb API key is set: run `wandb login`"):
+        run(monkeypatch, "--publish", "--out=mine.json")
+    assert json.loads((tmp_path / "mine.json").read_text())["project"] == "offload"
+
+
+def test_publishing_saves_the_workspace_for_the_default_entity(monkeypatch, capsys):
+    import wandb
+
+    def upsert(view) -> dict:
+        assert (view.entity, view.project) == ("someone", "offload")
+        return {"upsertView": {"view": {"name": "nw-abc-v", "id": "1"}}}
+
+    class Api:
+        default_entity = "someone"
+
+    monkeypatch.setattr(wandb, "login", lambda **_: True)
+    monkeypatch.setattr(wandb, "Api", Api)
+    monkeypatch.setattr(internal, "upsert_view2", upsert)
+    monkeypatch.setattr("wandb_workspaces.workspaces.interface.get_app_url", lambda _: "https://wandb.ai")
+    run(monkeypatch, "--publish")
+    assert capsys.readouterr().out.splitlines()[-1] == "workspace: https://wandb.ai/someone/offload?nw=abc"
+
+
+def test_a_refusal_of_wandb_is_one_line(monkeypatch):
+    import wandb
+
+    def refuse() -> None:
+        raise ValueError("no such entity\nat all")
+
+    monkeypatch.setattr(wandb, "login", lambda **_: True)
+    monkeypatch.setattr(wandb, "Api", refuse)
+    with pytest.raises(UserError, match=r"^--publish: wandb refused the workspace for offload \(no such entity\)$"):
+        run(monkeypatch, "--publish")
+
+
+def test_mistakes_are_one_line(monkeypatch, tmp_path: Path):
+    with pytest.raises(UserError, match=r"--out missing/workspace\.json: "):
+        run(monkeypatch, "--out=missing/workspace.json")
+    monkeypatch.setattr(dashboard, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match="pip install wandb-workspaces"):
+        run(monkeypatch)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_project_is_the_one_that_runs_go_to():
+    for path in (ROOT / "conf" / "tracking").glob("*.yaml"):
+        assert yaml.safe_load(path.read_text())["project"] == dashboard.PROJECT

@@ -9,7 +9,7 @@ import pytest
 from scripts import peers
 from tests.training.helpers.in_process import composed
 from training.config.modes import all_options
-from training.metrics.files import write_summary
+from training.runs.records import write_summary
 from training.sweeps.job import SweepJob
 
 

@@ -19,7 +19,7 @@ from tests.training.helpers.in_process import run_here
 from tests.training.helpers.results import content
 from tests.training.helpers.sweeps import wait_until
 from tests.training.parallel.conftest import RUN
-from training.metrics.files import read_metrics, read_summary
+from training.runs.records import read_metrics, read_summary
 
 SCRIPT = ROOT / "scripts" / "slurm.sbatch"
 SCONTROL = """#!/bin/bash

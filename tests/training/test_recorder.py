@@ -12,12 +12,12 @@ from offload import Counters
 from offload.modes.none import Resident
 from tests.training.helpers.in_process import SMALL_RUN, composed, run_here
 from training import recorder
-from training.build import build
 from training.data.datasets import SyntheticTokens
-from training.loop import train
 from training.metrics.step_timer import StepTimer
 from training.parallel.ranks import Ranks
 from training.planning.report import RunPlan
+from training.run.build import build
+from training.run.loop import train
 from training.runs import allocator
 
 # For runs in this process.

@@ -12,7 +12,7 @@ from offload.modes import shard_offload
 from tests.training.helpers.in_process import TINY_RUN, run_here
 from tests.training.helpers.modes import small_modes
 from tests.training.parallel.conftest import run_ranks
-from tests.training.test_loop import records
+from tests.training.run.test_loop import records
 from training.data.datasets import SyntheticTokens
 from training.errors import UserError
 

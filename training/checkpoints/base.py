@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from training.checkpoints.layout import BASE_FILE
-from training.checkpoints.manifest import THREADS, DamagedError, read_json, sha256_of_file
-from training.checkpoints.side_by_side import side_by_side
 from training.errors import UserError
+from training.runs.checkpoint_files import BASE_FILE
+from training.runs.manifest import THREADS, DamagedError, read_json, sha256_of_file
+from training.runs.side_by_side import side_by_side
 from training.weights.files import ModelWeights, weight_files
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from training.checkpoints.layout import BEST_LINK, folder_of
 from training.errors import UserError
-from training.metrics.names import higher_is_better
+from training.metric_names import higher_is_better
+from training.runs.checkpoint_files import BEST_LINK, folder_of
 from training.runs.files import partial_path
 from training.tasks.task import Task
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from threading import Event
 
 from models.whole_folder import Fill, Write, bytes_of, renamed_when_whole, write_file
-from training.checkpoints.layout import MANIFEST_FILE
-from training.checkpoints.manifest import THREADS, FileRecord, manifest_text
-from training.checkpoints.side_by_side import side_by_side
+from training.runs.checkpoint_files import MANIFEST_FILE
 from training.runs.files import partial_path
+from training.runs.manifest import THREADS, FileRecord, manifest_text
+from training.runs.side_by_side import side_by_side
 
 
 def write_folder(folder: Path, files: Mapping[str, Fill]) -> int:

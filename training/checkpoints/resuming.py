@@ -13,8 +13,13 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from training.batches import sha256_of
-from training.checkpoints.changes import read_config, refuse_changes, weights_key
-from training.checkpoints.layout import (
+from training.checkpoints.changes import refuse_changes, weights_key
+from training.checkpoints.state import RunState, digest_of_all, read_state, restore_random_states
+from training.checkpoints.tensors import load_tensors
+from training.config.auto import AUTO
+from training.errors import UserError
+from training.optim import set_step
+from training.runs.checkpoint_files import (
     MANIFEST_FILE,
     RANDOM_FILE,
     STATE_FILE,
@@ -23,15 +28,10 @@ from training.checkpoints.layout import (
     free_aside,
     step_of,
 )
-from training.checkpoints.manifest import DamagedError, FileRecord, read_manifest, verify
-from training.checkpoints.state import RunState, digest_of_all, read_state, restore_random_states
-from training.checkpoints.tensors import load_tensors
-from training.config.auto import AUTO
-from training.errors import UserError
-from training.metrics.files import read_summary
-from training.optim import set_step
 from training.runs.files import CHECKPOINTS_FOLDER, CONFIG_FILE, SUMMARY_FILE
+from training.runs.manifest import DamagedError, FileRecord, read_config, read_manifest, verify
 from training.runs.paths import home_expanded
+from training.runs.records import read_summary
 
 logger = logging.getLogger(__name__)
 

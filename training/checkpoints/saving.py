@@ -27,7 +27,10 @@ from training.checkpoints.best import Best
 from training.checkpoints.changes import config_text
 from training.checkpoints.durable import remove_folder, remove_leftover, write_folder
 from training.checkpoints.hugging_face import hugging_face_config
-from training.checkpoints.layout import (
+from training.checkpoints.state import RunState, random_states
+from training.checkpoints.tensors import optimizer_tensors
+from training.errors import UserError
+from training.runs.checkpoint_files import (
     BASE_FILE,
     HUGGING_FACE_FILE,
     OPTIMIZER_STEM,
@@ -38,12 +41,9 @@ from training.checkpoints.layout import (
     partials_in,
     step_of,
 )
-from training.checkpoints.state import RunState, random_states
-from training.checkpoints.tensors import optimizer_tensors
-from training.errors import UserError
-from training.evaluation.step_intervals import due
 from training.runs.files import CONFIG_FILE
 from training.runs.signals import WORTH_SAVING_S
+from training.step_intervals import due
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from models.safetensors_files import open_file
-from training.checkpoints.layout import RANDOM_FILE, STATE_FILE
-from training.checkpoints.manifest import DamagedError, read_json
+from training.runs.checkpoint_files import RANDOM_FILE, STATE_FILE
+from training.runs.manifest import DamagedError, read_json
 
 
 @dataclass(frozen=True)

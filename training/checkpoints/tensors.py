@@ -15,9 +15,9 @@ from models.adapters import is_adapted
 from models.quantise import stored_tensors
 from models.safetensors_files import DTYPE_NAMES, StoredTensor, read_headers, read_into
 from models.weights import INDEX_FILE, SINGLE_FILE, checkpoint_files, load_weights
-from training.checkpoints.layout import MANIFEST_FILE, OPTIMIZER_STEM, WEIGHTS_STEM
-from training.checkpoints.manifest import DamagedError
 from training.checkpoints.state_formats import read_states, states_in_another_format
+from training.runs.checkpoint_files import MANIFEST_FILE, OPTIMIZER_STEM, WEIGHTS_STEM
+from training.runs.manifest import DamagedError
 
 # A copy of a parameter, where its state is on another device.
 COPY = "weight"

@@ -17,7 +17,6 @@ from torch import nn
 from offload import KnobError, Mode
 from training.config.auto import AUTO
 from training.errors import UserError
-from training.tasks.task import Task
 
 
 @contextmanager
@@ -35,7 +34,7 @@ def make_mode(config: DictConfig, key: str = "offload") -> Mode:
     Raises UserError naming the whole key for a value that does not fit.
     """
     weights = {"weights": make_mode(config.weights, f"{key}.weights")} if "weights" in config else {}
-    return _construct(config, key, **weights)
+    return construct(config, key, **weights)
 
 
 def check_optimizer(config: DictConfig) -> None:
@@ -43,15 +42,12 @@ def check_optimizer(config: DictConfig) -> None:
 
     Raises UserError naming the whole key for a value that does not fit.
     """
-    _construct(config, "optimizer", params=[nn.Parameter(torch.empty(0, device="meta"))])
+    construct(config, "optimizer", params=[nn.Parameter(torch.empty(0, device="meta"))])
 
 
-def make_task(config: DictConfig) -> Task:
-    """Makes the task that `config` describes. Raises UserError naming the whole key for a value that does not fit."""
-    return _construct(config, "task")
-
-
-def _construct(config: DictConfig, key: str, **given: Any) -> Any:
+def construct(config: DictConfig, key: str, **given: Any) -> Any:
+    """Makes the object that `config`, found under `key`, describes. Raises UserError naming the whole key for a value
+    that does not fit."""
     values = OmegaConf.to_container(config, resolve=True)
     knobs = {name: value for name, value in values.items() if not name.startswith("_")}
     if knobs.get("resident") == AUTO:

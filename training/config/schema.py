@@ -26,10 +26,6 @@ from training.config.modes import all_options
 from training.config.parallel import Parallel
 from training.config.quantize import OPTIONS as QUANTIZE_OPTIONS
 from training.optim import AdamW
-from training.tasks.causal_lm import CausalLM
-from training.tasks.classification import Classification
-from training.tasks.dpo import DPO
-from training.tasks.flow_matching import FlowMatching
 
 ROOT = Path(__file__).parents[2]
 
@@ -319,7 +315,12 @@ class TrainConfig:
     resume: str | None = MISSING
 
 
-TASKS = {"causal_lm": CausalLM, "dpo": DPO, "flow_matching": FlowMatching, "classification": Classification}
+TASKS = {
+    "causal_lm": "training.tasks.causal_lm.CausalLM",
+    "dpo": "training.tasks.dpo.DPO",
+    "flow_matching": "training.tasks.flow_matching.FlowMatching",
+    "classification": "training.tasks.classification.Classification",
+}
 OPTIMIZERS = {"adamw": AdamW, "host_adamw": HostAdamW}
 SCHEMAS = {
     "offload": {name: schema_of(get_class(option.target)) for name, option in all_options().items() if option.target},
@@ -337,7 +338,7 @@ SCHEMAS = {
         "hub_images": ImageColumn,
         "synthetic_images": SyntheticImages,
     },
-    "task": {name: schema_of(task) for name, task in TASKS.items()},
+    "task": {name: schema_of(get_class(path)) for name, path in TASKS.items()},
     "optimizer": {name: schema_of(optimizer, frozenset({"params"})) for name, optimizer in OPTIMIZERS.items()},
     "schedule": {"constant": ConstantSchedule, "linear": LinearSchedule, "cosine": CosineSchedule},
     "recompute": {"none": RecomputeNothing, "block": RecomputeBlocks},

@@ -15,9 +15,6 @@ TURNED_ON_BY = {
     "sample.top_p": ("sample.every", None, "N"),
     "trace_step": ("trace", False, "true"),
     "parallel.homes": ("devices", 1, "N"),
-    "parallel.copies": ("devices", 1, "N"),
-    "parallel.links": ("devices", 1, "N"),
-    "parallel.reduction": ("devices", 1, "N"),
     "parallel.numa": ("devices", 1, "N"),
     "parallel.timeout_s": ("devices", 1, "N"),
 }

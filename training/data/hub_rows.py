@@ -5,8 +5,8 @@ from functools import partial
 from typing import Any
 
 from training.data.corpus import import_datasets
+from training.data.hub_client import ask_hub
 from training.errors import UserError, first_line
-from training.weights.hub_client import ask_hub
 
 
 def open_rows(

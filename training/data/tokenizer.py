@@ -12,11 +12,11 @@ from pathlib import Path
 
 from training.config.auto import AUTO
 from training.data.byte_tokenizer import ByteTokenizer
+from training.data.hub_client import HubName
 from training.data.library_tokenizer import ADVICE, LibraryTokenizer, of_file, of_folder
 from training.data.tokenizer_folder import KEY, fetched_folder
 from training.errors import UserError
 from training.runs.paths import home_expanded
-from training.weights.hub_client import HubName
 
 Tokenizer = ByteTokenizer | LibraryTokenizer
 

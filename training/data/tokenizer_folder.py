@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from training.data.hub_client import HubName, ask_hub
 from training.errors import UserError, first_line
-from training.weights.hub_client import HubName, ask_hub
 
 KEY = "dataset.tokenizer"
 TOKENIZER_FILE = "tokenizer.json"

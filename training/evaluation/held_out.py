@@ -16,9 +16,9 @@ from torch import nn
 from offload import Streams
 from training.batches import Batch, add_to_digest, split_by, uploaded
 from training.errors import UserError
-from training.evaluation.step_intervals import due
 from training.parallel.ranks import ALONE, Ranks
 from training.seeds import seed_of
+from training.step_intervals import due
 from training.tasks.task import Task
 
 # In the key of random numbers: those of an evaluation.

@@ -14,12 +14,12 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from offload import Streams
-from training.components import Components, attached
 from training.config.adapter import NoAdapter
 from training.config.modes import weights_node
 from training.config.quantize import NoQuantize, quantises
 from training.evaluation.held_out import held_out_scores
 from training.metrics.progress import phase
+from training.settle.components import Components, attached
 from training.weights.files import ModelWeights
 from training.weights.filling import fill_buffers, fill_parameters
 

@@ -19,7 +19,6 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from training.batches import Batch, uploaded
-from training.components import Components
 from training.config.adapter import has_adapter
 from training.errors import UserError
 from training.evaluation.held_out import evaluating
@@ -27,6 +26,7 @@ from training.metrics.progress import phase
 from training.parallel.ranks import Ranks
 from training.runs.files import REFERENCE_FILE
 from training.runs.whole_file import write_whole
+from training.settle.components import Components
 from training.tasks.dpo import REFERENCE, answer_log_probs
 
 # Microbatches of each rank between two looks at whether the run is to stop.

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from training.evaluation.held_out import observed
-from training.evaluation.step_intervals import due
+from training.step_intervals import due
 from training.tasks.sample import Sample
 from training.tasks.task import Sampler, Task
 

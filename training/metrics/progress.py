@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from training.metrics.names import METRIC_KEYS, PLANNED, SUMMARY_KEYS, UNITS
+from training.metric_names import METRIC_KEYS, PLANNED, SUMMARY_KEYS, UNITS
 from training.runs.files import METRICS_FILE, SUMMARY_FILE, WANDB_FOLDER
 from training.visible_text import visible
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from training.metrics.names import METRIC_KEYS
+from training.metric_names import METRIC_KEYS
 
 FIRST_LOSS = "train/first_loss"
 _STATISTICS = {"median": statistics.median, "mean": statistics.fmean}

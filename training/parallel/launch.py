@@ -64,15 +64,7 @@ def _joined(config: DictConfig, world: World | None, followers: Followers | None
     from training.parallel.group import Group
     from training.parallel.setup import Setup
 
-    setup = Setup(
-        config.device,
-        config.devices,
-        config.parallel.timeout_s,
-        reduction=str(config.parallel.reduction),
-        numa=str(config.parallel.numa),
-        copies=str(config.parallel.copies),
-        links=str(config.parallel.links),
-    )
+    setup = Setup(config.device, config.devices, config.parallel.timeout_s, str(config.parallel.numa))
     world = world or World.of_first(setup.devices)
     seat = take_seat(setup.device, setup.numa, world)
     if followers is None:
@@ -180,7 +172,7 @@ class Followers:
             PARENT_VARIABLE: str(os.getpid()),
         }
         # In the process group of the run, so that a sweep that kills the group leaves none behind.
-        command = [sys.executable, "-m", "training.parallel.follow"]
+        command = [sys.executable, "-m", "training.run.follow"]
         # It inherits that, because Ctrl-C reaches it too, long before it can ignore signals. Those that come here
         # meanwhile are delivered afterwards.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from models.adapter_targets import linear_names
 from models.adapters import adapter_layers, config_of, is_adapted, root_of, without_adapters
-from training.components import Components
+from training.settle.components import Components
 
 # Names that are shown; layers of one name in all blocks count once.
 NAMED = 8

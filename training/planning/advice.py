@@ -18,7 +18,6 @@ from omegaconf import DictConfig, OmegaConf
 from offload import ActivationMode
 from offload.planning import GRADIENT_SLOTS
 from training.checkpoints.changes import MAY_CHANGE
-from training.components import Components, recomputes
 from training.config.adapter import has_adapter
 from training.config.modes import weights_node
 from training.config.schema import SCHEMAS, Precision, RecomputeBlocks
@@ -28,6 +27,7 @@ from training.planning import reference
 from training.planning.dry_step import examples_of_microbatch
 from training.planning.optimizer import PlannedUpdate
 from training.planning.report import RunPlan
+from training.settle.components import Components, recomputes
 
 MOST = 3
 NOTHING_TO_CHANGE = "a smaller model"

@@ -13,13 +13,13 @@ from dataclasses import replace
 from omegaconf import DictConfig, OmegaConf
 
 from offload.planning import DryRun, forecast
-from training.components import Components, footprint_of
 from training.config.auto import AUTO
 from training.config.construct import make_mode
 from training.config.modes import weights_node
 from training.planning import reference
 from training.planning.machine import Machine
 from training.planning.optimizer import PlannedUpdate
+from training.settle.components import Components, footprint_of
 
 # Numbers of units that are compared: the time of a step is a smooth function of the number.
 CANDIDATES = 17

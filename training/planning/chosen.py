@@ -9,12 +9,12 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from training.components import DPO_REFERENCE, WEIGHTS, Components
 from training.config.adapter import has_adapter
 from training.config.auto import AUTO
 from training.config.modes import weights_node
-from training.gradients import KEY as GRADIENTS
 from training.planning.speculation import speculation_line
+from training.settle.components import DPO_REFERENCE, WEIGHTS, Components
+from training.settle.gradients import KEY as GRADIENTS
 from training.weights.model_tokenizer import KEY as TOKENIZER
 from training.weights.model_tokenizer import own_tokenizer
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from offload.planning import DryRun, Phase, SimulatedStreams, dry_run
 from training.batches import Batch, examples_in
-from training.components import Components
 from training.config.construct import keys_under
 from training.planning.ranks import planned_sharers
+from training.settle.components import Components
 from training.tasks.task import loss_to_train
 
 # Microbatches that the dry run computes one by one; the bytes of more follow from these.

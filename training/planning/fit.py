@@ -21,12 +21,12 @@ import torch
 
 from offload import GIB, format_bytes, parse_bytes
 from offload.planning import free_host_bytes
-from training.components import Components
 from training.errors import UserError
 from training.planning.advice import memory_advice
 from training.planning.report import Limit, RunPlan
 from training.planning.speculation import UNDO_LOG
 from training.profiling.hardware import rss_gib, vram_bytes
+from training.settle.components import Components
 
 # The share by which a plan may exceed the machine's own memory: its error.
 TOLERANCE = {"vram_budget": 0.01, "host_budget": 0.05}

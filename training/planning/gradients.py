@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from offload.planning import NotFinalError
-from training.components import Components, footprint_of
-from training.gradients import KEY, GradientChoice
 from training.planning.report import RunPlan
+from training.settle.components import Components, footprint_of
+from training.settle.gradients import KEY, GradientChoice
 
 Plan = Callable[[Components], tuple[Components, RunPlan]]
 

@@ -10,12 +10,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from offload import GIB, usable_cores
 from offload.planning import Bandwidth
-from training.components import Components, acquired
 from training.config.schema import Precision
 from training.errors import UserError
 from training.planning.disk import disk_gb_s
 from training.planning.probe import device_name, kept, kept_path
 from training.profiling.hardware import describe_device, measured_bandwidth, peak_flops, vram_bytes
+from training.settle.components import Components, acquired
 from training.weights.mapped import is_mapped, largest_file
 
 # The share of the peak of matrix products that blocks reach with all their operations: 566 of 989 TFLOP/s on an H200.

@@ -9,7 +9,6 @@ from omegaconf import DictConfig
 from models.loss import Head, tokens_per_chunk
 from offload import GIB, parse_bytes
 from offload.planning import DryRun
-from training.components import Components
 from training.parallel.reduce import exchange_bytes
 from training.planning import reference
 from training.planning.dry_step import examples_of_microbatch
@@ -19,6 +18,7 @@ from training.planning.ranks import bytes_of_ranks, summed_after_backward
 from training.planning.samples import sample_bytes
 from training.planning.speculation import with_log
 from training.profiling.hardware import rss_gib
+from training.settle.components import Components
 
 
 def budgets_of(config: DictConfig, machine: Machine, has_gpu: bool) -> dict[str, int | None]:

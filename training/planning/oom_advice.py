@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from offload import format_bytes
-from training.components import Components
 from training.errors import UserError
 from training.planning.advice import memory_advice
 from training.planning.report import RunPlan
 from training.runs import allocator
 from training.runs.failures import is_device_memory, is_host_memory, requested
+from training.settle.components import Components
 
 
 class OutOfMemoryError(UserError):

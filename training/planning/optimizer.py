@@ -12,9 +12,9 @@ from torch import Tensor
 
 from offload import Footprint, HostAdamW, parse_bytes
 from offload.planning import StateFormat, UpdateTimes, bytes_of_logs, log_bytes
-from training.components import STATES_OF_SPARE, Components
 from training.parallel.world import ranks_of_host
 from training.planning.machine import Machine
+from training.settle.components import STATES_OF_SPARE, Components
 
 # The speed of torch's kernel, which `adamw` uses on the host, relative to host_adamw's: 2.9 to 5.0 G parameters/s.
 TORCH_KERNEL_SHARE = 0.58

@@ -16,13 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from offload.planning import DryRun, NotFinalError, SimulatedStreams, hidden_share, update_work
-from training.components import Components
 from training.data.building import build_dataset, facts_of, has_facts
 from training.errors import UserError, first_line
 from training.evaluation.samples import Samples
-from training.metrics.files import write_summary
 from training.metrics.progress import phase, print_plan
-from training.missing_abilities import without_abilities
 from training.planning.adapted import unadapted_note
 from training.planning.budget import resident_key, resident_units, with_resident
 from training.planning.chosen import chosen_values
@@ -42,6 +39,9 @@ from training.profiling.hardware import resolve_device
 from training.profiling.timeline import Interval, Timeline, draw_chart
 from training.runs.files import PLAN_PICTURE
 from training.runs.invocation import Invocation
+from training.runs.records import write_summary
+from training.settle.components import Components
+from training.settle.missing_abilities import without_abilities
 from training.visible_text import visible
 from training.weights.files import ModelWeights
 from training.weights.model_tokenizer import tokenizer_is_here

@@ -19,12 +19,12 @@ from torch import Tensor
 from models.llama import Block, rotary_tables
 from offload import GIB, usable_cores
 from offload.planning import MemoryTracker, StateFormat, fused_kernels, measure_bandwidth, measure_update_rate
-from training.components import acquired
 from training.errors import UserError
-from training.metrics.files import LARGEST, is_number
 from training.profiling.hardware import describe_device
 from training.runs.bounded_files import UnreadableError, read_json
+from training.runs.records import LARGEST, is_number
 from training.runs.whole_file import write_whole
+from training.settle.components import acquired
 
 # Updates share the host's memory with the copies of a step, which costs a tenth of their speed.
 BESIDE_COPIES = 0.9

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from models.quantise import QuantisedWeight
 from offload import format_bytes
-from training.components import Components
 from training.config.quantize import quantises
 from training.planning.streamed import MOST, NAMED, SMALL
+from training.settle.components import Components
 
 
 def unquantised_note(components: Components) -> str | None:

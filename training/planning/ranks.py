@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from offload.planning import PlannedSharers, SimulatedStreams
-from training.components import Components, trained_parameters
 from training.parallel.world import ranks_of_host
+from training.settle.components import Components, trained_parameters
 
 OWN = (
     "{count} devices: bytes of the device and copies are those of each, bytes of a host those of its {local} processes,"
@@ -51,9 +51,7 @@ def planned_sharers(components: Components, timed: SimulatedStreams | None) -> P
     """Returns those with whom a dry run shares the homes; None where it shares nothing."""
     if not components.shares_homes:
         return None
-    parallel = components.config.parallel
-    ways = parallel.copies.value, parallel.links.value
-    return PlannedSharers(ranks_of_host(components.config), parallel.hosts, timed, *ways)
+    return PlannedSharers(ranks_of_host(components.config), components.config.parallel.hosts, timed)
 
 
 def summed_after_backward(components: Components) -> Sequence[nn.Parameter]:

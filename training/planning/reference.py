@@ -7,10 +7,10 @@ import logging
 import torch
 
 from offload.planning import SimulatedStreams, dry_run_forwards
-from training.components import Components
 from training.evaluation.held_out import evaluating
 from training.planning.dry_step import examples_of_microbatch
 from training.planning.machine import Machine
+from training.settle.components import Components
 from training.tasks.dpo import answer_log_probs
 
 logger = logging.getLogger(__name__)

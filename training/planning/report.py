@@ -10,7 +10,7 @@ from typing import Any
 
 from offload import GIB, format_bytes
 from offload.planning import Forecast, Work
-from training.metrics.names import PLANNED
+from training.metric_names import PLANNED
 from training.planning.machine import Machine
 from training.runs.files import PLAN_FILE
 from training.runs.provenance import provenance

@@ -14,11 +14,11 @@ import torch
 from models.generation import largest_forwards
 from offload import GIB, format_bytes
 from offload.planning import Bandwidth, SimulatedStreams, dry_run_forwards
-from training.components import Components
 from training.evaluation.held_out import evaluating
 from training.planning.fit import MisfitError, limits_below, shortfalls
 from training.planning.shapes import refuse_sample_shape
 from training.profiling.hardware import rss_gib
+from training.settle.components import Components
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ import re
 import torch
 
 from offload.planning import left_as_found
-from training.components import Components
 from training.errors import UserError, first_line
 from training.evaluation.held_out import evaluating
 from training.planning.dry_step import examples_of_microbatch
+from training.settle.components import Components
 
 # What libraries and torch say of sizes, of numbers that count, and of ones that are missing (null in a configuration).
 # Torch says so of a tensor without values too, but then it names meta tensors.

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from offload import GIB, Speculation, parse_bytes
-from training.components import Components
 from training.parallel.world import ranks_of_host
 from training.planning.machine import Machine
 from training.planning.optimizer import PlannedUpdate
 from training.planning.report import RunPlan
+from training.settle.components import Components
 
 # The name of the logs' bytes among the parts of host memory.
 UNDO_LOG = "undo log"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 from offload import WeightMode, format_bytes
-from training.components import Components
 from training.config.modes import weights_node
+from training.settle.components import Components
 
 # A smaller share is worth a note.
 MOST = 0.9

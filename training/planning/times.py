@@ -9,13 +9,13 @@ import torch
 
 from offload import GIB
 from offload.planning import DryRun, Forecast, Phase, SimulatedStreams, UpdateTimes, floor_ms, forecast
-from training.components import Components
 from training.planning.disk import with_reads
 from training.planning.dry_step import MOST_DRY, examples_of_rank
 from training.planning.machine import Machine
 from training.planning.memory import PlannedMemory
 from training.planning.speculation import log_share
 from training.profiling.hardware import datasheet_flops
+from training.settle.components import Components
 from training.weights.mapped import mapped_note
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from training.checkpoints.layout import checkpoints_in
 from training.errors import UserError
-from training.metrics.files import read_summary
 from training.runs.bounded_files import UnreadableError, read_lines
+from training.runs.checkpoint_files import checkpoints_in
 from training.runs.files import (
     CHECKPOINTS_FOLDER,
     CHOICES_FILE,
@@ -26,6 +25,7 @@ from training.runs.files import (
     refuse_strange_files,
 )
 from training.runs.invocation import Invocation
+from training.runs.records import read_summary
 from training.runs.whole_file import write_whole
 
 # The folder of train.py.

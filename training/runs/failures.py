@@ -17,11 +17,11 @@ from typing import NamedTuple
 from hydra.errors import InstantiationException
 
 from training.errors import UserError
-from training.metrics.files import write_summary
 from training.runs import allocator
 from training.runs.console import note_failures
 from training.runs.directory import RunDirectory
 from training.runs.files import SUMMARY_FILE
+from training.runs.records import write_summary
 from training.runs.signals import Interruption
 from training.runs.starting import INTERRUPTED
 from training.visible_text import visible, visible_lines

@@ -1,6 +1,6 @@
 """The names of the files and folders that a run, a plan or a comparison writes, each of them written here only.
 
-`training.checkpoints.layout` names the files inside a checkpoint's folder.
+`training.runs.checkpoint_files` names the files inside a checkpoint's folder.
 """
 
 from pathlib import Path
@@ -42,8 +42,7 @@ COMPARE_PAGE_FILE = "compare.html"
 MEMORY_FIGURE_FILE = "compare_memory.png"
 TIME_FIGURE_FILE = "compare_time.png"
 LOSS_FIGURE_FILE = "compare_loss.png"
-ACCURACY_FIGURE_FILE = "compare_accuracy.png"
-FIGURE_FILES = (MEMORY_FIGURE_FILE, TIME_FIGURE_FILE, LOSS_FIGURE_FILE, ACCURACY_FIGURE_FILE)
+FIGURE_FILES = (MEMORY_FIGURE_FILE, TIME_FIGURE_FILE, LOSS_FIGURE_FILE)
 # The workspace that scripts/dashboard.py writes.
 WORKSPACE_FILE = "wandb_workspace.json"
 

@@ -29,17 +29,17 @@ from models.weights import (
 )
 from models.whole_folder import Fill, bytes_of, refuse_present, write_whole_folder
 from training.checkpoints.hugging_face import hugging_face_config
-from training.checkpoints.layout import HUGGING_FACE_FILE, WEIGHTS_STEM
-from training.components import Components
 from training.config.adapter import has_adapter
 from training.config.quantize import chosen_format, quantises
 from training.config.schema import Precision
 from training.errors import UserError
+from training.runs.checkpoint_files import HUGGING_FACE_FILE, WEIGHTS_STEM
 from training.runs.invocation import Invocation
 from training.runs.paths import home_expanded
 from training.saved_runs.companions import companions
 from training.saved_runs.export_adapter import adapter_files, merged_model
 from training.saved_runs.finding import configuration, found, newest_checkpoint, refuse_damage, take_tokenizer
+from training.settle.components import Components
 
 Read = Callable[[str], Tensor]
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from models.adapter_files import CONFIG_FILE, DIFFUSERS_FILE, WEIGHTS_FILE, diffusers_file, is_of_diffusers
 from models.adapters import merge_adapter
 from models.whole_folder import Fill, Write
-from training.components import Components, acquired, attached
 from training.errors import UserError
 from training.saved_runs.loading import load_model
+from training.settle.components import Components, acquired, attached
 from training.weights.filling import fill_buffers
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from training.errors import UserError
-from training.metrics.files import read_summary, write_summary
 from training.runs.directory import holds_results
 from training.runs.failures import FAILED
 from training.runs.files import CONFIG_FILE, SUMMARY_FILE
+from training.runs.records import read_summary, write_summary
 from training.runs.starting import INTERRUPTED
 from training.visible_text import visible
 

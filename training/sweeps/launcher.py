@@ -26,12 +26,12 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from training.checkpoints.changes import MAY_CHANGE, changed_values, read_config
-from training.checkpoints.manifest import DamagedError
+from training.checkpoints.changes import MAY_CHANGE, changed_values
 from training.config.auto import AUTO, SETTLED
 from training.errors import UserError, first_line
 from training.parallel.world import refuse_sweep
 from training.runs.directory import holds_results, refuse_program_folder
+from training.runs.manifest import DamagedError, read_config
 from training.runs.parent import PARENT_VARIABLE
 from training.runs.signals import once_per_request, signals_not_ignored
 from training.runs.starting import INTERRUPTED

@@ -13,10 +13,10 @@ from torch import nn
 
 from models.adapter_files import check_folder, load_adapter
 from models.adapters import initialise_adapters, inject
-from training.checkpoints.layout import refuse_run
 from training.config.adapter import has_adapter
 from training.errors import UserError
 from training.metrics.progress import phase
+from training.runs.checkpoint_files import refuse_run
 from training.runs.paths import home_expanded
 
 KEY = "adapter.weights"

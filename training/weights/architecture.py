@@ -15,10 +15,9 @@ from omegaconf import DictConfig
 from torch import nn
 
 from models.llama import Llama
-from training.checkpoints.changes import read_config
-from training.checkpoints.manifest import DamagedError
 from training.errors import UserError, first_line
 from training.runs.files import CONFIG_FILE as RUN_CONFIG_FILE
+from training.runs.manifest import DamagedError, read_config
 from training.runs.paths import home_expanded
 from training.weights.files import CONFIG_FILE, KEY, part_in
 from training.weights.origin import folder_of, values_in

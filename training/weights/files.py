@@ -11,10 +11,10 @@ from pathlib import Path
 from models.adapter_files import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from models.json_files import read_object
 from models.weights import checkpoint_files
-from training.checkpoints.layout import MANIFEST_FILE, STATE_FILE, WEIGHTS_STEM, refuse_run
+from training.data.hub_client import HubName, ask_hub
 from training.errors import UserError, first_line
+from training.runs.checkpoint_files import MANIFEST_FILE, STATE_FILE, WEIGHTS_STEM, refuse_run
 from training.runs.paths import home_expanded
-from training.weights.hub_client import HubName, ask_hub
 
 KEY = "model.weights"
 # No other file of a repository is used, above all none that is unpickled.

@@ -9,14 +9,13 @@ from typing import Any
 from omegaconf import DictConfig
 
 from models.json_files import read_object
-from training.checkpoints.changes import read_config
-from training.checkpoints.manifest import DamagedError
+from training.data.hub_client import HubName
 from training.data.tokenizer import Tokenizer
 from training.errors import UserError
 from training.runs.files import CONFIG_FILE as RUN_CONFIG_FILE
+from training.runs.manifest import DamagedError, read_config
 from training.runs.paths import home_expanded
 from training.weights.files import CONFIG_FILE, GENERATION_FILE, cached_snapshot
-from training.weights.hub_client import HubName
 from training.weights.model_tokenizer import SOURCE, WEIGHTS, brought_tokenizer
 
 AGAIN = "download it again"

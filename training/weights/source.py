@@ -11,11 +11,11 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from training.data.hub_client import HubName, ask_hub
 from training.errors import UserError, first_line
 from training.metrics.progress import phase
 from training.runs.paths import home_expanded
 from training.weights.files import CONFIG_FILE, CONFIG_FILES, part_in, part_of, weight_files_in
-from training.weights.hub_client import HubName, ask_hub
 
 KEY = "model.source"
 

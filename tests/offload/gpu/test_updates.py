@@ -24,7 +24,7 @@ from offload.weights.gradients.ring import GradientRing
 from tests.offload.helpers.late import ON_A_GPU, make_late
 from tests.offload.helpers.models import Stack, assert_same, attached, stack_inputs, with_copy
 from tests.offload.helpers.optimizers import SETTINGS, needs_compiler
-from training.loop import clip_scale, gradient_norm
+from training.run.loop import clip_scale, gradient_norm
 
 pytestmark = ON_A_GPU
 

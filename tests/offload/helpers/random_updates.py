@@ -25,7 +25,7 @@ from offload.streams import registry
 from tests.offload.helpers.models import Stack, same_bits, stack_inputs
 from tests.offload.helpers.random_models import built, shards
 from tests.offload.helpers.updates import Mixed
-from training.loop import clip_scale, gradient_norm
+from training.run.loop import clip_scale, gradient_norm
 
 Knobs = tuple[str, dict]
 Seen = list[tuple[str, Tensor]]

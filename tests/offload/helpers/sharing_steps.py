@@ -21,7 +21,7 @@ from offload.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.models import stack_inputs
 from tests.offload.helpers.sharers import ThreadSharers
 from tests.offload.helpers.updates import host_adamw, states_of
-from training.loop import clip_scale, gradient_norm
+from training.run.loop import clip_scale, gradient_norm
 
 PLENTY = 1 << 24
 

@@ -23,7 +23,7 @@ from offload.optimizer.speculation import Speculation
 from offload.optimizer.worker import UpdateWorker
 from tests.offload.helpers.models import Stack, attached, stack_inputs
 from tests.offload.helpers.optimizers import SETTINGS
-from training.loop import clip_scale, gradient_norm
+from training.run.loop import clip_scale, gradient_norm
 
 MODES = {
     "bounce_linear": lambda: BounceLinear(slots=3, outside="stream"),

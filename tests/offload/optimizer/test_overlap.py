@@ -37,7 +37,7 @@ from tests.offload.helpers.updates import (
     train,
     updating,
 )
-from training.loop import clip_scale, gradient_norm
+from training.run.loop import clip_scale, gradient_norm
 
 pytestmark = pytest.mark.usefixtures("small")
 

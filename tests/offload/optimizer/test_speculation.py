@@ -33,7 +33,7 @@ from tests.offload.helpers.updates import (
     train,
     updating,
 )
-from training.loop import gradient_norm
+from training.run.loop import gradient_norm
 
 pytestmark = pytest.mark.usefixtures("small")
 

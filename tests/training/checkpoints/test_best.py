@@ -14,11 +14,11 @@ from torch import nn
 from tests.training.checkpoints.conftest import TINY
 from tests.training.helpers import in_process
 from training.checkpoints.best import Best
-from training.checkpoints.layout import folder_of
 from training.errors import UserError
 from training.evaluation.held_out import Evaluation
-from training.metrics.files import read_summary
 from training.recorder import Recorder
+from training.runs.checkpoint_files import folder_of
+from training.runs.records import read_summary
 from training.saved_runs.finding import found, newest_checkpoint
 from training.tasks.classification import Classification
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from training.checkpoints.durable import remove_folder, remove_leftover, write_folder
-from training.checkpoints.layout import MANIFEST_FILE
-from training.checkpoints.manifest import read_manifest, verify
+from training.runs.checkpoint_files import MANIFEST_FILE
+from training.runs.manifest import read_manifest, verify
 
 
 def writing(content: bytes):

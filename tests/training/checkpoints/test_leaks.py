@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from training.metrics.files import read_metrics
+from training.runs.records import read_metrics
 
 STEPS = 120
 # The moments alone take 0.6 MiB, and the last three quarters of the steps save 18 times.

@@ -107,7 +107,7 @@ def test_a_finished_run_resumes_with_more_steps(tmp_path: Path, finished: Path, 
 
 
 def test_skipped_steps_are_counted_through(tmp_path: Path, run_here, at, curve, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("training.loop.gradient_norm", lambda model, known: float("nan"))
+    monkeypatch.setattr("training.run.loop.gradient_norm", lambda model, known: float("nan"))
     run_here(tmp_path / "run", "on_nonfinite=skip")
     run_here(tmp_path / "rest", "on_nonfinite=skip", f"resume={at(tmp_path / 'run', 3)}")
     assert [record["train/skipped_steps"] for record in curve(tmp_path / "rest")] == [4, 6]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from training.checkpoints.layout import checkpoints_in, step_of
-from training.checkpoints.manifest import read_manifest, verify
 from training.errors import UserError
-from training.metrics.files import MetricsWriter, read_metrics
+from training.runs.checkpoint_files import checkpoints_in, step_of
+from training.runs.manifest import read_manifest, verify
+from training.runs.records import MetricsWriter, read_metrics
 
 
 @pytest.fixture

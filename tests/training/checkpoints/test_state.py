@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from training.checkpoints.layout import RANDOM_FILE, STATE_FILE
-from training.checkpoints.manifest import DamagedError
 from training.checkpoints.state import RunState, random_states, read_state, restore_random_states
+from training.runs.checkpoint_files import RANDOM_FILE, STATE_FILE
+from training.runs.manifest import DamagedError
 
 CPU = torch.device("cpu")
 

@@ -23,7 +23,7 @@ from training.errors import UserError
 @pytest.fixture
 def signalled(monkeypatch: pytest.MonkeyPatch):
     """Returns a function that makes a signal arrive in the middle of a step."""
-    from training import loop
+    from training.run import loop
 
     def signalled(at: int, times: int = 1) -> None:
         compute = loop.forward_backward
@@ -57,7 +57,7 @@ def test_a_signal_that_comes_more_than_once_is_one_request(tmp_path: Path, run_h
 
 
 def test_an_interruption_that_a_step_swallowed_ends_the_run_before_the_next_one(tmp_path: Path, run_here, monkeypatch):
-    from training import loop
+    from training.run import loop
 
     run_step, begun = loop.run_step, []
 

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from offload.optimizer.adamw import HostAdamW
-from training.checkpoints.manifest import DamagedError
 from training.checkpoints.tensors import COPY, load_tensors, optimizer_tensors
+from training.runs.manifest import DamagedError
 
 FILES = ("model.safetensors", "optimizer.safetensors")
 

@@ -147,7 +147,7 @@ def test_no_network_is_one_error_within_seconds(monkeypatch: pytest.MonkeyPatch)
         assert time.monotonic() - started < 60
         # Connections are accepted but get no answer, as behind a firewall.
         silent.listen(8)
-        monkeypatch.setattr("training.weights.hub_client.TIMEOUT_S", 0.5)
+        monkeypatch.setattr("training.data.hub_client.TIMEOUT_S", 0.5)
         started = time.monotonic()
         with pytest.raises(UserError, match=r"the Hugging Face Hub did not answer \(timed out\)"):
             HubText("owner/name", **SIZES)

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.training.helpers.in_process import SMALL_MODEL, composed, run_here
-from training.build import build
 from training.data.chats.preferences import Preferences
 from training.errors import UserError
 from training.evaluation.reference import beginning_of, fill_reference, saved_reference
+from training.run.build import build
 from training.runs.files import REFERENCE_FILE
 
 WORDS = ("red", "green", "blue", "grey")

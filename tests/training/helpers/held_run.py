@@ -12,7 +12,7 @@ from tests import ROOT
 # Waits in a step until a file is there; signals that come within an hour of the first are one request.
 _PROGRAM = """
 import os, runpy, sys, time
-from training import loop
+from training.run import loop
 from training.runs import signals
 
 step, go = int(os.environ.pop("HELD_STEP")), os.environ.pop("HELD_UNTIL")

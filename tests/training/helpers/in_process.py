@@ -23,13 +23,13 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
 
 from tests import ROOT
-from training.build import build
-from training.components import Components
 from training.config import schema
 from training.config.validation import check
-from training.loop import train
+from training.run.build import build
+from training.run.loop import train
 from training.runs.invocation import Invocation
 from training.runs.signals import SIGNALS
+from training.settle.components import Components
 from training.sweeps import launcher
 
 # A model and a batch that take a fraction of a second a step.

@@ -30,7 +30,7 @@ from training.sweeps import launcher
 from training.errors import UserError
 from training.runs import compose_errors
 from training.runs.failures import failures_recorded
-from training.metrics.files import write_summary
+from training.runs.records import write_summary
 from training.runs import signals
 from training.runs.parent import end_with_parent
 from training.runs.signals import StopRequest

@@ -9,7 +9,7 @@ import termios
 
 import pytest
 
-from training.metrics.names import METRIC_KEYS
+from training.metric_names import METRIC_KEYS
 from training.metrics.progress import Progress, format_value, phase, print_plan, print_summary
 
 RECORD = {

@@ -7,8 +7,8 @@ from enum import Enum
 from omegaconf import OmegaConf
 
 from tests.training.helpers.in_process import composed
-from training.build import build_tracker
 from training.metrics.wandb_tracker import chosen_options, plain, run_name, run_tags
+from training.run.build import build_tracker
 
 
 def test_config_becomes_plain_and_resolved(tmp_path):
@@ -47,7 +47,7 @@ def test_name_and_tags_come_from_the_chosen_options():
 
 def test_the_config_has_every_group_and_beside_them_the_machine(tmp_path, monkeypatch):
     given = {}
-    monkeypatch.setattr("training.build.Tracker", lambda **arguments: given.update(arguments))
+    monkeypatch.setattr("training.run.build.Tracker", lambda **arguments: given.update(arguments))
     config, invocation = composed("hardware=h200", "offload=layer_stream", run_dir=tmp_path)
     build_tracker(config, invocation, {"gpu": None})
     assert set(config) < set(given["config"])

@@ -16,10 +16,10 @@ import pytest
 from tests.training.helpers.time_limit import time_limit
 from tests.training.helpers.wandb_files import records_of, summary_of, wandb_runs, without_internals
 from training.errors import UserError
+from training.metric_names import COUNTS, METRIC_KEYS
 from training.metrics import wandb_tracker
-from training.metrics.files import MetricsWriter, read_metrics
-from training.metrics.names import COUNTS, METRIC_KEYS
 from training.metrics.wandb_tracker import Tracker
+from training.runs.records import MetricsWriter, read_metrics
 
 FAKE_KEY = "0123456789" * 4
 # No test of what wandb does may meet the end of a wait because the machine is busy.

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from tests.training.helpers.in_process import TINY_RUN, composed, signals_as_before
-from training.build import build
 from training.config.validation import check
-from training.loop import train
 from training.parallel.launch import connected
 from training.parallel.ranks import Ranks
+from training.run.build import build
+from training.run.loop import train
 
 # Small enough that rank 0 computes it in a second.
 RUN = (*TINY_RUN, "eval.every=3", "eval.batches=2", "checkpoint.every=2", "checkpoint.keep=9", "log_every=1")

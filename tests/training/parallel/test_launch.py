@@ -17,12 +17,12 @@ from tests.training.helpers.in_process import composed, run_here
 from tests.training.helpers.results import content
 from tests.training.helpers.sweeps import runs, wait_until
 from tests.training.parallel.conftest import RUN, run_ranks
-from training import loop
 from training.errors import UserError
 from training.parallel.group import Group
 from training.parallel.launch import HOST, Followers, connected
 from training.parallel.ranks import ALONE, RankLostError
 from training.recorder import Recorder
+from training.run import loop
 from training.runs.signals import SIGNALS
 
 SAVING = ("devices=2", "microbatches=1", "checkpoint.every=null", "checkpoint.on_signal=true")

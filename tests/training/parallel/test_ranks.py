@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from offload.modes.none import Resident
-from tests.training.test_loop import Bigram, batch
+from tests.training.run.test_loop import Bigram, batch
 from training.batches import examples_in
-from training.loop import forward_backward
 from training.parallel.ranks import ALONE, Share, shares_of
+from training.run.loop import forward_backward
 from training.tasks.causal_lm import CausalLM
 
 

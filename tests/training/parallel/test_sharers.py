@@ -26,11 +26,11 @@ from tests.training.helpers.in_process import components_of, run_here
 from tests.training.helpers.results import content
 from tests.training.helpers.sweeps import wait_for_end, wait_for_metrics, wait_until
 from tests.training.parallel.conftest import RUN, forked, run_ranks
-from training.metrics.files import read_summary
 from training.parallel import group
 from training.parallel.group import FirstLostError, Group
 from training.parallel.ranks import RankLostError, Share
 from training.parallel.setup import Setup
+from training.runs.records import read_summary
 from training.tasks.causal_lm import CausalLM
 
 
@@ -248,7 +248,7 @@ def test_ranks_share_a_quantised_base_and_sum_the_adapter_s_gradients(one: Path)
 
 @pytest.mark.slow
 def test_microbatches_of_a_rank_are_added_before_the_ranks_are(tmp_path: Path):
-    keys = (*STREAMED, "devices=2", "microbatches=2", "steps=3", "parallel.reduction=fast")
+    keys = (*STREAMED, "devices=2", "microbatches=2", "steps=3")
     for homes in ("shared", "own"):
         run_ranks(tmp_path / homes, *keys, f"parallel.homes={homes}")
     assert content(at(tmp_path / "shared", 3)) == content(at(tmp_path / "own", 3))

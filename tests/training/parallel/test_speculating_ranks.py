@@ -18,9 +18,9 @@ from tests.offload.helpers.updates import decides_in_time
 from tests.training.helpers.in_process import components_of, run_here
 from tests.training.helpers.results import content, curve
 from tests.training.parallel.conftest import RUN, run_ranks
-from training import loop
-from training.metrics.files import read_metrics
 from training.parallel.ranks import RankLostError, Ranks
+from training.run import loop
+from training.runs.records import read_metrics
 
 # The logs of the head are full in the first steps, and its update would be the first.
 MODES: Mapping[str, tuple[str, ...]] = {

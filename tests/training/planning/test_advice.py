@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 
 from offload.weights.gradients import ring
 from tests.training.helpers.in_process import components_of, composed
-from training.components import Components
 from training.config.modes import mode_options
 from training.config.validation import check
 from training.planning import advice as advising
@@ -20,6 +19,7 @@ from training.planning.advice import NOTHING_TO_CHANGE, memory_advice, nonfinite
 from training.planning.machine import machine_of
 from training.planning.plan import plan_filled
 from training.planning.report import RunPlan
+from training.settle.components import Components
 
 BASE = {
     "dataset": "synthetic",

@@ -11,13 +11,13 @@ import pytest
 
 from offload.byte_sizes import GIB
 from tests.training.helpers.in_process import TINY_RUN, command_here, components_of
-from training.components import Components
 from training.planning import fit, memory
 from training.planning.fit import MisfitError, exceeded, misfit, refuse_misfit
 from training.planning.machine import machine_of
 from training.planning.plan import plan_filled
 from training.planning.report import RunPlan
 from training.runs.files import PLAN_FILE, PLAN_PICTURE, SUMMARY_FILE
+from training.settle.components import Components
 
 RUN = (*TINY_RUN, "dataset=synthetic", "steps=1", "warmup_steps=0")
 

@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from offload.weights.gradients import ring
 from tests.training.helpers.in_process import components_of
-from training.components import Components
 from training.errors import UserError
 from training.planning.machine import machine_of
 from training.planning.plan import plan_filled
+from training.settle.components import Components
 
 JOB = ("offload=layer_stream", "clip_norm=null", "microbatches=1", "hardware=h200", "seq_len=32", "precision=bf16")
 

@@ -86,7 +86,7 @@ def test_streams_are_released_where_the_bus_cannot_be_measured(monkeypatch: pyte
     monkeypatch.setattr(machine_module, "device_name", lambda device: "a GPU")
     monkeypatch.setattr(machine_module, "peak_flops", lambda device, dtype: 1e12)
     monkeypatch.setattr(machine_module, "vram_bytes", lambda device: GIB)
-    monkeypatch.setattr("training.components.acquire", lambda device, real=registry.acquire: real(CPU))
+    monkeypatch.setattr("training.settle.components.acquire", lambda device, real=registry.acquire: real(CPU))
     monkeypatch.setattr(machine_module, "measured_bandwidth", broken)
     with pytest.raises(ArithmeticError):
         measured_in_short(components)

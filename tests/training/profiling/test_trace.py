@@ -18,10 +18,10 @@ from offload.streams.transfer import profiled
 from tests import ROOT
 from tests.training.helpers.in_process import command_here
 from tests.training.helpers.wandb_files import records_of, summary_of, wandb_runs
-from training.metrics.files import read_metrics, read_summary
 from training.profiling.hardware import resolve_device
 from training.profiling.timeline import read_timeline
 from training.profiling.trace import Tracer, step_to_trace, tracing
+from training.runs.records import read_metrics, read_summary
 
 SMALL = (
     "model.intermediate_size=64", "model.num_hidden_layers=2", "batch_size=2", "seq_len=32",

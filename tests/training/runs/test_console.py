@@ -19,8 +19,8 @@ import pytest
 from tests import ROOT
 from tests.training.helpers.held_run import start_held
 from tests.training.helpers.in_process import TINY_RUN, signals_as_before
-from training.metrics.files import read_metrics, read_summary
 from training.runs.failures import failures_recorded
+from training.runs.records import read_metrics, read_summary
 
 # Writes to the console in every way in which a run does; its log file tells what went wrong.
 PROGRAM = """

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from models.weights import load_weights
 from tests.test_any_model import COMMON, GPT2, UNET
 from tests.training.helpers.in_process import TINY_RUN, composed, run_here
-from training.components import Components, acquired, attached
 from training.errors import UserError
 from training.runs.directory import RunDirectory
 from training.saved_runs.export import export, files_of
+from training.settle.components import Components, acquired, attached
 from training.weights.filling import fill_buffers
 
 TEXT = ("dataset=stdlib", "dataset.max_tokens=20000")

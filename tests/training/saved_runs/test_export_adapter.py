@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.test_any_model import COMMON, GPT2, UNET
 from tests.training.helpers.in_process import TINY_RUN, composed, run_here
-from training.components import Components, acquired, attached
 from training.errors import UserError
 from training.runs.directory import RunDirectory
 from training.saved_runs.export import export
 from training.saved_runs.loading import load_model
+from training.settle.components import Components, acquired, attached
 from training.weights.filling import fill_buffers
 
 TEXT = ("dataset=stdlib", "dataset.max_tokens=20000", "steps=2", "checkpoint.every=2", "optimizer.lr=0.1")

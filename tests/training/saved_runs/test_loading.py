@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tests.training.helpers.in_process import TINY_RUN, components_of, composed, run_here, signals_as_before
-from training.build import build
-from training.components import acquired, attached
 from training.errors import UserError
-from training.loop import train
+from training.run.build import build
+from training.run.loop import train
 from training.saved_runs.loading import load_model
+from training.settle.components import acquired, attached
 
 RUN = (*TINY_RUN, "steps=2", "checkpoint.every=2", "offload=layer_stream")
 IDS = torch.arange(8).view(1, 8)

@@ -26,7 +26,7 @@ from tests.training.helpers.sweeps import (
     wait_until,
     write_script,
 )
-from training.metrics.files import read_metrics, read_summary
+from training.runs.records import read_metrics, read_summary
 from training.sweeps.job import SweepJob
 
 SAVES = """

@@ -16,7 +16,7 @@ from models.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from models.adapters import Lora, config_of, inject, is_adapted
 from tests.training.helpers import results
 from tests.training.helpers.in_process import TINY_RUN, components_of, run_here
-from tests.training.test_build import is_free
+from tests.training.run.test_build import is_free
 from training.errors import UserError
 from training.weights.adapter import RunAdapter, warn_of_unused
 

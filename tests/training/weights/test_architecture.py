@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from tests.test_any_model import UNET
 from tests.training.helpers.in_process import TINY_RUN, components_of, composed, run_here
 from tests.training.helpers.pretrained_folder import SIZES, save_pretrained
-from training.components import Components, acquired, attached
 from training.errors import UserError
 from training.runs.directory import RunDirectory
 from training.saved_runs.export import export
+from training.settle.components import Components, acquired, attached
 from training.weights.files import ModelWeights
 from training.weights.filling import fill_buffers, fill_parameters
 

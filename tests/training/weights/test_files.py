@@ -10,10 +10,10 @@ import pytest
 from huggingface_hub import constants
 
 from tests.training.helpers.in_process import SMALL_MODEL, composed, run_here
+from training.data.hub_client import HubName
 from training.errors import UserError
 from training.planning.plan import plan_only
 from training.weights.files import CONFIG_FILE, PATTERNS, SMALL_FILES, ModelWeights, weight_files_in
-from training.weights.hub_client import HubName
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_a_model_without_safetensors_is_refused(hub):
 
 
 def test_weights_are_looked_for_before_anything_is_planned(tmp_path: Path, hub, monkeypatch):
-    for module in ("training.prepare", "training.planning.plan"):
+    for module in ("training.run.prepare", "training.planning.plan"):
         monkeypatch.setattr(f"{module}.plan_filled", None)
     with pytest.raises(UserError, match=r"model\.weights=nowhere: does not exist: give"):
         run_here(tmp_path / "run", *SMALL_MODEL, "dataset=synthetic", "model.weights=nowhere")

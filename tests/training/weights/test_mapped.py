@@ -75,7 +75,7 @@ def test_a_file_that_changes_ends_the_run_with_one_line(tmp_path: Path, weights:
         os.truncate(file, 100)
         return build_schedule(config, optimizer)
 
-    monkeypatch.setattr("training.build.build_schedule", truncating)
+    monkeypatch.setattr("training.run.build.build_schedule", truncating)
     content = file.read_bytes()
     try:
         with pytest.raises(OSError, match="now while its weights are read") as error:

@@ -131,7 +131,7 @@ def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_model_of_which_nothing_trains_is_refused(monkeypatch: pytest.MonkeyPatch):
-    from training import components
+    from training.settle import components
 
     class Linears(torch.nn.Module):
         def __init__(self):

@@ -20,7 +20,7 @@ from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 from tests.offload.helpers.models import Stack, attached
 from tests.offload.helpers.updates import DTYPES, MODES, Mixed, made, one_step
-from training.loop import gradient_norm
+from training.run.loop import gradient_norm
 
 pytestmark = pytest.mark.usefixtures("small")
 

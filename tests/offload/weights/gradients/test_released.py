@@ -35,7 +35,7 @@ from tests.offload.helpers.updates import (
     sleepy,
     train,
 )
-from training.loop import gradient_norm
+from training.run.loop import gradient_norm
 
 
 @pytest.fixture(autouse=True)

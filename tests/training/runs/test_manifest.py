@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.training.helpers.time_limit import time_limit
-from training.checkpoints.layout import MANIFEST_FILE
-from training.checkpoints.manifest import DamagedError, FileRecord, manifest_text, read_json, read_manifest, verify
+from training.runs.checkpoint_files import MANIFEST_FILE
+from training.runs.manifest import DamagedError, FileRecord, manifest_text, read_json, read_manifest, verify
 
 
 def record_of(content: bytes) -> FileRecord:

@@ -10,7 +10,7 @@ import pytest
 from offload import Mode, Resident
 from tests.training.helpers.in_process import composed
 from training.errors import UserError
-from training.missing_abilities import KEYS, without_abilities
+from training.settle.missing_abilities import KEYS, without_abilities
 
 
 @dataclass(kw_only=True, eq=False)

@@ -16,12 +16,12 @@ from offload.streams import registry
 from tests import ROOT
 from tests.test_any_model import GPT2
 from tests.training.helpers.in_process import TINY_RUN, components_of, run_here
-from training.components import Components, acquired
 from training.config.modes import mode_options
 from training.errors import UserError
-from training.metrics.files import read_metrics
 from training.optim import AdamW
 from training.planning.dry_step import dry_step
+from training.runs.records import read_metrics
+from training.settle.components import Components, acquired
 
 MODES = sorted(mode_options())
 SWAPS = ("tensor_swap", "layer_stream_swap", "bounce_linear_swap")

@@ -19,13 +19,10 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from offload import Speculation
-from training.build import RankJob, build_optimizer, build_schedule, place_states_in_spare_vram
-from training.components import Components, acquired, attached
 from training.config import schema
 from training.config.construct import keys_under
 from training.evaluation.held_out import scores_of_parts
 from training.evaluation.reference import log_probs_of_parts
-from training.loop import run_share
 from training.optim import set_step
 from training.parallel.devices import take_seat
 from training.parallel.group import FirstHungError, FirstLostError, Group
@@ -33,11 +30,14 @@ from training.parallel.launch import HOST, START_S
 from training.parallel.setup import Setup
 from training.parallel.world import World, is_torchrun
 from training.recorder import memory_of_rank
-from training.reference_model import attached_reference
+from training.run.build import RankJob, build_optimizer, build_schedule, place_states_in_spare_vram
+from training.run.loop import run_share
+from training.run.reference_model import attached_reference
 from training.runs.failures import FAILED, explain
 from training.runs.invocation import Invocation
 from training.runs.parent import PARENT_VARIABLE, end_with_parent
 from training.runs.signals import SIGNALS
+from training.settle.components import Components, acquired, attached
 from training.visible_text import visible_lines
 from training.weights.filling import fill_buffers
 
@@ -152,7 +152,7 @@ def carry_out(job: RankJob, ranks: Group) -> None:
 def built(
     config: DictConfig, invocation: Invocation, ranks: Group, speculation: Speculation | None
 ) -> Iterator[RankJob]:
-    """Builds what `training.build.build` does, but for what only rank 0 has. Weights and states are those of rank 0."""
+    """Builds what `build` does, but for what only rank 0 has. Weights and states are those of rank 0."""
     torch.manual_seed(config.seed)
     components = Components.of(config, invocation, ranks.device)
     sharers = ranks.sharers(components.shares_homes)

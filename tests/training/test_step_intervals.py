@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from training.evaluation.step_intervals import due
+from training.step_intervals import due
 
 
 @pytest.mark.parametrize(("every", "steps"), [(None, []), (1, [0, 1, 2, 3, 4, 5]), (2, [0, 2, 4, 5]), (9, [0, 5])])

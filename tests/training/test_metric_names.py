@@ -1,6 +1,6 @@
 """The names of metrics and their units."""
 
-from training.metrics.names import METRIC_KEYS
+from training.metric_names import METRIC_KEYS
 
 
 def test_every_metric_has_its_unit_in_its_name_or_is_named_in_the_table():

@@ -12,7 +12,6 @@ from offload import usable_cores
 from training.checkpoints.base import BaseReference
 from training.checkpoints.best import check_best
 from training.checkpoints.resuming import Checkpoint, is_in, starting_point
-from training.components import Components
 from training.config.auto import AUTO
 from training.config.modes import weights_node
 from training.config.validation import check_steps
@@ -22,17 +21,17 @@ from training.evaluation.held_out import Evaluation
 from training.evaluation.reference import saved_reference
 from training.evaluation.samples import Samples
 from training.metrics.progress import phase
-from training.missing_abilities import without_abilities
-from training.parallel.homes import warn_without_homes
 from training.parallel.ranks import Ranks
 from training.planning.fit import refuse_misfit
 from training.planning.machine import machine_of
 from training.planning.plan import plan_filled
 from training.planning.report import RunPlan
 from training.profiling.hardware import resolve_device
-from training.reference_model import ReferenceOrigin
+from training.run.reference_model import ReferenceOrigin
 from training.runs.directory import refuse_records
 from training.runs.invocation import Invocation
+from training.settle.components import Components
+from training.settle.missing_abilities import without_abilities
 from training.weights.adapter import RunAdapter
 from training.weights.files import ModelWeights
 from training.weights.mapped import is_mapped
@@ -80,7 +79,6 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
     """
     check_threads(config)
     components = Components.of(config, invocation, resolve_device(config.device))
-    warn_without_homes(config, components.mode, invocation.overridden)
     # The run's own config.yaml keeps what was asked for, so that runs are compared by it.
     config, notes = without_abilities(config, components.mode)
     components = replace(components, config=config)

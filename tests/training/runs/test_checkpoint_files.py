@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from training.checkpoints.layout import checkpoints_in, folder_of, free_aside, partials_in, step_of
+from training.runs.checkpoint_files import checkpoints_in, folder_of, free_aside, partials_in, step_of
 
 
 @pytest.mark.parametrize("step", [0, 7, 12_345_678, 10**12])

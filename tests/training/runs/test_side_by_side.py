@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.training.helpers.in_process import TINY_RUN, run_here
-from training.checkpoints.side_by_side import side_by_side
+from training.runs.side_by_side import side_by_side
 
 
 @pytest.fixture

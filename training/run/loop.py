@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from offload import Mode, l2_norm
 from training.batches import Batch, examples_in, uploaded
-from training.build import Job, RankJob, place_states_in_spare_vram
 from training.config.adapter import has_adapter
 from training.config.schema import OnNonfinite
 from training.errors import UserError
@@ -24,6 +23,7 @@ from training.evaluation.reference import fill_reference
 from training.parallel.ranks import RankLostError, Share, shares_of
 from training.planning.advice import nonfinite_advice
 from training.recorder import Recorder
+from training.run.build import Job, RankJob, place_states_in_spare_vram
 from training.runs.signals import StopRequest
 from training.seeds import seed_of, seed_torch
 from training.tasks.task import Task, loss_and_figures_to_train

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.training.helpers.in_process import SMALL_MODEL, TINY_RUN, composed, run_here
-from training import prepare as prepare_module
 from training.errors import UserError
 from training.parallel.ranks import ALONE
 from training.planning.fit import MisfitError
-from training.prepare import prepare
+from training.run import prepare as prepare_module
+from training.run.prepare import prepare
 from training.runs.files import METRICS_FILE
 
 

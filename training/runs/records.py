@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from training.errors import UserError
-from training.metrics.names import COUNTS, METRIC_KEYS, PLANNED, SUMMARY_KEYS
+from training.metric_names import COUNTS, METRIC_KEYS, PLANNED, SUMMARY_KEYS
 from training.runs.bounded_files import (
     LONGEST_LINE,
     MissingError,

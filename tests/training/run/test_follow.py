@@ -15,10 +15,10 @@ from tests import ROOT
 from tests.training.helpers.in_process import run_here
 from tests.training.helpers.results import content
 from tests.training.parallel.conftest import RUN, run_ranks
-from training import loop
 from training.errors import UserError
 from training.parallel import group
 from training.parallel.ranks import RankLostError
+from training.run import loop
 
 TWO = ("devices=2", "microbatches=1", "eval.every=null")
 

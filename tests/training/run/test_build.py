@@ -18,15 +18,15 @@ from offload.optimizer.overlap import BUSY_CORES, LAUNCHING_CORES
 from offload.streams import registry
 from offload.weights.streamer import WeightStreamer
 from tests.training.helpers.in_process import TINY_RUN, components_of, composed, run_here, signals_as_before
-from training import build as build_module
-from training import components
-from training.build import build, build_optimizer, place_states_in_spare_vram
 from training.checkpoints.resuming import Checkpoint
-from training.components import STATES_OF_SPARE, acquired, attached
 from training.errors import UserError
-from training.loop import train
 from training.planning.fit import MisfitError
+from training.run import build as build_module
+from training.run.build import build, build_optimizer, place_states_in_spare_vram
+from training.run.loop import train
 from training.runs.files import CONFIG_FILE, HARDWARE_FILE, PLAN_FILE
+from training.settle import components
+from training.settle.components import STATES_OF_SPARE, acquired, attached
 
 JOB = (
     *TINY_RUN,

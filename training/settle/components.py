@@ -31,15 +31,15 @@ from offload import (
 from offload.planning import StateFormat, can_be_undone
 from training.config.adapter import NoAdapter, has_adapter
 from training.config.auto import AUTO
-from training.config.construct import keys_under, make_mode, make_task
+from training.config.construct import construct, keys_under, make_mode
 from training.config.modes import weights_node
 from training.config.schema import OnNonfinite, Precision, RecomputeBlocks
 from training.errors import UserError
-from training.gradients import KEPT, GradientChoice
 from training.metrics.progress import phase
 from training.parallel.homes import shares_homes
 from training.parallel.world import ranks_of_host
 from training.runs.invocation import Invocation
+from training.settle.gradients import KEPT, GradientChoice
 from training.tasks.dpo import settled_reference
 from training.tasks.task import Task
 from training.weights.adapter import add_adapter
@@ -111,7 +111,7 @@ class Components:
         settled = frozenset(key for key in SETTLED_HERE if OmegaConf.select(config, key) == AUTO)
         if DPO_REFERENCE in settled:
             config.task.reference = settled_reference(config)
-        task = make_task(config.task)
+        task = construct(config.task, "task")
         if "precision" in settled:
             config.precision = _precision(device.type == "cuda" if on_gpu is None else on_gpu)
         if "microbatches" in settled:

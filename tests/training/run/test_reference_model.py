@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from models.quantise import stored_tensors
 from tests.training.helpers.in_process import SMALL_MODEL, composed, run_here
-from training.build import build
 from training.config.validation import check
 from training.errors import UserError
-from training.loop import train
+from training.run.build import build
+from training.run.loop import train
 from training.runs.files import REFERENCE_FILE, REFERENCE_ORIGIN
 
 COPY = "task.reference=copy"

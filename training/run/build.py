@@ -14,7 +14,6 @@ from torch import nn
 from offload import GIB, HostAdamW, OwnOptimizer, Speculation, Streams, parse_bytes
 from training.checkpoints.saving import Checkpoints
 from training.checkpoints.state import RunState
-from training.components import STATES_OF_SPARE, Components, acquired, attached, trained_parameters
 from training.config.construct import keys_under
 from training.evaluation.held_out import Evaluation
 from training.evaluation.quantise_comparison import loss_of_base, loss_of_first, report
@@ -26,10 +25,11 @@ from training.parallel.ranks import ALONE, Ranks
 from training.planning.oom_advice import memory_explained
 from training.planning.report import RunPlan
 from training.planning.speculation import planned_speculation
-from training.prepare import PreparedRun, prepare
 from training.profiling.hardware import record_hardware, vram_bytes, vram_peak_gib
-from training.reference_model import attached_reference
+from training.run.prepare import PreparedRun, prepare
+from training.run.reference_model import attached_reference
 from training.runs.invocation import Invocation
+from training.settle.components import STATES_OF_SPARE, Components, acquired, attached, trained_parameters
 from training.weights.filling import fill_buffers, fill_parameters
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from training.data.hub_client import TIMEOUT_S, HubName, ask_hub
 from training.errors import UserError
-from training.weights.hub_client import TIMEOUT_S, HubName, ask_hub
 
 
 def test_the_answer_is_returned_within_a_short_time():

@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from training.checkpoints.layout import MANIFEST_FILE
-from training.checkpoints.side_by_side import side_by_side
 from training.runs import bounded_files
 from training.runs.bounded_files import MissingError, UnreadableError
+from training.runs.checkpoint_files import MANIFEST_FILE
+from training.runs.files import CONFIG_FILE
+from training.runs.side_by_side import side_by_side
 
 FORMAT = 2
 # Hashing releases Python's lock, so files are hashed in parallel; disks do not gain from more threads.
@@ -78,6 +79,16 @@ def read_json(path: Path) -> dict[str, Any]:
     """Reads a file with one JSON object. Raises DamagedError if it is anything else."""
     with damage_of(path):
         return bounded_files.read_json(path)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Reads the configuration of the checkpoint in `folder`; every value is read as text, nothing is instantiated.
+
+    Raises DamagedError if the file is not a configuration.
+    """
+    path = folder / CONFIG_FILE
+    with damage_of(path):
+        return bounded_files.read_yaml(path)
 
 
 @contextmanager
