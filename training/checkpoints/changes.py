@@ -9,11 +9,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from training.checkpoints.manifest import damage_of
 from training.config.adapter import has_adapter
 from training.errors import UserError
-from training.runs.bounded_files import parse_yaml, read_yaml
-from training.runs.files import CONFIG_FILE
+from training.runs.bounded_files import parse_yaml
 from training.visible_text import shortened
 
 logger = logging.getLogger(__name__)
@@ -160,16 +158,6 @@ def changed_values(config: DictConfig, saved: dict[str, Any]) -> dict[str, tuple
         for name in sorted(was.keys() | now.keys())
         if was.get(name, ABSENT) != now.get(name, ABSENT)
     }
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Reads the configuration of the checkpoint in `folder`; every value is read as text, nothing is instantiated.
-
-    Raises DamagedError if the file is not a configuration.
-    """
-    path = folder / CONFIG_FILE
-    with damage_of(path):
-        return read_yaml(path)
 
 
 def _parts(values: dict[str, Any]) -> tuple[int, int]:
