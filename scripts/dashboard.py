@@ -13,16 +13,132 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from training.comparison.wandb_workspace import publish, require_package, specification, workspace
-from training.errors import UserError
+from training.errors import UserError, first_line
 from training.runs.files import WORKSPACE_FILE
 from training.visible_text import visible
 
+if TYPE_CHECKING:
+    from wandb_workspaces.workspaces import Workspace
+
 PROJECT = "offload"
+PACKAGE = "wandb-workspaces"
+NAME = "Offload modes"
+# Columns beside each run's name, in this order.
+COLUMNS = (
+    "status",
+    "perf/step_ms",
+    "perf/floor_ratio",
+    "perf/tokens_per_s",
+    "perf/images_per_s",
+    "memory/vram_peak_gib",
+    "memory/host_pinned_gib",
+    "transfer/stall_ms",
+    "train/final_loss",
+    "eval/final_loss",
+    "reason",
+)
+# Charts with one bar for each mode: title, metric, unit.
+BARS = (
+    ("Step time", "perf/step_ms", "ms"),
+    ("Peak VRAM", "memory/vram_peak_gib", "GiB"),
+    ("Compute waiting for copies", "transfer/stall_ms", "ms a step"),
+    ("Throughput", "perf/tokens_per_s", "tokens/s"),
+    ("Page-locked host memory", "memory/host_pinned_gib", "GiB"),
+    ("Step waiting for updates", "optimizer/wait_ms", "ms a step"),
+)
+# Charts with one line for each run over the steps: title, metrics, unit.
+CURVES = (
+    ("Held-out loss", ("eval/loss",), None),
+    ("Gradient norm", ("train/grad_norm",), None),
+    ("Step time", ("perf/step_ms",), "ms"),
+    ("Copied in", ("transfer/h2d_gib",), "GiB a step"),
+    ("Copied out", ("transfer/d2h_gib",), "GiB a step"),
+    ("VRAM: live and held", ("memory/vram_peak_gib", "memory/vram_reserved_gib"), "GiB"),
+    ("Host memory of the process", ("memory/rss_gib",), "GiB"),
+)
+TIMELINE = "trace/timeline"
+MAX_RUNS = 100
+
+
+def workspace(entity: str, project: str, group: str | None = None) -> Workspace:
+    """Builds the workspace for `entity`/`project`: runs grouped by offload mode, only those of `group` if it is given.
+
+    Uses no network.
+    """
+    import wandb_workspaces.reports.v2 as wr
+    import wandb_workspaces.workspaces as ws
+    from wandb_workspaces import expr
+
+    by_mode = {"groupby": wr.Config("choices.offload"), "groupby_aggfunc": "mean", "max_runs_to_show": MAX_RUNS}
+    scatter = wr.ScatterPlot(
+        title="Step time against peak VRAM",
+        x=wr.SummaryMetric("memory/vram_peak_gib"),
+        y=wr.SummaryMetric("perf/step_ms"),
+        legend_template="${run:displayName}",
+    )
+    bars = [
+        wr.BarPlot(title=f"{title} ({unit})", metrics=[metric], title_x=unit, groupby_rangefunc="stddev", **by_mode)
+        for title, metric, unit in BARS
+    ]
+    over_steps = {"x": "train/step", "title_x": "step"}
+    loss = wr.LinePlot(
+        title="Loss", y=["train/loss"], groupby_rangefunc="minmax", smoothing_type="none", **over_steps, **by_mode
+    )
+    curves = [
+        wr.LinePlot(title=title, y=list(metrics), title_y=unit, max_runs_to_show=MAX_RUNS, **over_steps)
+        for title, metrics, unit in CURVES
+    ]
+    timelines = wr.MediaBrowser(title="One step of each run (trace=true)", media_keys=[TIMELINE], num_columns=1)
+
+    def section(name: str, panels: list, columns: int) -> ws.Section:
+        layout = ws.SectionLayoutSettings(columns=columns, rows=-(-len(panels) // columns))
+        return ws.Section(name=name, panels=panels, is_open=True, layout_settings=layout)
+
+    return ws.Workspace(
+        entity=entity,
+        project=project,
+        name=NAME if group is None else f"{NAME}: {group}",
+        sections=[
+            section("Speed and memory", [scatter, *bars], 2),
+            section("Training", [loss, *curves], 2),
+            section("Timelines", [timelines], 1),
+        ],
+        settings=ws.WorkspaceSettings(x_axis="train/step", max_runs=MAX_RUNS, group_by_prefix="first"),
+        runset_settings=ws.RunsetSettings(
+            groupby=[expr.Config("choices.offload")],
+            order=[expr.Ordering(expr.Summary("perf/step_ms"))],
+            pinned_columns=["run:displayName", *(f"summary:{column}" for column in COLUMNS)],
+            filters="" if group is None else expr.And(expr.Metric("Group") == group),
+        ),
+    )
+
+
+def specification(built: Workspace) -> str:
+    """Returns the workspace as the JSON that wandb's server stores for a view, with its name, entity and project."""
+    return built._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2) + "\n"
+
+
+def publish(built: Workspace) -> str:
+    """Saves the workspace at wandb as a new view, without an entity under the user's default one; returns its address.
+
+    Raises UserError without a login, and if wandb refuses.
+    """
+    import wandb
+
+    if not wandb.login(prompt=False, verify=False):
+        raise UserError("--publish: no wandb API key is set: run `wandb login`, then the same command again")
+    try:
+        built.entity = built.entity or wandb.Api().default_entity or ""
+        return built.save().url
+    except Exception as error:  # wandb, its dependencies and the network raise many kinds
+        where = "/".join(filter(None, (built.entity, built.project)))
+        raise UserError(f"--publish: wandb refused the workspace for {where} ({first_line(error)})") from error
 
 
 def parser() -> argparse.ArgumentParser:
@@ -39,7 +155,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
-    require_package()
+    if find_spec("wandb_workspaces") is None:
+        raise UserError(f"the dashboard needs {PACKAGE}, which is not installed: pip install {PACKAGE}")
     built = workspace(options.entity or "", options.project, options.group)
     try:
         options.out.write_text(specification(built))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from training.comparison.canvas import GREY, LABEL_SIZE, canvas, line_colours, png, style
+from training.comparison.figures import BLUE, GREY, LABEL_SIZE, canvas, png, style
 
 # Peak GiB, ratio to `none` of the same run, where the label goes, whether no other point beats it in both.
 POINTS = {
@@ -20,9 +20,9 @@ def main() -> None:
     with style():
         figure, axes = canvas(4.2)
         front = sorted(point[:2] for point in POINTS.values() if point[4])
-        axes.plot(*zip(*front, strict=True), color=line_colours()[0], linewidth=1.5, zorder=2)
+        axes.plot(*zip(*front, strict=True), color=BLUE, linewidth=1.5, zorder=2)
         for name, (memory, ratio, offset, side, best) in POINTS.items():
-            colour = line_colours()[0] if best else GREY
+            colour = BLUE if best else GREY
             axes.plot(
                 memory, ratio, "o", markersize=7, color=colour, markerfacecolor=colour if best else "none", zorder=3
             )

@@ -14,16 +14,13 @@ from tests import ROOT
 from tests.training.comparison.conftest import RunWriter
 from tests.training.helpers.in_process import SMALL_MODEL
 from training.runs.files import (
-    ACCURACY_FIGURE_FILE,
     COMPARE_CSV_FILE,
     COMPARE_MARKDOWN_FILE,
     COMPARE_PAGE_FILE,
     FIGURE_FILES,
 )
 
-# Only classifiers have accuracies.
-FIGURES = {*FIGURE_FILES} - {ACCURACY_FIGURE_FILE}
-FILES = {COMPARE_CSV_FILE, COMPARE_MARKDOWN_FILE, COMPARE_PAGE_FILE, *FIGURES}
+FILES = {COMPARE_CSV_FILE, COMPARE_MARKDOWN_FILE, COMPARE_PAGE_FILE, *FIGURE_FILES}
 SMALL = (
     *SMALL_MODEL,
     "seq_len=32",

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from training.comparison.page import to_html
 from training.comparison.rows import Row, build_rows
 from training.comparison.runs import find_runs
-from training.comparison.settings import all_settings, in_common
+from training.comparison.settings import in_common
 from training.comparison.table import print_tables, to_csv, to_markdown
 from training.runs.files import COMPARE_CSV_FILE, COMPARE_MARKDOWN_FILE, COMPARE_PAGE_FILE, FIGURE_FILES
 from training.runs.whole_file import write_whole
@@ -24,7 +25,7 @@ def compare(directories: Sequence[Path], out: Path) -> list[Row]:
     runs = find_runs(directories)
     rows = build_rows(runs)
     title = " ".join(map(str, directories))
-    common = " ".join(in_common(runs, all_settings(runs)))
+    common = " ".join(in_common(runs))
     # The table comes first: it is quick.
     print(flush=True)
     print_tables(rows, title)
@@ -32,16 +33,16 @@ def compare(directories: Sequence[Path], out: Path) -> list[Row]:
     write_whole(out / COMPARE_CSV_FILE, to_csv(rows).encode())
     write_whole(out / COMPARE_MARKDOWN_FILE, to_markdown(rows, title, common).encode())
     # Imported late, because matplotlib takes a second to import.
-    from training.comparison.page import render_figures, to_html
+    from training.comparison.figures import render_figures
 
     figures = render_figures(rows)
-    for figure in figures:
-        write_whole(out / figure.file, figure.png)
-    for file in {*FIGURE_FILES} - {figure.file for figure in figures}:
-        # A figure of an earlier comparison does not belong to this one.
-        (out / file).unlink(missing_ok=True)
+    for file in FIGURE_FILES:
+        if file in figures:
+            write_whole(out / file, figures[file])
+        else:
+            # A figure of an earlier comparison does not belong to this one.
+            (out / file).unlink(missing_ok=True)
     write_whole(out / COMPARE_PAGE_FILE, to_html(rows, figures, title, common).encode())
     print(f"page    {visible(out / COMPARE_PAGE_FILE)}")
-    files = [COMPARE_CSV_FILE, COMPARE_MARKDOWN_FILE, *(figure.file for figure in figures)]
-    print(f"files   {', '.join(files)}", flush=True)
+    print(f"files   {', '.join([COMPARE_CSV_FILE, COMPARE_MARKDOWN_FILE, *figures])}", flush=True)
     return rows

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from training.comparison.departures import departure, relative_difference
+from training.comparison.losses import departure, largest_difference
 from training.comparison.runs import LONGEST_WORD, Run
 from training.comparison.settings import all_settings, find_reference, name_runs
-from training.metrics.files import is_number
-from training.metrics.names import METRIC_KEYS, SUMMARY_KEYS
+from training.metric_names import METRIC_KEYS, SUMMARY_KEYS
+from training.runs.records import is_number
 from training.visible_text import shortened
 
 EQUAL = "equal"
@@ -37,8 +37,8 @@ class Row:
 
     name: str
     runs: list[Run]
-    statistics: dict[str, Statistic]
-    """by the names of `training.metrics.names`"""
+    statistics: dict[str, Statistic] = field(default_factory=dict)
+    """by the names of `training.metric_names`"""
     reference: "Row | None" = field(default=None, repr=False)
     """the resident row that this one is compared with; a resident row is its own reference"""
     ratio: float | None = None
@@ -65,17 +65,13 @@ class Row:
         return all(run.planned for run in self.measured)
 
     @property
-    def fits(self) -> bool:
-        return all(run.fits for run in self.measured)
-
-    @property
     def forward_only(self) -> bool:
         """True for steps without backward and update, whose times are not compared with those of full steps."""
         return any(run.forward_only for run in self.measured)
 
     @property
     def misfits(self) -> str:
-        """The memory that planned runs do not fit in: device, host, or both."""
+        """The memory that planned runs do not fit in: device, host, or both; empty if they fit."""
         return " and ".join(dict.fromkeys(kind for run in self.measured for kind in run.misfits))
 
     @property
@@ -86,14 +82,12 @@ class Row:
     @property
     def status(self) -> str:
         """The status that all runs share, or else the number of runs with each status."""
-        words = [run.status for run in self.runs]
-        if len(set(words)) == 1:
-            return words[0]
-        return ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
+        counts = Counter(run.status for run in self.runs)
+        return ", ".join(word if len(counts) == 1 else f"{count} {word}" for word, count in counts.items())
 
     @property
     def reasons(self) -> list[str]:
-        """The reasons why runs ended as they did, each reason once."""
+        """The reasons why runs ended as they did, each once."""
         return list(dict.fromkeys(run.reason for run in self.runs if run.reason not in ("", run.status)))
 
     @property
@@ -116,31 +110,20 @@ def build_rows(runs: Sequence[Run]) -> list[Row]:
             groups.append((values, [run]))
         else:
             members.append(run)
-    names = name_runs([members[0] for _, members in groups], [values for values, _ in groups])
-    rows = [Row(name, members, {}) for name, (_, members) in zip(names, groups, strict=True)]
+    settings = [values for values, _ in groups]
+    names = name_runs([members[0] for _, members in groups], settings)
+    rows = [Row(name, members) for name, (_, members) in zip(names, groups, strict=True)]
     for row in rows:
         row.statistics = _statistics(row.measured)
     _count_devices(rows)
-    candidates = [values for values, _ in groups]
-    for row, values in zip(rows, candidates, strict=True):
-        found = find_reference(values, [other if rows[i].finished else {} for i, other in enumerate(candidates)])
+    candidates = [values if row.finished else {} for row, values in zip(rows, settings, strict=True)]
+    for row, values in zip(rows, settings, strict=True):
+        found = find_reference(values, candidates)
         if found is not None:
             _compare(row, rows[found])
-        row.floor_ratio = _floor_ratio(row)
+        own, floor_ms = row.mean("perf/step_ms"), row.mean("perf/floor_ms")
+        row.floor_ratio = own / floor_ms if own is not None and floor_ms else None
     return rows
-
-
-def curve_difference(records: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> float | None:
-    """Returns the largest relative difference of the losses, of training and of evaluation, at steps that both logged.
-
-    The result is 0 if all are equal in every bit, where NaN equals NaN; infinity if only one of two losses is finite;
-    None if there is no step that both logged.
-    """
-    pairs = []
-    for key in ("train/loss", "eval/loss"):
-        expected = dict(losses(reference, key))
-        pairs += [(loss, expected[step]) for step, loss in losses(records, key) if step in expected]
-    return max((relative_difference(loss, other) for loss, other in pairs), default=None)
 
 
 def split_by_seed(runs: Sequence[Run]) -> list[list[Run]]:
@@ -184,7 +167,7 @@ def _statistics(runs: Sequence[Run]) -> dict[str, Statistic]:
 
 def _count_devices(rows: Sequence[Row]) -> None:
     """Gives all rows the number of their devices, if one has several; a plan has it in its configuration alone."""
-    counts = [max((_devices(run) for run in row.measured), default=0) for row in rows]
+    counts = [max(map(_devices, row.measured), default=0) for row in rows]
     if max(counts, default=0) > 1:
         for row, count in zip(rows, counts, strict=True):
             if count:
@@ -193,10 +176,8 @@ def _count_devices(rows: Sequence[Row]) -> None:
 
 def _devices(run: Run) -> int:
     """Returns the devices that shared each step of a run, 0 if that is not known."""
-    count = run.summary.get("devices")
-    if is_number(count):
+    if is_number(count := run.summary.get("devices")):
         return int(count)
-    # A run of an earlier version has no such key, and one device.
     text = str(run.config.get("devices", 1))
     return int(text) if run.config and re.fullmatch(r"\d{1,6}", text) else 0
 
@@ -210,20 +191,8 @@ def _compare(row: Row, reference: Row) -> None:
         row.curve = REFERENCE
         return
     by_seed = {run.seed: run for run in reversed(reference.measured)}
-    pairs = [(run, by_seed[run.seed]) for run in row.measured if run.seed in by_seed]
-    differences = [curve_difference(run.records, other.records) for run, other in pairs]
-    known = [difference for difference in differences if difference is not None]
+    pairs = [(run.records, by_seed[run.seed].records) for run in row.measured if run.seed in by_seed]
+    known = [difference for pair in pairs if (difference := largest_difference(*pair)) is not None]
     if known:
         row.curve = EQUAL if max(known) == 0 else f"{max(known):.1e}"
-    row.departure = next(filter(None, (departure(run.records, other.records) for run, other in pairs)), None)
-
-
-def _floor_ratio(row: Row) -> float | None:
-    own, floor_ms = row.mean("perf/step_ms"), row.mean("perf/floor_ms")
-    return own / floor_ms if own is not None and floor_ms else None
-
-
-def losses(records: Sequence[dict[str, Any]], key: str = "train/loss") -> list[tuple[int, float]]:
-    """Returns step and loss of the logged steps that have a loss under `key`."""
-    complete = (record for record in records if {"train/step", key} <= record.keys())
-    return [(record["train/step"], record[key]) for record in complete]
+    row.departure = next(filter(None, (departure(*pair) for pair in pairs)), None)

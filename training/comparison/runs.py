@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from training.errors import UserError
-from training.metrics.files import is_number, read_metrics, read_summary
-from training.metrics.names import PLANNED
+from training.metric_names import PLANNED
 from training.metrics.run_summary import summarise
 from training.runs.bounded_files import MissingError, UnreadableError, opened, read_json, read_yaml
 from training.runs.files import (
@@ -26,25 +25,15 @@ from training.runs.files import (
     PLAN_FILE,
     SUMMARY_FILE,
 )
+from training.runs.records import read_metrics, read_summary
 from training.visible_text import shortened
 
-STATUS_WORDS = {"out_of_memory": "out of memory"}
-# The statuses of runs that did what they were asked to do, so that their metrics can be compared.
-FINISHED = ("ok", "stopped", "planned", "does not fit")
 PLANS = ("planned", "does not fit")
-# An option that was not chosen.
-NONE = ("null", "")
-
-# Folders inside each other; runs and sweeps take four.
-DEEPEST = 64
-# Settings of a run; more would take hours to compare with those of others.
-MOST_SETTINGS = 1000
-# Bytes of a memory; a larger number is none.
-MOST_BYTES = 2**60
+# The statuses of runs that did what they were asked to do, so that their metrics can be compared.
+FINISHED = ("ok", "stopped", *PLANS)
 # Characters of a text in a file of a run.
-LONGEST_WORD, LONGEST_FACT, LONGEST_REASON = 40, 100, 1000
-# Notes of a run.
-MOST_NOTES = 20
+LONGEST_WORD, LONGEST_REASON = 40, 1000
+MEMORIES = {"vram_budget": "device", "host_budget": "host"}
 
 
 @dataclass(frozen=True)
@@ -52,20 +41,20 @@ class Run:
     """One run of `train.py`, or of any program that writes the same files."""
 
     directory: Path
-    config: dict[str, Any]
-    """the nested configuration, every value as text; empty if the run ended before it wrote one"""
-    choices: dict[str, str]
-    """the option chosen of each configuration group; empty if the run did not record them"""
     status: str
     """ok, stopped, planned, does not fit (a plan), refused, out of memory, failed, interrupted, killed or running"""
-    reason: str
-    """why the run ended as it did, and what is wrong with its files; empty for a run that ended normally"""
-    summary: dict[str, Any]
-    """metrics by the names of `training.metrics.names`; of a run without a summary, those of its logged steps"""
-    records: list[dict[str, Any]]
+    reason: str = ""
+    """why the run ended as it did, and what is wrong with its files"""
+    config: dict[str, Any] = field(default_factory=dict)
+    """the nested configuration, every value as text; empty if the run ended before it wrote one"""
+    choices: dict[str, str] = field(default_factory=dict)
+    """the option chosen of each configuration group"""
+    summary: dict[str, Any] = field(default_factory=dict)
+    """metrics by the names of `training.metric_names`; of a run without a summary, those of its logged steps"""
+    records: list[dict[str, Any]] = field(default_factory=list)
     """the logged steps"""
-    hardware: dict[str, str]
-    """of its machine: `device` and `gpu_name`, as far as they are known"""
+    device: str | None = None
+    """the name of the GPU, or cpu; None if the run did not record its hardware"""
     origin: dict[str, str] = field(default_factory=dict)
     """`machine`, `torch`, `commit` and `date`, as far as they are known"""
     notes: tuple[str, ...] = ()
@@ -76,23 +65,10 @@ class Run:
     """the command line of a run that recorded its overrides"""
     misfits: tuple[str, ...] = ()
     """of a plan: which memory does not suffice, `device` or `host` or both"""
-    budget_gib: dict[str, float] = field(default_factory=dict)
-    """of a plan: what it was to fit in, by `device` and `host`"""
 
     @property
     def finished(self) -> bool:
         return self.status in FINISHED
-
-    @property
-    def seed(self) -> str | None:
-        """The seed as in the configuration; None if it has none."""
-        return str(self.config["seed"]) if "seed" in self.config else None
-
-    @property
-    def device(self) -> str | None:
-        """The name of the GPU, or cpu; None if the run did not record its hardware."""
-        kind = self.hardware.get("device", "").partition(":")[0]
-        return self.hardware.get("gpu_name") or kind or None
 
     @property
     def planned(self) -> bool:
@@ -100,9 +76,8 @@ class Run:
         return self.status in PLANS
 
     @property
-    def fits(self) -> bool:
-        """False for a plan that does not fit its machine or its budgets."""
-        return self.status != "does not fit"
+    def seed(self) -> str | None:
+        return str(self.config["seed"]) if "seed" in self.config else None
 
 
 def find_runs(directories: Sequence[Path]) -> list[Run]:
@@ -121,7 +96,7 @@ def find_runs(directories: Sequence[Path]) -> list[Run]:
         for path, damage in _run_directories(directory):
             place = os.path.realpath(path)
             if place not in found:
-                found[place] = _unread(path, damage) if damage else read_run(path)
+                found[place] = Run(path, "failed", damage) if damage else read_run(path)
                 unreadable += [f"{path}: {damage}"] if damage else []
     if not found:
         names = ", ".join(map(str, directories))
@@ -135,66 +110,63 @@ def read_run(directory: Path) -> Run:
     """Reads the run in `directory`; a missing or damaged file shows in its status and reason and raises no error."""
     damage: list[str] = []
     config = _read(read_yaml, directory / CONFIG_FILE, damage)
-    if (count := _settings(config)) > MOST_SETTINGS:
-        config = {}
-        damage.append(f"{directory / CONFIG_FILE}: it has {count} settings, and a run has at most {MOST_SETTINGS}")
     recorded = _read(read_yaml, directory / CHOICES_FILE, damage)
-    choices = recorded.get("choices")
-    choices = choices if isinstance(choices, dict) else {}
     plan = _read(read_json, directory / PLAN_FILE, damage)
     hardware = _read(read_json, directory / HARDWARE_FILE, damage)
     status, reason, metrics = _outcome(directory, damage)
-    misfits = tuple(_by_memory(plan, "fits", lambda fits: fits is False)) if status == "planned" else ()
-    if misfits:
-        status = "does not fit"
-    records, unreadable = _records(directory)
-    if unreadable:
-        status, reason = "failed", unreadable
+    records = []
+    try:
+        records = read_metrics(directory) if os.path.lexists(directory / METRICS_FILE) else []
+    except UserError as error:
+        status, reason = "failed", str(error)
+    misfits = ()
+    if status == "planned":
+        misfits = tuple(MEMORIES[key] for key, fits in _dict(plan, "fits").items() if key in MEMORIES and fits is False)
+        status = "does not fit" if misfits else status
     if steps := [record for record in records if "train/step" in record]:
         warmup_steps = str(config.get("warmup_steps"))
         warmup_steps = int(warmup_steps) if re.fullmatch(r"\d{1,18}", warmup_steps) else 0
         metrics = summarise(steps, warmup_steps=warmup_steps, total_steps=steps[-1]["train/step"]) | metrics
+    notes, forward_only = metrics.pop("notes", None), metrics.pop("forward_only", False)
+    # A plan is made for a machine, not on it.
+    facts = {"machine": _dict(plan, "hardware").get("name")} | plan | hardware
+    facts["machine"] = hardware.get("gpu_name") or hardware.get("cpu_name") or facts["machine"]
     return Run(
         directory=directory,
-        config=config,
-        choices={group: option for group, option in choices.items() if isinstance(option, str) and option not in NONE},
-        status=shortened(STATUS_WORDS.get(status, status), LONGEST_WORD),
+        status=shortened(status.replace("_", " "), LONGEST_WORD),
         reason=shortened("; ".join(filter(None, (reason, *damage))), LONGEST_REASON),
+        config=config,
+        choices={
+            group: str(option) for group, option in _dict(recorded, "choices").items() if option not in ("null", "")
+        },
         summary=metrics,
         records=records,
-        hardware={key: hardware[key] for key in ("device", "gpu_name") if isinstance(hardware.get(key), str)},
-        origin=_origin(hardware, plan),
-        notes=_notes(metrics.pop("notes", None)),
-        forward_only=metrics.pop("forward_only", False) is True,
+        device=_text(hardware.get("gpu_name")) or _text(hardware.get("device")).partition(":")[0] or None,
+        origin={key: text for key in ("machine", "torch", "commit", "date") if (text := _text(facts.get(key)))},
+        notes=tuple(filter(None, map(_text, notes if isinstance(notes, list) else []))),
+        forward_only=forward_only is True,
         command=_command(recorded.get("overrides")),
         misfits=misfits,
-        budget_gib={kind: nbytes / 2**30 for kind, nbytes in _by_memory(plan, "budget_bytes", _is_size).items()},
     )
-
-
-def _unread(directory: Path, reason: str) -> Run:
-    return Run(directory, {}, {}, "failed", reason, {}, [], {})
 
 
 def _run_directories(directory: Path) -> Iterator[tuple[Path, str]]:
     """Yields the directories of runs, and those that cannot be looked into, with the reason; it is empty for a run."""
     # Not recursive: a tree may be deeper than Python's stack.
-    waiting = [(directory, 1)]
+    waiting = [directory]
     while waiting:
-        path, depth = waiting.pop()
+        path = waiting.pop()
         if _is_run(path):
             yield path, ""
-        elif depth > DEEPEST:
-            yield path, f"it is the {depth}th folder inside another, and no run is so deep"
-        else:
-            try:
-                with os.scandir(path) as entries:
-                    inside = [Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False)]
-            except OSError as error:
-                yield path, f"it cannot be read ({error.strerror})"
-                continue
-            visible_ones = [child for child in inside if not child.name.startswith(".")]
-            waiting += [(child, depth + 1) for child in sorted(visible_ones, key=_natural, reverse=True)]
+            continue
+        try:
+            with os.scandir(path) as entries:
+                inside = [Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False)]
+        except OSError as error:
+            yield path, f"it cannot be read ({error.strerror})"
+            continue
+        visible_ones = [child for child in inside if not child.name.startswith(".")]
+        waiting += sorted(visible_ones, key=_natural, reverse=True)
 
 
 def _is_run(directory: Path) -> bool:
@@ -219,51 +191,22 @@ def _outcome(directory: Path, damage: list[str]) -> tuple[str, str, dict[str, An
             return "running", "", {}
         return "killed", f"it left no {SUMMARY_FILE}", {}
     try:
-        summary = read_summary(directory)
+        metrics = read_summary(directory)
     except UserError as error:
         return "failed", str(error), {}
-    metrics = {key: value for key, value in summary.items() if key not in ("status", "reason")}
-    if summary.get("status") == "planned":
+    status, reason = str(metrics.pop("status", "ok")), str(metrics.pop("reason", None) or "")
+    if status == "planned":
         metrics = {key.removeprefix(PLANNED): value for key, value in metrics.items()}
-    return str(summary.get("status", "ok")), str(summary.get("reason") or ""), metrics
+    return status, reason, metrics
 
 
-def _records(directory: Path) -> tuple[list[dict[str, Any]], str]:
-    """Returns the logged steps, and why their file cannot be read; that is empty if it can be read."""
-    if not os.path.lexists(directory / METRICS_FILE):
-        return [], ""
-    try:
-        return read_metrics(directory), ""
-    except UserError as error:
-        return [], str(error)
+def _dict(values: dict[str, Any], key: str) -> dict[str, Any]:
+    inner = values.get(key)
+    return inner if isinstance(inner, dict) else {}
 
 
-def _origin(hardware: dict[str, Any], plan: dict[str, Any]) -> dict[str, str]:
-    """Returns the machine and the versions that a run recorded; a plan is made for a machine, not on it."""
-    planned_for = plan.get("hardware")
-    name = planned_for.get("name") if isinstance(planned_for, dict) else None
-    facts = plan | hardware
-    facts["machine"] = hardware.get("gpu_name") or hardware.get("cpu_name") or name
-    known = {key: facts.get(key) for key in ("machine", "torch", "commit", "date")}
-    return {key: shortened(fact, LONGEST_FACT) for key, fact in known.items() if isinstance(fact, str)}
-
-
-def _by_memory(plan: dict[str, Any], key: str, wanted: Callable[[Any], bool]) -> dict[str, Any]:
-    """Returns the `wanted` values under `key` of a plan by memory, `device` or `host`."""
-    values = plan.get(key)
-    values = values if isinstance(values, dict) else {}
-    names = {"vram_budget": "device", "host_budget": "host"}
-    return {kind: values[budget] for budget, kind in names.items() if wanted(values.get(budget))}
-
-
-def _is_size(value: Any) -> bool:
-    return is_number(value) and 0 < value < MOST_BYTES
-
-
-def _notes(notes: Any) -> tuple[str, ...]:
-    if not isinstance(notes, list):
-        return ()
-    return tuple(shortened(note, LONGEST_REASON) for note in notes[:MOST_NOTES] if isinstance(note, str))
+def _text(value: Any) -> str:
+    return shortened(value, LONGEST_REASON) if isinstance(value, str) else ""
 
 
 def _command(overrides: Any) -> str:
@@ -277,20 +220,14 @@ def _is_locked(path: Path, damage: list[str]) -> bool:
     """Returns True if another process holds a lock on the file; the system releases it when that process ends."""
     try:
         with opened(path) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
     except MissingError:
         pass
     except (OSError, UnreadableError) as error:
         damage.append(f"{path}: {error}")
     return False
-
-
-def _settings(config: dict[str, Any]) -> int:
-    """Counts the values of a nested configuration."""
-    return sum(_settings(value) if isinstance(value, dict) else 1 for value in config.values())
 
 
 def _read(read: Callable[[Path], dict[str, Any]], path: Path, damage: list[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from training.config.auto import AUTO, SETTLED
 from training.visible_text import shortened
 
 Settings = dict[str, Any]
-"""every value as text, or a list of texts"""
+"""by dotted key: every value as text, or a list of texts"""
 
 # Keys in which runs of one row may differ: the seed that rows average over, and how they were started and recorded.
 REPEATS = ("seed", "tracking", "resume", "force")
@@ -18,7 +18,6 @@ REPEATS = ("seed", "tracking", "resume", "force")
 INCIDENTAL = ("log_every", "eval.every", "sample", "trace", "trace_step", "checkpoint", "vram_budget", "host_budget")
 # Keys of the update rule of AdamW; its other keys are of where and how it computes, and leave the rule the same.
 UPDATE_RULE = tuple(f"optimizer.{key}" for key in ("lr", "betas", "eps", "weight_decay", "decay_norms_and_biases"))
-ABSENT = object()
 # Values of keys that switch something off, as they stand in a run's configuration.
 NOTHING = ("null", "false")
 # Characters of a run's name; a value may be a text of any length.
@@ -26,7 +25,7 @@ LONGEST_NAME = 300
 
 
 def all_settings(runs: Sequence[Run]) -> list[Settings]:
-    """Returns the values of each run's configuration by dotted key, without the keys of REPEATS.
+    """Returns the settings of each run without the keys of REPEATS.
 
     If the runs used several devices, `device` is the device that a run used, whatever it asked for. If they used one
     device, a run that ended before it recorded its hardware has the same settings as the others.
@@ -35,11 +34,6 @@ def all_settings(runs: Sequence[Run]) -> list[Settings]:
     if len({run.device for run in runs if run.device}) > 1:
         return [own | {"device": run.device} if run.device else own for own, run in zip(values, runs, strict=True)]
     return values
-
-
-def is_resident(values: Settings) -> bool:
-    """Returns True for settings of `offload=none`, the mode that keeps everything on the device."""
-    return _target(values).rpartition(".")[2] == "Resident"
 
 
 def find_reference(values: Settings, candidates: Sequence[Settings]) -> int | None:
@@ -52,19 +46,12 @@ def find_reference(values: Settings, candidates: Sequence[Settings]) -> int | No
     recompute = ("recompute",) if _recomputes_itself(values) else ()
     left_out = ("offload", *INCIDENTAL, *recompute)
     wanted = _without(values, left_out)
-    others = {i: _without(other, left_out) for i, other in enumerate(candidates) if is_resident(other)}
+    others = {i: _without(other, left_out) for i, other in enumerate(candidates) if _mode(other) == "Resident"}
     for comparable in (lambda own: own, _by_update_rule):
         matches = [i for i, other in others.items() if comparable(other) == comparable(wanted)]
         if matches:
             return next((i for i in matches if recompute and _recomputes(candidates[i])), matches[0])
     return None
-
-
-def _by_update_rule(values: Settings) -> Settings:
-    """Returns the settings with no more of AdamW than its update rule; another optimizer keeps its keys."""
-    if values.get("optimizer._target_") not in SAME_OPTIMIZER:
-        return values
-    return {key: value for key, value in values.items() if key in UPDATE_RULE or not key.startswith("optimizer.")}
 
 
 def name_runs(runs: Sequence[Run], values: Sequence[Settings]) -> list[str]:
@@ -74,27 +61,31 @@ def name_runs(runs: Sequence[Run], values: Sequence[Settings]) -> list[str]:
     `offload.`. A group or key of which nothing is chosen (`recompute=none`, `vram_budget=null`) is not named.
     """
     options = [_options(run, own) for run, own in zip(runs, values, strict=True)]
-    names, varied = [], _varied_keys(values)
-    for index, run in enumerate(runs):
-        knobs, others = _differing_keys(index, values, options, varied)
-        mode = [options[index]["offload"]] if "offload" in options[index] else []
-        name = " ".join([*mode, *knobs, *_differing_options(index, options), *others]) or run.directory.name
-        names.append(shortened(name, LONGEST_NAME))
+    names = []
+    first: Settings = {}
+    varied = {key for own in values for key, value in own.items() if first.setdefault(key, value) != value}
+    for run, own, chosen in zip(runs, values, options, strict=True):
+        keys = _differing_keys({key: own[key] for key in own if key in varied}, chosen, values, options)
+        parts = [
+            *([chosen["offload"]] if "offload" in chosen else []),
+            *(key.removeprefix("offload.") for key in keys if key.startswith("offload.")),
+            *_differing_options(chosen, options),
+            *(key for key in keys if not key.startswith("offload.")),
+        ]
+        names.append(shortened(" ".join(parts) or run.directory.name, LONGEST_NAME))
     counts = Counter(names)
     return [f"{name} ({run.directory})" if counts[name] > 1 else name for name, run in zip(names, runs, strict=True)]
 
 
-def in_common(runs: Sequence[Run], values: Sequence[Settings]) -> list[str]:
+def in_common(runs: Sequence[Run]) -> list[str]:
     """Returns GROUP=OPTION and KEY=VALUE of the options and top-level keys that are the same in all `runs`."""
+    values = all_settings(runs)
     options = _shared([_options(run, own) for run, own in zip(runs, values, strict=True)])
     shared = [f"{group}={option}" for group, option in options.items() if group != "offload"]
-    shared += [f"{key}={format_value(value)}" for key, value in _shared(values).items() if _is_top(key, options)]
+    shared += [
+        f"{key}={_written(value)}" for key, value in _shared(values).items() if "." not in key and key not in options
+    ]
     return [shortened(text, LONGEST_NAME) for text in shared]
-
-
-def format_value(value: Any) -> str:
-    """Returns a value in the form that the command line takes."""
-    return f"[{','.join(map(format_value, value))}]" if isinstance(value, list) else str(value)
 
 
 def _settings(run: Run) -> Settings:
@@ -102,9 +93,8 @@ def _settings(run: Run) -> Settings:
     if values.get("optimizer.rounding_seed") == values.get("seed"):
         # It follows the seed, unless it is given.
         values.pop("optimizer.rounding_seed", None)
-    values = _without(values, REPEATS)
     # For a mode that recomputes blocks by itself, `recompute` changes nothing.
-    return _without(values, ["recompute"]) if _recomputes_itself(values) else values
+    return _without(values, [*REPEATS, *(["recompute"] if _recomputes_itself(values) else [])])
 
 
 def _flat(node: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -115,6 +105,11 @@ def _flat(node: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
+def _written(value: Any) -> str:
+    """Returns a value in the form that the command line takes."""
+    return f"[{','.join(map(_written, value))}]" if isinstance(value, list) else str(value)
+
+
 def _without(values: Settings, left_out: Iterable[str]) -> Settings:
     """Returns `values` without the keys in `left_out` and the keys below them."""
     left_out = tuple(left_out)
@@ -122,9 +117,15 @@ def _without(values: Settings, left_out: Iterable[str]) -> Settings:
     return {key: value for key, value in values.items() if key not in left_out and not key.startswith(below)}
 
 
-def _target(values: Settings) -> str:
-    """Returns the mode's class with its module; empty if the configuration names none."""
-    return str(values.get("offload._target_") or "")
+def _by_update_rule(values: Settings) -> Settings:
+    """Returns the settings with no more of AdamW than its update rule; another optimizer keeps its keys."""
+    if values.get("optimizer._target_") not in SAME_OPTIMIZER:
+        return values
+    return {key: value for key, value in values.items() if key in UPDATE_RULE or not key.startswith("optimizer.")}
+
+
+def _mode(values: Settings) -> str:
+    return str(values.get("offload._target_") or "").rpartition(".")[2]
 
 
 def _recomputes(values: Settings) -> bool:
@@ -144,69 +145,42 @@ def _options(run: Run, values: Settings) -> dict[str, str]:
         place = group.partition("@")[2] or group
         if place == "offload" or any(key == place or key.startswith(f"{place}.") for key in values):
             chosen[place] = option
-    if "offload" not in chosen and _target(values):
-        # The mode's module has the name of the option.
-        chosen["offload"] = _target(values).split(".")[-2:][0]
-    if "recompute" not in chosen and _without(values, ["recompute"]) != values:
-        chosen["recompute"] = "block" if _recomputes(values) else "none"
-    return dict(sorted(chosen.items(), key=lambda item: item[0] != "offload"))
+    return chosen
 
 
-def _differing_options(index: int, options: Sequence[dict[str, str]]) -> list[str]:
-    own = options[index]
-    return [
-        f"{_short(place)}={option}"
-        for place, option in own.items()
-        if place != "offload"
-        and option != "none"
-        and any(other.get(place, option) != option for other in options if _comparable(place, own, other))
-    ]
+def _differing_options(chosen: dict[str, str], options: Sequence[dict[str, str]]) -> list[str]:
+    def differs(place: str, option: str) -> bool:
+        # The optimizer follows the mode.
+        follows = [other for other in options if place != "optimizer" or other.get("offload") == chosen.get("offload")]
+        return any(other.get(place, option) != option for other in follows if _same_above(place, chosen, other))
 
-
-def _comparable(place: str, own: dict[str, str], other: dict[str, str]) -> bool:
-    # The optimizer follows the mode.
-    follows = place == "optimizer" and own.get("offload") != other.get("offload")
-    return not follows and _same_options(place, own, other)
-
-
-def _varied_keys(values: Sequence[Settings]) -> set[str]:
-    """Returns the keys that have several values."""
-    first: Settings = {}
-    return {key for own in values for key, value in own.items() if first.setdefault(key, value) != value}
+    named = {place: option for place, option in chosen.items() if place != "offload" and option != "none"}
+    return [f"{place.removeprefix('offload.')}={option}" for place, option in named.items() if differs(place, option)]
 
 
 def _differing_keys(
-    index: int, values: Sequence[Settings], options: Sequence[dict[str, str]], varied: set[str]
-) -> tuple[list[str], list[str]]:
-    """Returns KEY=VALUE of the mode's differing keys, and of all other differing keys; `varied` has all of them."""
-    own = options[index]
-    knobs, others = [], []
-    for key, value in values[index].items():
-        if key.endswith("._target_") or key in own or key not in varied or value in NOTHING:
+    own: Settings, chosen: dict[str, str], values: Sequence[Settings], options: Sequence[dict[str, str]]
+) -> list[str]:
+    """Returns KEY=VALUE of the keys whose value differs in a run that chose the same options above the key."""
+    named = []
+    for key, value in own.items():
+        if key.endswith("._target_") or key in chosen or value in NOTHING or (key in SETTLED and value == AUTO):
             continue
-        peers = [other for other, chosen in zip(values, options, strict=True) if _same_options(key, own, chosen)]
         # A key that only some runs have comes from another version of the program, not from another experiment.
         same = (value, AUTO) if key in SETTLED else (value,)
-        if not (key in SETTLED and value == AUTO) and any(other.get(key, value) not in same for other in peers):
-            (knobs if key.startswith("offload.") else others).append(f"{_short(key)}={format_value(value)}")
-    return knobs, others
+        others = [them for other, them in zip(values, options, strict=True) if other.get(key, value) not in same]
+        if any(_same_above(key, chosen, them) for them in others):
+            named.append(f"{key}={_written(value)}")
+    return named
 
 
-def _same_options(key: str, own: dict[str, str], other: dict[str, str]) -> bool:
+def _same_above(key: str, chosen: dict[str, str], other: dict[str, str]) -> bool:
     """Returns True if two runs chose the same option of every group that contains `key`."""
-    above = [place for place in own.keys() | other.keys() if key.startswith(f"{place}.")]
-    return all(own.get(place) == other.get(place) for place in above)
-
-
-def _is_top(key: str, options: dict[str, str]) -> bool:
-    return "." not in key and key not in options
-
-
-def _short(key: str) -> str:
-    return key.removeprefix("offload.")
+    above = [place for place in chosen.keys() | other.keys() if key.startswith(f"{place}.")]
+    return all(chosen.get(place) == other.get(place) for place in above)
 
 
 def _shared(nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns the items that all nodes share, empty nodes aside."""
     first, *others = [node for node in nodes if node] or [{}]
-    return {key: value for key, value in first.items() if all(other.get(key, ABSENT) == value for other in others)}
+    return {key: value for key, value in first.items() if all(other.get(key, ...) == value for other in others)}

@@ -1,17 +1,18 @@
-"""The comparison as text: tables on the terminal, CSV for programs, Markdown for documents."""
+"""The comparison as a table: on the terminal, in CSV for programs, in Markdown for documents."""
 
 import csv
 import io
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TextIO
 
-from training.comparison.columns import COLUMNS, MISSING, NOTE, Column, curve_text
-from training.comparison.rows import Row
+from training.comparison.rows import Row, Statistic
 from training.visible_text import visible
 
+MISSING = "\N{EN DASH}"
 COMPARED_WITH = "compared with"
 # Columns of words instead of numbers.
 WORDS = ("curve", COMPARED_WITH, "seeds", "status")
@@ -23,6 +24,92 @@ FORMULA_STARTS = "=+-@\uff1d\uff0b\uff0d\uff20"
 PLAIN_WIDTH = 160
 # Characters between two columns.
 PADDING = 2
+NOTE = (
+    "± is the standard deviation over the seeds. Ratios are to the resident run (offload=none) with the same settings."
+    " The curve is equal if the losses, in training and in evaluations, are those of the resident run in every bit;"
+    " else it is the largest relative difference. The floor is the largest of the step's FLOPs at the peak of the GPU"
+    " and the bytes each way at the bandwidth of the bus. With several devices rates are those of all together, VRAM is"
+    " that of the fullest, host memory that of all on one host, and copies and waits are those of the first. Columns"
+    " that are zero or unknown in every row are left out."
+)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One number of each row.
+
+    Attributes:
+        title: for people, with its unit; short, because it sets the width of the column.
+        name: in CSV.
+        source: key of a metric, or the name of an attribute of Row.
+        form: format specification of the mean.
+        scale: factor from the number in CSV to the one for people.
+        exponent_from: numbers this large are written with an exponent, so that the column stays narrow.
+        has_spread: the number varies from seed to seed, as ratios of means and counts of bytes do not.
+    """
+
+    title: str
+    name: str
+    source: str
+    form: str
+    scale: float = 1.0
+    exponent_from: float = 1e12
+    has_spread: bool = False
+
+    def statistic(self, row: Row) -> Statistic | None:
+        if hasattr(row, self.source):
+            value = getattr(row, self.source)
+            return None if value is None else Statistic(value)
+        return row.statistics.get(self.source)
+
+    def text(self, row: Row) -> str:
+        """Returns mean and spread for people, or a dash if nothing was measured."""
+        statistic = self.statistic(row)
+        if statistic is None:
+            return MISSING
+        mean = self._format(statistic.mean)
+        if statistic.spread is None or not self.has_spread:
+            return mean
+        spread = self._format(statistic.spread)
+        # A spread that rounds to zero is left out.
+        return f"{mean} ± {spread}" if any(digit in "123456789" for digit in spread) else mean
+
+    def _format(self, value: float) -> str:
+        scaled = value * self.scale
+        return format(scaled, self.form if abs(scaled) < self.exponent_from else ".5g")
+
+
+COLUMNS = (
+    Column("devices", "devices", "devices", ",.0f"),
+    Column("step ms", "step_ms", "perf/step_ms", ",.1f", has_spread=True),
+    Column("to none", "ratio_to_none", "ratio", ".2f"),
+    Column("to floor", "ratio_to_floor", "floor_ratio", ".2f"),
+    Column("tokens/s", "tokens_per_s", "perf/tokens_per_s", ",.0f"),
+    Column("images/s", "images_per_s", "perf/images_per_s", ",.4g"),
+    Column("examples/s", "examples_per_s", "perf/examples_per_s", ",.4g"),
+    Column("MFU %", "mfu", "perf/mfu", ".1f", scale=100.0),
+    Column("VRAM GiB", "vram_peak_gib", "memory/vram_peak_gib", ".2f"),
+    Column("locked GiB", "host_pinned_gib", "memory/host_pinned_gib", ".2f"),
+    Column("RSS GiB", "rss_gib", "memory/rss_gib", ".2f"),
+    Column("in GiB", "h2d_gib", "transfer/h2d_gib", ".3g"),
+    Column("out GiB", "d2h_gib", "transfer/d2h_gib", ".3g"),
+    Column("stall ms", "stall_ms", "transfer/stall_ms", ",.1f", has_spread=True),
+    Column("opt wait ms", "optimizer_wait_ms", "optimizer/wait_ms", ",.1f", has_spread=True),
+    Column("final loss", "final_loss", "train/final_loss", ".4f", exponent_from=1e4, has_spread=True),
+    Column("eval loss", "eval_loss", "eval/final_loss", ".4f", exponent_from=1e4, has_spread=True),
+    Column("accuracy %", "eval_accuracy", "eval/final_accuracy", ".1f", scale=100.0),
+)
+# Words of CSV, behind the numbers.
+CSV_WORDS: dict[str, Callable[[Row], str]] = {
+    "curve": lambda row: row.curve or "",
+    "compared_with": lambda row: row.reference.name if row.reference else "",
+    "seeds": lambda row: row.seeds,
+    "status": lambda row: row.status,
+    "why": lambda row: "; ".join(row.reasons),
+    "departure": lambda row: row.departure or "",
+    "notes": lambda row: "; ".join(row.notes),
+    "directories": lambda row: ";".join(str(run.directory) for run in row.runs),
+}
 
 
 def cells(rows: Sequence[Row]) -> list[dict[str, str]]:
@@ -32,27 +119,28 @@ def cells(rows: Sequence[Row]) -> list[dict[str, str]]:
     the run that each row is compared with.
     """
     several = len({id(row.reference) for row in rows if row.reference}) > 1
-    columns = [column for column in COLUMNS if any(is_measured(column, row) for row in rows)]
+    columns = [column for column in COLUMNS if any(s.mean != 0 for row in rows if (s := column.statistic(row)))]
     texts = []
     for row in rows:
-        values = {column.title: column.text(row) for column in columns} | {"curve": curve_text(row)}
+        values = {column.title: column.text(row) for column in columns} | {"curve": row.curve or MISSING}
         reference = {COMPARED_WITH: row.reference.name if row.reference else MISSING} if several else {}
         values |= reference | {"seeds": row.seeds or MISSING, "status": row.status}
         texts.append({title: visible(text) for title, text in values.items()})
     return texts
 
 
-def is_measured(column: Column, row: Row) -> bool:
-    """Tells whether `row` has a value in `column` that is not zero."""
-    statistic = column.statistic(row)
-    return statistic is not None and statistic.mean != 0
+def explanations(rows: Sequence[Row]) -> list[str]:
+    """Returns lines below the table: why runs did not finish, where and why losses depart, and the notes of runs."""
+    lines = []
+    for row in rows:
+        lines += [f"{row.name}: {row.status}: {reason}" for reason in row.reasons]
+        lines += [f"{row.name}: {row.departure}"] if row.departure else []
+        lines += [f"{row.name}: {note}" for note in row.notes]
+    return [visible(line) for line in lines]
 
 
 def print_tables(rows: Sequence[Row], title: str, *, stream: TextIO | None = None, width: int | None = None) -> None:
-    """Prints the rows as one table, or as several tables if the terminal is too narrow for all columns.
-
-    The reasons why runs did not finish follow below, each in one piece, which a narrow column would break up.
-    """
+    """Prints the rows as one table, or as several tables if the terminal is too narrow for all columns."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -83,60 +171,29 @@ def print_tables(rows: Sequence[Row], title: str, *, stream: TextIO | None = Non
         console.print(line, soft_wrap=True)
 
 
-def explanations(rows: Sequence[Row]) -> list[str]:
-    """Returns a line for each reason why a run did not finish, for what is wrong with the files of a run, for where and
-    why a curve departs from the resident run's, and for each note of a run.
-    """
-    lines = []
-    for row in rows:
-        lines += [f"{row.name}: {row.status}: {reason}" for reason in row.reasons]
-        lines += [f"{row.name}: {row.departure}"] if row.departure else []
-        lines += [f"{row.name}: {note}" for note in row.notes]
-    return [visible(line) for line in lines]
-
-
 def to_csv(rows: Sequence[Row]) -> str:
-    """Returns one line of plain numbers for each row; a cell is empty if nothing was measured.
-
-    Text that a spreadsheet would run as a formula gets an apostrophe in front, and no text has a line break.
-    """
+    """Returns one line of plain numbers for each row; a cell is empty if nothing was measured."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     headings = []
     for column in COLUMNS:
         headings += [column.name, f"{column.name}_std"] if column.has_spread else [column.name]
-    words = ["curve", "compared_with", "seeds", "status", "why", "departure", "notes", "directories"]
-    writer.writerow(["name", *headings, *words])
+    writer.writerow(["name", *headings, *CSV_WORDS])
     for row in rows:
         numbers: list[float | None] = []
         for column in COLUMNS:
             statistic = column.statistic(row)
-            numbers.append(statistic.mean if statistic else None)
-            if column.has_spread:
-                numbers.append(statistic.spread if statistic else None)
-        writer.writerow(
-            [
-                _csv_text(row.name),
-                *numbers,
-                row.curve,
-                _csv_text(row.reference.name if row.reference else None),
-                _csv_text(row.seeds),
-                _csv_text(row.status),
-                _csv_text("; ".join(row.reasons)),
-                _csv_text(row.departure),
-                _csv_text("; ".join(row.notes)),
-                _csv_text(";".join(str(run.directory) for run in row.runs)),
-            ]
-        )
+            both = (statistic.mean, statistic.spread) if statistic else (None, None)
+            numbers += both if column.has_spread else both[:1]
+        writer.writerow([_csv_text(row.name), *numbers, *(_csv_text(word(row)) for word in CSV_WORDS.values())])
     return text.getvalue()
 
 
 def to_markdown(rows: Sequence[Row], title: str, common: str) -> str:
-    """Returns a table in GitHub's Markdown with a caption, and the reasons why runs did not finish."""
+    """Returns a table in GitHub's Markdown with a caption, and the explanations."""
     texts = [{"run": row.name, **text} for row, text in zip(rows, cells(rows), strict=True)]
-    lines = [f"**{_markdown(title)}**", ""]
     alignment = ("---" if column in ("run", *WORDS) else "--:" for column in texts[0])
-    lines += [_markdown_line(texts[0]), _markdown_line(alignment)]
+    lines = [f"**{_markdown(title)}**", "", _markdown_line(texts[0]), _markdown_line(alignment)]
     lines += [_markdown_line(text.values()) for text in texts]
     lines += ["", *(f"- {_markdown(line)}" for line in explanations(rows))]
     lines += [""] if explanations(rows) else []
@@ -172,9 +229,9 @@ def _markdown(text: str) -> str:
     return escaped.replace("&", "&amp;").replace("<", "&lt;")
 
 
-def _csv_text(text: str | None) -> str | None:
-    """Returns text that a spreadsheet shows as text, also if it begins like a formula."""
-    text = text and visible(text)
+def _csv_text(text: str) -> str:
+    """Returns text of one line that a spreadsheet shows as text, also if it begins like a formula."""
+    text = visible(text)
     if not text or text[0] not in FORMULA_STARTS:
         return text
     with suppress(ValueError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -20,21 +19,6 @@ TARGETS = {
     "tensor_swap": "offload.modes.tensor_swap.TensorSwap",
 }
 OPTIMIZERS = {"adamw": "training.optim.AdamW", "host_adamw": "offload.optimizer.adamw.HostAdamW"}
-
-
-# A picture of one pixel.
-PICTURE = base64.b64decode(
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
-)
-
-
-def write_sample(run_dir: Path, step: int, picture: bytes | None = None, **columns: Any) -> None:
-    """Appends a sample to those of a run, with the file of its picture."""
-    with open(run_dir / "samples.jsonl", "a") as file:
-        file.write(json.dumps({"train/step": step, **columns}) + "\n")
-    if picture is not None:
-        (run_dir / "samples").mkdir(exist_ok=True)
-        (run_dir / "samples" / f"step-{step:06d}.png").write_bytes(picture)
 
 
 class RunWriter:

@@ -1,10 +1,188 @@
-"""Reports: which files a comparison writes, and that each is replaced as a whole."""
+"""Reports: what a comparison writes, of directories with strange content too: each is one row that says why."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
 import pytest
 
+from tests.training.helpers.time_limit import time_limit
+from tests.training.helpers.yaml_bomb import BOMB
 from training.comparison.report import compare
+from training.comparison.rows import Row
+
+DESCRIPTIONS = ("config.yaml", "choices.yaml", "hardware.json", "plan.json")
+RESULTS = ("summary.json", "metrics.jsonl")
+
+
+@pytest.fixture(autouse=True)
+def in_time() -> Iterator[None]:
+    with time_limit(60):
+        yield
+
+
+def sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 2**40)
+
+
+def text(content: str | bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+STRANGE = {
+    "a pipe": (os.mkfifo, "it is a pipe, not a file"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "it is a device, not a file"),
+    "a link to itself": (lambda path: path.symlink_to(path), "it cannot be read (Too many levels of symbolic links)"),
+    "a folder": (Path.mkdir, "it cannot be read (Is a directory)"),
+    "a file of 1 TiB": (sparse, "bytes"),
+    "a long number": (text('{"a": ' + "9" * 5000 + "}\n"), "it has a number of 5000 digits"),
+    "a deep value": (text('{"a": ' + "[" * 200_000 + "\n"), "it is nested more than 100 deep"),
+    "half as deep": (text('{"a": ' + "[" * 300 + "]" * 300 + "}\n"), "it is nested more than 100 deep"),
+}
+STRANGE_YAML = {
+    "brackets": (text("[" * 200_000), "it is nested more than 100 deep"),
+    "a bomb of aliases": (text(BOMB), "it has YAML aliases"),
+    "another encoding": (text(b"\xff\xfea"), "it is not text in UTF-8"),
+}
+YAML_FILES = ("config.yaml", "choices.yaml")
+
+
+def compared(write_run, folder: Path) -> tuple[list[Row], str]:
+    """Compares the runs, of which the first two are good, and checks the rows of these; returns the others."""
+    rows = compare([write_run.folder], folder)
+    good, others = rows[:2], rows[2:]
+    assert [(row.name.split()[0], row.status, row.curve, row.reasons) for row in good] == [
+        ("none", "ok", "reference", []),
+        ("layer_stream", "ok", "equal", []),
+    ]
+    return others, (folder / "compare.csv").read_text()
+
+
+@pytest.fixture
+def two_runs(write_run) -> None:
+    write_run("none")
+    write_run("layer_stream")
+
+
+@pytest.mark.usefixtures("two_runs")
+@pytest.mark.parametrize("file", [*DESCRIPTIONS, *RESULTS])
+@pytest.mark.slow
+def test_a_strange_file_is_one_row_that_says_why(write_run, tmp_path: Path, capsys, file: str):
+    kinds = STRANGE | STRANGE_YAML if file in YAML_FILES else STRANGE
+    strange = {}
+    for number, (kind, (make, reason)) in enumerate(kinds.items()):
+        if kind == "a long number" and file in YAML_FILES:
+            # In YAML it is a text.
+            continue
+        # Different configurations, which are rows of their own where the configuration can be read.
+        directory = write_run("tensor_swap", seed=7, hardware={}, plan={}, top={"batch_size": 100 + number})
+        (directory / file).unlink()
+        make(directory / file)
+        strange[f"{directory / file}: "] = reason
+    rows, table = compared(write_run, tmp_path / "out")
+    printed = capsys.readouterr().out
+    assert len(rows) == len(strange) >= 8
+    for row, (start, reason) in zip(rows, strange.items(), strict=True):
+        (said,) = row.reasons
+        assert said.startswith(start)
+        assert reason in said
+        assert row.status == ("failed" if file in RESULTS else "ok")
+        assert said in printed
+        assert said.partition(": ")[2] in table
+
+
+@pytest.mark.usefixtures("two_runs")
+def test_numbers_and_texts_of_any_length_in_a_configuration(write_run, tmp_path: Path):
+    long = {"a": "9" * 5000, "b": "word " * 100_000, "seed": "1" * 5000}
+    write_run("tensor_swap", top=long, knobs={"slots": "0x" + "f" * 10_000})
+    (row,), table = compared(write_run, tmp_path / "out")
+    assert row.status == "ok"
+    assert len(row.name) <= 300
+    assert len(row.seeds) <= 40
+    assert max(map(len, table.splitlines())) < 2000
+
+
+@pytest.mark.usefixtures("two_runs")
+def test_a_pipe_in_place_of_the_lock(write_run, tmp_path: Path):
+    directory = write_run("tensor_swap", status=None)
+    os.mkfifo(directory / ".lock")
+    (row,), _ = compared(write_run, tmp_path / "out")
+    assert row.status == "killed"
+    assert row.reasons == [f"it left no summary.json; {directory / '.lock'}: it is a pipe, not a file"]
+
+
+NAMES = {
+    "\u00b2": "\u00b2",
+    "3\u00b2": "3\u00b2",
+    "\udcff\udcfe": r"\xff\xfe",
+    "\x1b[31m": r"\x1b[31m",
+    "\u202ea": r"\u202ea",
+    "a\r=b": r"a\r=b",
+}
+
+
+@pytest.mark.usefixtures("two_runs")
+def test_folders_of_any_name(write_run, tmp_path: Path, capsysbinary):
+    for name in NAMES:
+        directory = write_run("tensor_swap", status="failed", reason=f"because {name}", losses=None)
+        (directory / "config.yaml").unlink()
+        (directory / "choices.yaml").unlink()
+        directory.rename(directory.with_name(name))
+    others, table = compared(write_run, tmp_path / "out")
+    assert {row.name for row in others} == NAMES.keys()
+    read = list(csv.DictReader(io.StringIO(table)))[2:]
+    assert {row["name"] for row in read} == set(NAMES.values())
+    assert {row["why"] for row in read} == {f"because {name}" for name in NAMES.values()}
+    out = capsysbinary.readouterr().out.decode()
+    assert all(f"{name}: failed: because {name}" in out for name in NAMES.values())
+
+
+@pytest.mark.usefixtures("two_runs")
+def test_a_folder_that_cannot_be_read_is_one_row(write_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    closed = write_run.folder / "closed"
+    closed.mkdir()
+    scandir = os.scandir
+
+    def refusing(path: Path):
+        if path == closed:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    (row,), _ = compared(write_run, tmp_path / "out")
+    assert (row.name, row.status, row.reasons) == ("closed", "failed", ["it cannot be read (Permission denied)"])
+
+
+@pytest.mark.usefixtures("two_runs")
+def test_what_files_say_cannot_act_in_any_output(write_run, tmp_path: Path, capsysbinary):
+    odd = "a\r=cmd()\n\x1b[2J\u202eb\u2028\ud800<script>"
+    directory = write_run("tensor_swap", knobs={"note": "\u2066x\r\n=1"}, losses=None, hardware={"gpu_name": odd})
+    (directory / "summary.json").write_text(json.dumps({"status": odd, "reason": odd, "perf/step_ms": 2.0}))
+    compared(write_run, tmp_path / "out")
+    table, *others = [tmp_path / "out" / name for name in ("compare.csv", "compare.md", "compare.html")]
+    for output in (capsysbinary.readouterr().out, *(file.read_bytes() for file in (table, *others))):
+        assert not set(output.decode()) & set("\r\x1b\u202e\u2066\u2028")
+    assert not any("<script>" in file.read_text() for file in others)
+    cells = list(csv.reader(io.StringIO(table.read_text())))
+    assert len(cells) == 4
+    assert not any(cell.startswith("=") for row in cells for cell in row)
+
+
+@pytest.mark.parametrize("leftover", [os.mkfifo, lambda path: path.symlink_to("victim")], ids=["pipe", "link"])
+def test_reports_do_not_go_into_what_is_left_of_earlier_ones(write_run, monkeypatch: pytest.MonkeyPatch, leftover):
+    write_run("none")
+    monkeypatch.chdir(write_run.folder)
+    Path("victim").write_text("mine")
+    leftover(Path("compare.csv.partial"))
+    compare([write_run.folder], write_run.folder)
+    assert Path("compare.csv").read_text().startswith("name,")
+    assert Path("victim").read_text() == "mine"
 
 
 def test_a_figure_of_an_earlier_comparison_does_not_stay(write_run):
@@ -16,61 +194,36 @@ def test_a_figure_of_an_earlier_comparison_does_not_stay(write_run):
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("file", "content"),
     [
-        '{"train/step": 13, "train/loss": null}',
-        '{"train/step": 13, "train/loss": "x"}',
-        '{"train/step": 13, "train/loss": true}',
-        '{"train/step": "13", "train/loss": 2.0}',
-        '{"train/step": null, "train/loss": 2.0}',
-        '{"train/step": 13, "train/loss": 2.0, "perf/step_ms": -1.0}',
-        '{"train/step": 13, "train/loss": null, "nonfinite": ["train/loss"]}',
-        '{"train/step": 13, "train/loss": 2.0, "nonfinite": {"train/loss": []}}',
+        ("metrics.jsonl", '{"train/step": 13, "train/loss": "x"}\n'),
+        ("metrics.jsonl", '{"train/step": 13, "train/loss": null, "nonfinite": ["train/loss"]}\n'),
+        ("summary.json", '{"status": "ok", "nonfinite": ["perf/step_ms"]}'),
+        ("summary.json", '{"status": "planned", "planned/perf/step_ms": "fast"}'),
+        ("summary.json", '{"status": "ok", "train/final_loss": 1' + "0" * 400 + "}"),
     ],
 )
-@pytest.mark.slow
-def test_a_record_that_no_run_writes_fails_its_run_alone(write_run, line: str):
+def test_results_that_no_run_writes_fail_their_run_alone(write_run, file: str, content: str):
     write_run("none")
-    odd = write_run("layer_stream") / "metrics.jsonl"
-    odd.write_text(odd.read_text() + line + "\n")
+    (write_run("layer_stream") / file).write_text(content)
     resident, failed = compare([write_run.folder], write_run.folder)
     assert (resident.status, failed.status) == ("ok", "failed")
-    assert "metrics.jsonl: line 4 is not a record: " in failed.reasons[0]
+    assert f"{file}: " in failed.reasons[0]
 
 
 @pytest.mark.parametrize(
-    "summary",
+    ("file", "content"),
     [
-        '{"status": "ok", "perf/step_ms": null, "memory/rss_gib": 1.0, "nonfinite": {"perf/step_ms": "inf"}}',
-        '{"status": "ok", "nonfinite": ["perf/step_ms"]}',
-        '{"status": "planned", "planned/perf/step_ms": "fast"}',
-        '{"status": "ok", "train/final_loss": 1' + "0" * 400 + "}",
-    ],
-)
-def test_a_summary_that_no_run_writes_fails_its_run_alone(write_run, summary: str):
-    write_run("none")
-    (write_run("layer_stream") / "summary.json").write_text(summary)
-    resident, failed = compare([write_run.folder], write_run.folder)
-    assert (resident.status, failed.status) == ("ok", "failed")
-    assert "summary.json: " in failed.reasons[0]
-
-
-@pytest.mark.parametrize(
-    ("file", "text"),
-    [
-        ("config.yaml", "{offload: {_target_: a.b.Resident}, seed: [1, 2]}"),
-        ("config.yaml", "{offload: {_target_: a.b.Resident}, seed: {a: 1}}"),
-        ("config.yaml", "{offload: {_target_: null}, seed: 0}"),
-        ("config.yaml", "{offload: {_target_: 3}, seed: 0}"),
-        ("config.yaml", "{offload: {_target_: Resident}, day: 2001-99-99}"),
+        ("config.yaml", "{offload: {_target_: a.b.Resident}, seed: {a: 1}, day: 2001-99-99}"),
+        ("config.yaml", "{offload: {_target_: null}, seed: [1, 2]}"),
         ("choices.yaml", "choices: {1: none}"),
         ("hardware.json", '{"gpu_name": ["x"], "device": 3, "h2d_gb_s": "fast"}'),
         ("plan.json", '{"fits": [true]}'),
+        ("hardware.json", "\xff: ["),
     ],
 )
-@pytest.mark.slow
-def test_an_odd_description_leaves_the_metrics(write_run, file: str, text: str):
+def test_an_odd_description_leaves_the_metrics(write_run, file: str, content: str):
     write_run("none")
     directory = write_run("layer_stream", transfer__h2d_gib=1.0)
-    (directory / file).write_text(text)
+    (directory / file).write_text(content)
     assert [row.mean("perf/step_ms") for row in compare([write_run.folder], write_run.folder)] == [100.0, 100.0]

@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from training.comparison.rows import Row, Statistic, curve_difference, pareto_front
+from training.comparison.rows import Row, Statistic, pareto_front
 
-NAN = float("nan")
 H200 = {"gpu_name": "NVIDIA H200", "h2d_gb_s": 50.0, "d2h_gb_s": 25.0}
 
 
@@ -16,32 +15,21 @@ def rows(write_run) -> dict[str, Row]:
     return {row.name: row for row in write_run.rows()}
 
 
-def test_seeds_are_averaged_and_their_spread_is_the_standard_deviation(write_run):
-    for seed, step_ms in ((0, 90.0), (1, 100.0), (2, 110.0)):
+@pytest.mark.parametrize(
+    ("times", "expected", "seeds"),
+    [
+        ([(0, 90.0), (1, 100.0), (2, 110.0)], Statistic(100.0, 10.0), "0, 1, 2"),
+        # Runs that repeat a seed count as one.
+        ([(0, 90.0), (0, 92.0), (0, 88.0), (1, 110.0)], Statistic(100.0, pytest.approx(200**0.5)), "0 (3 runs), 1"),
+        ([(3, 90.0), (3, 110.0)], Statistic(100.0, None), "3 (2 runs)"),
+        ([(0, 90.0)], Statistic(90.0, None), "0"),
+    ],
+)
+def test_seeds_are_averaged_and_their_spread_is_the_standard_deviation(write_run, times, expected: Statistic, seeds):
+    for seed, step_ms in times:
         write_run(seed=seed, step_ms=step_ms)
     (row,) = rows(write_run).values()
-    statistic = row.statistics["perf/step_ms"]
-    assert (statistic.mean, statistic.spread, row.seeds, row.status) == (100.0, 10.0, "0, 1, 2", "ok")
-
-
-def test_a_seed_that_ran_more_than_once_is_named_once(write_run):
-    for seed in (0, 1, 0):
-        write_run(seed=seed)
-    assert rows(write_run)["none"].seeds == "0 (2 runs), 1"
-
-
-def test_runs_that_repeat_a_seed_count_as_one(write_run):
-    for seed, step_ms in ((0, 90.0), (0, 92.0), (0, 88.0), (1, 110.0)):
-        write_run(seed=seed, step_ms=step_ms)
-    (row,) = rows(write_run).values()
-    assert row.statistics["perf/step_ms"] == Statistic(100.0, pytest.approx(200**0.5))
-
-
-def test_runs_of_one_seed_have_no_spread(write_run):
-    for step_ms in (90.0, 110.0):
-        write_run(seed=3, step_ms=step_ms)
-    (row,) = rows(write_run).values()
-    assert row.statistics["perf/step_ms"] == Statistic(100.0, None)
+    assert (row.statistics["perf/step_ms"], row.seeds, row.status) == (expected, seeds, "ok")
 
 
 def test_a_seed_that_diverged_leaves_the_row_without_a_spread(write_run):
@@ -66,11 +54,6 @@ def test_where_no_row_has_several_devices_none_has_their_number(write_run):
     write_run()
     write_run("layer_stream", top={"devices": 1})
     assert all("devices" not in row.statistics for row in write_run.rows())
-
-
-def test_one_run_has_no_spread(write_run):
-    write_run()
-    assert rows(write_run)["none"].statistics["perf/step_ms"].spread is None
 
 
 def test_failed_seeds_are_counted_but_not_averaged(write_run):
@@ -117,29 +100,6 @@ def test_curves_of_other_seeds_are_not_comparable(write_run):
     write_run("none", seed=0)
     write_run("layer_stream", seed=7)
     assert rows(write_run)["layer_stream"].curve is None
-
-
-@pytest.mark.parametrize(
-    ("losses", "reference", "expected"),
-    [
-        ({1: 4.0, 2: 3.0}, {1: 4.0, 2: 3.0}, 0.0),
-        ({2: 3.0, 4: 9.0}, {1: 8.0, 2: 3.0}, 0.0),
-        ({1: 4.0}, {2: 4.0}, None),
-        ({1: 3.0}, {1: 4.0}, 0.25),
-        ({1: NAN, 2: math.inf}, {1: NAN, 2: math.inf}, 0.0),
-        ({1: NAN}, {1: 4.0}, math.inf),
-    ],
-)
-def test_the_difference_of_curves(losses: dict, reference: dict, expected: float | None):
-    records = [[{"train/step": s, "train/loss": v} for s, v in curve.items()] for curve in (losses, reference)]
-    assert curve_difference(*records) == expected
-
-
-def test_the_losses_of_evaluations_are_compared_too():
-    records = [{"train/step": 1, "train/loss": 4.0}, {"train/step": 2, "eval/loss": 2.0}]
-    assert curve_difference(records, records[:1]) == 0.0
-    assert curve_difference(records, [records[0], {"train/step": 2, "eval/loss": 4.0}]) == 0.5
-    assert curve_difference([{"train/step": 1, "eval/loss": 4.0}], records) is None
 
 
 @pytest.mark.parametrize(

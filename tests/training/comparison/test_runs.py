@@ -24,13 +24,6 @@ def test_runs_are_found_at_any_depth_once_and_in_the_order_of_their_numbers(writ
     assert [run.config["seed"] for run in runs] == list(map(str, range(12)))
 
 
-def test_a_folder_of_configuration_files_is_no_run(tmp_path: Path):
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "config.yaml").write_text("defaults:\n  - model: tiny\nseed: 0\n")
-    with pytest.raises(UserError, match="no run in here"):
-        find_runs([tmp_path])
-
-
 @pytest.mark.parametrize("lock", [True, False])
 def test_a_configuration_alone_is_no_run_unless_it_was_locked(tmp_path: Path, lock: bool):
     (tmp_path / "data").mkdir()
@@ -72,7 +65,7 @@ def test_a_plan_that_misses_a_budget_does_not_fit(write_run, fits: dict, status:
 
 def test_a_run_that_finished_fits_whatever_its_plan_said(write_run):
     run = read_run(write_run(plan={"fits": {"vram_budget": False}}))
-    assert (run.status, run.planned, run.fits) == ("ok", False, True)
+    assert (run.status, run.planned, run.misfits) == ("ok", False, ())
 
 
 def test_a_run_without_a_summary_was_killed_and_its_steps_make_its_metrics(write_run):
@@ -88,25 +81,6 @@ def test_a_run_that_holds_its_directory_is_running(write_run):
     assert read_run(directory).status == "killed"
 
 
-@pytest.mark.parametrize("file", ["summary.json", "metrics.jsonl"])
-def test_a_damaged_file_makes_its_run_a_failed_one(write_run, file: str):
-    directory = write_run()
-    (directory / file).write_text("{broken\n{}\n")
-    run = read_run(directory)
-    assert run.status == "failed"
-    assert file in run.reason
-
-
-@pytest.mark.parametrize("file", ["summary.json", "metrics.jsonl"])
-def test_a_folder_in_place_of_a_file_makes_its_run_a_failed_one(write_run, file: str):
-    directory = write_run()
-    (directory / file).unlink()
-    (directory / file).mkdir()
-    run = read_run(directory)
-    assert run.status == "failed"
-    assert f"{file}: it cannot be read (Is a directory)" in run.reason
-
-
 def test_a_directory_that_cannot_be_read_is_named(write_run, monkeypatch: pytest.MonkeyPatch):
     def refuse(path: Path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
@@ -115,13 +89,6 @@ def test_a_directory_that_cannot_be_read_is_named(write_run, monkeypatch: pytest
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(UserError, match=r"runs: it cannot be read \(Permission denied\)"):
         find_runs([write_run.folder])
-
-
-@pytest.mark.parametrize("file", ["config.yaml", "hardware.json", "choices.yaml"])
-def test_a_damaged_description_leaves_the_metrics(write_run, file: str):
-    directory = write_run(hardware={"gpu_name": "H200"})
-    (directory / file).write_bytes(b"\xff\x00: [")
-    assert read_run(directory).summary["perf/step_ms"] == 100.0
 
 
 def test_infinite_losses_are_read_back(write_run):

@@ -1,4 +1,4 @@
-"""The comparison as text: on the terminal, in CSV and in Markdown."""
+"""The comparison as a table: its columns, and the table on the terminal, in CSV and in Markdown."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import io
 
 import pytest
 
-from training.comparison.columns import COLUMNS
 from training.comparison.rows import Row
-from training.comparison.table import print_tables, to_csv, to_markdown
+from training.comparison.table import COLUMNS, MISSING, print_tables, to_csv, to_markdown
+from training.metric_names import METRIC_KEYS, SUMMARY_KEYS
 
 
 @pytest.fixture
@@ -26,6 +26,10 @@ def rows(write_run) -> list[Row]:
     write_run("layer_stream", seed=0, step_ms=150.0, knobs={"include": ["a|b", "<i>"]}, **metrics)
     write_run("layer_stream", seed=0, knobs={"include": []}, status="failed", reason="a [broken] | line", losses=None)
     return write_run.rows()
+
+
+def text_in(row: Row, title: str) -> str:
+    return next(column for column in COLUMNS if column.title == title).text(row)
 
 
 def markdown_rows(text: str) -> list[dict[str, str]]:
@@ -125,3 +129,35 @@ def test_characters_that_act_are_escapes_on_the_terminal_and_in_markdown(rows: l
         assert not set(text) & set("\x1b\x07\u202e\u2066\ud800")
         assert "u202ea" in text
         assert "title" in text
+
+
+def test_every_column_has_a_value_where_everything_was_measured(write_run):
+    keys = [key for key in (*METRIC_KEYS, *SUMMARY_KEYS) if "/" in key and not key.startswith("train/")]
+    metrics = {key.replace("/", "__"): 1.0 for key in keys} | {"devices": 2, "checkpoint__best_step": 3}
+    metrics.pop("perf__step_ms")
+    write_run(**metrics)
+    (row,) = write_run.rows()
+    assert [column.title for column in COLUMNS if column.text(row) == MISSING] == []
+
+
+def test_what_was_not_measured_is_a_dash(write_run):
+    write_run(losses=None, step_ms=None)
+    (row,) = write_run.rows()
+    assert {column.text(row) for column in COLUMNS} == {MISSING}
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"), [(9999.5, "9999.5000"), (12345.678, "12346"), (-1e300, "-1e+300"), (float("inf"), "inf")]
+)
+def test_a_large_loss_is_written_with_its_exponent(write_run, loss: float, expected: str):
+    write_run(losses=(4.0, loss))
+    (row,) = write_run.rows()
+    assert text_in(row, "final loss") == expected
+
+
+@pytest.mark.parametrize(("times", "text"), [((100.0, 100.01), "100.0"), ((90.0, 110.0), "100.0 ± 14.1")])
+def test_a_spread_that_rounds_to_zero_is_left_out_and_ratios_have_none(write_run, times, text: str):
+    for seed, step_ms in enumerate(times):
+        write_run(seed=seed, step_ms=step_ms)
+    (row,) = write_run.rows()
+    assert (text_in(row, "step ms"), text_in(row, "to none")) == (text, "1.00")

@@ -1,4 +1,4 @@
-"""The step at which a curve departs from the resident one, and the reason, from records alone."""
+"""Losses beside those of the resident run: how far they differ, from which step and why, from records alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from training.comparison.departures import departure
+from training.comparison.losses import departure, largest_difference
 
 NAN = math.nan
 
@@ -50,3 +50,20 @@ def test_equal_losses_that_are_nan_are_no_departure():
 def test_steps_that_only_one_logged_tell_nothing():
     assert departure(REFERENCE, []) is None
     assert departure([{"eval/loss": 1.0, "train/step": 1}], REFERENCE) is None
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "expected"),
+    [
+        ({1: 4.0, 2: 3.0}, {1: 4.0, 2: 3.0}, 0.0),
+        ({2: 3.0, 4: 9.0}, {1: 8.0, 2: 3.0}, 0.0),
+        ({1: 4.0}, {2: 4.0}, None),
+        ({1: 3.0}, {1: 4.0}, 0.25),
+        ({1: NAN, 2: math.inf}, {1: NAN, 2: math.inf}, 0.0),
+        ({1: NAN}, {1: 4.0}, math.inf),
+    ],
+)
+@pytest.mark.parametrize("key", ["train/loss", "eval/loss"])
+def test_the_largest_difference_of_losses(own: dict, other: dict, expected: float | None, key: str):
+    logged = [[{"train/step": step, key: loss} for step, loss in curve.items()] for curve in (own, other)]
+    assert largest_difference(*logged) == expected

@@ -1,0 +1,309 @@
+"""The figures: which are drawn, their points, bars and curves, and labels that can be read."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import matplotlib
+import pytest
+
+from training.comparison import figures
+from training.comparison.figures import (
+    DPI,
+    LONGEST,
+    WIDTH_IN,
+    canvas,
+    distinct_curves,
+    in_lines,
+    loss_figure,
+    memory_figure,
+    png,
+    render_figures,
+    scale_for_range,
+    split,
+    style,
+    time_figure,
+)
+from training.runs.files import FIGURE_FILES
+
+NAN = math.nan
+LONG_NAMES = ["/data/texts/" + "x" * 60 + "/train-*.parquet", ",".join(["y" * 50] * 30)]
+
+
+def flat(text: str) -> str:
+    return text.replace("\n", " ")
+
+
+def legend_texts(figure) -> list[str]:
+    (legend,) = figure.legends
+    return [flat(text.get_text()) for text in legend.get_texts()]
+
+
+def label_boxes(axes):
+    return [text.get_window_extent() for text in axes.texts]
+
+
+def check_readable(figure, boxes) -> None:
+    """Asserts that the boxes of labels are on the figure, and leave room for its axes."""
+    assert boxes
+    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 for box in boxes)
+    assert all(box.y0 >= 0 and box.y1 <= figure.bbox.y1 for box in boxes)
+    assert figure.axes[0].bbox.width > 0.3 * figure.bbox.width
+
+
+def check_apart(boxes) -> None:
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+
+
+def pixels(axes, rows) -> list[tuple[float, float]]:
+    points = [(row.mean("memory/vram_peak_gib"), row.mean("perf/step_ms")) for row in rows]
+    return [tuple(point) for point in axes.transData.transform(points)]
+
+
+def write_points(write_run, points):
+    for slots, (gib, step_ms) in enumerate(points):
+        write_run("layer_stream", knobs={"slots": slots}, step_ms=step_ms, memory__vram_peak_gib=gib)
+
+
+@pytest.mark.parametrize("count", [1, 12])
+@pytest.mark.slow
+def test_every_figure_is_drawn(write_run, count: int):
+    for i in range(count):
+        write_run("layer_stream", knobs={"slots": i}, step_ms=10.0 * 2**i, memory__vram_peak_gib=20.0 - i,
+                  transfer__stall_ms=3.0, losses=(4.0, 3.0 + i))  # fmt: skip
+    drawn = render_figures(write_run.rows())
+    assert tuple(drawn) == FIGURE_FILES
+    assert all(content.startswith(b"\x89PNG") for content in drawn.values())
+
+
+@pytest.mark.parametrize(
+    ("run", "names"),
+    [
+        ({"memory__rss_gib": 0.5, "losses": (NAN, math.inf)}, ["compare_memory.png", "compare_loss.png"]),
+        ({"status": "failed", "reason": "lr"}, ["compare_loss.png"]),
+        ({"status": "failed", "reason": "lr", "losses": None}, []),
+        ({"status": "planned", "losses": None, "memory__rss_gib": 3.0}, ["compare_memory.png"]),
+        (
+            {"status": "planned", "losses": None, "plan": {"fits": {"host_budget": False}}, "memory__rss_gib": 3.0},
+            ["compare_memory.png"],
+        ),
+    ],
+)
+def test_a_figure_is_drawn_where_runs_have_what_it_shows(write_run, run: dict, names: list[str]):
+    write_run(**run)
+    assert list(render_figures(write_run.rows())) == names
+
+
+def test_a_run_on_the_cpu_is_no_point_among_those_on_a_gpu(write_run):
+    write_run(memory__vram_peak_gib=0.0, memory__rss_gib=0.5, hardware={"device": "cpu"})
+    write_run(memory__vram_peak_gib=3.0, memory__rss_gib=0.5, hardware={"device": "cuda:0", "gpu_name": "H200"})
+    rows = write_run.rows()
+    of_cpu, of_gpu, of_both = (render_figures(some)["compare_memory.png"] for some in (rows[:1], rows[1:], rows))
+    assert of_both == of_gpu
+    assert of_both != of_cpu
+
+
+@pytest.mark.parametrize("draw", [memory_figure, pytest.param(time_figure, marks=pytest.mark.slow), loss_figure])
+@pytest.mark.parametrize("files", LONG_NAMES)
+def test_names_of_any_length_can_be_read(write_run, draw, files: str):
+    for slots in range(4 if draw is memory_figure else 24):
+        top = {"files": files[: 400 - slots % 2]}
+        write_run("none", top=top, memory__vram_peak_gib=31.0, transfer__stall_ms=0.0)
+        write_run("layer_stream", knobs={"slots": slots}, top=top, step_ms=100.0 + slots, transfer__stall_ms=2.0,
+                  memory__vram_peak_gib=30.0 - slots, losses=(4.0, 2.0 + slots))  # fmt: skip
+    figure = draw(write_run.rows())
+    figure.canvas.draw()
+    labels = figure.legends[0].get_texts() if draw is loss_figure else figure.axes[0].texts
+    boxes = [text.get_window_extent() for text in labels]
+    check_readable(figure, boxes)
+    if draw is not memory_figure:
+        check_apart(boxes)
+    assert all(label.get_window_extent().x0 >= 0 for label in figure.axes[0].get_yticklabels())
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.slow
+def test_labels_cover_neither_points_nor_each_other(write_run, seed: int):
+    generator = random.Random(seed)
+    write_points(write_run, [(generator.uniform(5, 30), generator.uniform(300, 700)) for _ in range(12)])
+    rows = write_run.rows()
+    (axes,) = memory_figure(rows).axes
+    boxes = label_boxes(axes)
+    check_apart(boxes)
+    assert not any(box.contains(x, y) for box in boxes for x, y in pixels(axes, rows))
+
+
+def test_labels_of_equal_points_are_apart_and_joined_to_their_point(write_run):
+    write_points(write_run, [(10.0, 100.0)] * 4)
+    rows = write_run.rows()
+    (axes,) = memory_figure(rows).axes
+    boxes = label_boxes(axes)
+    check_apart(boxes)
+    distances = [
+        math.dist((x, y), (min(max(x, box.x0), box.x1), min(max(y, box.y0), box.y1)))
+        for box, (x, y) in zip(boxes, pixels(axes, rows), strict=True)
+    ]
+    assert len(axes.patches) >= sum(distance > 5 for distance in distances) > 0
+
+
+def test_labels_avoid_the_front(write_run):
+    write_points(write_run, [(20.0 - i, 300.0 + 20 * i) for i in range(10)])
+    rows = write_run.rows()
+    (axes,) = memory_figure(rows).axes
+    (x0, y0), (x1, y1) = pixels(axes, rows)[0], pixels(axes, rows)[-1]
+    line = [(x0 + (x1 - x0) * i / 1000, y0 + (y1 - y0) * i / 1000) for i in range(1001)]
+    assert not any(box.contains(x, y) for box in label_boxes(axes) for x, y in line)
+
+
+def test_labels_avoid_the_bars_of_the_spread(write_run):
+    for slots, (gib, step_ms) in enumerate([(20.0, 300.0), (20.6, 310.0), (21.2, 290.0), (10.0, 500.0)]):
+        for seed, factor in ((0, 0.7), (1, 1.3)):
+            write_run("layer_stream", seed=seed, knobs={"slots": slots}, step_ms=step_ms * factor,
+                      memory__vram_peak_gib=gib)  # fmt: skip
+    rows = write_run.rows()
+    (axes,) = memory_figure(rows).axes
+    for row in rows:
+        gib, step = row.mean("memory/vram_peak_gib"), row.statistics["perf/step_ms"]
+        (x, low), (_, high) = axes.transData.transform([(gib, step.mean - step.spread), (gib, step.mean + step.spread)])
+        assert not any(box.x0 < x < box.x1 and box.y0 < high and low < box.y1 for box in label_boxes(axes))
+
+
+def test_the_same_rows_give_the_same_figure(write_run):
+    write_points(write_run, [(10.0, 100.0), (10.0, 100.0), (10.1, 101.0), (20.0, 90.0)])
+    rows = write_run.rows()
+    assert png(memory_figure(rows)) == png(memory_figure(rows))
+
+
+def test_what_is_no_whole_step_that_fits_is_beside_the_front(write_run):
+    plan = {"status": "planned", "losses": None, "plan": {"fits": {"vram_budget": False}}}
+    write_run("none", **plan, step_ms=100.0, memory__vram_peak_gib=100.0)
+    write_run("layer_stream", status="planned", losses=None, step_ms=200.0, memory__vram_peak_gib=20.0)
+    write_run("tensor_swap", status="planned", losses=None, step_ms=100.0, memory__vram_peak_gib=2.0)
+    rows = write_run.rows()
+    rows[2] = type(rows[2])(rows[2].name, [type(run)(**vars(run) | {"forward_only": True}) for run in rows[2].runs],
+                            rows[2].statistics)  # fmt: skip
+    (axes,) = memory_figure(rows).axes
+    assert axes.lines[0].get_xydata().tolist() == [[20.0, 200.0]]
+    expected = ["none: does not fit the device", "layer_stream", "tensor_swap: forward only"]
+    assert [flat(text.get_text()) for text in axes.texts] == expected
+    assert axes.get_title().startswith("Planned step time")
+
+
+def test_of_many_points_those_on_the_front_are_named_first(write_run, monkeypatch):
+    monkeypatch.setattr(figures, "MOST_NAMED", 3)
+    write_points(write_run, [(20.0, 200.0), (21.0, 210.0), (22.0, 220.0), (10.0, 300.0), (30.0, 100.0)])
+    (axes,) = memory_figure(write_run.rows()).axes
+    assert [text.get_text() for text in axes.texts] == [f"layer_stream slots={slots}" for slots in (0, 3, 4)]
+
+
+def test_the_parts_of_a_step_add_up(write_run):
+    write_run(step_ms=100.0, transfer__stall_ms=30.0, optimizer__wait_ms=20.0)
+    write_run("layer_stream", step_ms=100.0, transfer__stall_ms=90.0, optimizer__wait_ms=20.0)
+    assert [split(row) for row in write_run.rows()] == [(50.0, 30.0, 20.0), (0.0, 90.0, 10.0)]
+
+
+def test_the_bars_name_the_run_that_they_are_compared_with(write_run):
+    for offload, step_ms in (("none", 100.0), ("layer_stream", 150.0)):
+        for size in (8, 16):
+            write_run(offload, step_ms=step_ms * size, transfer__stall_ms=1.0, top={"batch_size": size})
+    (axes,) = time_figure(write_run.rows()).axes
+    assert [flat(text.get_text()) for text in axes.texts] == [
+        "800 ms",
+        "1,600 ms",
+        "1,200 ms, 1.50 \N{MULTIPLICATION SIGN} none batch_size=8",
+        "2,400 ms, 1.50 \N{MULTIPLICATION SIGN} none batch_size=16",
+    ]
+
+
+def test_equal_curves_share_a_line(write_run):
+    write_run("none", losses=(4.0, 3.0))
+    # Runs that repeat each other.
+    write_run("shard_offload", recompute="none", losses=(4.0, 3.0))
+    write_run("shard_offload", recompute="block", losses=(4.0, 3.0))
+    write_run("tensor_swap", losses=(4.0, math.nextafter(3.0, 4.0)))
+    labels = [flat(curve.label) for curve in distinct_curves(write_run.rows())]
+    assert labels == ["none, shard_offload: equal in every bit", "tensor_swap"]
+
+
+def test_a_curve_is_the_mean_of_its_seeds_in_their_range(write_run):
+    # Runs that repeat a seed count as one, and the curve has the steps that all seeds logged.
+    for seed, losses in ((0, (4.0, 1.0, 1.0)), (0, (4.0, 3.0, 1.0)), (1, (6.0, 3.0))):
+        write_run(seed=seed, losses=losses)
+    (curve,) = distinct_curves(write_run.rows())
+    assert (curve.steps, curve.mean, curve.low, curve.high) == ([1, 2], [5.0, 2.5], [4.0, 2.0], [6.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("losses", "end", "note"),
+    [
+        ((4.0, 3.0, 2.0), (3, 2.0), ""),
+        ((4.0, NAN, 2.0), (3, 2.0), ""),
+        ((4.0, 3.0, NAN), (2, 3.0), ": not finite from step 3"),
+        ((4.0, math.inf, NAN), (1, 4.0), ": not finite from step 2"),
+        ((NAN, NAN, NAN), None, ": not finite from step 1"),
+        ((NAN,), None, ": not finite from step 1"),
+    ],
+)
+def test_a_curve_that_diverged_ends_at_its_last_finite_loss_and_its_label_says_so(write_run, losses, end, note: str):
+    write_run(losses=losses)
+    (curve,) = distinct_curves(write_run.rows())
+    assert (curve.end, flat(curve.label)) == (end, f"none{note}")
+    assert legend_texts(loss_figure(write_run.rows())) == [f"none{note}"]
+
+
+def test_the_legend_names_curves_in_the_order_in_which_they_end(write_run):
+    for slots, last in enumerate((2.0, 3.0, NAN, 1.0)):
+        write_run("layer_stream", knobs={"slots": slots}, losses=(last,) if math.isnan(last) else (4.0, last))
+    texts = legend_texts(loss_figure(write_run.rows()))
+    assert [text.split()[1].strip(":") for text in texts] == ["slots=2", "slots=1", "slots=0", "slots=3"]
+
+
+def test_lines_differ_in_colour_or_dashes(write_run):
+    for slots in range(20):
+        write_run("layer_stream", knobs={"slots": slots}, losses=(4.0, 3.0 + slots))
+    lines = loss_figure(write_run.rows()).axes[0].lines
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 20
+
+
+@pytest.mark.parametrize(("height_in", "dpi"), [(3.0, DPI), (1000.0, 32.768)])
+def test_a_figure_has_its_size_and_few_enough_pixels_to_be_drawn(height_in: float, dpi: float):
+    figure, _ = canvas(height_in)
+    assert figure.dpi == dpi
+    assert figure.bbox.height < 2**16
+    if dpi == DPI:
+        width, height = (int.from_bytes(png(figure)[i : i + 4], "big") for i in (16, 20))
+        assert (width, height) == (WIDTH_IN * DPI, 3.0 * DPI)
+
+
+def test_the_style_overrides_the_users_and_is_undone():
+    before = matplotlib.rcParams["font.size"]
+    with matplotlib.rc_context({"axes.facecolor": "black", "font.size": before + 1}):
+        with style():
+            assert matplotlib.rcParams["axes.facecolor"] == matplotlib.rcParamsDefault["axes.facecolor"]
+            assert not matplotlib.rcParams["text.parse_math"]
+        assert matplotlib.rcParams["font.size"] == before + 1
+
+
+def test_names_break_into_lines_and_long_words_lose_their_middle():
+    assert in_lines("layer_stream slots=3 resident=60%", 20) == "layer_stream slots=3\nresident=60%"
+    cut = in_lines("a" * 100 + "b" * 100, 1000)
+    assert len(cut) == LONGEST
+    assert cut.strip("a").strip("b") == "\N{HORIZONTAL ELLIPSIS}"
+
+
+def test_names_of_foreign_characters_are_drawn_as_escapes():
+    name = "a\x1b[2J \ud800 \udcff \u202eb"
+    assert in_lines(name, 100) == r"a\x1b[2J \ud800 \xff \u202eb"
+    figure, axes = canvas(3.0)
+    axes.set_title(in_lines(name, 100))
+    assert png(figure).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("values", "scale"), [([100.0, 399.0], "linear"), ([100.0, 401.0], "log")])
+def test_a_wide_range_is_logarithmic(values: list[float], scale: str):
+    _, axes = canvas(3.0)
+    axes.plot([1, 2], values)
+    scale_for_range(axes, values)
+    assert axes.get_yscale() == scale

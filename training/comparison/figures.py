@@ -1,0 +1,344 @@
+"""The three figures: step time against memory, where the time of a step goes, and the training losses.
+
+Figures are shown 800 pixels wide and drawn at twice that size. The colours are those of Okabe and Ito, which
+colour-blind readers can tell apart.
+"""
+
+import io
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import matplotlib
+import numpy
+from adjustText import adjust_text
+from cycler import cycler
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.transforms import Bbox
+
+from training.comparison.losses import losses
+from training.comparison.rows import Row, mean, pareto_front, split_by_seed
+from training.runs.files import LOSS_FIGURE_FILE, MEMORY_FIGURE_FILE, TIME_FIGURE_FILE
+from training.visible_text import shortened, visible
+
+BLUE, ORANGE, GREEN, GREY, INK = "#0072B2", "#E69F00", "#009E73", "#8C8C8C", "#262626"
+LINES = (BLUE, "#D55E00", GREEN, "#CC79A7", ORANGE, "#56B4E9", GREY)
+# The styles of the first seven lines, of the next seven, and so on.
+DASHES = ("-", "--", ":", "-.")
+WIDTH_IN, DPI = 8.0, 200
+# Pixels of a figure from top to bottom: matplotlib draws fewer than 2**16. A higher figure has fewer in an inch.
+MOST_PIXELS = 2**15
+# A y axis is logarithmic if its largest value is more than this many times its smallest: else points would overlap.
+LOGARITHMIC_FROM = 4.0
+LABEL_SIZE = 8.5
+# Inches from one line of a label to the next.
+LINE_IN = 0.17
+# Characters that a figure shows of one word of a name, which may be a path.
+LONGEST = 120
+STYLE = {
+    "font.size": 9.5,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.7,
+    # A name with two dollar signs is not a formula.
+    "text.parse_math": False,
+    "axes.prop_cycle": cycler(color=LINES),
+}
+# Names beside points; more would cover each other, and take minutes to place.
+MOST_NAMED = 40
+# Half the width of a point with some space around it, in pixels.
+MARKER = 12.0
+# Pixels between two points of a line that labels avoid; shorter than any label is high.
+SPACING = 18.0
+# How adjustText moves labels. Of 80 random comparisons of 2 to 10 runs, in which a quarter of the points nearly
+# coincided, 7 had a label over a point or another label; with the library's defaults 30 had.
+# A limit in iterations, unlike one in seconds, gives the same figure on every machine.
+FORCES = {"force_text": (0.6, 0.8), "max_move": 30, "prevent_crossings": False, "iter_lim": 500}
+PARTS = (("compute", BLUE), ("waiting for copies (stall)", ORANGE), ("waiting for the optimizer", GREEN))
+# Names of equal runs that the legend lists; it counts further ones.
+NAMED = 3
+
+
+def render_figures(rows: Sequence[Row]) -> dict[str, bytes]:
+    """Returns the PNG of each figure by its file's name; a figure that no row has anything to show in is left out."""
+    timed = [row for row in rows if row.finished and row.mean("perf/step_ms")]
+    # Beside runs on a GPU, a run on the CPU would seem to need no memory.
+    with_memory = [row for row in timed if row.mean(memory_key(timed))]
+    # A plan does not predict how long compute waits.
+    with_waits = [row for row in timed if "transfer/stall_ms" in row.statistics]
+    with_losses = [row for row in rows if any(losses(run.records) for run in row.measured)]
+    figures: tuple[tuple[str, Callable[[Sequence[Row]], Figure], Sequence[Row]], ...] = (
+        (MEMORY_FIGURE_FILE, memory_figure, with_memory),
+        (TIME_FIGURE_FILE, time_figure, with_waits),
+        (LOSS_FIGURE_FILE, loss_figure, with_losses),
+    )
+    with style():
+        return {file: png(draw(shown)) for file, draw, shown in figures if shown}
+
+
+def memory_figure(rows: Sequence[Row]) -> Figure:
+    """Draws a point for each row, the mean of its seeds with a bar for their spread, and the Pareto front.
+
+    A plan that does not fit and a forward without its backward are not part of the front.
+    """
+    key = memory_key(rows)
+    points = numpy.array([(row.mean(key), row.mean("perf/step_ms")) for row in rows])
+    whole = [i for i, row in enumerate(rows) if not row.misfits and not row.forward_only]
+    front = [whole[i] for i in pareto_front([tuple(points[i]) for i in whole])]
+    figure, axes = canvas(5.2)
+    axes.plot(*points[front].T, linewidth=1.5, zorder=2)
+    spreads = [row.statistics["perf/step_ms"].spread for row in rows]
+    for i, (point, spread) in enumerate(zip(points, spreads, strict=True)):
+        colour, fill = (BLUE, BLUE) if i in front else (GREY, "white")
+        axes.errorbar(*point, yerr=spread, color=colour, linewidth=1, capsize=2.5, zorder=2)
+        axes.plot(*point, "o", markersize=7, color=colour, markerfacecolor=fill, markeredgewidth=1.5, zorder=3)
+    axes.margins(x=0.2, y=0.2)
+    axes.set_xlim(left=max(axes.get_xlim()[0], 0.0))
+    scale_for_range(axes, points[:, 1])
+    planned = "planned " if all(row.planned for row in rows) else ""
+    on_gpu = key == "memory/vram_peak_gib"
+    axes.set_xlabel(planned + ("peak GPU memory (GiB)" if on_gpu else "memory of the process, RSS (GiB): no GPU"))
+    axes.set_ylabel(f"{planned}step time (ms)")
+    axes.set_title(f"{planned}step time against memory: no run beats those on the line in both".capitalize())
+    # The layout is kept from here on, so that positions in pixels stay valid.
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    obstacles = [_box(axes, point, spread or 0.0) for point, spread in zip(points, spreads, strict=True)]
+    _add_labels(axes, rows, points, front, obstacles)
+    return figure
+
+
+def memory_key(rows: Sequence[Row]) -> str:
+    """Returns the metric to compare: peak GPU memory, or RSS where no run used a GPU."""
+    on_gpu = any(row.mean("memory/vram_peak_gib") for row in rows)
+    return "memory/vram_peak_gib" if on_gpu else "memory/rss_gib"
+
+
+def time_figure(rows: Sequence[Row]) -> Figure:
+    """Draws one bar for each row, from top to bottom, with step time and ratio to the resident run at its end."""
+    names = [in_lines(row.name, 36) for row in rows]
+    lengths = [in_lines(_length(row), 22) for row in rows]
+    figure, axes = canvas(1.2 + len(rows) * (0.2 + LINE_IN * max(text.count("\n") + 1 for text in names + lengths)))
+    splits = numpy.array([split(row) for row in rows])
+    for part, (name, colour) in enumerate(PARTS):
+        start = splits[:, :part].sum(1)
+        bars = axes.barh(range(len(rows)), splits[:, part], left=start, color=colour, height=0.66, label=name)
+    axes.bar_label(bars, lengths, padding=4, fontsize=LABEL_SIZE)
+    # The axis ends with the longest bar. The layout makes room for the text behind it.
+    axes.set_xlim(0, splits.sum(1).max())
+    axes.set_yticks(range(len(rows)), names, fontsize=LABEL_SIZE)
+    axes.tick_params(axis="y", length=0)
+    axes.margins(y=0.02)
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+    axes.set_xlabel("time of one step (ms)")
+    figure.legend(
+        *axes.get_legend_handles_labels(),
+        title="Where the time of a step goes",
+        title_fontproperties={"size": 11, "weight": "bold"},
+        alignment="left",
+        loc="outside upper left",
+        ncols=len(PARTS),
+        frameon=False,
+    )
+    return figure
+
+
+def split(row: Row) -> tuple[float, float, float]:
+    """Returns the ms of a step spent on compute, on waiting for copies and on waiting for the optimizer."""
+    step = row.mean("perf/step_ms")
+    stall = min(row.mean("transfer/stall_ms") or 0.0, step)
+    wait = min(row.mean("optimizer/wait_ms") or 0.0, step - stall)
+    return step - stall - wait, stall, wait
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The losses of one row, or of several whose losses are equal in every bit: mean and range of the seeds."""
+
+    names: list[str]
+    steps: list[int]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+    @property
+    def end(self) -> tuple[int, float] | None:
+        """Step and loss of the last point that can be drawn; None if no loss is finite."""
+        points = zip(self.steps, self.mean, strict=True)
+        return next((point for point in reversed(list(points)) if math.isfinite(point[1])), None)
+
+    @property
+    def diverged_at(self) -> int | None:
+        """The first step after the last finite loss; None if the last loss is finite."""
+        return next((step for step in self.steps if self.end is None or step > self.end[0]), None)
+
+    @property
+    def label(self) -> str:
+        first, *others = self.names
+        text = ", ".join(self.names) if len(self.names) <= NAMED else f"{first} and {len(others)} more"
+        notes = ["equal in every bit"] if others else []
+        notes += [f"not finite from step {self.diverged_at}"] if self.diverged_at is not None else []
+        return in_lines(f"{text}: {', '.join(notes)}" if notes else text)
+
+
+def loss_figure(rows: Sequence[Row]) -> Figure:
+    """Draws one line for each curve of training losses, the mean of its seeds in a band of their range.
+
+    The legend names them in the order in which they end, the highest loss first; losses that are never finite come
+    before all others. The picture is as high as the names need.
+    """
+    curves = distinct_curves(rows)
+    figure, axes = canvas(max(5.0, 1.0 + LINE_IN * sum(curve.label.count("\n") + 1.4 for curve in curves)))
+    lines = []
+    for i, curve in enumerate(curves):
+        # Wide lines lie under narrow ones, so that none hides another.
+        width = 1.6 + 2.0 * (len(curves) - 1 - i) / max(len(curves) - 1, 1)
+        colour, dashes = LINES[i % len(LINES)], DASHES[i // len(LINES) % len(DASHES)]
+        lines += axes.plot(curve.steps, curve.mean, dashes, color=colour, linewidth=width, label=curve.label)
+        if curve.end and curve.diverged_at is not None:
+            axes.plot(*curve.end, "X", color=colour, markersize=7)
+        elif sum(map(math.isfinite, curve.mean)) == 1:
+            axes.plot(*curve.end, "o", color=colour)
+        if curve.low != curve.high:
+            axes.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.margins(x=0.01, y=0.06)
+    axes.set_xlabel("step")
+    axes.set_ylabel("training loss")
+    seeds = max(len(split_by_seed(row.measured)) for row in rows)
+    axes.set_title("Training loss" + (", mean and range of the seeds" if seeds > 1 else ""))
+    last = [curve.end[1] if curve.end else math.inf for curve in curves]
+    ordered = [lines[i] for i in sorted(range(len(curves)), key=lambda i: -last[i])]
+    figure.legend(handles=ordered, loc="outside right upper", fontsize=LABEL_SIZE, labelspacing=0.4, frameon=False)
+    return figure
+
+
+def distinct_curves(rows: Sequence[Row]) -> list[Curve]:
+    """Returns the curves of the training losses; rows whose losses are equal in every bit share one."""
+    alike: dict[str, list[Row]] = {}
+    for row in rows:
+        # Compared as text, in which NaN equals NaN. Runs that repeat each other count once.
+        same = repr(sorted({(str(run.seed), repr(losses(run.records))) for run in row.measured}))
+        alike.setdefault(same, []).append(row)
+    return [_curve(equal) for equal in alike.values()]
+
+
+def style():
+    """Returns a context in which figures have the style of this file, whatever the user's own style is."""
+    return matplotlib.rc_context(matplotlib.rcParamsDefault | STYLE)
+
+
+def canvas(height_in: float) -> tuple[Figure, Axes]:
+    """Makes an empty figure without pyplot, so that it is freed when unused and needs no window system."""
+    figure = Figure(figsize=(WIDTH_IN, height_in), dpi=min(DPI, MOST_PIXELS / height_in), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+def png(figure: Figure) -> bytes:
+    """Returns the figure as the bytes of a PNG file, the same on every call."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png", metadata={"Software": None})
+    return content.getvalue()
+
+
+def in_lines(text: str, characters: int = 26) -> str:
+    """Breaks a name into lines of at most `characters`; a word longer than LONGEST loses its middle."""
+    words = " ".join(shortened(visible(word), LONGEST) for word in text.split())
+    return "\n".join(textwrap.wrap(words, characters, break_on_hyphens=False))
+
+
+def scale_for_range(axes: Axes, values: Sequence[float]) -> None:
+    """Makes the y axis logarithmic, with plain numbers at its ticks, if `values` are far apart."""
+    if max(values) <= LOGARITHMIC_FROM * min(values):
+        axes.set_ylim(bottom=0 if min(values) < 0.5 * max(values) else None)
+        return
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _add_labels(
+    axes: Axes, rows: Sequence[Row], points: numpy.ndarray, front: Sequence[int], obstacles: Sequence[Bbox]
+) -> None:
+    """Writes names beside points, of many rows those on the front first, clear of `obstacles` if there is room."""
+    named = sorted([*front, *sorted(set(range(len(rows))) - set(front))][:MOST_NAMED])
+    look = {"ha": "center", "va": "center", "fontsize": LABEL_SIZE, "zorder": 4}
+    look["path_effects"] = [withStroke(linewidth=2, foreground="white")]
+    texts = [axes.text(*points[i], in_lines(_name(rows[i])), color=BLUE if i in front else INK, **look) for i in named]
+    adjust_text(
+        texts,
+        *_along(axes, points[front]).T,
+        objects=obstacles,
+        target_x=points[named, 0],
+        target_y=points[named, 1],
+        avoid_self=False,
+        ax=axes,
+        arrowprops={"arrowstyle": "-", "color": INK, "linewidth": 0.6, "zorder": 2.5, "shrinkB": 3},
+        **FORCES,
+    )
+
+
+def _name(row: Row) -> str:
+    if row.forward_only:
+        return f"{row.name}: forward only"
+    return f"{row.name}: does not fit the {row.misfits}" if row.misfits else row.name
+
+
+def _box(axes: Axes, point: numpy.ndarray, spread: float) -> Bbox:
+    """Returns the box around a point and its bar, in the units of the data."""
+    # A bar may reach below a logarithmic axis.
+    ends = [(point[0], max(point[1] - spread, axes.get_ylim()[0])), (point[0], point[1] + spread)]
+    low, high = axes.transData.transform(ends)
+    return Bbox(axes.transData.inverted().transform([low - MARKER, high + MARKER]))
+
+
+def _along(axes: Axes, corners: numpy.ndarray) -> numpy.ndarray:
+    """Returns points along the line through `corners`, at most SPACING pixels apart, in the units of the data."""
+    pixels = axes.transData.transform(corners)
+    counts = [2 + int(numpy.hypot(*(end - start)) / SPACING) for start, end in pairwise(pixels)]
+    pieces = [numpy.linspace(*ends, count) for ends, count in zip(pairwise(pixels), counts, strict=True)]
+    return axes.transData.inverted().transform(numpy.concatenate([pixels[:1], *pieces]))
+
+
+def _length(row: Row) -> str:
+    step_ms = row.mean("perf/step_ms")
+    step = f"{step_ms:,.0f} ms" if step_ms >= 100 else f"{step_ms:.3g} ms"
+    if row.ratio is None or row.reference is row:
+        return step
+    return f"{step}, {row.ratio:.2f} \N{MULTIPLICATION SIGN} {row.reference.name}"
+
+
+def _curve(equal: Sequence[Row]) -> Curve:
+    seeds = []
+    for repeated in split_by_seed(equal[0].measured):
+        if found := [losses(run.records) for run in repeated if losses(run.records)]:
+            seeds.append({step: mean(values) for step, values in _by_step(found).items()})
+    by_step = _by_step(seeds)
+    ranges = ([of(values) for values in by_step.values()] for of in (mean, min, max))
+    return Curve([row.name for row in equal], list(by_step), *ranges)
+
+
+def _by_step(curves: Sequence[dict[int, float]]) -> dict[int, list[float]]:
+    """Returns the losses of all curves at the steps that they share, or at those of the first if they share none."""
+    steps = sorted(set.intersection(*map(set, curves))) or sorted(curves[0])
+    return {step: [curve[step] for curve in curves if step in curve] for step in steps}
