@@ -35,8 +35,8 @@ too. Every other module may change without notice.
 - `l2_norm`: that of a gradient, right for any number of elements on the CPU too.
 - `Counters`: bytes copied and times waited, from `mode.counters()`. `Footprint`: bytes of a mode before it is attached.
 - `Sharers`: processes of one host, each with a device, that share the homes of what streams: `mode.attach(model,
-  streams, sharers)`, then `mode.divide(optimizer)`; `CopyWay`: how they bring units in; `LinkWay`: how devices exchange
-  slices. `NO_SHARERS` is a process by itself. `ExchangeBoard`: their exchanges of numbers through shared memory;
+  streams, sharers)`, then `mode.divide(optimizer)`. `NO_SHARERS` is a process by itself. `ExchangeBoard`: their
+  exchanges of numbers through shared memory;
   `SharerLostError` names one that has ended or hangs; `meet` waits for all. An error that sharing alone brings about
   ends with `OWN_HOMES`. `gradient_buckets` cuts gradients into runs that a loop sums at once, each a `GradientBucket`,
   after `separate_gradients`.
@@ -87,7 +87,7 @@ from offload.norms import l2_norm
 from offload.optimizer.adamw import HostAdamW
 from offload.optimizer.speculation import Speculation
 from offload.sharing.exchange_board import ExchangeBoard
-from offload.sharing.sharers import NO_SHARERS, OWN_HOMES, CopyWay, LinkWay, SharerLostError, Sharers, meet
+from offload.sharing.sharers import NO_SHARERS, OWN_HOMES, SharerLostError, Sharers, meet
 from offload.streams.counters import Counters
 from offload.streams.device_work import HostOperandError
 from offload.streams.registry import Streams, acquire, release
@@ -103,7 +103,6 @@ __all__ = [
     "ActivationMode",
     "BounceLinear",
     "ChangedFileError",
-    "CopyWay",
     "Counters",
     "ExchangeBoard",
     "FileSpan",
@@ -113,7 +112,6 @@ __all__ = [
     "HostOperandError",
     "KnobError",
     "LayerStream",
-    "LinkWay",
     "Mode",
     "OwnOptimizer",
     "Resident",

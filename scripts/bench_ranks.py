@@ -1,11 +1,11 @@
 """Forward and backward of Llama-shaped blocks on several GPUs that share the weights of one host, against one GPU.
 
     python scripts/bench_ranks.py --ranks 2 --sequences 4 --seq-len 2048 --recompute
-    python scripts/bench_ranks.py --ranks 2 --sequences 2 --mode bounce_linear --optimizer --reduction fast --fsdp2
+    python scripts/bench_ranks.py --ranks 2 --sequences 2 --mode bounce_linear --optimizer --fsdp2
 
 The rows: the resident model on each GPU by itself (`none`), all at once, of which the slowest counts, because GPUs that
 share weights go at its pace; the mode on one GPU; and the mode on all with the homes shared, where each copies in its
-slices and gathers the others', a row for each of `--links`. With `--ddp` also the model resident on each of all GPUs,
+slices and gathers the others'. With `--ddp` also the model resident on each of all GPUs,
 in torch's `DistributedDataParallel` (Li et al. 2020), which sums the gradients inside backward as the mode does. With
 `--fsdp2` also the model resident on all GPUs together, in torch's `fully_shard` (Zhao et al. 2023) with torchtitan's
 settings: float32 masters, sums of gradients in float32. The update of both, with `--optimizer`, is torch's fused AdamW.
@@ -154,8 +154,7 @@ def measure_rank(rank: int, count: int, folder: str, spec: str, options: argpars
             return measure_of_torch(spec, options)
         finally:
             dist.destroy_process_group()
-    setup = Setup(device.type, count, 600, options.reduction, copies=options.copies, links=options.links)
-    group = Group(device, setup)
+    group = Group(device, Setup(device.type, count, 600))
     try:
         return measure(spec, options, group.sharers(shared=True), group.reduce)
     finally:
@@ -197,10 +196,6 @@ def main() -> None:
     options_parser = parser(__doc__)
     options_parser.add_argument("--ranks", type=int, default=2, help="GPUs, or processes of the CPU")
     options_parser.add_argument("--mode", default="layer_stream", metavar="MODE[:KEY=VALUE,...]")
-    options_parser.add_argument("--reduction", choices=("ordered", "fast"), default="ordered")
-    options_parser.add_argument("--copies", choices=("auto", "slices", "whole"), default="auto", help="parallel.copies")
-    links = ("copies", "collectives")
-    options_parser.add_argument("--links", nargs="+", choices=links, default=["copies"], help="of parallel.links")
     options_parser.add_argument("--ddp", action="store_true", help="with a row of torch's DistributedDataParallel")
     options_parser.add_argument("--fsdp2", action="store_true", help="with a row of torch's fully_shard, resident")
     options_parser.add_argument("--steps", type=int, default=7, help="timed steps")
@@ -212,19 +207,17 @@ def main() -> None:
     tokens = options.sequences * options.seq_len
     print(
         f"{options.blocks} blocks of {options.hidden}, {tokens} tokens a device, recompute={options.recompute},"
-        f" reduction={options.reduction}, copies={options.copies}, torch {torch.__version__}"
+        f" torch {torch.__version__}"
     )
     print(f"{'mode, devices':30}" + "".join(f"{title:>13}" for title in TITLES), flush=True)
-    kinds = [(f"none, each of {options.ranks}", RESIDENT, options.ranks, None)]
-    kinds.append((f"{options.mode}, 1", options.mode, 1, None))
-    shared = f"{options.mode}, {options.ranks} by"
-    kinds += [(f"{shared} {links}", options.mode, options.ranks, links) for links in options.links]
+    kinds = [(f"none, each of {options.ranks}", RESIDENT, options.ranks)]
+    kinds += [(f"{options.mode}, {count}", options.mode, count) for count in (1, options.ranks)]
     for kind, is_wanted in ((REPLICATED, options.ddp), (FULLY_SHARDED, options.fsdp2)):
         if is_wanted:
-            kinds.append((f"{kind}, {options.ranks}", kind, options.ranks, None))
+            kinds.append((f"{kind}, {options.ranks}", kind, options.ranks))
     rows: list[dict] = []
-    for name, spec, count, links in kinds:
-        rows.append(row := row_of(name, spec, count, argparse.Namespace(**vars(options) | {"links": links})))
+    for name, spec, count in kinds:
+        rows.append(row := row_of(name, spec, count, options))
         add_rates(row, rows)
         cells = "".join(cell(row.get(key)) for key in COLUMNS)
         print(f"{name:30}" + (f"failed: {visible(row['failed'])}" if "failed" in row else cells), flush=True)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from offload.planning.simulated_streams import SimulatedStreams
-from offload.sharing.sharers import CopyWay, LinkWay
 
 
 class PlannedSharers:
@@ -19,19 +18,11 @@ class PlannedSharers:
 
     rank = first = 0
 
-    def __init__(
-        self,
-        count: int,
-        hosts: int = 1,
-        streams: SimulatedStreams | None = None,
-        copies: CopyWay = "slices",
-        links: LinkWay = "collectives",
-    ):
+    limit_s = float("inf")
+
+    def __init__(self, count: int, hosts: int = 1, streams: SimulatedStreams | None = None):
         self.count = count
         self.hosts = hosts
-        # Nothing could be timed in a dry run.
-        self.copies = "slices" if copies == "auto" else copies
-        self.links, self.limit_s = links, float("inf")
         self.exchanged_bytes = 0.0
         self._streams = streams
 
@@ -46,15 +37,11 @@ class PlannedSharers:
     def gather(self, whole: torch.Tensor, what: str) -> None:
         self._receive(whole.nbytes)
 
-    def sum(self, flat: torch.Tensor, what: str, in_slices: bool = False) -> None:
-        if self.links == "copies" and self.hosts == 1:
-            # The others' slices before they are added.
-            flat.new_empty(flat.numel() // self.count * (self.count - 1))
-        elif self.count * self.hosts > 2:
-            # The slices that come from all of a host before they are added. Those of two processes are added in place.
-            torch.empty_like(flat)
+    def sum(self, flat: torch.Tensor, what: str) -> None:
+        # The others' slices before they are added; over several hosts all that come from one.
+        flat.new_empty(flat.numel() if self.hosts > 1 else flat.numel() // self.count * (self.count - 1))
         # Slices, and then their sums.
-        self._receive(flat.nbytes if in_slices else 2 * flat.nbytes)
+        self._receive(2 * flat.nbytes)
 
     def _receive(self, nbytes: int) -> None:
         others = nbytes * (self.count - 1) / self.count

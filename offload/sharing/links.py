@@ -1,8 +1,7 @@
 """How the devices of sharers exchange slices of weights and of gradients: by copies, or by the sharers' collectives.
 
-A collective's kernels take multiprocessors, which products run more slowly without, and wait there for the other
-devices. Copies between memory that all map take none (`peers`). Where devices cannot reach each other's memory, sharers
-agree on collectives.
+Copies between memory that all map (`remote_memory`) take no multiprocessors. A collective's kernels do, and products
+run more slowly meanwhile: they are for devices that cannot reach each other's memory, and for sums over several hosts.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ class CollectiveLinks:
 
     def sum(self, addends: Addends, what: str, in_slices: bool = False) -> None:
         copy_each(addends.views, addends.tensors)
-        self._sharers.sum(addends.flat, what, in_slices)
+        self._sharers.sum(addends.flat, what)
 
     def sum_in_place(self, addends: Addends, what: str) -> None:
         self.sum(addends, what)
@@ -161,7 +160,7 @@ class CopyLinks:
         sharers, place = self._sharers, self._places.get(_address(addends.flat))
         if place is None or sharers.hosts > 1:
             self._peers.copy_each(addends.views, addends.tensors)
-            sharers.sum(addends.flat, what, in_slices)
+            sharers.sum(addends.flat, what)
         else:
             sharers.attempt(partial(self._sum, addends, place, in_slices), what)
 
@@ -238,20 +237,18 @@ class CopyLinks:
 
 
 def links_of(sharers: Sharers, streams: Streams) -> Links:
-    """Returns the links of sharers, which all call it, as `sharers.links` asks; collectives where copies do not work.
+    """Returns the links of sharers, which all call it: copies where these work, else collectives.
 
     A dry run, which is alone, has collectives.
     """
     device = streams.device
-    if sharers.count == 1 or sharers.links == "collectives" or device.type == "meta":
+    if sharers.count == 1 or device.type == "meta":
         return CollectiveLinks(sharers, device)
-    if device.type == "cpu":
-        return CopyLinks(sharers, HostPeers(sharers))
     try:
-        return _tried(sharers, streams)
+        return CopyLinks(sharers, HostPeers(sharers)) if device.type == "cpu" else _tried(sharers, streams)
     except DriverError as error:
         if sharers.rank == 0:
-            logger.warning("devices exchange slices by collectives, as with parallel.links=collectives: %s", error)
+            logger.warning("devices exchange slices by collectives, which is slower than by copies: %s", error)
         return CollectiveLinks(sharers, device)
 
 

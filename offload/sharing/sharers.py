@@ -13,18 +13,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
 OWN_HOMES = "give each process a home of its own"
 """ends the message of an error that sharing alone brings about; who configures it adds how"""
-
-CopyWay = Literal["auto", "slices", "whole"]
-"""how sharers bring units in: each its slices, which all gather, or each whole units; auto: as is faster"""
-
-LinkWay = Literal["copies", "collectives"]
-"""how devices exchange slices: by copies from memory that all sharers of a host map, or by the sharers' collectives"""
 
 
 class SharerLostError(RuntimeError):
@@ -39,18 +33,15 @@ class SharerLostError(RuntimeError):
 class Sharers(Protocol):
     """The processes that share homes. This one is number `rank` of the `count` of its host.
 
-    `first` is the number of its host's first among those of all `hosts`, each of which has `count`. `copies` is the way
-    in which units come in, `links` the way in which devices exchange slices. A sharer that does not come for `limit_s`
-    seconds counts as one that hangs. Every method raises an error, SharerLostError where it is known which, for a
-    sharer that has ended or hangs.
+    `first` is the number of its host's first among those of all `hosts`, each of which has `count`. A sharer that does
+    not come for `limit_s` seconds counts as one that hangs. Every method raises an error, SharerLostError where it is
+    known which, for a sharer that has ended or hangs.
     """
 
     rank: int
     count: int
     first: int
     hosts: int
-    copies: CopyWay
-    links: LinkWay
     limit_s: float
 
     def exchange(
@@ -74,12 +65,11 @@ class Sharers(Protocol):
         """
         ...
 
-    def sum(self, flat: torch.Tensor, what: str, in_slices: bool = False) -> None:
+    def sum(self, flat: torch.Tensor, what: str) -> None:
         """Makes `flat` (1-D on the device, its length a multiple of `count`) the sum over the sharers of all hosts.
 
-        `flat` is of the gradients' dtype, in which it is summed, in the order of ranks or in the library's own.
-        `in_slices`: the k-th of its `count` slices is all that sharer k needs of the sum; the rest is not defined then.
-        It does so on the current stream, and the host does not wait where the device has streams.
+        It is summed in its dtype and in the order of ranks, on the current stream. The host does not wait where the
+        device has streams.
         """
         ...
 
@@ -89,8 +79,6 @@ class NoSharers:
 
     rank = first = 0
     count = hosts = 1
-    copies: CopyWay = "slices"
-    links: LinkWay = "collectives"
     limit_s = float("inf")
 
     def exchange(
@@ -104,7 +92,7 @@ class NoSharers:
     def gather(self, whole: torch.Tensor, what: str) -> None:
         pass
 
-    def sum(self, flat: torch.Tensor, what: str, in_slices: bool = False) -> None:
+    def sum(self, flat: torch.Tensor, what: str) -> None:
         pass
 
 

@@ -162,7 +162,7 @@ class _Batch:
     """A batch, as the stream checker knows it."""
 
 
-def _gathering(device_share: int = 0, copies: str = "slices") -> None:
+def _gathering(device_share: int = 0) -> None:
     """Sharers that share homes, sum gradients and update inside backward; units that are fetched and not used."""
 
     def work(sharers: ThreadSharers) -> None:
@@ -188,7 +188,7 @@ def _gathering(device_share: int = 0, copies: str = "slices") -> None:
 
     # A bucket for each gradient that stays on the device, so that some are summed before those of a unit.
     with patch.object(gradient_buckets, "__defaults__", (1, 1)):
-        as_sharers(2, work, copies=copies)
+        as_sharers(2, work)
 
 
 @contextmanager
@@ -320,7 +320,6 @@ def _parts() -> list[Callable[[], object]]:
         _reading_files,
         _gathering,
         part(_gathering, device_share=10**9),
-        part(_gathering, copies="whole"),
         *(part(_buffers, slots) for slots in (1, 2, 3)),
         *(part(_updating, early, at_once) for early in (False, True) for at_once in (False, True)),
         *(part(_speculating, at_once) for at_once in (False, True)),

@@ -11,7 +11,6 @@ from torch import Tensor
 
 # torch 2.13 has renamed it.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def gather_into(whole: Tensor, own: Tensor, group: dist.ProcessGroup, later: bool = False) -> dist.Work | None:
@@ -20,11 +19,6 @@ def gather_into(whole: Tensor, own: Tensor, group: dist.ProcessGroup, later: boo
     `later`: returns at once, with what to wait for.
     """
     return _gather(whole, own, group=group, async_op=later)
-
-
-def add_slices(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """Makes this rank's slice of `flat` (1-D, its length a multiple of the group's size) the sum over all ranks."""
-    _reduce_scatter(flat.chunk(group.size())[group.rank()], flat, group=group)
 
 
 def end_collectives(groups: Iterable[dist.ProcessGroup]) -> None:

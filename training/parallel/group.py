@@ -27,7 +27,7 @@ from training.parallel.collectives import end_collectives, first_sentence
 from training.parallel.copies import Copies, fingerprint, refuse_statistics
 from training.parallel.messages import encoded, from_bytes
 from training.parallel.ranks import RankLostError, Ranks, Share
-from training.parallel.reduce import SUMS, Sum, reduce_gradients
+from training.parallel.reduce import reduce_gradients
 from training.parallel.setup import Setup
 from training.parallel.sharers import GroupSharers, HostGroups, of_first
 from training.parallel.waiting import Waiter
@@ -84,8 +84,6 @@ class Group(Ranks):
         self._sharers: Sharers = NO_SHARERS
         # The group of the ranks that are the first on their hosts, which have copies of the homes.
         self._firsts: dist.ProcessGroup | None = None
-        self._sum: Sum = SUMS[setup.reduction]
-        self._ways = setup.reduction, setup.copies, setup.links
         self._cause = cause or (lambda rank: None)
         self._end_others = end_others
         self._messages = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -174,7 +172,7 @@ class Group(Ranks):
         new_patient_group = partial(dist.new_group, backend="gloo", timeout=PATIENCE)
         groups = HostGroups.of(self.rank, self.hosts, self._data_group_of, new_patient_group)
         attempt, wait = self._collective, self._wait
-        self._sharers = GroupSharers(groups, self._host, self._exchange_s, PATIENCE, self._ways, attempt, wait)
+        self._sharers = GroupSharers(groups, self._host, self._exchange_s, PATIENCE, attempt, wait)
         if self.rank == groups.ranks[0]:
             self._firsts = groups.across
         return self._sharers
@@ -251,9 +249,7 @@ class Group(Ranks):
         self.meet()
         self._collective(lambda: dist.all_gather(everyone, given, group=self._host))
         some = torch.stack(everyone).any(dim=0).tolist()
-        return dict(norms) | self._collective(
-            lambda: reduce_gradients(parameters, some, self.device, self._data, self._sum)
-        )
+        return dict(norms) | self._collective(lambda: reduce_gradients(parameters, some, self.device, self._data))
 
     def agreed(self, norm: float) -> float:
         return of_first(self._sharers, norm, "the norm of the gradients")

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from offload import CopyWay, LinkWay
-
 
 @dataclass(frozen=True)
 class Setup:
@@ -16,10 +14,7 @@ class Setup:
     device: str = "cpu"
     devices: int = 1
     timeout_s: float = 600
-    reduction: str = "ordered"
     numa: str = "auto"
-    copies: CopyWay = "auto"
-    links: LinkWay = "copies"
 
     def shared(self) -> Setup:
         """Returns the setup of rank 0, on every rank."""

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload import CopyWay, ExchangeBoard, LinkWay, SharerLostError, Sharers
+from offload import ExchangeBoard, SharerLostError, Sharers
 from training.errors import UserError
 from training.parallel.collectives import gather_into
-from training.parallel.reduce import SUMS, SUMS_IN_SLICES, SUMS_OF_HOSTS, SUMS_OF_HOSTS_IN_SLICES
+from training.parallel.reduce import ordered_sum, ordered_sum_of_hosts
 
 Attempt = Callable[[Callable[[], Any], str], Any]
 """makes a call for the purpose named, and turns the errors of torch.distributed into those of the run"""
@@ -89,8 +89,6 @@ class GroupSharers:
         everyone: the group of all ranks for exchanges inside a step, whose time limit finds a rank that hangs.
         limit_s: how long an exchange within the host may take.
         patience: the limit for exchanges between steps: rank 0 may load weights meanwhile.
-        ways: `parallel.reduction`, the order in which gradients are summed over the ranks of all hosts, and
-            `parallel.copies`, how units come in, and `parallel.links`, how devices exchange slices.
     """
 
     def __init__(
@@ -99,11 +97,9 @@ class GroupSharers:
         everyone: dist.ProcessGroup,
         limit_s: float,
         patience: timedelta,
-        ways: tuple[str, CopyWay, LinkWay],
         attempt: Attempt,
         wait: Wait,
     ):
-        self._reduction, self.copies, self.links = ways
         self.rank, self.count = groups.data.rank(), groups.data.size()
         self.first, self.hosts = groups.ranks[0], groups.hosts
         self._groups = groups
@@ -139,14 +135,12 @@ class GroupSharers:
         own = whole.chunk(self.count)[self.rank]
         self._attempt(lambda: gather_into(whole, own, self._groups.data), what)
 
-    def sum(self, flat: Tensor, what: str, in_slices: bool = False) -> None:
+    def sum(self, flat: Tensor, what: str) -> None:
         groups = self._groups
         if groups.across is None:
-            add = (SUMS_IN_SLICES if in_slices else SUMS)[self._reduction]
-            self._attempt(lambda: add(flat, groups.data), what)
+            self._attempt(lambda: ordered_sum(flat, groups.data), what)
         else:
-            add = (SUMS_OF_HOSTS_IN_SLICES if in_slices else SUMS_OF_HOSTS)[self._reduction]
-            self._attempt(lambda: add(flat, groups.data, groups.across), what)
+            self._attempt(lambda: ordered_sum_of_hosts(flat, groups.data, groups.across), what)
 
 
 def _fail(error: Exception) -> None:

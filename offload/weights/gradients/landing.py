@@ -67,7 +67,7 @@ class GradientLanding:
         if sharers.count > 1:
             buckets = list(gradient_buckets(on_device, sharers.count * sharers.hosts))
             sums = bytes_of_sums(units, sharers.count, sharers.rank)
-            if not any(sums) and sharers.links == "copies" and sharers.hosts == 1:
+            if not any(sums) and sharers.hosts == 1:
                 # Else what stays on the devices is summed in the room of what streams, or by collectives.
                 sums = [bucket.nbytes for bucket in buckets]
             ring = SumRing(links, streams, ring_bytes(sums))

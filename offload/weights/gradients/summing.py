@@ -37,16 +37,6 @@ CopyIn = Callable[[OffloadUnit], Sequence[Event]]
 """returns the end of a copy in that may still be reading the unit's home"""
 
 
-class _OthersSlices:
-    """The slices of a unit's home that other sharers update, as the stream checker knows them."""
-
-    def __init__(self, unit: OffloadUnit):
-        self._name = f"others' slices of {unit}"
-
-    def __str__(self) -> str:
-        return self._name
-
-
 class _UnitGradients:
     """The gradients of a unit, as they land, and where they are to lie.
 
@@ -105,14 +95,11 @@ class GradientSum:
         self._takes_norms = False
         self._held: dict[OffloadUnit, _UnitGradients] = {}
         self._layouts: dict[OffloadUnit, SumLayout] = {}
-        self._summed_units: set[OffloadUnit] = set()
-        self._others = {unit: _OthersSlices(unit) for unit in units}
 
     def begin_step(self, norms: bool) -> None:
         """Begins a step. `norms`: take the norms of the sums."""
         self._takes_norms = norms
         self.summed.clear()
-        self._summed_units.clear()
         self.on_device.begin_step()
 
     def land(self, unit: OffloadUnit, tensor: UnitTensor, gradient: torch.Tensor) -> None:
@@ -176,14 +163,6 @@ class GradientSum:
         """Tells whether a gradient, or a piece of it, is waiting for those of the sharers."""
         return unit in self._held and tensor in self._held[unit].landed
 
-    def has_summed(self, unit: OffloadUnit) -> bool:
-        """Tells whether gradients of the unit were summed in this step, on all sharers or none."""
-        return unit in self._summed_units
-
-    def copies_all_of(self, unit: OffloadUnit) -> None:
-        """Declares that the next copy in reads what other sharers update, whose updates have ended."""
-        self._streams.reads(self._streams.h2d, self._others[unit], "onload")
-
     def offers(self) -> tuple[int, ...]:
         """Returns the units whose gradients are all there, the oldest first, and whether final; then the buckets.
 
@@ -235,11 +214,6 @@ class GradientSum:
         gradients = [held.landed[tensor] for tensor in views]
         # Not for what compute was given since: the host may be far ahead of it.
         held.complete.hold_up(gather)
-        # When the sum is there, others may update what this process's copies read.
-        for copied in self._copy_in(unit):
-            gather.wait_event(copied)
-        streams.writes(gather, self._others[unit], "updates of other sharers")
-        self._summed_units.add(unit)
         with profiled(f"sum gradients of {unit}"), streams.on(gather), torch.no_grad():
             for gradient in gradients:
                 streams.reads(gather, gradient, "sum")

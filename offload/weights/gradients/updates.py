@@ -37,10 +37,6 @@ class Updates(Protocol):
         """Tells whether `before_onload` would block the host."""
         ...
 
-    def is_home(self, unit: OffloadUnit) -> bool:
-        """Tells whether no new weights that the device made are on their way home, as the host sees it."""
-        ...
-
     def keeps_gradients(self, unit: OffloadUnit) -> bool:
         """Tells whether `retain_gradient` would take charge of the unit's gradients."""
         ...
@@ -100,9 +96,6 @@ class NoUpdates:
 
     def is_pending(self, unit: OffloadUnit) -> bool:
         return False
-
-    def is_home(self, unit: OffloadUnit) -> bool:
-        return True
 
     def keeps_gradients(self, unit: OffloadUnit) -> bool:
         return False

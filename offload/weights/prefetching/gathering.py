@@ -1,8 +1,7 @@
 """Brings a unit into a slot together with the sharers of its home: each copies in its slices, all gather them.
 
 A slice comes over this device's own link to the host, the rest over the links between the devices. Copies run on the
-h2d stream, collectives on the gather stream, a chunk behind them. Where that is faster (`copy_choice`), each copies in
-the whole unit, once no sharer updates it any more.
+h2d stream, exchanges between the devices on the gather stream, a chunk behind them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from offload.sharing.links import Links
 from offload.sharing.sharers import OWN_HOMES, Sharers
 from offload.streams.transfer import Transfer, profiled
 from offload.weights.gradients.summing import GradientSum
-from offload.weights.prefetching.copy_choice import CopyChoice
 from offload.weights.units.slices import slices_of
 from offload.weights.units.unit import OffloadUnit
 
@@ -24,20 +22,19 @@ END_OF_STEP = -1
 # Or: gradients are to be summed, whatever the others are about to do.
 SUMS_ALONE = -2
 
-# What a sharer says of a unit that is to be fetched: an update of it has not ended, or it has to come in by slices.
-# From PLACE_BIT on follows the place of its slot.
-PENDING, BY_SLICES, PLACE_BIT = 1, 2, 2
+# What a sharer says of a unit that is to be fetched: an update of it has not ended. From PLACE_BIT on follows the place
+# of its slot.
+PENDING, PLACE_BIT = 1, 1
 
 
 class Agreement(NamedTuple):
     """What sharers agree on for a fetch.
 
-    `pending`: an update has not ended on one. `places`: those of the slots into which each gathers the unit; None where
-    each copies all.
+    `pending`: an update has not ended on one. `places`: those of the slots into which each gathers the unit.
     """
 
     pending: bool
-    places: list[int] | None
+    places: list[int]
 
 
 class _Chunk:
@@ -61,7 +58,6 @@ class SliceGatherer:
     def __init__(
         self, sharers: Sharers, links: Links, units: list[OffloadUnit], transfer: Transfer, gradients: GradientSum
     ):
-        self._choice = CopyChoice(sharers.copies)
         self._sharers = sharers
         self._links = links
         self._units = units
@@ -71,33 +67,22 @@ class SliceGatherer:
         self._last_in_backward: OffloadUnit | None = None
         self._not_agreed_on: OffloadUnit | None = None
 
-    def begin_step(self) -> None:
-        """Begins a step, in which units come in whole or by slices."""
-        self._choice.begin_step()
-
-    def agree(self, unit: OffloadUnit, slot: DeviceSlot, ahead: bool, pending: bool, is_home: bool) -> Agreement | None:
+    def agree(self, unit: OffloadUnit, slot: DeviceSlot, ahead: bool, pending: bool) -> Agreement | None:
         """Agrees with the sharers on a fetch into `slot`. `ahead`: the unit is fetched ahead of its use.
 
-        None: ask anew, with `pending` and `is_home` as they are then (`agree_on_sums`).
+        None: ask anew, with `pending` as it is then (`agree_on_sums`).
 
         `pending`: an update of the unit has not ended here; else it has been waited for. The update counts that begins
-        with this exchange. `is_home`: no new weights of this device are on their way home. A unit comes in by slices as
-        well when its gradients are summed, because the update of another sharer may follow. Raises RuntimeError if a
-        sharer is about to do something else.
+        with this exchange. Raises RuntimeError if a sharer is about to do something else.
         """
         name = f"{unit} {'ahead of its use' if ahead else 'for its use'}"
-        by_slices = not (self._choice.whole and is_home)
         had_begun = unit.has_begun_updates
-        flags = PENDING * pending | BY_SLICES * by_slices | self._links.place_of(slot.bytes) << PLACE_BIT
+        flags = PENDING * pending | self._links.place_of(slot.bytes) << PLACE_BIT
         if (exchanged := self._exchange(unit.index, ahead, flags, f"the fetch of {name}", everywhere=False)) is None:
             return None
         found, _ = exchanged
         begins = unit.has_begun_updates and not had_begun
-        whole = not any(flags & BY_SLICES for flags in found) and not self._gradients.has_summed(unit)
-        pending = any(flags & PENDING for flags in found) or begins
-        if whole and not pending:
-            self._gradients.copies_all_of(unit)
-        return Agreement(pending, None if whole else [flags >> PLACE_BIT for flags in found])
+        return Agreement(any(flags & PENDING for flags in found) or begins, [flags >> PLACE_BIT for flags in found])
 
     def note_use(self, unit: OffloadUnit, in_backward: bool) -> None:
         """Takes the use of a unit in a step. Where it is another than the last one in backward, all sharers agree.

@@ -18,7 +18,6 @@ from offload.streams.registry import Event
 from offload.streams.transfer import Transfer
 from offload.torch_private.torch_internals import is_in_backward
 from offload.weights.gradients.updates import NO_UPDATES, Updates
-from offload.weights.prefetching import common_buffers
 from offload.weights.prefetching.access_order import AccessOrder
 from offload.weights.prefetching.file_homes import NO_FILES, NoFiles
 from offload.weights.prefetching.gathering import Agreement, SliceGatherer
@@ -59,7 +58,8 @@ class Prefetcher:
         self._prefetch = prefetch
         self._files = files
         self._contents = SlotContents(slots, transfer, poison, files, gatherer)
-        self._slot_of = self._contents.slot_of
+        self.slot_of = self._contents.slot_of
+        """the slot of each unit that has one, as a unit with an open window does"""
         self._gatherer = gatherer
         self._access_order = AccessOrder()
         self._inference_order = RepeatedOrder()
@@ -72,17 +72,15 @@ class Prefetcher:
         self._retained: set[OffloadUnit] = set()
         # The unit of the last fetch, if that was outside of windows.
         self._latest: OffloadUnit | None = None
-        self.is_put_off = False
+        self.prefetch_waits = False
         """the last fetch ahead ended at a unit that was not ready: its update or its read had not ended"""
 
     def begin_step(self) -> None:
         """Starts fetching the units that the step will use first."""
-        common_buffers.begin_step(self, self._units)
         if self._gatherer is not None:
             # Compute may still wait for the last sums, and the copy of the batch for compute. In the same copy engine
             # that would wait for all weights which are queued before it.
             self._transfer.after_compute(self._streams.h2d)
-            self._gatherer.begin_step()
         self._access_order.begin()
         self._begin(self._access_order)
 
@@ -91,7 +89,6 @@ class Prefetcher:
 
         Blocks the host until no copy in reads them.
         """
-        common_buffers.end_step(self)
         self._access_order.end()
         self._followed = self._latest = None
         self._contents.end_step()
@@ -116,13 +113,13 @@ class Prefetcher:
             unit.notice_writes()
         self._begin(None)
 
-    def let_host_write(self) -> None:
+    def release_for_host_writes(self) -> None:
         """Ends inference or a forward: empties every slot, but for units with open windows, which a later call lets go.
 
         Afterwards the host may change the weights at home.
         """
         self._followed = self._latest = None
-        self._contents.let_host_write()
+        self._contents.release_for_host_writes()
         self._recent.clear()
         # No step will end and do so: the events of many forwards would wait.
         self._transfer.telemetry.collect()
@@ -131,10 +128,6 @@ class Prefetcher:
         """Empties every slot on which no window is open."""
         self._contents.evict_all()
         self._recent.clear()
-
-    def slot_of(self, unit: OffloadUnit) -> DeviceSlot:
-        """Returns the slot of a unit that has one, as a unit with an open window does."""
-        return self._slot_of[unit]
 
     def first_use(self, unit: OffloadUnit) -> float:
         """Returns the position of the unit's first use in a step; the lower, the sooner."""
@@ -150,15 +143,15 @@ class Prefetcher:
     def fetch(self, unit: OffloadUnit, in_window: bool = False) -> DeviceSlot:
         """Returns the slot that has `unit`, for the current compute stream to read from now on.
 
-        The unit keeps the slot while a window is open on it (`in_window` opens one, `close_window` closes it), else
+        The unit keeps the slot while a window is open on it (`in_window` opens one: `unit.open_windows` counts them), else
         until as many other units have been fetched as one operation may read. Raises RuntimeError when every slot has a
         unit in use.
         """
         if unit is self._latest and not in_window:
-            slot = self._slot_of.get(unit)
+            slot = self.slot_of.get(unit)
             if slot is not None and slot.read_by is None and slot.readers == [self._streams.compute]:
                 # One operation of backward after the other asks for the weights of the same unit.
-                if self.is_put_off:
+                if self.prefetch_waits:
                     self.try_again()
                 return slot
         self._latest = None if in_window else unit
@@ -176,7 +169,7 @@ class Prefetcher:
             self._recent.clear()
         else:
             self._remember(unit)
-        slot = self._slot_of.get(unit)
+        slot = self.slot_of.get(unit)
         by_user = in_window and not unit.open_windows and not (unit.has_begun_updates and is_in_backward())
         if slot is not None and by_user and self._may_have_changed(unit, slot):
             # Its user has changed the weights since: LBFGS or SAM, with the step around all of their passes.
@@ -216,27 +209,13 @@ class Prefetcher:
         self._streams.reads(stream, slot, f"use of {unit.name}")
         self._contents.unawaited.pop(unit, None)
 
-    def are_read_here(self, units: Iterable[OffloadUnit]) -> bool:
-        """Tells whether the current compute stream has waited for the copies of units that have open windows."""
-        compute = self._streams.compute
-        # Each module's forward asks: a generator takes as long again.
-        for unit in units:  # noqa: SIM110
-            if compute not in self._slot_of[unit].readers:
-                return False
-        return True
-
     def try_again(self) -> None:
         """Fetches ahead after a fetch that was put off."""
         self._fetch_ahead(self._prefetch)
 
-    def close_window(self, unit: OffloadUnit) -> bool:
-        """Closes a window on `unit` that `fetch` opened. Returns True if no other is open."""
-        unit.open_windows -= 1
-        return not unit.open_windows
-
-    def no_window_left(self, unit: OffloadUnit) -> None:
+    def mark_last_use(self, unit: OffloadUnit) -> None:
         """Notes that nothing which compute is given from now on reads the slot of `unit`, until the next `fetch`."""
-        slot, stream = self._slot_of[unit], self._streams.compute
+        slot, stream = self.slot_of[unit], self._streams.compute
         if stream in slot.readers:
             self._streams.reads(stream, slot, f"use of {unit.name}")
             slot.free.record(stream)
@@ -249,7 +228,7 @@ class Prefetcher:
         They stay there if the slots suffice, and are copied in again if not.
         """
         recent, retained_before = list(self._recent), self._retained
-        retained = {unit: self._slot_of[unit] for unit in recent if unit in self._slot_of}
+        retained = {unit: self.slot_of[unit] for unit in recent if unit in self.slot_of}
         self._retained = retained_before.union(retained)
         try:
             yield
@@ -266,11 +245,7 @@ class Prefetcher:
             self._let_compute_read(unit, slot)
 
     def write_home(self, unit: OffloadUnit, tensors: list[UnitTensor]) -> None:
-        """Copies tensors of `unit` that compute changed in its slot back to the host block; see `SlotContents`.
-
-        Raises RuntimeError for a buffer that a model of another open step has too.
-        """
-        common_buffers.check_written(self, tensors)
+        """Copies tensors of `unit` that compute changed in its slot back to the host block; see `SlotContents`."""
         self._contents.write_home(unit, tensors)
 
     def _begin(self, order: AccessOrder | RepeatedOrder | None) -> None:
@@ -290,14 +265,14 @@ class Prefetcher:
 
     def _put_back(self, unit: OffloadUnit, slot: DeviceSlot) -> None:
         for other in (unit, slot.content):
-            if other in self._slot_of:
+            if other in self.slot_of:
                 self._contents.evict(other)
         self._fill_now(unit, slot)
         self.fetch(unit)
 
     def _allow_for_open_windows(self) -> None:
         """Gives `_recent` room for the units that one operation may read: those whose windows were open around it."""
-        open_units = sum(1 for unit in self._slot_of if unit.open_windows)
+        open_units = sum(1 for unit in self.slot_of if unit.open_windows)
         if open_units > self._recent.maxlen:
             self._recent = deque(self._recent, maxlen=open_units)
 
@@ -307,12 +282,12 @@ class Prefetcher:
         self._recent.append(unit)
 
     def _fetch_ahead(self, count: int) -> None:
-        self.is_put_off = False
+        self.prefetch_waits = False
         if self._followed is None:
             return
         for index in self._followed.upcoming(count):
             unit = self._units[index]
-            if unit in self._slot_of:
+            if unit in self.slot_of:
                 continue
             slot = self._contents.free_slot() or self._evict_later_than(unit)
             if slot is None:
@@ -325,7 +300,7 @@ class Prefetcher:
             if pending:
                 # The host goes on and queues other work for compute. The slot was given up before: given up later, it
                 # would be free only behind that work.
-                self.is_put_off = True
+                self.prefetch_waits = True
                 return
             self._fill(unit, slot, places)
 
@@ -336,7 +311,7 @@ class Prefetcher:
             return
         # Beyond what is in the slots, whose units are used without a copy.
         far = count + 3 * slots
-        coming = coming_in(self._followed.upcoming(far), (unit.index for unit in self._slot_of), slots, count)
+        coming = coming_in(self._followed.upcoming(far), (unit.index for unit in self.slot_of), slots, count)
         if self._followed is self._access_order:
             coming += coming_in(self._access_order.order[:far], (), slots, count - len(coming))
         self._files.expect(self._units[index] for index in coming)
@@ -350,12 +325,12 @@ class Prefetcher:
         if slot is not None:
             return slot
         # Retained units make way only if nothing else can.
-        not_open = [other for other in self._slot_of if not other.open_windows and other not in self._recent]
+        not_open = [other for other in self.slot_of if not other.open_windows and other not in self._recent]
         # Where no order is followed, the one that came in first.
         candidates = [other.index for other in self._evictable() or not_open]
         farthest = self._followed.farthest(candidates) if self._followed else next(iter(candidates), None)
         if farthest is None:
-            in_use = ", ".join(str(other) for other in self._slot_of)
+            in_use = ", ".join(str(other) for other in self.slot_of)
             raise RuntimeError(
                 f"a device slot is needed while all {len(self._slots.all)} are in use by {in_use}:"
                 " give the mode more slots"
@@ -364,7 +339,7 @@ class Prefetcher:
 
     def _evictable(self) -> list[OffloadUnit]:
         kept = self._retained.union(self._recent)
-        return [unit for unit in self._slot_of if not unit.open_windows and unit not in kept]
+        return [unit for unit in self.slot_of if not unit.open_windows and unit not in kept]
 
     def _evict_later_than(self, wanted: OffloadUnit) -> DeviceSlot | None:
         order = self._followed
@@ -387,7 +362,7 @@ class Prefetcher:
             if not pending:
                 # Before, because others may copy what this process updates.
                 self.updates.before_onload(unit)
-            agreement = self._gatherer.agree(unit, slot, ahead, pending, self.updates.is_home(unit))
+            agreement = self._gatherer.agree(unit, slot, ahead, pending)
         return agreement
 
     def _fill(self, unit: OffloadUnit, slot: DeviceSlot, places: Sequence[int] | None) -> DeviceSlot:

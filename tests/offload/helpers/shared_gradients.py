@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from offload.modes.mode import Mode
-from offload.sharing.sharers import CopyWay
 from offload.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 
@@ -19,9 +18,9 @@ Losses = Sequence[Sequence[Callable[[nn.Module], Tensor]]]
 Gradients = dict[str, Tensor | None]
 
 
-def same_as_one_process(model: nn.Module, make: Callable[[], Mode], losses: Losses, copies: CopyWay) -> None:
+def same_as_one_process(model: nn.Module, make: Callable[[], Mode], losses: Losses) -> None:
     """Fails where a gradient of any step, without updates between, is not that of one process in every bit."""
-    results = as_sharers(2, lambda sharers: _shared(sharers, model, make, losses), copies=copies)
+    results = as_sharers(2, lambda sharers: _shared(sharers, model, make, losses))
     for step, of_step in enumerate(losses):
         expected = _alone(model, of_step)
         for found in results:

@@ -13,8 +13,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from offload.sharing import links
+from offload.sharing.cuda_driver import DriverError
 from offload.sharing.processes import Processes
-from offload.sharing.sharers import CopyWay, LinkWay, SharerLostError
+from offload.sharing.sharers import SharerLostError
 
 # Longer than any of their calls takes.
 LIMIT_S = 300
@@ -51,15 +53,12 @@ class _Table:
 class ThreadSharers:
     """`offload.sharing.sharers.Sharers` of a thread: number `number` of all."""
 
-    links: LinkWay = "collectives"
-
-    def __init__(self, number: int, everyone: _Table, hosts: Sequence[_Table], copies: CopyWay):
-        self.copies = copies
+    def __init__(self, number: int, everyone: _Table, hosts: Sequence[_Table]):
         self.limit_s = LIMIT_S
         self.hosts, self.count = len(hosts), len(everyone.values) // len(hosts)
         self.number, self.rank = number, number % self.count
         self.first = number - self.rank
-        self.gathers = self.sums = self.sums_in_slices = 0
+        self.gathers = self.sums = 0
         self._everyone, self._here = everyone, hosts[number // self.count]
 
     def exchange(
@@ -77,17 +76,12 @@ class ThreadSharers:
         for part, given in zip(whole.chunk(self.count), self._here.laid_down(self.rank, own), strict=True):
             part.copy_(given)
 
-    def sum(self, flat: torch.Tensor, what: str, in_slices: bool = False) -> None:
+    def sum(self, flat: torch.Tensor, what: str) -> None:
         self.sums += 1
-        self.sums_in_slices += in_slices
         first, *others = self.laid_down(flat.clone())
         total = first.clone()
         for other in others:
             total += other
-        if in_slices:
-            own = total.chunk(self.count)[self.rank].clone()
-            total.view(torch.uint8).fill_(0xFF)
-            total.chunk(self.count)[self.rank].copy_(own)
         flat.copy_(total)
 
     def laid_down(self, value: Any) -> list[Any]:
@@ -106,9 +100,7 @@ class ThreadSharers:
         met.wait()
 
 
-def as_sharers(
-    count: int, work: Callable[[ThreadSharers], Any], hosts: int = 1, copies: CopyWay = "slices"
-) -> list[Any]:
+def as_sharers(count: int, work: Callable[[ThreadSharers], Any], hosts: int = 1) -> list[Any]:
     """Calls `work` in a thread for each of `count` sharers of each host; returns what they return.
 
     Raises the error of the first that fails.
@@ -123,7 +115,7 @@ def as_sharers(
         # several cores are others than those of one.
         torch.set_num_threads(1)
         try:
-            return work(ThreadSharers(number, everyone, tables, copies))
+            return work(ThreadSharers(number, everyone, tables))
         except BaseException as error:
             errors.append(error)
             for table in (everyone, *tables):
@@ -145,6 +137,10 @@ def as_sharers(
     return [result.result() for result in results]
 
 
-def bring_in(monkeypatch: pytest.MonkeyPatch, copies: CopyWay) -> None:
-    """Makes `copies` the way in which the sharers of a test bring units in, unless it says another."""
-    monkeypatch.setattr(as_sharers, "__defaults__", (*as_sharers.__defaults__[:-1], copies))
+def use_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets sharers reach no memory of each other's devices: they exchange slices by collectives."""
+
+    def unreachable(sharers: ThreadSharers) -> None:
+        raise DriverError("no peer access")
+
+    monkeypatch.setattr(links, "HostPeers", unreachable)

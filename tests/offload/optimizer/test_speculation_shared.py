@@ -16,16 +16,11 @@ from offload.modes.shard_offload import ShardOffload
 from offload.optimizer.speculation import Speculation, SpeculativeUpdates
 from tests.offload.helpers.models import Stack, assert_same, stack_inputs
 from tests.offload.helpers.optimizers import needs_compiler
-from tests.offload.helpers.sharers import ThreadSharers, as_sharers, bring_in
+from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 from tests.offload.helpers.sharing_steps import PLENTY, Change, Sharer, sharing, unchanged
 from tests.offload.helpers.updates import DTYPES, MODES, host_adamw, made
 
 pytestmark = pytest.mark.usefixtures("small")
-
-
-@pytest.fixture(autouse=True, params=["slices", "whole"])
-def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    bring_in(monkeypatch, request.param)
 
 
 STEPS = 8

@@ -21,7 +21,7 @@ from tests.offload.helpers.cuda_driver import FakeDriver
 from tests.offload.helpers.sharers import ThreadSharers, as_sharers
 
 CPU = torch.device("cpu")
-BY_COLLECTIVES = "devices exchange slices by collectives, as with parallel.links=collectives"
+BY_COLLECTIVES = "devices exchange slices by collectives, which is slower than by copies"
 
 
 def by_copies(sharers: ThreadSharers) -> Links:
@@ -200,17 +200,10 @@ def test_sums_over_several_hosts_are_the_sharers_own(in_place: bool):
 
 
 @pytest.mark.parametrize(
-    ("count", "asked", "device", "expected"),
-    [
-        (2, "copies", "cpu", CopyLinks),
-        (2, "collectives", "cpu", CollectiveLinks),
-        (2, "copies", "meta", CollectiveLinks),
-        (1, "copies", "cpu", CollectiveLinks),
-    ],
+    ("count", "device", "expected"), [(2, "cpu", CopyLinks), (2, "meta", CollectiveLinks), (1, "cpu", CollectiveLinks)]
 )
-def test_who_has_which_links(count: int, asked: str, device: str, expected: type):
+def test_who_has_which_links(count: int, device: str, expected: type):
     def work(sharers: ThreadSharers) -> Links:
-        sharers.links = asked
         links = links_of(sharers, CheckedStreams(torch.device(device)))
         assert links.allocate(8).device.type == device
         return links
@@ -220,7 +213,7 @@ def test_who_has_which_links(count: int, asked: str, device: str, expected: type
 
 
 def test_collectives_are_those_of_the_sharers():
-    def work(sharers: ThreadSharers) -> tuple[int, int, int]:
+    def work(sharers: ThreadSharers) -> tuple[int, int]:
         links = CollectiveLinks(sharers, CPU)
         memory = links.allocate(16)
         links.gather(memory, [links.place_of(memory)] * 2, "a test")
@@ -230,9 +223,9 @@ def test_collectives_are_those_of_the_sharers():
         assert addends.tensors[0].tolist() == [3, 4]
         links.let_go()
         links.close()
-        return sharers.gathers, sharers.sums, sharers.sums_in_slices
+        return sharers.gathers, sharers.sums
 
-    assert as_sharers(2, work) == [(1, 2, 1)] * 2
+    assert as_sharers(2, work) == [(1, 2)] * 2
 
 
 class OnGpu(CheckedStreams):
@@ -251,7 +244,6 @@ def links_of_gpus(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> list[L
     monkeypatch.setattr(torch, "empty", lambda *size, device=None, **options: empty(*size, **options))
 
     def work(sharers: ThreadSharers) -> Links:
-        sharers.links = "copies"
         links = links_of(sharers, OnGpu())
         memory = links.allocate(64)
         memory.chunk(2)[sharers.rank].fill_(sharers.rank)

@@ -14,21 +14,20 @@ from offload.modes import shard_offload, tensor_swap
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.shard_offload import ShardOffload
-from offload.sharing.sharers import CopyWay
 from offload.weights.gradients import buckets
 from tests.models.helpers.small_diffusion import SMALL, TIMES, inputs_of, small
 from tests.offload.helpers.architecture_cases import ARCHITECTURES, MODES, built
 from tests.offload.helpers.foreign import fresh, loss_of
 from tests.offload.helpers.shared_gradients import same_as_one_process
+from tests.offload.helpers.sharers import use_collectives
 
 # The first step shows which gradients land once; from the second on those of what stays are summed inside backward.
 STEPS = 3
 SHARED = [mode for mode in MODES if mode not in ("tensor_swap", "shard_offload_2", "shard_offload_all")]
-WAYS: tuple[CopyWay, ...] = ("slices", "whole")
 # In every run of the tests: experts, a scale by itself, and weights that stay, each in one mode.
 FAST = {("hidream", "layer_stream"), ("clip", "bounce_linear_all"), ("gpt2", "shard_offload")}
 CASES = [
-    pytest.param(name, mode, WAYS[(row + column) % 2], marks=() if (name, mode) in FAST else pytest.mark.slow)
+    pytest.param(name, mode, (row + column) % 2, marks=() if (name, mode) in FAST else pytest.mark.slow)
     # The autoencoder draws noise in its forward, and threads draw from one generator.
     for row, name in enumerate(name for name in ARCHITECTURES if name != "autoencoder")
     for column, mode in enumerate(SHARED)
@@ -55,12 +54,16 @@ def loss(inputs: dict, model: nn.Module) -> Tensor:
     return loss_of(model(**fresh(inputs)))
 
 
-@pytest.mark.parametrize(("name", "mode", "copies"), CASES)
-def test_two_processes_have_the_gradients_of_one(name: str, mode: str, copies: CopyWay):
+@pytest.mark.parametrize(("name", "mode", "by_collectives"), CASES)
+def test_two_processes_have_the_gradients_of_one(
+    name: str, mode: str, by_collectives: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if by_collectives:
+        use_collectives(monkeypatch)
     # Without dropout, which draws, too.
     model = built(name).eval()
     losses = [[partial(loss, ARCHITECTURES[name].inputs()) for _ in range(2)] for _ in range(STEPS)]
-    same_as_one_process(model, MODES[mode][0], losses, copies)
+    same_as_one_process(model, MODES[mode][0], losses)
 
 
 @pytest.mark.parametrize(
@@ -84,4 +87,4 @@ def test_two_processes_with_one_sample_each(monkeypatch: pytest.MonkeyPatch, nam
         return velocity.square().mean()
 
     losses = [[partial(loss, sample, step) for sample in range(2)] for step in range(STEPS)]
-    same_as_one_process(small(name), OF_DIFFUSERS[mode], losses, WAYS[len(name) % 2])
+    same_as_one_process(small(name), OF_DIFFUSERS[mode], losses)

@@ -10,9 +10,6 @@ from training.config.without_effect import TURNED_ON_BY, warn_of_keys_without_ef
 # Keys that take names alone.
 VALUES = {
     "parallel.homes": "shared",
-    "parallel.copies": "whole",
-    "parallel.links": "collectives",
-    "parallel.reduction": "fast",
     "parallel.numa": "off",
 }
 

@@ -14,11 +14,11 @@ from training.parallel.setup import Setup
 
 def sharing(rank: int, folder: Path, count: int) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), count), rank=rank, world_size=count)
-    setup = Setup(devices=count, timeout_s=7, reduction="fast") if rank == 0 else Setup()
+    setup = Setup(devices=count, timeout_s=7, numa="off") if rank == 0 else Setup()
     torch.save(asdict(setup.shared()), folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
 def test_every_rank_gets_that_of_rank_0(tmp_path: Path):
     first, second = forked(sharing, tmp_path, 2)
-    assert first == second == asdict(Setup(devices=2, timeout_s=7, reduction="fast"))
+    assert first == second == asdict(Setup(devices=2, timeout_s=7, numa="off"))

@@ -15,14 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 from offload.modes.layer_stream import LayerStream
 from offload.optimizer.adamw import HostAdamW
-from offload.sharing.sharers import CopyWay
 from offload.streams.stream_checker import CheckedStreams
 from offload.weights.gradients import buckets, device_sums
 from offload.weights.gradients.device_sums import DeviceSums
 from offload.weights.gradients.offers import SUMS_AT_ONCE
 from offload.weights.prefetching.gathering import SliceGatherer
 from tests.offload.helpers.shared_gradients import sum_over
-from tests.offload.helpers.sharers import ThreadSharers, as_sharers
+from tests.offload.helpers.sharers import ThreadSharers, as_sharers, use_collectives
 
 STEPS = 3
 
@@ -120,9 +119,11 @@ ALL = {f"{layer}.{tensor}" for layer in ("stem", "twice", "branches.0") for tens
 
 
 @pytest.fixture(autouse=True, params=["collectives", "copies"])
-def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the devices of sharers exchange slices."""
-    monkeypatch.setattr(ThreadSharers, "links", request.param)
+    if request.param == "collectives":
+        use_collectives(monkeypatch)
+    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +153,9 @@ def test_units_that_stay_resident_are_summed_inside_backward():
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_where_no_gradient_goes_home_sums_have_room_of_their_own(monkeypatch: pytest.MonkeyPatch, frozen: bool):
+def test_where_no_gradient_goes_home_sums_have_room_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, frozen: bool, links: str
+):
     """Because nothing streams, or what does is frozen, as under adapters."""
     asked = []
     ask = ThreadSharers.sum
@@ -163,7 +166,7 @@ def test_where_no_gradient_goes_home_sums_have_room_of_their_own(monkeypatch: py
     summed = check(model, lambda step, number: {}, resident=0 if frozen else 4)
     assert len(summed[1]) == len(summed[2]) == len(ALL) + (0 if frozen else 8)
     # Else the sharers' collectives sum all of them.
-    assert bool(asked) == (ThreadSharers.links == "collectives")
+    assert bool(asked) == (links == "collectives")
 
 
 def test_sums_do_not_pile_up_where_few_units_stream(monkeypatch: pytest.MonkeyPatch):
@@ -211,9 +214,8 @@ def test_sharers_may_ask_for_sums_alone_at_other_points(monkeypatch: pytest.Monk
     check(Net(), lambda step, number: {}, resident=resident)
 
 
-@pytest.mark.parametrize("copies", ["slices", "whole"])
 @pytest.mark.parametrize("device_share", [0, 10**9])
-def test_updates_begin_behind_sums_alone(monkeypatch: pytest.MonkeyPatch, copies: CopyWay, device_share: int):
+def test_updates_begin_behind_sums_alone(monkeypatch: pytest.MonkeyPatch, device_share: int):
     """A fetch that meets them is asked for anew: the update of its unit may have begun."""
     torch.manual_seed(0)
     model = Net()
@@ -241,9 +243,9 @@ def test_updates_begin_behind_sums_alone(monkeypatch: pytest.MonkeyPatch, copies
         mode.detach()
         return found
 
-    expected, _ = as_sharers(2, work, copies=copies)
+    expected, _ = as_sharers(2, work)
     ask_unevenly(monkeypatch)
-    for found in as_sharers(2, work, copies=copies):
+    for found in as_sharers(2, work):
         assert all(map(torch.equal, found, expected))
         assert not torch.equal(found[0], model.stem.weight)
 

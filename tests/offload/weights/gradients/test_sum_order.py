@@ -19,7 +19,7 @@ from offload.weights.gradients.summing import GradientSum
 from offload.weights.units.unit import OffloadUnit
 from offload.weights.units.unit_tensor import UnitTensor
 from tests.offload.helpers.models import Stack, stack_inputs
-from tests.offload.helpers.sharers import ThreadSharers, as_sharers
+from tests.offload.helpers.sharers import ThreadSharers, as_sharers, use_collectives
 
 STEPS = 3
 
@@ -37,7 +37,8 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=[CollectiveLinks, CopyLinks])
 def at_sums(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict:
     """Functions which are called when a sum is queued, with what is summed: one of each sharer."""
-    monkeypatch.setattr(ThreadSharers, "links", "copies" if request.param is CopyLinks else "collectives")
+    if request.param is CollectiveLinks:
+        use_collectives(monkeypatch)
     called: dict = {}
 
     def wrapped(name: str):
@@ -110,10 +111,8 @@ def test_sums_do_not_wait_for_what_compute_is_given_later(at_sums: dict, residen
         assert not any(waited)
 
 
-@pytest.mark.parametrize("links", ["collectives", "copies"])
-def test_a_sum_waits_for_hooks_behind_the_last_of_its_gradients(monkeypatch: pytest.MonkeyPatch, links: str):
+def test_a_sum_waits_for_hooks_behind_the_last_of_its_gradients(monkeypatch: pytest.MonkeyPatch):
     """A hook of the node that accumulates, as another program may have it, runs behind the mode's."""
-    monkeypatch.setattr(ThreadSharers, "links", links)
     first, marks, sums = Stack(depth=4), {}, []
     shares_memory = buckets.GradientBucket.shares_memory
 
@@ -139,10 +138,8 @@ def test_a_sum_waits_for_hooks_behind_the_last_of_its_gradients(monkeypatch: pyt
     assert len(sums) == 2 * (STEPS - 1) * len(marks) // 2
 
 
-@pytest.mark.parametrize("links", ["collectives", "copies"])
-def test_a_sum_waits_for_each_stream_on_which_its_gradients_were_made(monkeypatch: pytest.MonkeyPatch, links: str):
+def test_a_sum_waits_for_each_stream_on_which_its_gradients_were_made(monkeypatch: pytest.MonkeyPatch):
     """Autograd runs an operation of backward on the stream of its forward, which may be the user's own."""
-    monkeypatch.setattr(ThreadSharers, "links", links)
     first, land = Stack(depth=4), GradientSum.land
     sides: list[CheckedStream] = []
 

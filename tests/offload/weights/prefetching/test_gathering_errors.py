@@ -8,13 +8,14 @@ import torch
 from offload.modes.layer_stream import LayerStream
 from offload.streams.stream_checker import CheckedStreams
 from tests.offload.helpers.models import Stack, stack_inputs
-from tests.offload.helpers.sharers import ThreadSharers, as_sharers
+from tests.offload.helpers.sharers import ThreadSharers, as_sharers, use_collectives
 
 
 @pytest.fixture(autouse=True, params=["collectives", "copies"])
 def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How the devices of sharers exchange slices."""
-    monkeypatch.setattr(ThreadSharers, "links", request.param)
+    if request.param == "collectives":
+        use_collectives(monkeypatch)
 
 
 def test_hosts_whose_forwards_differ_raise_an_error_that_names_ranks():
