@@ -143,10 +143,6 @@ class DeviceStates:
             self._free(self._used_by_last)
         self._used_by_last = self._used.pop(unit, [])
 
-    def is_home(self, unit: OffloadUnit) -> bool:
-        """Tells whether the unit's new weights, if any, are at home, as the host sees it."""
-        return unit not in self._updated or self._updated[unit].query()
-
     def finish(self) -> None:
         """Blocks the host until all new weights are at home."""
         for unit, updated in self._updated.items():

@@ -152,10 +152,6 @@ class Overlap:
         """Tells whether the worker has updates of the unit left."""
         return self._worker.is_pending(unit)
 
-    def is_home(self, unit: OffloadUnit) -> bool:
-        """Tells whether no new weights that the device made are on their way home."""
-        return self._device.is_home(unit)
-
     def keeps_gradients(self, unit: OffloadUnit) -> bool:
         """Tells whether the unit is updated on the device."""
         return unit in self._device.units
