@@ -87,7 +87,7 @@ def writer(
     checkpoint = checkpoint or newest_checkpoint(run_dir)
     take_tokenizer(config, checkpoint)
     from training.evaluation.held_out import observed
-    from training.planning.samples import refuse_text
+    from training.planning.forwards import refuse_text
     from training.profiling.hardware import resolve_device
     from training.saved_runs.loading import load_model
     from training.settle.components import Components, acquired, attached

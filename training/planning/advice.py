@@ -23,7 +23,6 @@ from training.config.modes import weights_node
 from training.config.schema import SCHEMAS, Precision, RecomputeBlocks
 from training.config.validation import check
 from training.errors import UserError
-from training.planning import reference
 from training.planning.dry_step import examples_of_microbatch
 from training.planning.optimizer import PlannedUpdate
 from training.planning.report import RunPlan
@@ -221,7 +220,7 @@ def _estimated(before: Components, after: Components, plan: RunPlan) -> dict[str
     at_peak = 1.0 if after.config.microbatches > 1 else at_peak
     # After backward, all gradients are there and no activations.
     moving = max(_activations(before, after, plan) + gradients * at_peak, gradients)
-    device = new.resident_bytes + new.slot_bytes + reference.device_bytes(after) + moving
+    device = new.resident_bytes + new.slot_bytes + after.reference_device_bytes + moving
     # Only a budget that was given is filled.
     vram = plan.budgets["vram_budget"] if plan.has_gpu and after.config.vram_budget is not None else 0
     update = PlannedUpdate.of(after, spare_bytes=vram - device)
@@ -231,7 +230,7 @@ def _estimated(before: Components, after: Components, plan: RunPlan) -> dict[str
     host = (
         new.host_home_bytes + new.ring_bytes + new.host_gradient_bytes + update.host_bytes + plan.host_bytes["process"]
     )
-    host += reference.host_bytes(after)
+    host += after.reference_host_bytes
     host += plan.host_bytes["activations"] * _share(before, after, at_once=not new.layer_major)
     if not plan.has_gpu:
         host += device

@@ -1,23 +1,37 @@
-"""The dry run of a run's step: on tensors without values, of the microbatches that one device computes."""
+"""The dry run of a run's step: on tensors without values, of the microbatches that one device computes.
+
+A model and batches whose shapes do not fit each other are refused before libraries notice it inside forward.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from offload.planning import DryRun, Phase, SimulatedStreams, dry_run
+from offload.planning import DryRun, Phase, PlannedSharers, SimulatedStreams, dry_run, left_as_found
 from training.batches import Batch, examples_in
 from training.config.construct import keys_under
-from training.planning.ranks import planned_sharers
+from training.errors import UserError, first_line
+from training.evaluation.held_out import evaluating
+from training.parallel.world import ranks_of_host
 from training.settle.components import Components
 from training.tasks.task import loss_to_train
 
 # Microbatches that the dry run computes one by one; the bytes of more follow from these.
 MOST_DRY = 2
+# What libraries and torch say of sizes, of numbers that count, and of ones that are missing (null in a configuration).
+# Torch says so of a tensor without values too, but then it names meta tensors.
+OF_SHAPES = re.compile(
+    r"\b(shapes?|sizes?|channels?|dimensions?|reduction dim|output_size|out of range|divisible)\b"
+    r"|must be \w+, not NoneType",
+    re.IGNORECASE,
+)
 
 
 def dry_step(components: Components, has_gpu: bool, timed: SimulatedStreams | None = None) -> DryRun:
@@ -52,7 +66,9 @@ def _dry_run(
     components: Components, sizes: Sequence[int], has_gpu: bool, timed: SimulatedStreams | None = None
 ) -> DryRun:
     """Runs a step with microbatches of `sizes` examples."""
-    config, model = components.config, components.model
+    config, model, sharers = components.config, components.model, None
+    if components.shares_homes:
+        sharers = PlannedSharers(ranks_of_host(config), config.parallel.hosts, timed)
     with keys_under("task"):
         parts = [components.task.meta_batch(config, size) for size in sizes]
 
@@ -67,7 +83,7 @@ def _dry_run(
         norms=True,
         timed=timed,
         on_gpu=has_gpu,
-        sharers=planned_sharers(components, timed),
+        sharers=sharers,
     )
 
 
@@ -84,3 +100,49 @@ def without_dry_run(components: Components) -> DryRun:
     gradients = footprint.resident_gradient_bytes
     host = footprint.host_home_bytes + footprint.ring_bytes + footprint.host_gradient_bytes
     return DryRun(phases, footprint.slot_bytes, footprint.slot_bytes + gradients, gradients, 0, host)
+
+
+def refuse_shapes(components: Components) -> None:
+    """Raises UserError if the model refuses the shapes of a microbatch, or has sizes that contradict.
+
+    Its forward runs on the meta device, without a mode. A forward that fails there for another reason may still run on
+    values, and is not refused.
+    """
+    config = components.config
+    try:
+        with left_as_found(components.model), torch.no_grad():
+            batch = components.task.meta_batch(config, examples_of_microbatch(config))
+            components.task.loss(components.model, batch)
+    # On tensors without values a model may raise any error.
+    except Exception as error:
+        if problem := _problem_of_shapes(error):
+            chosen = components.invocation.choices
+            raise UserError(
+                f"model={chosen['model']} with dataset={chosen['dataset']}: sizes do not fit each other ({problem}):"
+                " change those of the dataset, or of the model"
+            ) from error
+
+
+def refuse_sample_shape(components: Components) -> None:
+    """Raises UserError if the model refuses the shape of samples that the user has given, as `refuse_shapes` does."""
+    config = components.config
+    shape = config.task.get("sample_shape")
+    if shape is None:
+        return
+    try:
+        with left_as_found(components.model), evaluating(components.model), torch.no_grad():
+            for forward in components.task.sample_forwards(config, components.model):
+                forward()
+    except Exception as error:
+        if problem := _problem_of_shapes(error):
+            raise UserError(
+                f"task.sample_shape={list(shape)}: the model takes no images of this shape ({problem}): take another,"
+                " or null for the model's own"
+            ) from error
+
+
+def _problem_of_shapes(error: Exception) -> str | None:
+    """Returns the message of an error that is about shapes, else None."""
+    problem = first_line(error)
+    known = isinstance(error, (ValueError, RuntimeError, TypeError, IndexError))
+    return problem if known and OF_SHAPES.search(problem) and "meta" not in problem else None

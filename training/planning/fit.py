@@ -1,7 +1,7 @@
-"""Refuses a run that does not fit, before anything large is allocated; force=true starts it anyway.
+"""Refuses a run that does not fit, before anything large is allocated, and explains one that runs out of memory later.
 
-A run is held to the budgets that were given, and to the memory of the machine it runs on, whatever machine `hardware`
-plans for. Budgets are exact. The machine's own memory counts as follows:
+force=true starts a run that does not fit. A run is held to the budgets that were given, and to the memory of the
+machine it runs on, whatever machine `hardware` plans for. Budgets are exact. The machine's own memory counts so:
 
 - on the GPU, all of it. The plan may be 1% too high (docs/measurements.md), so a run is refused only beyond that.
   Activations that offload.budget=auto would keep are left out: the run keeps what there is room for.
@@ -15,7 +15,8 @@ Limits on page-locking refuse nothing: copies fall back to pageable memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -23,9 +24,11 @@ from offload import GIB, format_bytes, parse_bytes
 from offload.planning import free_host_bytes
 from training.errors import UserError
 from training.planning.advice import memory_advice
+from training.planning.optimizer import UNDO_LOG
 from training.planning.report import Limit, RunPlan
-from training.planning.speculation import UNDO_LOG
 from training.profiling.hardware import rss_gib, vram_bytes
+from training.runs import allocator
+from training.runs.failures import is_device_memory, is_host_memory, requested
 from training.settle.components import Components
 
 # The share by which a plan may exceed the machine's own memory: its error.
@@ -38,6 +41,12 @@ class MisfitError(UserError):
     """The run needs more memory than it may take."""
 
     status = "refused"
+
+
+class OutOfMemoryError(UserError):
+    """The GPU or the host has too little memory for the run."""
+
+    status = "out_of_memory"
 
 
 def refuse_misfit(components: Components, plan: RunPlan) -> None:
@@ -101,3 +110,37 @@ def own_memory(device: torch.device, has_gpu: bool) -> dict[str, Limit]:
 def shortfalls(totals: Mapping[str, int], limits: Mapping[str, Limit]) -> str:
     """Returns in words what is needed and what is available, for each of `limits`."""
     return "; ".join(f"{key}: {format_bytes(totals[key])} needed, {limit} available" for key, limit in limits.items())
+
+
+@contextmanager
+def memory_explained(components: Components, plan: RunPlan) -> Iterator[None]:
+    """Surrounds code that allocates; turns an error because of too little memory into an OutOfMemoryError.
+
+    Its message has the plan's numbers and what to change.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_device_memory(error):
+            found = f"the GPU is out of memory{requested(error)}"
+            setting = "" if allocator.segments_expand() else f"; {allocator.ADVICE}"
+            raise OutOfMemoryError(f"{found}: {_explained(components, plan, 'vram_budget')}{setting}") from error
+        if is_host_memory(error):
+            found = f"the host is out of memory{_in_brackets(error)}"
+            raise OutOfMemoryError(f"{found}: {_explained(components, plan, 'host_budget')}") from error
+        raise
+
+
+def _in_brackets(error: BaseException) -> str:
+    """Returns the text of the engine's own errors, which tells both sizes; those of others tell nothing more."""
+    return f" ({error})" if isinstance(error, MemoryError) and str(error) else ""
+
+
+def _explained(components: Components, plan: RunPlan, key: str) -> str:
+    total, budget = plan.totals[key], plan.budgets[key]
+    by_part = plan.device_bytes if key == "vram_budget" else plan.host_bytes
+    parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in by_part.items() if nbytes)
+    limit = f" of {format_bytes(budget)}" if budget is not None else ""
+    needed = max(total - budget, 0) if budget is not None else 0
+    advice = memory_advice(components, plan, key, needed)
+    return f"planned were {format_bytes(total)}{limit} ({parts}): take {advice}"

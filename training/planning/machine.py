@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
 from time import perf_counter
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
 from offload import GIB, usable_cores
-from offload.planning import Bandwidth
+from offload.planning import Bandwidth, SimulatedStreams
 from training.config.schema import Precision
 from training.errors import UserError
-from training.planning.disk import disk_gb_s
 from training.planning.probe import device_name, kept, kept_path
 from training.profiling.hardware import describe_device, measured_bandwidth, peak_flops, vram_bytes
 from training.settle.components import Components, acquired
@@ -24,6 +28,10 @@ ACHIEVED_SHARE = 0.57
 UPDATE_BYTES = 28
 # GB/s read and written by copies within a GPU, if nothing was measured; little of a step depends on it.
 DEVICE_GB_S = 1000.0
+# Reads of files: pieces at a time, by as many threads as a mode has, and the bytes that are read in all.
+PIECE_BYTES = 8 * 2**20
+THREADS = 4
+MOST_BYTES = 512 * 2**20
 
 REQUIRED_KEYS = {"name", "host_gib", "cores", "h2d_gb_s", "d2h_gb_s", "both_gb_s", "update_gparams_s"}
 
@@ -63,6 +71,19 @@ class Machine:
     def exchange_gb_s(self) -> float:
         """The rate at which a device receives from other devices."""
         return self.both_gb_s if self.links_gb_s is None else self.links_gb_s
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """The rates of the device as the cost model names them."""
+        return {"device_gb_s": self.device_gb_s, "links_gb_s": self.exchange_gb_s}
+
+    def speeds(self, dtype: torch.dtype) -> tuple[Bandwidth, float]:
+        """Returns the speeds of a step in `dtype`: those of copies, and FLOP/s."""
+        return self.bandwidth, self.flops_per_s(dtype)
+
+    def simulated(self, dtype: torch.dtype) -> SimulatedStreams:
+        """Returns streams that time a dry run in `dtype`."""
+        return SimulatedStreams(torch.device("meta"), *self.speeds(dtype), self.device_gb_s, self.exchange_gb_s)
 
     def flops_per_s(self, dtype: torch.dtype) -> float:
         """Returns the rate of a model's blocks in `dtype`, in FLOP/s."""
@@ -144,3 +165,32 @@ def _host_copy_gb_s(nbytes: int = 2**25) -> float:
         target.copy_(source)
         seconds.append(perf_counter() - start)
     return nbytes / min(seconds) / 1e9
+
+
+@cache
+def disk_gb_s(path: Path) -> float | None:
+    """Measures how fast the disk gives the file at `path`, in GB/s: up to 512 MiB of it, past the page cache.
+
+    Returns None where the file is small or its file system does not read past the cache: then nothing is known.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except (OSError, AttributeError):
+        return None
+    try:
+        pieces = range(0, min(os.fstat(fd).st_size, MOST_BYTES) - PIECE_BYTES + 1, PIECE_BYTES)
+        memory = [mmap.mmap(-1, PIECE_BYTES) for _ in range(THREADS)]
+        start = perf_counter()
+        with ThreadPoolExecutor(THREADS) as pool:
+            read = [pool.submit(_read, fd, memory[thread], pieces[thread::THREADS]) for thread in range(THREADS)]
+            nbytes = sum(each.result() for each in read)
+        seconds = perf_counter() - start
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return nbytes / seconds / 1e9 if nbytes >= THREADS * PIECE_BYTES else None
+
+
+def _read(fd: int, memory: mmap.mmap, offsets: range) -> int:
+    return sum(os.preadv(fd, [memory], offset) for offset in offsets)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from omegaconf import DictConfig
+from torch import nn
 
 from models.loss import Head, tokens_per_chunk
 from offload import GIB, parse_bytes
 from offload.planning import DryRun
 from training.parallel.reduce import exchange_bytes
-from training.planning import reference
+from training.parallel.world import ranks_of_host
 from training.planning.dry_step import examples_of_microbatch
+from training.planning.forwards import sample_bytes
 from training.planning.machine import Machine
-from training.planning.optimizer import PlannedUpdate
-from training.planning.ranks import bytes_of_ranks, summed_after_backward
-from training.planning.samples import sample_bytes
-from training.planning.speculation import with_log
+from training.planning.optimizer import PlannedUpdate, with_log
 from training.profiling.hardware import rss_gib
-from training.settle.components import Components
+from training.settle.components import Components, trained_parameters
 
 
 def budgets_of(config: DictConfig, machine: Machine, has_gpu: bool) -> dict[str, int | None]:
@@ -74,7 +74,7 @@ def _of_the_step(components: Components, has_gpu: bool, step: DryRun) -> dict[st
     return {
         "weights": components.footprint.resident_bytes,
         "slots": step.slot_bytes,
-        **_if_any("reference", reference.device_bytes(components)),
+        **_if_any("reference", components.reference_device_bytes),
         "gradients": step.peak_gradient_bytes,
         "activations": step.activation_bytes,
         # Between steps, whose activations are gone by then.
@@ -87,7 +87,7 @@ def _of_the_host(components: Components, step: DryRun, update: PlannedUpdate) ->
     streamed_bytes = footprint.host_home_bytes + footprint.ring_bytes + footprint.host_gradient_bytes
     return {
         "weights": footprint.host_home_bytes,
-        **_if_any("reference", reference.host_bytes(components)),
+        **_if_any("reference", components.reference_host_bytes),
         **_if_any("read ahead", footprint.ring_bytes),
         "gradients": footprint.host_gradient_bytes,
         "activations": max(step.host_bytes - streamed_bytes, 0),
@@ -112,3 +112,32 @@ def _least(key: str, value: str | int | None, all_gib: float | None) -> int | No
     asked = [] if value is None else [parse_bytes(key, value)]
     available = [] if all_gib is None else [int(all_gib * GIB)]
     return min(asked + available, default=None)
+
+
+def bytes_of_ranks(host: Mapping[str, int], components: Components) -> dict[str, int]:
+    """Returns bytes of host memory by part for the ranks of one host; `host` has those of one rank.
+
+    Each rank is a process with weights, gradients and states of its own, unless the ranks share them.
+    """
+    ranks = ranks_of_host(components.config)
+    counts = dict.fromkeys(host, ranks)
+    if components.shares_homes:
+        # Gradients of several microbatches are added in memory of each rank, before the ranks sum them.
+        own = host["gradients"] if _adds_first(components) else 0
+        host = {**host, "activations": max(host["activations"] - own, 0)}
+        counts |= {"weights": 1, "reference": 1, "optimizer": 1, "gradients": ranks + 1 if own else 1}
+    return {name: nbytes * counts[name] for name, nbytes in host.items()}
+
+
+def summed_after_backward(components: Components) -> Sequence[nn.Parameter]:
+    """Returns the parameters whose gradients the ranks sum after backward, in the model's order."""
+    everything = trained_parameters(components.model)
+    if not components.shares_homes or _adds_first(components):
+        return everything
+    resident = set(components.footprint.resident)
+    return [parameter for parameter in everything if parameter in resident]
+
+
+def _adds_first(components: Components) -> bool:
+    """Tells whether each rank adds the gradients of several microbatches in memory of its own."""
+    return components.config.microbatches > 1 and not components.footprint.layer_major

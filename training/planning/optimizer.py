@@ -1,19 +1,20 @@
-"""Plans the optimizer: where its states live, where parameters are updated, and how long that takes."""
+"""Plans the optimizer: where its states live, where parameters are updated, how long that takes, and what is undone."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from offload import Footprint, HostAdamW, parse_bytes
+from offload import GIB, Footprint, HostAdamW, Speculation, parse_bytes
 from offload.planning import StateFormat, UpdateTimes, bytes_of_logs, log_bytes
 from training.parallel.world import ranks_of_host
 from training.planning.machine import Machine
+from training.planning.report import RunPlan
 from training.settle.components import STATES_OF_SPARE, Components
 
 # The speed of torch's kernel, which `adamw` uses on the host, relative to host_adamw's: 2.9 to 5.0 G parameters/s.
@@ -23,6 +24,8 @@ TORCH_KERNEL_SHARE = 0.58
 DEVICE_UPDATE_BYTES = {torch.float32: 28, torch.bfloat16: 50}
 # The further operations of torch on a tile that join and split a compact master; counted and not measured.
 DEVICE_REMAINDER_BYTES = 75
+# The name of the logs for undoing updates among the parts of host memory.
+UNDO_LOG = "undo log"
 
 
 @dataclass(frozen=True)
@@ -134,3 +137,31 @@ def _log_bytes(plan: Footprint, placed: int) -> int:
 
 def _count(parameters: Sequence[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+
+
+def with_log(
+    host: Mapping[str, int], components: Components, update: PlannedUpdate, machine: Machine
+) -> dict[str, int]:
+    """Returns the bytes of host memory by part, with those of the logs: at most what the other parts leave."""
+    if not components.speculates:
+        return dict(host)
+    asked = components.config.host_budget
+    limits = [] if asked is None else [parse_bytes("host_budget", asked)]
+    limits += [] if machine.host_gib is None else [int(machine.host_gib * GIB)]
+    room = max(min(limits) - sum(host.values()), 0) if limits else update.log_bytes
+    return {**host, UNDO_LOG: min(update.log_bytes, room)}
+
+
+def log_share(host: Mapping[str, int], update: PlannedUpdate) -> float:
+    """Returns the share of the host's updates, 0 to 1, for which the planned memory has a log."""
+    return host.get(UNDO_LOG, 0) / update.log_bytes if update.log_bytes else 0.0
+
+
+def planned_speculation(components: Components, plan: RunPlan) -> Speculation | None:
+    """Returns what the mode is told of updates that may have to be undone; None where there are none.
+
+    The ranks that share the homes have equal parts of the memory for logs, and all are told the same.
+    """
+    ranks = ranks_of_host(components.config) if components.shares_homes else 1
+    undo_bytes = plan.host_bytes.get(UNDO_LOG, 0) // ranks
+    return Speculation(components.largest_norm, undo_bytes) if components.speculates and undo_bytes else None

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import nn
 
 from offload.planning import DryRun, NotFinalError, SimulatedStreams, hidden_share, update_work
@@ -20,20 +19,27 @@ from training.data.building import build_dataset, facts_of, has_facts
 from training.errors import UserError, first_line
 from training.evaluation.samples import Samples
 from training.metrics.progress import phase, print_plan
-from training.planning.adapted import unadapted_note
-from training.planning.budget import resident_key, resident_units, with_resident
-from training.planning.chosen import chosen_values
-from training.planning.dry_step import MOST_DRY, dry_step, without_dry_run
+from training.planning.choices import (
+    resident_chosen,
+    resident_key,
+    resident_units,
+    with_gradients_chosen,
+    with_resident,
+)
+from training.planning.dry_step import MOST_DRY, dry_step, refuse_shapes, without_dry_run
 from training.planning.fit import misfit
-from training.planning.gradients import UNSEEN, with_gradients_chosen
+from training.planning.forwards import reference_note
 from training.planning.machine import Machine, is_complete, machine_of
 from training.planning.memory import PlannedMemory, budgets_of, logits_bytes
-from training.planning.quantised import unquantised_note
-from training.planning.ranks import note_of_ranks
-from training.planning.reference import reference_note
+from training.planning.notes import (
+    note_of_ranks,
+    staying_note,
+    streamed_share,
+    unadapted_note,
+    unmatched_note,
+    unquantised_note,
+)
 from training.planning.report import RunPlan
-from training.planning.shapes import refuse_shapes
-from training.planning.streamed import staying_note, streamed_share, unmatched_note
 from training.planning.times import PlannedTimes
 from training.profiling.hardware import resolve_device
 from training.profiling.timeline import Interval, Timeline, draw_chart
@@ -48,6 +54,7 @@ from training.weights.model_tokenizer import tokenizer_is_here
 
 NO_GPU = "no GPU here: the CPU is planned for; hardware=h200, a100 or rtx4090 plans for one"
 WAITS_FOR_UPDATES = "optimizer=host_adamw hides updates on the host behind the step, most of all with clip_norm=null"
+UNSEEN = "no dry run shows that all are final when they land, because this model needs values to run"
 FOREIGN = "this system's own memory, copies and times are not planned: the plan is that of offload=none"
 
 logger = logging.getLogger(__name__)
@@ -111,7 +118,7 @@ def _plan_filled(components: Components, machine: Machine, has_gpu: bool) -> tup
     config, key = components.config, resident_key(components.config)
     if key is None:
         plan = plan_run(components, machine, has_gpu)
-        return components, replace(plan, chosen=chosen_values(components, None))
+        return components, replace(plan, chosen=components.settled.reasons)
     # In `components` no unit stays.
     streamed = PlannedStep.of(components, machine, has_gpu)
     units = 0
@@ -127,9 +134,8 @@ def _plan_filled(components: Components, machine: Machine, has_gpu: bool) -> tup
         units = units * 9 // 10
     else:
         filled, plan = components, _plan_of(streamed, components, machine, has_gpu)
-    OmegaConf.update(config, key, units)
-    filled = replace(filled, config=config)
-    return filled, replace(plan, chosen=chosen_values(filled, key))
+    filled = resident_chosen(filled, config, key, units)
+    return filled, replace(plan, chosen=filled.settled.reasons)
 
 
 def draw_timeline(plan: RunPlan, microbatches: int, path: Path, title: str) -> None:
@@ -158,9 +164,7 @@ class PlannedStep:
 
     @classmethod
     def of(cls, components: Components, machine: Machine, has_gpu: bool) -> PlannedStep:
-        flops_per_s = machine.flops_per_s(components.dtype)
-        speeds = machine.bandwidth, flops_per_s, machine.device_gb_s, machine.exchange_gb_s
-        timed = SimulatedStreams(torch.device("meta"), *speeds) if has_gpu else None
+        timed = machine.simulated(components.dtype) if has_gpu else None
         try:
             return cls(dry_step(components, has_gpu, timed), timed)
         except (UserError, NotFinalError):
@@ -192,22 +196,17 @@ def _plan_of(planned: PlannedStep, components: Components, machine: Machine, has
         timed = None
     plan = _assembled(components, machine, has_gpu, step, timed)
     waits = plan.forecast.bound == "host optimizer" and not components.updates_overlap
-    if has_gpu and footprint.units and waits:
-        notes.append(WAITS_FOR_UPDATES)
-    if (note := note_of_ranks(components)) is not None:
-        notes.append(note)
-    if components.mode.foreign:
-        notes.append(FOREIGN)
-    if (reference := reference_note(components, machine, has_gpu)) is not None:
-        notes.append(reference)
-    if staying := staying_note(components):
-        notes.append(staying)
-    if unmatched := unmatched_note(components):
-        notes.append(unmatched)
-    if left := unquantised_note(components):
-        notes.append(left)
-    if bare := unadapted_note(components):
-        notes.append(bare)
+    found = (
+        WAITS_FOR_UPDATES if has_gpu and footprint.units and waits else None,
+        note_of_ranks(components),
+        FOREIGN if components.mode.foreign else None,
+        reference_note(components, machine, has_gpu),
+        staying_note(components),
+        unmatched_note(components),
+        unquantised_note(components),
+        unadapted_note(components),
+    )
+    notes += [note for note in found if note]
     return replace(plan, kept_bytes=kept_bytes, streamed=streamed_share(components), notes=(*plan.notes, *notes))
 
 

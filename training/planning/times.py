@@ -8,12 +8,20 @@ from dataclasses import dataclass, replace
 import torch
 
 from offload import GIB
-from offload.planning import DryRun, Forecast, Phase, SimulatedStreams, UpdateTimes, floor_ms, forecast
-from training.planning.disk import with_reads
+from offload.planning import (
+    DryRun,
+    Forecast,
+    Phase,
+    SimulatedStreams,
+    UpdateTimes,
+    bounded_by_files,
+    floor_ms,
+    forecast,
+)
 from training.planning.dry_step import MOST_DRY, examples_of_rank
 from training.planning.machine import Machine
 from training.planning.memory import PlannedMemory
-from training.planning.speculation import log_share
+from training.planning.optimizer import log_share
 from training.profiling.hardware import datasheet_flops
 from training.settle.components import Components
 from training.weights.mapped import mapped_note
@@ -50,14 +58,13 @@ class PlannedTimes:
         last = step.phases[-1]
         phases = (*step.phases[:-1], replace(last, d2h_bytes=last.d2h_bytes + new_weights))
         update = memory.update.time(components, machine, has_gpu, log_share(memory.host, memory.update))
-        speeds = machine.bandwidth, machine.flops_per_s(components.dtype)
-        rates = machine.device_gb_s, machine.exchange_gb_s
+        speeds, rates = machine.speeds(components.dtype), machine.rates
         simulated_ms = _simulated_ms(components, machine, phases, timed)
-        expected = forecast(phases, *speeds, update, simulated_ms, *rates)
+        expected = forecast(phases, *speeds, update, simulated_ms, **rates)
         clipped_ms = None
         if components.speculates and update.begins == "inside":
             deferred = replace(update, begins="at the end", inside_share=0.0)
-            clipped_ms = forecast(phases, *speeds, deferred, simulated_ms, *rates).step_ms
+            clipped_ms = forecast(phases, *speeds, deferred, simulated_ms, **rates).step_ms
         if not footprint.file_bytes:
             return cls(phases, update, expected, clipped_ms=clipped_ms)
         weights_in = sum(phase.h2d_bytes - phase.activation_h2d_bytes for phase in phases)
@@ -94,10 +101,25 @@ def _simulated_ms(
         return timed and timed.step_ms
     if components.footprint.layer_major:
         return None
-    speeds = machine.bandwidth, machine.flops_per_s(components.dtype)
-    rates = {"device_gb_s": machine.device_gb_s, "links_gb_s": machine.exchange_gb_s}
-    every = forecast(phases, *speeds, UpdateTimes(), **rates).phases_ms
+    every = forecast(phases, *machine.speeds(components.dtype), UpdateTimes(), **machine.rates).phases_ms
     # Each microbatch has two phases. The dry run has the first, and one of each size of the others.
     sizes = examples_of_rank(components.config) % components.config.microbatches
     dry = every[:4] if sizes in (0, 1) else ()
     return timed.step_ms / sum(dry) * sum(every) if dry else None
+
+
+def with_reads(
+    forecast: Forecast, read_bytes: float, file_bytes: int, room_bytes: float, gb_s: float | None
+) -> tuple[Forecast, str]:
+    """Returns the forecast of a step that reads `read_bytes` of its weights from files, and a line about it.
+
+    `file_bytes` are those of the weights; what the page cache has room for (`room_bytes`) is read once. `gb_s` is the
+    speed of the disk.
+    """
+    if file_bytes <= room_bytes:
+        return forecast, "weights in files: the page cache has room for them, so the disk is read in the first step"
+    if gb_s is None:
+        unknown = "the disk's speed is not known, and the step may be longer: give hardware.disk_gb_s=GB/s"
+        return forecast, f"weights in files: read from the disk in every step; {unknown}"
+    line = f"weights in files: read from the disk in every step, at {gb_s:.2f} GB/s"
+    return bounded_by_files(forecast, read_bytes / gb_s / 1e6), line

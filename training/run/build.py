@@ -22,9 +22,9 @@ from training.metrics.progress import phase, print_plan
 from training.metrics.wandb_tracker import Tracker, chosen_options, plain, run_name, run_tags
 from training.optim import build_schedule, warn_of_warmup
 from training.parallel.ranks import ALONE, Ranks
-from training.planning.oom_advice import memory_explained
+from training.planning.fit import memory_explained
+from training.planning.optimizer import planned_speculation
 from training.planning.report import RunPlan
-from training.planning.speculation import planned_speculation
 from training.profiling.hardware import record_hardware, vram_bytes, vram_peak_gib
 from training.run.prepare import PreparedRun, prepare
 from training.run.reference_model import attached_reference

@@ -81,7 +81,7 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
     components = Components.of(config, invocation, resolve_device(config.device))
     # The run's own config.yaml keeps what was asked for, so that runs are compared by it.
     config, notes = without_abilities(config, components.mode)
-    components = replace(components, config=config)
+    components = components.with_config(config)
     checkpoint = starting_point(config, invocation.run_dir)
     source_sha256 = source_digest(config.model)
     if checkpoint is not None:
@@ -97,7 +97,7 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
     if config.epochs is not None:
         # The run's own config.yaml keeps `epochs` alone, so that it can be given again.
         config = with_steps(config, dataset)
-        components = replace(components, config=config)
+        components = components.with_config(config)
     components.task.check(config, dataset, components.model)
     check_best(config, components.task)
     evaluation = Evaluation.of(config, components.task, dataset)

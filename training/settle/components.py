@@ -31,7 +31,7 @@ from offload import (
 from offload.planning import StateFormat, can_be_undone
 from training.config.adapter import NoAdapter, has_adapter
 from training.config.auto import AUTO
-from training.config.construct import construct, keys_under, make_mode
+from training.config.construct import keys_under, make_mode
 from training.config.modes import weights_node
 from training.config.schema import OnNonfinite, Precision, RecomputeBlocks
 from training.errors import UserError
@@ -40,23 +40,17 @@ from training.parallel.homes import shares_homes
 from training.parallel.world import ranks_of_host
 from training.runs.invocation import Invocation
 from training.settle.gradients import KEPT, GradientChoice
-from training.tasks.dpo import settled_reference
+from training.settle.settled import Settled, settle
 from training.tasks.task import Task
 from training.weights.adapter import add_adapter
 from training.weights.architecture import refuse_other_architecture
 from training.weights.mapped import map_weights
-from training.weights.model_tokenizer import KEY as TOKENIZER
-from training.weights.model_tokenizer import refuse_foreign_tokenizer, settled_tokenizer
 from training.weights.quantising import quantise_blocks
-from training.weights.source import local_source, weights_of_source
+from training.weights.source import local_source
 
 DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32}
 
-WEIGHTS = "model.weights"
-DPO_REFERENCE = "task.reference"
 FLEX = "flex_attention"
-# Keys whose auto follows from the configuration and the device.
-SETTLED_HERE = ("precision", "microbatches", WEIGHTS, TOKENIZER, DPO_REFERENCE)
 # The states of an optimizer without knobs for them.
 WIDEST = ("fp32", "fp32", "nearest")
 # The share of spare device memory that optimizer states may take: their gradients stay there too, and the allocator
@@ -69,27 +63,22 @@ class Components:
     """The objects that a configuration describes, before anything is allocated.
 
     Attributes:
-        device: where the run computes; a plan for another machine asks `Machine` instead.
+        settled: the configuration, with the reasons for what was chosen.
         model: on the meta device (shapes and names, no memory) until the mode attaches.
         footprint: the bytes that the mode will hold and move.
         recomputed_blocks: the blocks whose activations backward computes again; empty if the mode itself does that.
         optimizer_class: the class of the optimizer, which is made after the mode has attached.
         gradients: whether gradients of what streams are kept in host memory; the mode has been told.
-        settled: the keys whose value in the configuration was auto.
         reference: the second model of a task that has one, under a mode of its own: frozen, in eval(), without adapter.
     """
 
-    config: DictConfig
-    invocation: Invocation
-    device: torch.device
+    settled: Settled
     dtype: torch.dtype
-    task: Task
     model: nn.Module
     mode: Mode
     footprint: Footprint
     recomputed_blocks: tuple[nn.Module, ...]
     optimizer_class: type[HostAdamW]
-    settled: frozenset[str] = frozenset()
     gradients: GradientChoice = KEPT
     reference: Components | None = None
 
@@ -102,45 +91,56 @@ class Components:
         on_gpu: bool | None = None,
         model: nn.Module | None = None,
     ) -> Components:
-        """Makes the components, and settles the keys of SETTLED_HERE that are auto in `config`.
+        """Makes the components, and settles `config`.
 
         `on_gpu`: whether a plan is for a GPU, if that differs from `device`. `model` spares making the model again:
         that of a configuration with the same `model` and `precision`, still on the meta device. Raises UserError for a
         model, a mode or a knob that cannot be had.
         """
-        settled = frozenset(key for key in SETTLED_HERE if OmegaConf.select(config, key) == AUTO)
-        if DPO_REFERENCE in settled:
-            config.task.reference = settled_reference(config)
-        task = construct(config.task, "task")
-        if "precision" in settled:
-            config.precision = _precision(device.type == "cuda" if on_gpu is None else on_gpu)
-        if "microbatches" in settled:
-            of_rank = -(-task.microbatches(config) // config.devices)
-            config.microbatches = min(of_rank, config.batch_size // config.devices)
-        if WEIGHTS in settled:
-            config.model.weights = weights_of_source(config.model)
-        if TOKENIZER in settled:
-            config.dataset.tokenizer = settled_tokenizer(config)
-        else:
-            refuse_foreign_tokenizer(config)
+        settled = settle(config, invocation, device, on_gpu)
         dtype = DTYPES[config.precision]
         if config.model.get("attention") == FLEX and device.type == "cpu" and not on_gpu:
             raise UserError(f"model.attention={FLEX}: torch has no backward of it on a CPU: take sdpa or eager")
         model = _model(config, dtype) if model is None else model
         refuse_other_architecture(config, model)
-        task.check_model(config, model)
+        settled.task.check_model(config, model)
         mode = make_mode(config.offload)
         footprint = footprint_of(config, mode, model)
         gradients = GradientChoice.of(config, mode, model, footprint)
-        if gradients.released:
-            footprint = footprint_of(config, mode, model, gradients)
         with keys_under("offload"):
             mode.check_device(device)
         blocks = _recomputed_blocks(config, model, mode)
         optimizer_class = get_class(config.optimizer._target_)
-        parts = (task, model, mode, footprint, blocks, optimizer_class, settled)
-        found = cls(config, invocation, device, dtype, *parts, gradients)
-        return replace(found, reference=_reference(found)) if task.needs_copy else found
+        found = cls(settled, dtype, model, mode, footprint, blocks, optimizer_class).with_gradients(gradients)
+        found = replace(found, settled=found.settled.because(_reasons(found)))
+        return replace(found, reference=_reference(found)) if found.task.needs_copy else found
+
+    def with_gradients(self, choice: GradientChoice) -> Components:
+        """Returns the components of a run with this choice; their mode has been told."""
+        footprint, settled = self.footprint, self.settled.because(choice.reasons)
+        if choice.released != self.gradients.released:
+            footprint = footprint_of(self.config, self.mode, self.model, choice)
+        return replace(self, gradients=choice, footprint=footprint, settled=settled)
+
+    def with_config(self, config: DictConfig) -> Components:
+        """Returns the components with another configuration that describes the same objects."""
+        return replace(self, settled=replace(self.settled, config=config))
+
+    @property
+    def config(self) -> DictConfig:
+        return self.settled.config
+
+    @property
+    def invocation(self) -> Invocation:
+        return self.settled.invocation
+
+    @property
+    def device(self) -> torch.device:
+        return self.settled.device
+
+    @property
+    def task(self) -> Task:
+        return self.settled.task
 
     @contextmanager
     def inference(self) -> Iterator[None]:
@@ -157,6 +157,18 @@ class Components:
         """Returns the parameters of both models whose homes ranks share."""
         own = self.mode.shared_parameters()
         return own if self.reference is None else own | self.reference.mode.shared_parameters()
+
+    @property
+    def reference_device_bytes(self) -> int:
+        """The bytes of the device that the reference takes."""
+        second = self.reference
+        return 0 if second is None else second.footprint.resident_bytes + second.footprint.slot_bytes
+
+    @property
+    def reference_host_bytes(self) -> int:
+        """The bytes of a rank's host memory that the reference takes."""
+        second = self.reference
+        return 0 if second is None else second.footprint.host_home_bytes + second.footprint.ring_bytes
 
     @property
     def updates_overlap(self) -> bool:
@@ -265,12 +277,6 @@ def attached(components: Components, streams: Streams, sharers: Sharers = NO_SHA
         mode.detach()
 
 
-def _precision(on_gpu: bool) -> Precision:
-    # Emulated, as on GPUs before Ampere, bfloat16 is slower than float32. A plan may be for a GPU that is not here.
-    has_bf16 = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
-    return Precision.bf16 if on_gpu and has_bf16 else Precision.fp32
-
-
 def _model(config: DictConfig, dtype: torch.dtype) -> nn.Module:
     """Makes the model on the meta device. Raises UserError if the bytes of a tensor overflow an integer."""
     arguments = OmegaConf.to_container(config.model, resolve=True)
@@ -306,8 +312,9 @@ def _reference(found: Components) -> Components:
     if "resident" in knobs:
         knobs.resident = 0
     model, mode = _model(config, found.dtype).requires_grad_(False).eval(), make_mode(config.offload)
-    parts = {"model": model, "mode": mode, "footprint": footprint_of(config, mode, model)}
-    return replace(found, config=config, **parts, recomputed_blocks=(), gradients=KEPT)
+    footprint = footprint_of(config, mode, model)
+    found = replace(found, model=model, mode=mode, footprint=footprint, recomputed_blocks=(), gradients=KEPT)
+    return found.with_config(config)
 
 
 def _recomputed_blocks(config: DictConfig, model: nn.Module, mode: Mode) -> tuple[nn.Module, ...]:
@@ -318,3 +325,38 @@ def _recomputed_blocks(config: DictConfig, model: nn.Module, mode: Mode) -> tupl
         return tuple(block for _, block in find_blocks(model, config.recompute.blocks, key="recompute.blocks"))
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def _reasons(found: Components) -> dict[str, str]:
+    """Returns by key what follows from the mode and from what trains, and why."""
+    config, choices, given = found.config, found.invocation.choices, found.invocation.overridden
+    optimizer, reasons = choices.get("optimizer"), {}
+    streams = bool(found.footprint.units)
+    if found.updates_overlap and streams and "optimizer" not in given:
+        reasons["optimizer"] = f"{optimizer}, because offload={choices.get('offload')} keeps weights on the host"
+    if found.may_speculate:
+        reasons["optimizer.speculate"] = _why_speculation(found)
+    if has_adapter(config):
+        (key, weights), adapter = weights_node(config), f"adapter={choices.get('adapter')}"
+        if weights.get("trained") == "device" and f"{key}.trained" not in given:
+            reasons[f"{key}.trained"] = f"device, because {adapter} is small: only frozen weights stream"
+        if "optimizer" not in given and not found.updates_overlap:
+            reasons["optimizer"] = f"{optimizer}, because {adapter} trains on the device"
+    if config.optimizer.get("device_share") == AUTO and streams:
+        left = "nothing" if config.vram_budget is None else "what the first step leaves free"
+        reasons["optimizer.device_share"] = f"{left}: {fills_budget(config)}"
+    return reasons
+
+
+def _why_speculation(found: Components) -> str:
+    if found.speculates:
+        return "updates begin inside backward, and are undone exactly in steps that are clipped or skipped"
+    form = found.state_format
+    kept = f"master={form.master} with moments in {form.state_dtype}, rounded to {form.state_rounding}"
+    return f"off, because updates of states with {kept} cannot be undone"
+
+
+def fills_budget(config: DictConfig) -> str:
+    """Returns for what the device's memory is filled, as a reason."""
+    budget = config.vram_budget
+    return "there is no vram_budget to fill" if budget is None else f"fills vram_budget={budget}"

@@ -43,6 +43,11 @@ class GradientChoice:
             raise UserError(f"{KEY}={asked}: {reason}; or take {KEY}=keep")
         return cls(released=True)
 
+    @property
+    def reasons(self) -> dict[str, str]:
+        """The reason of the choice by its key, where there was a choice."""
+        return {} if self.why is None else {KEY: f"{'release' if self.released else 'keep'}: {self.why}"}
+
     def kept_because(self, why: str) -> GradientChoice:
         """Returns the choice to keep them after all. Raises UserError where the user asked for their release."""
         if self.released and self.why is None:

@@ -28,9 +28,8 @@ NOT_READ_BY_OWN_UPDATES = {
 def without_abilities(config: DictConfig, mode: Mode) -> tuple[DictConfig, tuple[str, ...]]:
     """Returns a copy of `config` without what `mode` lacks, and the notes of the run: those of the mode, and these.
 
-    Keys that an update of its own does not read stay, and are noted.
-
-    Raises UserError for `resume` and `devices`, without which the run would be another.
+    Keys that an update of its own does not read stay, and are noted. Raises UserError for `resume` and `devices`,
+    without which the run would be another.
     """
     if not mode.foreign:
         return config, mode.notes

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.modes import shard_offload, tensor_swap
-from training.planning.oom_advice import OutOfMemoryError
+from training.planning.fit import OutOfMemoryError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -19,8 +18,8 @@ MODES = {
     "bounce_linear": ("offload.slots=3",),
     "layer_stream": (),
     "shard_offload": ("offload.shards=2",),
-    "tensor_swap": ("offload.min_bytes=1KiB",),
-    "layer_stream_swap": ("offload.min_bytes=1KiB",),
+    "tensor_swap": (),
+    "layer_stream_swap": (),
 }
 UPDATES = {
     "torch's": ("optimizer=adamw",),
@@ -31,11 +30,8 @@ RUN = ("device=cuda", "steps=4", "log_every=1", "checkpoint.every=1", "checkpoin
 
 
 @pytest.fixture(autouse=True)
-def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def repeatable(small_activations: None) -> Iterator[None]:
     """Makes kernels repeat bit for bit, and small activations leave the device."""
-    monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1024)
-    for mode in (shard_offload, tensor_swap):
-        monkeypatch.setattr(mode, "IN_FLIGHT_BYTES", 1024)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:

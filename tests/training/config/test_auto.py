@@ -25,5 +25,5 @@ def test_settled_keys_hold_the_choice(offload: str):
 
 def test_weights_of_a_source_that_is_an_architecture_are_those_of_the_seed():
     components = components_of("model=hf", "model.source=gpt2", "dataset=synthetic")
-    assert "model.weights" in components.settled
+    assert "model.weights" in components.settled.reasons
     assert components.config.model.weights is None

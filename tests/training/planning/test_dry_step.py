@@ -1,14 +1,18 @@
-"""The dry run of a run's step, of which many microbatches follow from a few."""
+"""The dry run of a step, of which many microbatches follow from a few; models and data of other sizes are refused."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from offload.planning import DryRun
-from tests.training.helpers.in_process import components_of
+from tests.test_any_model import UNET
+from tests.training.helpers.in_process import TINY_RUN, components_of
 from training.errors import UserError
 from training.planning import dry_step as module
-from training.planning.dry_step import dry_step, examples_of_rank, without_dry_run
+from training.planning.dry_step import dry_step, examples_of_rank, refuse_shapes, without_dry_run
+from training.planning.machine import machine_of
+from training.planning.plan import plan_run
 
 
 def bytes_of(step: DryRun) -> list[int]:
@@ -40,3 +44,103 @@ def test_a_knob_of_the_task_is_refused_and_is_no_note_that_the_model_needs_value
     components = components_of("model=unet_small", "task.null_class=null")
     with pytest.raises(UserError, match=r"^task\.null_class=None: the dataset has labels: give the "):
         dry_step(components, has_gpu=True)
+
+
+RUN = tuple(key for key in TINY_RUN if not key.startswith("model."))
+VIT = (
+    "model=hf",
+    "model.source=vit",
+    "model.task=classification",
+    "model.overrides={num_hidden_layers: 1, hidden_size: 16, num_attention_heads: 2, intermediate_size: 16,"
+    " image_size: 16, patch_size: 8, num_labels: 3}",
+    "task=classification",
+    "dataset=synthetic_images",
+    "dataset.num_classes=3",
+)
+TEXT_UNET = (
+    "model=diffusers",
+    "model.source=UNet2DConditionModel",
+    "model.overrides={sample_size: 8, block_out_channels: [8, 16], down_block_types: [CrossAttnDownBlock2D,"
+    " DownBlock2D], up_block_types: [UpBlock2D, CrossAttnUpBlock2D], norm_num_groups: 4, layers_per_block: 1,"
+    " cross_attention_dim: 12, attention_head_dim: 4}",
+    "task=flow_matching",
+    "dataset=synthetic_images",
+    "dataset.shape=[4,8,8]",
+)
+WRONG = {
+    "width of a text": (*TEXT_UNET, "dataset.condition={encoder_hidden_states: [3, 13]}"),
+    "channels": (*VIT, "dataset.shape=[1,16,16]"),
+    "pixels": (*VIT, "dataset.shape=[3,32,32]"),
+    "channels of a UNet": (*UNET, "dataset=synthetic_images", "dataset.shape=[3,8,8]", "dataset.num_classes=3"),
+}
+
+SMALL = "vocab_size: 64, num_hidden_layers: 2, hidden_size: 32, intermediate_size: 48, num_attention_heads: 4"
+EXPERTS = f"{SMALL}, num_key_value_heads: 4, n_routed_experts: 4, moe_intermediate_size: 16, first_k_dense_replace: 1"
+# Keys of an architecture that contradict each other, of which its configuration class says nothing.
+CONTRADICTORY = {
+    "fewer experts than groups": ("deepseek_v3", EXPERTS),
+    "no number of experts to choose": ("deepseek_v2", EXPERTS),
+    "heads that the keys do not divide": ("qwen3", f"{SMALL}, num_key_value_heads: 3"),
+    "groups that do not divide the heads": (
+        "mamba2",
+        "vocab_size: 64, num_hidden_layers: 2, hidden_size: 32, num_heads: 8, head_dim: 8, n_groups: 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTORY)
+def test_sizes_that_contradict_each_other_are_refused(name: str):
+    source, overrides = CONTRADICTORY[name]
+    components = components_of(*RUN, "model=hf", f"model.source={source}", f"model.overrides={{{overrides}}}")
+    with pytest.raises(UserError, match=r"^model=hf with dataset=synthetic: sizes do not fit each other \(.+\): "):
+        plan_run(components, machine_of(components), True)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_other_sizes_are_refused(name: str):
+    keys = [key for key in WRONG[name] if key.partition("=")[0] not in ("dataset.characters", "dataset.count")]
+    keys = [key for key in keys if key not in ("dataset=glyphs", "dataset.size=8")]
+    components = components_of(*RUN, *keys)
+    with pytest.raises(
+        UserError, match=r"^model=\w+ with dataset=synthetic_images: sizes do not fit each other \(.+\): "
+    ):
+        plan_run(components, machine_of(components), True)
+
+
+def test_the_examples_are_those_of_a_microbatch(monkeypatch: pytest.MonkeyPatch):
+    components = components_of(*RUN, *VIT, "dataset.shape=[3,16,16]", "batch_size=7", "microbatches=2")
+    seen = []
+
+    def fails(*given: torch.Tensor, **named: torch.Tensor) -> None:
+        seen.extend(len(tensor) for tensor in (*given[1:], *named.values()) if isinstance(tensor, torch.Tensor))
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(type(components.model), "forward", fails)
+    refuse_shapes(components)
+    assert set(seen) == {4}
+
+
+def test_fitting_sizes_and_models_that_need_values_are_not(monkeypatch: pytest.MonkeyPatch):
+    components = components_of(*RUN, *VIT, "dataset.shape=[3,16,16]")
+    refuse_shapes(components)
+    for message in ("Tensor.item() cannot be called on meta tensors", "the sizes of meta tensors", "no room"):
+        with monkeypatch.context() as patch:
+
+            def fails(*_: object, message: str = message) -> None:
+                raise RuntimeError(message)
+
+            patch.setattr(type(components.model), "forward", fails)
+            refuse_shapes(components)
+
+
+@pytest.mark.parametrize("shape", [[3, 8, 8], [1, 7, 7]])
+def test_samples_of_a_shape_that_the_model_does_not_take_are_refused(shape: list[int]):
+    given = f"task.sample_shape=[{','.join(map(str, shape))}]"
+    components = components_of(*RUN, *UNET, "sample.every=1", given)
+    with pytest.raises(UserError, match=rf"^task\.sample_shape=\[{shape[0]}, .*\]: the model takes no images of this"):
+        plan_run(components, machine_of(components), True)
+
+
+def test_samples_of_another_shape_that_the_model_takes_are_planned():
+    components = components_of(*RUN, *UNET, "sample.every=1", "task.sample_shape=[1,16,16]")
+    plan_run(components, machine_of(components), True)

@@ -1,21 +1,31 @@
-"""A run that does not fit is refused before it writes or allocates anything; force=true starts it."""
+"""A run that does not fit is refused before it writes or allocates anything; one that runs out of memory explains it."""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
 from pathlib import Path
 
 import pytest
+import torch
 
-from offload.byte_sizes import GIB
-from tests.training.helpers.in_process import TINY_RUN, command_here, components_of
+from offload.byte_sizes import GIB, format_bytes
+from tests.training.helpers.in_process import SMALL_MODEL, TINY_RUN, command_here, components_of
 from training.planning import fit, memory
-from training.planning.fit import MisfitError, exceeded, misfit, refuse_misfit
+from training.planning.fit import (
+    MisfitError,
+    OutOfMemoryError,
+    exceeded,
+    memory_explained,
+    misfit,
+    refuse_misfit,
+)
 from training.planning.machine import machine_of
-from training.planning.plan import plan_filled
+from training.planning.plan import plan_filled, plan_run
 from training.planning.report import RunPlan
+from training.runs import allocator
 from training.runs.files import PLAN_FILE, PLAN_PICTURE, SUMMARY_FILE
 from training.settle.components import Components
 
@@ -111,9 +121,9 @@ def test_the_machines_memory_is_not_held_to_the_error_of_the_plan_and_a_budget_i
         refuse_misfit(components, plan)
 
 
-@pytest.mark.usefixtures("process_without_memory")
+@pytest.mark.usefixtures("process_without_memory", "small_activations")
 def test_what_an_automatic_budget_would_keep_counts_against_a_budget_alone(machine):
-    job = ("offload=tensor_swap", "offload.min_bytes=1KiB", "offload.budget=auto", "hardware.d2h_gb_s=0.001")
+    job = ("offload=tensor_swap", "offload.budget=auto", "hardware.d2h_gb_s=0.001")
     components, plan = planned(*job, has_gpu=True)
     total = plan.totals["vram_budget"]
     assert 0 < plan.kept_bytes < total
@@ -144,3 +154,58 @@ def test_a_forced_run_is_warned_once(machine, caplog: pytest.LogCaptureFixture):
 def test_a_plan_that_fits_says_nothing():
     components, plan = planned()
     assert misfit(components, plan, plan.limits()) is None
+
+
+SMALL = (*SMALL_MODEL, "seq_len=32", "dataset=synthetic")
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of"
+
+
+def explained(*overrides: str, error: BaseException | None = None, has_gpu: bool = False) -> tuple[str, RunPlan]:
+    """The message of an error that a run with `overrides` meets, and its plan."""
+    components = components_of(*SMALL, *overrides)
+    plan = plan_run(components, machine_of(components), has_gpu)
+    with pytest.raises(OutOfMemoryError) as caught, memory_explained(components, plan):
+        raise error or torch.OutOfMemoryError(OUT_OF_MEMORY)
+    assert caught.value.status == "out_of_memory"
+    return str(caught.value), plan
+
+
+@pytest.mark.parametrize("expand", [False, True])
+def test_the_message_names_the_allocators_setting_where_it_is_not_made(monkeypatch: pytest.MonkeyPatch, expand: bool):
+    monkeypatch.setattr(allocator, "segments_expand", lambda: expand)
+    message, _ = explained()
+    assert message.endswith(f"; {allocator.ADVICE}") is not expand
+    assert ("expandable_segments" in message) is not expand
+
+
+def test_the_message_has_the_numbers_of_the_plan():
+    message, plan = explained("offload=layer_stream", "vram_budget=2GiB", has_gpu=True)
+    planned = f"planned were {format_bytes(plan.totals['vram_budget'])} of {format_bytes(2**31)} ("
+    assert message.startswith(f"the GPU is out of memory (2.50 GiB more needed): {planned}")
+    assert ": take " in message
+    for part in ("slots", "activations"):
+        assert f"{part} {format_bytes(plan.device_bytes[part])}" in message
+
+
+@pytest.mark.parametrize(
+    ("error", "start"),
+    [
+        (MemoryError("9 GiB are needed, 8 GiB are free"), "the host is out of memory (9 GiB are needed, 8 GiB are"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "the host is out of memory: planned were "),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "the host is out of memory: planned were "),
+    ],
+)
+@pytest.mark.slow
+def test_the_host_has_its_own_numbers(error: Exception, start: str):
+    message, plan = explained(error=error)
+    assert message.startswith(start)
+    assert f"device {format_bytes(plan.host_bytes['device'])}" in message
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: misaligned address"), ValueError("out of memory")])
+def test_other_errors_pass(error: Exception):
+    components = components_of(*SMALL)
+    plan = plan_run(components, machine_of(components), has_gpu=False)
+    with pytest.raises(type(error)) as caught, memory_explained(components, plan):
+        raise error
+    assert caught.value is error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from offload.streams import registry
 from tests.training.helpers.in_process import components_of
 from training.errors import UserError
 from training.planning import machine as machine_module
-from training.planning.machine import is_complete, machine_of, measured_in_short
+from training.planning.machine import disk_gb_s, is_complete, machine_of, measured_in_short
 from training.planning.probe import keep
 
 CPU = torch.device("cpu")
@@ -82,7 +82,8 @@ def test_streams_are_released_where_the_bus_cannot_be_measured(monkeypatch: pyte
 
         type = "cuda"
 
-    components = dataclasses.replace(components_of(), device=Gpu())
+    components = components_of()
+    components = replace(components, settled=replace(components.settled, device=Gpu()))
     monkeypatch.setattr(machine_module, "device_name", lambda device: "a GPU")
     monkeypatch.setattr(machine_module, "peak_flops", lambda device, dtype: 1e12)
     monkeypatch.setattr(machine_module, "vram_bytes", lambda device: GIB)
@@ -91,3 +92,12 @@ def test_streams_are_released_where_the_bus_cannot_be_measured(monkeypatch: pyte
     with pytest.raises(ArithmeticError):
         measured_in_short(components)
     assert registry.holders(CPU) == 0
+
+
+def test_a_large_file_is_measured_and_a_small_one_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machine_module, "PIECE_BYTES", 64 * 2**10)
+    (tmp_path / "large").write_bytes(bytes(2**20))
+    (tmp_path / "small").write_bytes(bytes(1000))
+    assert disk_gb_s(tmp_path / "large") is None or disk_gb_s(tmp_path / "large") > 0
+    assert disk_gb_s(tmp_path / "small") is None
+    assert disk_gb_s(tmp_path / "none") is None

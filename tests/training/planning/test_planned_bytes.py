@@ -26,12 +26,12 @@ HEADS = ("model.num_attention_heads=4", "model.num_key_value_heads=2")
 def little_in_flight(monkeypatch: pytest.MonkeyPatch):
     """Otherwise small activations would all be used before their memory is released, and none would be copied in."""
     monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 2**14)
+    monkeypatch.setattr(tensor_swap, "MIN_BYTES", 2**12)
 
 
 def moved(folder: Path, mode: str, *overrides: str) -> dict[str, float]:
     """Returns what a run under `mode` measures, and checks that it was planned."""
-    swaps = ("offload.min_bytes=4KiB",) if "swap" in mode else ()
-    summary = run_here(folder, *SMALL_MODEL, *JOB, *HEADS, f"offload={mode}", *swaps, *overrides)
+    summary = run_here(folder, *SMALL_MODEL, *JOB, *HEADS, f"offload={mode}", *overrides)
     measured = {key: summary[key] for key in KEYS}
     assert {key: summary[f"planned/{key}"] for key in KEYS} == measured
     return measured

@@ -24,13 +24,11 @@ from training.runs.records import read_metrics
 from training.settle.components import Components, acquired
 
 MODES = sorted(mode_options())
-SWAPS = ("tensor_swap", "layer_stream_swap", "bounce_linear_swap")
 TIED = "model.tie_word_embeddings=true"
 
 
 def components_under(mode: str, *overrides: str) -> Components:
-    swaps = ("offload.min_bytes=256",) if mode in SWAPS else ()
-    return components_of(*TINY_RUN, f"offload={mode}", *swaps, *overrides)
+    return components_of(*TINY_RUN, f"offload={mode}", *overrides)
 
 
 def held(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]:

@@ -18,7 +18,6 @@ from tests.training.helpers.in_process import TINY_RUN, components_of, composed,
 from tests.training.helpers.pretrained_folder import SIZES, save_pretrained, small_tokenizer
 from training.data.tokenizer_files import tokenizer_files
 from training.errors import UserError
-from training.planning.chosen import chosen_values
 from training.planning.plan import plan_only
 from training.weights.model_tokenizer import is_of_bytes, own_tokenizer
 
@@ -56,7 +55,7 @@ def refusal_of(*overrides: str) -> str:
 def test_loaded_weights_bring_their_tokenizer(model: Path):
     components = components_of(*of_hf(model))
     assert components.config.dataset.tokenizer == str(model)
-    line = chosen_values(components, None)["dataset.tokenizer"]
+    line = components.settled.reasons["dataset.tokenizer"]
     assert line == f"{model}, the tokenizer of model.weights={model}"
     # Bytes as ids of such a model were trained on without a word.
     shape = "{" + ", ".join(f"{key}: {value}" for key, value in {**SIZES, "rms_norm_eps": 1e-5}.items()) + "}"
@@ -74,7 +73,7 @@ def test_a_model_from_the_seed_has_that_of_its_source_or_bytes(model: Path, tmp_
     assert tokenizer_of(*of_hf(model, "model.weights=null")) == str(model)
     components = components_of(*TEXT)
     assert components.config.dataset.tokenizer is None
-    assert chosen_values(components, None)["dataset.tokenizer"].startswith("bytes, because the weights begin from")
+    assert components.settled.reasons["dataset.tokenizer"].startswith("bytes, because the weights begin from")
     shutil.copy(model / "config.json", tmp_path)
     assert tokenizer_of(*of_hf(tmp_path)) is None
 

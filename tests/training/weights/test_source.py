@@ -22,7 +22,6 @@ from tests.training.helpers.in_process import components_of, run_here
 from training.checkpoints.base import BaseReference
 from training.checkpoints.state import read_state
 from training.errors import UserError
-from training.planning.chosen import chosen_values
 from training.weights.files import ModelWeights
 from training.weights.source import local_source, source_digest, weights_of_source
 
@@ -147,7 +146,7 @@ def test_a_plan_needs_the_configuration_alone(hub: Path):
     assert len(components.model.hf.transformer.h) == 1
     assert downloaded(hub) == {"config.json"}
     assert components.config.model.source == components.config.model.weights == "me/gpt2"
-    assert chosen_values(components, None)["model.weights"] == "me/gpt2, those of model.source"
+    assert components.settled.reasons["model.weights"] == "me/gpt2, those of model.source"
 
 
 def test_the_digest_of_a_source_is_that_of_the_file_that_makes_the_model(tmp_path: Path):
@@ -183,7 +182,7 @@ def test_what_auto_stands_for(tmp_path: Path, repositories: dict):
     for file in tmp_path.glob("model*"):
         file.unlink()
     assert chosen(str(tmp_path)) is None
-    lines = chosen_values(components_of("model=hf", "model.source=gpt2", "dataset=synthetic"), None)
+    lines = components_of("model=hf", "model.source=gpt2", "dataset=synthetic").settled.reasons
     assert lines["model.weights"].startswith("the weights begin from the seed")
 
 

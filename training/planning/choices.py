@@ -1,4 +1,4 @@
-"""Fills vram_budget: chooses how many units stay on the device, beside the optimizer states that may live there.
+"""What a run leaves to its plan: how many units stay on the device, and whether gradients are kept after all.
 
 A unit that stays takes its weight, its gradient and its states, and saves their copies and the host's update. States
 alone take a little less and save the update only. So a search over the number of units, in which the states take what
@@ -8,21 +8,27 @@ is left, finds the shortest step.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import replace
 
 from omegaconf import DictConfig, OmegaConf
 
-from offload.planning import DryRun, forecast
+from offload.planning import DryRun, NotFinalError, forecast
 from training.config.auto import AUTO
 from training.config.construct import make_mode
 from training.config.modes import weights_node
-from training.planning import reference
 from training.planning.machine import Machine
 from training.planning.optimizer import PlannedUpdate
-from training.settle.components import Components, footprint_of
+from training.planning.report import RunPlan
+from training.settle.components import Components, fills_budget, footprint_of
+from training.settle.gradients import KEPT
+
+Plan = Callable[[Components], tuple[Components, RunPlan]]
 
 # Numbers of units that are compared: the time of a step is a smooth function of the number.
 CANDIDATES = 17
+# Steps that are longer by a smaller share are as fast, for what a plan knows.
+LONGER = 1.02
 
 
 def resident_key(config: DictConfig) -> str | None:
@@ -32,16 +38,20 @@ def resident_key(config: DictConfig) -> str | None:
 
 
 def with_resident(components: Components, key: str, units: int) -> Components:
-    """Returns the components of a run in which `count` units stay on the device, with a configuration of its own."""
+    """Returns the components of a run in which `units` stay on the device, with a configuration of its own."""
     config = components.config.copy()
     OmegaConf.update(config, key, units)
     mode = make_mode(config.offload)
-    return replace(
-        components,
-        config=config,
-        mode=mode,
-        footprint=footprint_of(config, mode, components.model, components.gradients),
-    )
+    footprint = footprint_of(config, mode, components.model, components.gradients)
+    return replace(components, mode=mode, footprint=footprint).with_config(config)
+
+
+def resident_chosen(components: Components, config: DictConfig, key: str, units: int) -> Components:
+    """Writes the number of units, with which `components` were planned, into `config`; returns them with the reason."""
+    OmegaConf.update(config, key, units)
+    reason = f"{units} of {units + components.footprint.units} units: {fills_budget(config)}"
+    found = components.with_config(config)
+    return replace(found, settled=found.settled.because({key: reason}))
 
 
 def resident_units(components: Components, machine: Machine, step: DryRun, budget_bytes: int) -> int:
@@ -56,18 +66,19 @@ def resident_units(components: Components, machine: Machine, step: DryRun, budge
         some = with_resident(components, key, units)
         return _without_states(some, step) + PlannedUpdate.of(some, 0).device_bytes > budget_bytes
 
-    # The largest number that fits.
     most = max(bisect_left(range(components.footprint.units + 1), True, key=too_large) - 1, 0)
     numbers = sorted({round(most * part / (CANDIDATES - 1)) for part in range(CANDIDATES)})
-    candidates = {units: with_resident(components, key, units) for units in numbers}
-    times = {units: _step_ms(some, components, machine, step, budget_bytes) for units, some in candidates.items()}
+    times = {
+        units: _step_ms(with_resident(components, key, units), components, machine, step, budget_bytes)
+        for units in numbers
+    }
     return min(times, key=lambda units: (round(times[units], 1), -units))
 
 
 def _without_states(components: Components, step: DryRun) -> int:
     """Returns the bytes at the peak of the device, without optimizer states."""
     footprint = components.footprint
-    weights = footprint.resident_bytes + footprint.slot_bytes + reference.device_bytes(components)
+    weights = footprint.resident_bytes + footprint.slot_bytes + components.reference_device_bytes
     return weights + footprint.resident_gradient_bytes + step.activation_bytes
 
 
@@ -86,6 +97,29 @@ def _step_ms(components: Components, streamed: Components, machine: Machine, ste
     ]
     update = PlannedUpdate.of(components, budget_bytes - _without_states(components, step))
     times = update.time(components, machine, has_gpu=True)
-    speeds = machine.bandwidth, machine.flops_per_s(components.dtype)
-    rates = {"device_gb_s": machine.device_gb_s, "links_gb_s": machine.exchange_gb_s}
-    return forecast(phases, *speeds, times, **rates).step_ms
+    return forecast(phases, *machine.speeds(components.dtype), times, **machine.rates).step_ms
+
+
+def with_gradients_chosen(components: Components, plan: Plan) -> tuple[Components, RunPlan]:
+    """Returns `plan(components)`, or that of the same run with gradients kept.
+
+    They are kept where the dry run shows one that is not final when it lands; and where that fits and is faster, unless
+    the user asked for their release. Raises UserError where the user did, and one is not final.
+    """
+    try:
+        filled, released = plan(components)
+    except NotFinalError as error:
+        return plan(components.with_gradients(components.gradients.kept_because(error.problem)))
+    forecast, choice = released.forecast, filled.gradients
+    hides_all = not released.has_gpu or forecast.alone_ms["host optimizer"] <= forecast.phases_ms[-1]
+    if not choice.released or choice.why is None or hides_all:
+        return filled, released
+    without, kept = plan(filled.with_gradients(KEPT))
+    if forecast.step_ms < LONGER * kept.forecast.step_ms or False in kept.fits.values():
+        return without.with_gradients(choice), released
+    why = (
+        f"there is room, and the next forward hides what backward does not: steps of {kept.forecast.step_ms:,.0f} ms"
+        f" in place of {forecast.step_ms:,.0f}"
+    )
+    found = without.with_gradients(choice.kept_because(why))
+    return found, replace(kept, chosen=found.settled.reasons)

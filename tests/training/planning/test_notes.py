@@ -1,0 +1,179 @@
+"""What a plan says of weights that do not stream, are not quantised, or have no adapter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from models.quantise import QuantisedWeight
+from tests.test_any_model import COMMON, GPT2
+from tests.training.helpers import streamed_shapes
+from tests.training.helpers.in_process import SMALL_MODEL, components_of
+from training.planning.dry_step import dry_step
+from training.planning.machine import machine_of
+from training.planning.notes import staying_note, streamed_share, unadapted_note, unmatched_note, unquantised_note
+from training.planning.plan import plan_run
+
+# The embedding and the head are half of such a model.
+MODEL = (*SMALL_MODEL, "model.vocab_size=512", "offload=layer_stream")
+
+
+def test_a_resident_model_streams_nothing():
+    components = components_of(*SMALL_MODEL)
+    assert streamed_share(components) is None
+    assert staying_note(components) is None
+
+
+def test_what_stays_is_named_with_the_key_that_streams_it():
+    components = components_of(*MODEL)
+    total = sum(parameter.nbytes for parameter in components.model.parameters())
+    blocks = sum(parameter.nbytes for parameter in components.model.model.layers.parameters())
+    assert streamed_share(components) == pytest.approx(blocks / total, rel=0.01)  # units are padded
+    note = staying_note(components)
+    assert note == (
+        "64% of the weights stay on the device: model.embed_tokens.weight (0.06 MiB), lm_head.weight (0.06 MiB);"
+        " offload.outside=stream streams them too"
+    )
+    plan = plan_run(components, machine_of(components), has_gpu=True)
+    assert note in plan.notes
+    assert plan.rows()["weights that stream"] == "36%"
+
+
+@pytest.mark.parametrize("asked", ["offload.outside=stream", "offload.resident=1"])
+def test_no_note_where_all_streams_or_the_user_keeps_some(asked: str):
+    components = components_of(*MODEL, asked)
+    assert staying_note(components) is None
+
+
+@pytest.mark.parametrize("pattern", ["include=[layers.*]", "exclude=['*']"])
+def test_patterns_that_leave_nothing_are_named(pattern: str):
+    note = staying_note(components_of(*MODEL, f"offload.{pattern}"))
+    named = f"offload.{pattern}".replace("[layers.*]", "['layers.*']")
+    assert note.startswith("nothing streams: ")
+    assert named in note
+    assert unmatched_note(components_of(*MODEL, f"offload.{pattern}")) is None
+
+
+def test_patterns_that_match_nothing_beside_others_are_named():
+    """One that matches a module inside a block selects nothing either: blocks stream as a whole."""
+    components = components_of(
+        *MODEL,
+        "offload.include=['model.layers.*','model.layers.1.mlp','layer.*']",
+        "offload.exclude=['model.layers.0','lm_head']",
+    )
+    note = unmatched_note(components)
+    assert note == (
+        "without effect: offload.include=model.layers.1.mlp, offload.include=layer.*, offload.exclude=lm_head; the"
+        " modules that the mode cuts out are model.layers.0, model.layers.1"
+    )
+    assert note in plan_run(components, machine_of(components), has_gpu=True).notes
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("offload.outside=stream", "offload.exclude=[lm_head]"),
+        ("offload=bounce_linear", "offload.include=['*.mlp.*']"),
+        ("offload=shard_offload", "offload.exclude=['*.0']"),
+        ("offload=tensor_swap", "offload@offload.weights=layer_stream", "offload.weights.exclude=['*.0']"),
+    ],
+)
+def test_patterns_that_match_have_no_note(keys: tuple[str, ...]):
+    assert unmatched_note(components_of(*MODEL, *keys)) is None
+
+
+@pytest.mark.parametrize("name", streamed_shapes.SHAPES)
+@pytest.mark.slow
+def test_every_mode_streams_models_of_all_kinds(name: str):
+    """Blocks are found in all lists: encoder and decoder, down, mid and up, double and single."""
+    model = streamed_shapes.built(name)
+    for mode in streamed_shapes.MODES:
+        assert streamed_shapes.share(model, mode, "stream") > 0.99, mode
+        # By default what stays is embedding tables and the head of a language model.
+        assert streamed_shapes.share(model, mode, "resident") > 0.95 - streamed_shapes.share_of_tables(model), mode
+
+
+def test_adapters_that_stay_by_choice_are_not_named():
+    components = components_of(*MODEL, "adapter=lora", "adapter.rank=32")
+    note = staying_note(components)
+    assert "model.embed_tokens.weight (0.06 MiB), lm_head.weight (0.06 MiB)" in note
+    assert "lora" not in note
+
+
+# The embedding and the head are half of such a model.
+WIDE = (*SMALL_MODEL, "model.vocab_size=512")
+
+
+def test_the_largest_that_are_not_quantised_are_named():
+    components = components_of(*WIDE, "quantize=int8")
+    note = unquantised_note(components)
+    assert note == (
+        "64% of the weights, in bytes without quantising, are not quantised:"
+        " model.embed_tokens.weight (0.06 MiB), lm_head.weight (0.06 MiB)"
+    )
+    assert note in plan_run(components, machine_of(components), has_gpu=True).notes
+
+
+@pytest.mark.parametrize(("quantize", "read_and_written"), [("int8", 1 + 4 + 4 + 2), ("nf4", 0.5 + 2)])
+@pytest.mark.parametrize("offload", ["none", "layer_stream"])
+@pytest.mark.slow
+def test_a_plan_counts_the_time_to_dequantise(offload: str, quantize: str, read_and_written: float):
+    keys = (*WIDE, "precision=bf16", f"quantize={quantize}", f"offload={offload}", "hardware=h200")
+    components = components_of(*keys)
+    step = dry_step(components, has_gpu=True)
+    numbers = sum(each.numel() for each in components.model.parameters() if isinstance(each, QuantisedWeight))
+    for phase in step.phases:
+        # Besides, a scale is read for each row.
+        assert phase.dequantised_bytes == pytest.approx(read_and_written * numbers, rel=0.05)
+    machine = machine_of(components)
+    slow, fast = (
+        plan_run(components, replace(machine, device_gb_s=rate), has_gpu=True).forecast.alone_ms["compute"]
+        for rate in (1.0, 2.0)
+    )
+    expected_ms = sum(phase.dequantised_bytes for phase in step.phases) / 1e6
+    assert slow - fast == pytest.approx(expected_ms / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("keys", [(), ("quantize=int8", "quantize.exclude=['*.mlp.*']")])
+def test_no_note_where_nothing_is_quantised_or_the_user_chose(keys: tuple[str, ...]):
+    assert unquantised_note(components_of(*WIDE, *keys)) is None
+
+
+def test_no_note_where_nearly_all_is_quantised():
+    keys = (*SMALL_MODEL, "model.vocab_size=256", "model.hidden_size=128", "model.intermediate_size=4096")
+    assert unquantised_note(components_of(*keys, "quantize=int8")) is None
+
+
+SIZES = "hidden_size:16,intermediate_size:32,num_hidden_layers:2,num_attention_heads:4,num_key_value_heads:2"
+EXPERTS = "num_local_experts:4,num_experts_per_tok:2,vocab_size:512,max_position_embeddings:64"
+MIXTRAL = (*COMMON, "model=hf", "model.source=mixtral", f"model.overrides={{{SIZES},{EXPERTS}}}")
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ((*SMALL_MODEL, "adapter=lora"), "no adapter: lm_head"),
+        (
+            (*SMALL_MODEL, "adapter=lora", "adapter.targets=[q_proj,layers.0.mlp.*]"),
+            "no adapter: k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head",
+        ),
+        ((*COMMON, *GPT2, "adapter=dora", "adapter.targets=[c_attn]"), "no adapter: c_proj, c_fc, lm_head"),
+        (
+            (*MIXTRAL, "adapter=lora"),
+            "no adapter: router gate, experts (adapter.experts=true gives them one), lm_head",
+        ),
+        ((*MIXTRAL, "adapter=lora", "adapter.experts=true"), "no adapter: router gate, lm_head"),
+    ],
+)
+def test_they_are_named_once(keys: tuple[str, ...], expected: str):
+    components = components_of(*keys)
+    names = [name for name, _ in components.model.named_parameters()]
+    assert unadapted_note(components) == expected
+    assert expected in plan_run(components, machine_of(components), has_gpu=True).notes
+    assert [name for name, _ in components.model.named_parameters()] == names
+
+
+@pytest.mark.parametrize("keys", [(), ("adapter=lora", "adapter.modules_to_save=[lm_head]")])
+def test_no_note_where_the_model_trains_or_all_have_one(keys: tuple[str, ...]):
+    assert unadapted_note(components_of(*SMALL_MODEL, *keys)) is None

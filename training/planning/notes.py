@@ -1,0 +1,150 @@
+"""The notes of a plan: what a run does not stream, quantise or adapt, and what the plan leaves out."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from models.adapter_targets import linear_names
+from models.adapters import adapter_layers, config_of, is_adapted, root_of, without_adapters
+from models.quantise import QuantisedWeight
+from offload import WeightMode, format_bytes
+from training.config.modes import weights_node
+from training.config.quantize import quantises
+from training.parallel.world import ranks_of_host
+from training.settle.components import Components
+
+# A smaller share is worth a note.
+MOST = 0.9
+# The most tensors, or modules, that are named, and the least share of the bytes of a tensor that is.
+NAMED, SMALL = 3, 0.01
+# Layers without an adapter that are named; those of one name in all blocks count once.
+LAYERS_NAMED = 8
+HOW = {"experts": " (adapter.experts=true gives them one)"}
+
+OWN = (
+    "{count} devices: bytes of the device and copies are those of each, bytes of a host those of its {local} processes,"
+    " each with its own copy; the time in which gradients are exchanged is not in the step"
+)
+SHARED = (
+    "{count} devices: bytes of the device, copies and exchanges are those of each, bytes of the host those of its"
+    " {local} processes, which share weights and states; {left_out} is not in the step, and each device is taken to"
+    " have the whole speed of its links"
+)
+
+
+def streamed_share(components: Components) -> float | None:
+    """Returns the share of the bytes of parameters and buffers that stream; None for a mode that streams none."""
+    footprint = components.footprint
+    everything = footprint.host_weight_bytes + footprint.resident_bytes
+    return footprint.host_weight_bytes / everything if footprint.units and everything else None
+
+
+def staying_note(components: Components) -> str | None:
+    """Returns a line with the largest tensors that stay on the device, where more stays than the user asked for.
+
+    Where the user's patterns leave nothing that streams, the line says so.
+    """
+    share = streamed_share(components)
+    key, mode = weights_node(components.config)
+    weights = _weight_mode(components)
+    if weights is not None and not weights.chosen(components.model):
+        patterns = f"{key}.include={mode.include} and {key}.exclude={mode.exclude}"
+        return f"nothing streams: {patterns} leave no module of the model"
+    if share is None or share >= MOST or mode.get("resident") not in (None, 0, "0", "auto"):
+        return None
+    names = {id(t): name for name, t in (*components.model.named_parameters(), *components.model.named_buffers())}
+    footprint = components.footprint
+    worth = SMALL * (footprint.host_weight_bytes + footprint.resident_bytes)
+    # What trains stays by choice then.
+    others = (t for t in footprint.resident if not (t.requires_grad and mode.get("trained") == "device"))
+    largest = sorted((t for t in others if t.nbytes >= worth), key=lambda t: -t.nbytes)[:NAMED]
+    if not largest:
+        return None
+    shown = ", ".join(f"{names.get(id(tensor), 'a tensor')} ({format_bytes(tensor.nbytes)})" for tensor in largest)
+    advice = f"; {key}.outside=stream streams them too" if mode.get("outside") == "resident" else ""
+    return f"{1 - share:.0%} of the weights stay on the device: {shown}{advice}"
+
+
+def unmatched_note(components: Components) -> str | None:
+    """Returns a line with the patterns of `include` and `exclude` that match no module which the mode cuts out.
+
+    They are not refused: under another mode of a sweep they may match. None where all match, or where the patterns
+    leave nothing that streams, which `staying_note` tells.
+    """
+    weights = _weight_mode(components)
+    if weights is None or not weights.chosen(components.model):
+        return None
+    names = list(dict.fromkeys(point.name for point in weights.cut_points(components.model)))
+    unmatched = [
+        f"{key}={pattern}"
+        for key, patterns in (("include", weights.include), ("exclude", weights.exclude))
+        for pattern in patterns
+        if not any(fnmatchcase(name, pattern) for name in names)
+    ]
+    if not unmatched:
+        return None
+    prefix, _ = weights_node(components.config)
+    some = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    listed = ", ".join(f"{prefix}.{pattern}" for pattern in unmatched)
+    return f"without effect: {listed}; the modules that the mode cuts out are {some}"
+
+
+def _weight_mode(components: Components) -> WeightMode | None:
+    weights = getattr(components.mode, "weights", components.mode)
+    return weights if isinstance(weights, WeightMode) else None
+
+
+def unquantised_note(components: Components) -> str | None:
+    """Returns a line with the largest weights that are not quantised, where they are more than a tenth.
+
+    Bytes are those in the precision of the run. None where nothing is quantised, or the user chose the layers.
+    """
+    config = components.config
+    if not quantises(config) or config.quantize.include or config.quantize.exclude or config.quantize.blocks:
+        return None
+    sizes = {name: (each.numel() * each.dtype.itemsize, each) for name, each in components.model.named_parameters()}
+    everything = sum(nbytes for nbytes, _ in sizes.values())
+    left = {name: nbytes for name, (nbytes, each) in sizes.items() if not isinstance(each, QuantisedWeight)}
+    if sum(left.values()) <= (1 - MOST) * everything:
+        return None
+    largest = sorted((name for name in left if left[name] >= SMALL * everything), key=left.get, reverse=True)[:NAMED]
+    shown = ", ".join(f"{name} ({format_bytes(left[name])})" for name in largest)
+    share = sum(left.values()) / everything
+    return f"{share:.0%} of the weights, in bytes without quantising, are not quantised{': ' if shown else ''}{shown}"
+
+
+def unadapted_note(components: Components) -> str | None:
+    """Returns a line with the linear layers that neither have an adapter nor train in full, by the ends of their names.
+
+    None where nothing is adapted, or everything is.
+    """
+    model = components.model
+    if not is_adapted(model):
+        return None
+    root = root_of(model)
+    adapted = {name for name, _ in adapter_layers(root)}
+    full = tuple(f"{name}." for name in config_of(model).modules_to_save or ())
+    with without_adapters(model):
+        kinds = linear_names(root)
+    left = {name: kind for name, kind in kinds.items() if name not in adapted and not f"{name}.".startswith(full)}
+    shown = list(dict.fromkeys(_short(name, kind) for name, kind in left.items()))
+    if not shown:
+        return None
+    more = f" and {len(shown) - LAYERS_NAMED} more" if len(shown) > LAYERS_NAMED else ""
+    return f"no adapter: {', '.join(shown[:LAYERS_NAMED])}{more}"
+
+
+def _short(name: str, kind: str) -> str:
+    own = name.rpartition(".")[2]
+    return f"router {own}" if kind == "router" and own != kind else f"{own}{HOW.get(kind, '')}"
+
+
+def note_of_ranks(components: Components) -> str | None:
+    """Returns a line on the devices and hosts that the numbers of a plan belong to; None for one device."""
+    if components.config.devices == 1:
+        return None
+    config, note = components.config, SHARED if components.shares_homes else OWN
+    left_out = "what is summed after backward"
+    if config.parallel.hosts > 1:
+        left_out += ", or between hosts,"
+    return note.format(count=config.devices, local=ranks_of_host(config), left_out=left_out)

@@ -1,0 +1,128 @@
+"""Settles a configuration: chooses a value for each key that is `auto`, and says why it is this one.
+
+Most follow from the configuration and the device, and are chosen here. `Components.of` adds those that follow from the
+model and its mode, and a plan the number of units that stay on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from training.config.auto import AUTO
+from training.config.construct import construct
+from training.config.groups import CONF
+from training.config.schema import Precision
+from training.runs.invocation import Invocation
+from training.tasks.dpo import settled_reference
+from training.tasks.task import Task
+from training.weights.model_tokenizer import own_tokenizer, refuse_foreign_tokenizer, settled_tokenizer
+from training.weights.source import weights_of_source
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A configuration with its choices. Whoever needs a value reads it in `config`.
+
+    Attributes:
+        device: where the run computes; a plan for another machine asks `Machine` instead.
+        reasons: by key, a value that the command line did not give, and why it is this one.
+        notes: how the run differs from what its configuration asked for.
+    """
+
+    config: DictConfig
+    invocation: Invocation
+    device: torch.device
+    task: Task
+    reasons: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+    def because(self, reasons: Mapping[str, str]) -> Settled:
+        """Returns these choices with further `reasons`."""
+        return replace(self, reasons={**self.reasons, **reasons})
+
+
+def settle(config: DictConfig, invocation: Invocation, device: torch.device, on_gpu: bool | None = None) -> Settled:
+    """Writes into `config` what is chosen in place of `auto`, and returns it with the reasons.
+
+    `on_gpu`: whether a plan is for a GPU, if that differs from `device`. Raises UserError for a tokenizer that is not
+    that of the weights, and for a task that cannot be made.
+    """
+    reasons = {}
+
+    def chosen(key: str) -> bool:
+        return OmegaConf.select(config, key) == AUTO
+
+    if chosen("task.reference"):
+        config.task.reference = settled_reference(config)
+        why = "an adapter that begins from nothing can be switched off"
+        if config.task.reference == "cached":
+            why = "the weights of the reference train, so it is computed before the first step"
+        reasons["task.reference"] = f"{config.task.reference}, because {why}"
+    task = construct(config.task, "task")
+    if chosen("precision"):
+        config.precision = _precision(device.type == "cuda" if on_gpu is None else on_gpu)
+        has = "a GPU" if config.precision == Precision.bf16 else "no GPU that computes in bf16"
+        reasons["precision"] = f"{config.precision}, because there is {has}"
+    if chosen("microbatches"):
+        of_rank = -(-task.microbatches(config) // config.devices)
+        config.microbatches = min(of_rank, config.batch_size // config.devices)
+        each = -(-task.units(config) // (config.microbatches * config.devices))
+        reasons["microbatches"] = f"{config.microbatches}, of {each:,} {task.unit}"
+    if chosen("model.weights"):
+        config.model.weights = found = weights_of_source(config.model)
+        from_seed = "the weights begin from the seed, because model.source names an architecture alone"
+        reasons["model.weights"] = from_seed if found is None else f"{found}, those of model.source"
+    if chosen("dataset.tokenizer"):
+        config.dataset.tokenizer = settled_tokenizer(config)
+        reasons["dataset.tokenizer"] = _why_tokenizer(config)
+    else:
+        refuse_foreign_tokenizer(config)
+    if brought := brought_by_model(config, invocation):
+        listed = ", ".join(f"{key}={value}" for key, value in brought.items())
+        reasons[f"model={invocation.choices['model']}"] = f"brings {listed}"
+    return Settled(config, invocation, device, task, reasons)
+
+
+def _precision(on_gpu: bool) -> Precision:
+    # Emulated, as on GPUs before Ampere, bfloat16 is slower than float32. A plan may be for a GPU that is not here.
+    has_bf16 = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+    return Precision.bf16 if on_gpu and has_bf16 else Precision.fp32
+
+
+def _why_tokenizer(config: DictConfig) -> str:
+    own = own_tokenizer(config.model)
+    if own is None:
+        return "bytes, because the weights begin from the seed and model.source brings no tokenizer"
+    return f"{config.dataset.tokenizer or 'bytes'}, the tokenizer of {own.of}"
+
+
+def brought_by_model(config: DictConfig, invocation: Invocation) -> dict[str, Any]:
+    """Returns the keys outside `model` that the file of the chosen model sets and that the run has from there."""
+    choices = invocation.choices
+    path = CONF / "model" / f"{choices.get('model')}.yaml"
+    text = path.read_text() if path.is_file() else ""
+    if not text.startswith("# @package _global_"):
+        return {}
+    content = yaml.safe_load(text)
+    entries = [pair for entry in content.pop("defaults", ()) if isinstance(entry, dict) for pair in entry.items()]
+    options = {key.removeprefix("override /"): name for key, name in entries if key.startswith("override /")}
+    content.pop("model", None)
+    return {
+        key: value
+        for key, value in (options | dict(_leaves(content))).items()
+        if key not in invocation.overridden and value in (choices.get(key), OmegaConf.select(config, key))
+    }
+
+
+def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
