@@ -25,13 +25,13 @@ from training.evaluation.held_out import scores_of_parts
 from training.evaluation.reference import log_probs_of_parts
 from training.optim import set_step
 from training.parallel.devices import take_seat
-from training.parallel.group import FirstHungError, FirstLostError, Group
+from training.parallel.group import Group
 from training.parallel.launch import HOST, START_S
-from training.parallel.setup import Setup
+from training.parallel.messages import FirstHungError, FirstLostError, Messages, from_first
 from training.parallel.world import World, is_torchrun
-from training.recorder import memory_of_rank
 from training.run.build import RankJob, build_optimizer, build_schedule, place_states_in_spare_vram
 from training.run.loop import run_share
+from training.run.meters import memory_of_rank
 from training.run.reference_model import attached_reference
 from training.runs.failures import FAILED, explain
 from training.runs.invocation import Invocation
@@ -66,7 +66,7 @@ def main() -> int:
     except FirstLostError:
         # Inside a step the others may wait for this rank's collectives until its process ends.
         if joined is not None and not joined.shares_homes:
-            joined.await_end()
+            joined.messages.await_end()
         return FAILED
     except FirstHungError as error:
         logger.error("error: %s", error)
@@ -77,10 +77,10 @@ def main() -> int:
         failure = explain(error)
         if not failure.fixable:
             logger.error("%s", visible_lines("".join(traceback.format_exception(error))).rstrip())
-        if joined is None or joined.is_exchanging or joined.shares_homes:
+        if joined is None or joined.messages.is_exchanging or joined.shares_homes:
             logger.error("error: %s", failure.reason)
         else:
-            joined.report_failure(failure.reason)
+            joined.messages.report_failure(failure.reason)
         return FAILED
     return 0
 
@@ -97,26 +97,26 @@ def join(world: World) -> Group:
         store = dist.TCPStore(HOST, int(os.environ["MASTER_PORT"]), world.size, is_master=False, timeout=limit)
         store.set(f"ready{world.rank}", "1")
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
-    setup = Setup().shared()
-    seat = take_seat(setup.device, setup.numa, world)
-    return Group(seat.device, setup, host=world.host, cores=seat.cores)
+    device, numa, timeout_s = from_first()
+    seat = take_seat(device, numa, world)
+    return Group(seat.device, Messages(timeout_s, world.host), cores=seat.cores)
 
 
 def obey(ranks: Group) -> None:
     """Builds this rank's part of the run, and carries out orders until the one to end. Raises FirstLostError."""
-    match ranks.order():
+    match ranks.messages.order():
         case ("build", config, invocation, speculation):
             with built(config, invocation, ranks, speculation) as job:
                 carry_out(job, ranks)
         case ("end",):
-            ranks.leave()
+            ranks.messages.leave()
 
 
 def carry_out(job: RankJob, ranks: Group) -> None:
     """Carries out the orders of a run that is built."""
     first = True
     while True:
-        match ranks.order():
+        match ranks.messages.order():
             case ("step", step, share):
                 run_share(job, step, share)
                 if first:
@@ -129,22 +129,22 @@ def carry_out(job: RankJob, ranks: Group) -> None:
                 task, seed = components.task, components.config.seed
                 with components.inference():
                     scores = scores_of_parts(task, components.model, parts, seed, ranks.device, lambda: False)
-                ranks.report(scores)
+                ranks.messages.report(scores)
             case ("reference", parts):
                 components = job.components
                 with components.mode.inference():
                     found = log_probs_of_parts(components.model, parts, ranks.device, lambda: False)
-                ranks.report(found)
+                ranks.messages.report(found)
             case ("finish",):
                 job.optimizer.finish()
-                ranks.report()
+                ranks.messages.report()
             case ("measure",):
-                ranks.report(memory_of_rank(ranks.device, job.components.counters(), ranks.home_sharers))
+                ranks.messages.report(memory_of_rank(ranks.device, job.components.counters(), ranks.home_sharers))
             case ("fingerprints",):
-                ranks.report(ranks.fingerprints())
+                ranks.messages.report(ranks.fingerprints())
             case ("end",):
                 job.optimizer.finish()
-                ranks.leave()
+                ranks.messages.leave()
                 return
 
 
@@ -165,8 +165,8 @@ def built(
         fill_buffers(model)
         optimizer = build_optimizer(components, speculation, ranks.cores)
         schedule = build_schedule(config, optimizer)
-        ranks.report()
-        word, step = ranks.order()
+        ranks.messages.report()
+        word, step = ranks.messages.order()
         if word != "start":
             raise FirstLostError(f"expected start, got {word}")
         ranks.equalise(model, optimizer, step, components.shared_parameters(), reference)

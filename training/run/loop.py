@@ -22,8 +22,8 @@ from training.evaluation.held_out import evaluating
 from training.evaluation.reference import fill_reference
 from training.parallel.ranks import RankLostError, Share, shares_of
 from training.planning.advice import nonfinite_advice
-from training.recorder import Recorder
 from training.run.build import Job, RankJob, place_states_in_spare_vram
+from training.run.recorder import Recorder
 from training.runs.signals import StopRequest
 from training.seeds import seed_of, seed_torch
 from training.tasks.task import Task, loss_and_figures_to_train
@@ -79,7 +79,7 @@ def train(job: Job) -> dict:
             if step == config.steps:
                 # An error in the last update must be raised before the run counts as complete.
                 job.optimizer.finish()
-            recorder.end_step(result.skipped, result.loss)
+            recorder.end_step(step, result.skipped, result.loss)
             with saved_if_rank_is_lost(job, recorder, stop, step):
                 make_sample(job, recorder, stop, step)
                 evaluation = evaluate(job, recorder, stop, step)

@@ -16,7 +16,7 @@ from tests.training.helpers import in_process
 from training.checkpoints.best import Best
 from training.errors import UserError
 from training.evaluation.held_out import Evaluation
-from training.recorder import Recorder
+from training.run.recorder import Recorder
 from training.runs.checkpoint_files import folder_of
 from training.runs.records import read_summary
 from training.saved_runs.finding import found, newest_checkpoint

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload.modes import shard_offload, tensor_swap
 from tests.training.helpers.in_process import TINY_RUN, run_here
 from tests.training.helpers.modes import small_modes
 from training.data.datasets import StdlibText
@@ -102,9 +101,8 @@ def test_a_stop_or_an_error_leaves_the_model_as_it_was():
 
 
 @pytest.mark.slow
-def test_every_mode_evaluates_alike_and_trains_as_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1024)
-    monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 1024)
+@pytest.mark.usefixtures("small_activations")
+def test_every_mode_evaluates_alike_and_trains_as_without(tmp_path: Path):
     # Updates that begin inside backward, and may last until the evaluation needs them; microbatches of 2, 1 and 1.
     updates = ("optimizer=host_adamw", "optimizer.compile='off'", "clip_norm=null")
     job = (*RUN, *updates, "precision=bf16", "microbatches=3", "steps=4", "log_every=3")
@@ -134,7 +132,7 @@ def test_an_evaluation_counts_in_no_time_and_no_traffic(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(step_timer, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(CausalLM, "scores", slow)
-    monkeypatch.setattr("training.recorder.Recorder._speed", lambda self, step_s, _: {"perf/step_ms": step_s * 1e3})
+    monkeypatch.setattr("training.run.meters.StepMeter._speed", lambda self, step_s, _: {"perf/step_ms": step_s * 1e3})
     keys = ("transfer/h2d_gib", "transfer/d2h_gib", "perf/step_ms")
     for folder, overrides in (("with", EVALUATES), ("without", ())):
         run_here(tmp_path / folder, *RUN, "offload=layer_stream", *overrides)

@@ -21,8 +21,8 @@ from training.errors import UserError
 from training.parallel.group import Group
 from training.parallel.launch import HOST, Followers, connected
 from training.parallel.ranks import ALONE, RankLostError
-from training.recorder import Recorder
 from training.run import loop
+from training.run.recorder import Recorder
 from training.runs.signals import SIGNALS
 
 SAVING = ("devices=2", "microbatches=1", "checkpoint.every=null", "checkpoint.on_signal=true")

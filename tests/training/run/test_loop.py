@@ -17,8 +17,8 @@ from tests.training.helpers.in_process import TINY_RUN, command_here, composed
 from training.batches import examples_in
 from training.parallel.ranks import Share, shares_of
 from training.planning.advice import nonfinite_advice
-from training.recorder import Recorder
 from training.run.loop import clip_scale, forward_backward, gradient_norm, looked_ahead
+from training.run.recorder import Recorder
 from training.tasks.causal_lm import CausalLM
 
 SMALL = (*TINY_RUN, "steps=4", "log_every=1", "dataset=synthetic")

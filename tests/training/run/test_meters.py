@@ -1,8 +1,7 @@
-"""The records and the summary of a run."""
+"""What is measured of the steps between two records: speed, traffic, memory."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,25 +10,18 @@ import torch
 from offload import Counters
 from offload.modes.none import Resident
 from tests.training.helpers.in_process import SMALL_RUN, composed, run_here
-from training import recorder
 from training.data.datasets import SyntheticTokens
 from training.metrics.step_timer import StepTimer
 from training.parallel.ranks import Ranks
-from training.planning.report import RunPlan
+from training.run import meters
 from training.run.build import build
 from training.run.loop import train
 from training.runs import allocator
+from training.runs.records import read_metrics as metrics
+from training.runs.records import read_summary as summary
 
 # For runs in this process.
 QUIET = (*SMALL_RUN, "tracking=disabled")
-
-
-def metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def summary(folder: Path) -> dict:
-    return json.loads((folder / "summary.json").read_text())
 
 
 def test_a_peak_is_that_of_the_steps_of_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -44,16 +36,16 @@ def test_a_peak_is_that_of_the_steps_of_a_record(tmp_path: Path, monkeypatch: py
         nonlocal peak
         peak = 0.0
 
-    monkeypatch.setattr(recorder, "vram_peak_gib", step_and_read)
-    monkeypatch.setattr(recorder, "reset_peaks", reset)
+    monkeypatch.setattr(meters, "vram_peak_gib", step_and_read)
+    monkeypatch.setattr(meters, "reset_peaks", reset)
     run_here(tmp_path, *QUIET, "steps=4", "log_every=1")
     assert [record["memory/vram_peak_gib"] for record in metrics(tmp_path)] == [8.0, 8.0, 3.0, 2.0]
     assert summary(tmp_path)["memory/vram_peak_gib"] == 8.0
 
 
 def test_memory_that_is_held_beyond_the_budget_is_a_warning_once(tmp_path: Path, monkeypatch, caplog):
-    monkeypatch.setattr(recorder, "vram_peak_gib", lambda device: 1.5)
-    monkeypatch.setattr(recorder, "vram_reserved_gib", lambda device: 2.25)
+    monkeypatch.setattr(meters, "vram_peak_gib", lambda device: 1.5)
+    monkeypatch.setattr(meters, "vram_reserved_gib", lambda device: 2.25)
     monkeypatch.setattr(allocator, "segments_expand", lambda: False)
     run_here(tmp_path / "more", *QUIET, "steps=3", "log_every=1", "vram_budget=2GiB")
     (line,) = (record.message for record in caplog.records if "allocator" in record.message)
@@ -65,8 +57,8 @@ def test_memory_that_is_held_beyond_the_budget_is_a_warning_once(tmp_path: Path,
 
 
 def test_host_memory_is_that_of_the_ranks_of_one_host():
-    assert recorder.of_largest_host((0, 0, 0), (1.0, 2.0, 3.0)) == 6.0
-    assert recorder.of_largest_host((0, 0, 1, 1), (1.0, 2.0, 3.0, 1.5)) == 4.5
+    assert meters.of_largest_host((0, 0, 0), (1.0, 2.0, 3.0)) == 6.0
+    assert meters.of_largest_host((0, 0, 1, 1), (1.0, 2.0, 3.0, 1.5)) == 4.5
 
 
 def test_memory_of_several_ranks_is_that_of_the_fullest_gpu_and_host(tmp_path: Path, monkeypatch):
@@ -144,7 +136,7 @@ def test_what_a_mode_counts_is_shown_as_the_mean_of_a_step():
         undone_parameters=5_000_000,
         undo_ms=18.0,
     )
-    assert recorder._traffic(moved, 2) == {
+    assert meters.traffic(moved, 2) == {
         "transfer/h2d_gib": 4.0,
         "transfer/d2h_gib": 3.0,
         "transfer/activations_h2d_gib": 2.0,
@@ -153,7 +145,7 @@ def test_what_a_mode_counts_is_shown_as_the_mean_of_a_step():
         "transfer/files_wait_ms": 7.0,
         "transfer/stall_ms": 5.0,
     }
-    assert recorder._updates(moved, 2) == {
+    assert meters.updates(moved, 2) == {
         "optimizer/host_ms": 20.0,
         "optimizer/wait_ms": 8.0,
         # 80 million in 40 ms.
@@ -175,14 +167,6 @@ def test_a_traced_step_counts_in_no_speed_and_no_traffic(tmp_path: Path):
     assert not [key for key in metrics(only)[0] if key.startswith(("perf/", "transfer/"))]
 
 
-def test_the_summary_has_the_ratio_of_the_step_to_its_floor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(RunPlan, "summary", lambda plan: {"perf/floor_ms": 2.0})
-    run_here(tmp_path, *QUIET)
-    found = summary(tmp_path)
-    assert (found["status"], found["steps"], found["reason"]) == ("ok", 6, None)
-    assert found["perf/floor_ratio"] == found["perf/step_ms"] / 2.0
-
-
 def test_the_cpu_has_no_floor_no_mfu_and_no_vram(tmp_path: Path):
     run_here(tmp_path, *QUIET, "offload=layer_stream", "steps=1")
     found = metrics(tmp_path)[0].keys() | summary(tmp_path).keys()
@@ -192,7 +176,7 @@ def test_the_cpu_has_no_floor_no_mfu_and_no_vram(tmp_path: Path):
 
 
 def test_a_forward_alone_has_no_mfu_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(recorder, "known_peak_flops", lambda device, dtype: 1e12)
+    monkeypatch.setattr(meters, "known_peak_flops", lambda device, dtype: 1e12)
     run_here(tmp_path / "whole", *QUIET, "offload=none", "steps=1")
     assert summary(tmp_path / "whole")["perf/mfu"] > 0
     monkeypatch.setattr(Resident, "lacks", frozenset({"training"}))
@@ -200,25 +184,3 @@ def test_a_forward_alone_has_no_mfu_and_says_so(tmp_path: Path, monkeypatch: pyt
     found = summary(tmp_path / "forward")
     assert found["forward_only"] is True
     assert "perf/mfu" not in found.keys() | metrics(tmp_path / "forward")[0].keys()
-
-
-def test_a_resumed_run_keeps_its_records_and_its_count_of_skipped_steps(tmp_path: Path):
-    job = (*QUIET, "log_every=1", "checkpoint.every=2", "on_nonfinite=skip", "optimizer.lr=1e30")
-    run_here(tmp_path / "run", *job, "steps=4")
-    run_here(tmp_path / "run", *job, "steps=6", "resume=auto")
-    records = metrics(tmp_path / "run")
-    assert [record["train/step"] for record in records] == [1, 2, 3, 4, 5, 6]
-    assert [record["train/skipped_steps"] for record in records] == [0, 1, 2, 3, 4, 5]
-    assert "checkpoint/save_ms" in records[2]
-
-
-@pytest.mark.slow
-def test_the_first_loss_is_that_of_the_first_step_also_where_it_is_not_logged(tmp_path: Path):
-    run_here(tmp_path / "every", *QUIET, "steps=3", "log_every=1")
-    expected = metrics(tmp_path / "every")[0]["train/loss"]
-    # Saved before anything is logged, and killed then.
-    job = (*QUIET, "steps=3", "log_every=3", "checkpoint.every=2")
-    run_here(tmp_path / "run", *job)
-    assert summary(tmp_path / "run")["train/first_loss"] == expected
-    run_here(tmp_path / "run", *job, f"resume={tmp_path / 'run' / 'checkpoints' / 'step-00000002'}")
-    assert summary(tmp_path / "run")["train/first_loss"] == expected
