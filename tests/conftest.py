@@ -46,6 +46,15 @@ def pytest_collection_finish() -> None:
     _seed_no_absent_devices()
 
 
+@pytest.fixture
+def small_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the activations of tiny models leave the device, in runs within this process."""
+    # Not at the top: it imports torch.
+    from tests.offload.helpers.small import swap_small
+
+    swap_small(monkeypatch)
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Decides what `-n auto`, the default in pyproject.toml, means: 0 for no workers, None for one a core.
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from offload.modes import shard_offload, tensor_swap
 from tests.models.helpers.small_diffusion import SMALL, inputs_of
 from tests.test_any_model import COMMON, curve
 from tests.training.helpers.in_process import run_here
@@ -56,11 +55,8 @@ def job(name: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)
-def test_a_mode_trains_as_the_resident_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, mode: str):
-    # Activations of so small a model would stay, or be used again before their device memory is freed.
-    monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
-    for module in (shard_offload, tensor_swap):
-        monkeypatch.setattr(module, "IN_FLIGHT_BYTES", 1024)
+@pytest.mark.usefixtures("small_activations")
+def test_a_mode_trains_as_the_resident_model(tmp_path: Path, name: str, mode: str):
     knobs = small_modes()[mode]
     assert run_here(tmp_path / mode, *job(name), f"offload={mode}", *knobs)["transfer/h2d_gib"] > 0
     run_here(tmp_path / "none", *job(name), "offload=none")

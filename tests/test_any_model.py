@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from offload.modes import shard_offload, tensor_swap
 from scripts import generate
 from tests.training.helpers.in_process import TINY_RUN, composed, hydra_as_before, run_here
 from tests.training.helpers.modes import small_modes
@@ -53,11 +52,8 @@ def pictures(folder: Path) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("job", TASKS.values(), ids=TASKS)
 @pytest.mark.slow
-def test_every_mode_trains_alike_and_a_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: tuple):
-    # Activations of so small a model would stay, or be used again before their device memory is freed.
-    monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
-    for mode in (shard_offload, tensor_swap):
-        monkeypatch.setattr(mode, "IN_FLIGHT_BYTES", 1024)
+@pytest.mark.usefixtures("small_activations")
+def test_every_mode_trains_alike_and_a_run_resumes(tmp_path: Path, job: tuple):
     job = (*COMMON, *UPDATES, *job, "steps=2")
     modes = {name: knobs for name, knobs in small_modes().items() if name in MODES}
     for offload, knobs in modes.items():

@@ -17,7 +17,6 @@ from hydra.errors import InstantiationException
 
 from models.initialise import initialise
 from models.llama import Llama
-from offload.modes import shard_offload, tensor_swap
 from tests import ROOT
 from tests.models.helpers.saving import save_weights
 from tests.training.helpers.in_process import SMALL_RUN, command_here, run_here
@@ -79,11 +78,8 @@ def test_the_default_job_learns(tmp_path: Path):
         ("precision=bf16", "recompute=block", "microbatches=3", "clip_norm=null"),
     ],
 )
-def test_every_mode_trains_alike(tmp_path: Path, monkeypatch, options: tuple[str, ...]):
-    # Activations of so small a model would stay, or be used again before their device memory is freed.
-    monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1024)
-    for mode in (shard_offload, tensor_swap):
-        monkeypatch.setattr(mode, "IN_FLIGHT_BYTES", 1024)
+@pytest.mark.usefixtures("small_activations")
+def test_every_mode_trains_alike(tmp_path: Path, options: tuple[str, ...]):
     for offload, knobs in MODES.items():
         folder = tmp_path / offload
         run_here(folder, *QUIET, "steps=4", f"offload={offload}", *knobs, *options)
@@ -190,8 +186,6 @@ def test_weights_saved_by_name_load_into_any_mode(tmp_path: Path):
             r"weights.layers=blocks: no list of",
         ),
         (("offload=shard_offload", "offload.shards=3"), r"offload.shards=3: must be between 1 and .* blocks, 2"),
-        (("offload=tensor_swap", "offload.layers=[blocks.*]"), r"offload.layers=.*blocks.*: no module has such a name"),
-        (("offload=tensor_swap", "offload.keep_last=3"), r"offload.keep_last=3: must be between 0 and the 2 there are"),
         (("recompute=block", "recompute.blocks=blocks"), r"recompute.blocks=blocks: no list of blocks there"),
         (("seq_len=200000",), r"one block of seq_len \+ 1 = 200001"),
     ],

@@ -8,7 +8,7 @@ from offload.memory.host_memory import HostArena, HostBlock
 from offload.streams.registry import Event, Streams
 
 PAGE_BYTES = 4096
-# Left to the rest of the process and of the machine where there is no budget.
+# Left to the rest of the process and of the machine.
 RESERVE_BYTES = 2**28
 # A block may be larger by this factor than what it is taken for, where lengths vary from step to step.
 SLACK = 2
@@ -34,35 +34,28 @@ class PooledBlock:
 
 
 class HostPool:
-    """Host blocks of exact size (whole pages), at most `budget` bytes of them (None: what the host has free).
+    """Host blocks of exact size (whole pages), as many as the host has room for.
 
     A size of which the pool has blocks is served by these blocks only; otherwise, in steps that are all alike, a
     block would go to another tensor than in the step before. Any other size takes the smallest idle block that fits.
 
-    `held_bytes` are all bytes of the pool. `grew` tells whether new memory was page-locked in this step, which may take
-    longer than the step. A caller that takes a block and queues a copy that uses it makes that copy wait for `used`,
-    and then sets `used` to the end of that copy.
+    `grew` tells whether new memory was page-locked in this step, which may take longer than the step. A caller that
+    takes a block and queues a copy that uses it makes that copy wait for `used`, and then sets `used` to the end of
+    that copy.
     """
 
-    def __init__(self, arena: HostArena, streams: Streams, budget: int | None = None):
-        self.held_bytes = 0
+    def __init__(self, arena: HostArena, streams: Streams):
         self.grew = False
         self._arena = arena
         self._streams = streams
-        self._budget = budget
         self._step = 0
         # Idle blocks by size, the size that is unused for the longest time first.
         self._idle: OrderedDict[int, deque[PooledBlock]] = OrderedDict()
         # The number of blocks by size, idle and taken.
         self._counts: Counter[int] = Counter()
 
-    @property
-    def idle_bytes(self) -> int:
-        """The bytes of the blocks that are not taken."""
-        return sum(size * len(blocks) for size, blocks in self._idle.items())
-
     def take(self, nbytes: int, name: str) -> PooledBlock | None:
-        """Returns a block for `nbytes`, or None where neither the budget nor the host has room for one.
+        """Returns a block for `nbytes`, or None where the host has no room for one.
 
         Idle blocks of other sizes are returned to the host first where that makes the room.
         """
@@ -108,10 +101,6 @@ class HostPool:
         return block
 
     def _new_block(self, size: int, name: str) -> PooledBlock | None:
-        if self._budget is not None and self.held_bytes - self.idle_bytes + size > self._budget:
-            return None
-        while self._budget is not None and self.held_bytes + size > self._budget:
-            self._return_one(next(iter(self._idle)))
         while True:
             try:
                 self._arena.require(size + RESERVE_BYTES)
@@ -121,7 +110,6 @@ class HostPool:
                     return None
                 self._return_one(next(iter(self._idle)))
                 continue
-            self.held_bytes += size
             self._counts[size] += 1
             self.grew = True
             return block
@@ -136,5 +124,4 @@ class HostPool:
             block.used.synchronize()
         self._streams.writes(None, block, "the host's next use of the memory")
         self._arena.release(block.block)
-        self.held_bytes -= size
         self._counts[size] -= 1

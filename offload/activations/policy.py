@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 
 class Outcome(Enum):
@@ -52,36 +52,6 @@ class Choice(Enum):
     LEAVE = "leave it on the device, outside of the budget: a copy would free nothing"
 
 
-class SwapPolicy(Protocol):
-    """Decides for each span whether to swap it, by its index in the order of saving.
-
-    `budget` is how many bytes may stay on the device. `measures` tells whether `learn` needs the length of the step,
-    for which the host has to wait until the step is over.
-    """
-
-    budget: int
-    measures: bool
-
-    def begin_step(self, free_bytes: Callable[[], int | None]) -> None:
-        """Begins a step. `free_bytes()` returns the free bytes of the device, None where they are not known."""
-        ...
-
-    def choose(self, index: int, nbytes: int, room: int) -> Choice:
-        """Returns the choice for span number `index` of the step; `room` is what is left of the budget in bytes."""
-        ...
-
-    def learn(
-        self, record: Sequence[SpanRecord], stall_ms: float, step_ms: float | None, host_grew: bool = False
-    ) -> None:
-        """Learns from a step that is over: `record` has its spans in the order of saving.
-
-        `stall_ms` is how long compute waited for copies, `step_ms` how long the step took. `step_ms` is None on a
-        device without a clock, and where `measures` is False; `stall_ms` may then be that of an earlier step.
-        `host_grew`: new host memory was page-locked in the step.
-        """
-        ...
-
-
 class FixedBudget:
     """Keeps at most `budget` bytes on the device: the spans that backward uses first. Swaps the rest.
 
@@ -90,6 +60,8 @@ class FixedBudget:
     A span whose memory somebody else still referenced (a rope table, a tensor that the caller keeps) is not swapped
     again. Only another copy can show that this has changed. So it is tried again after `RETRY_STEPS` steps, then after
     twice as many, and so on; and at once after a step that saved other sizes than the step before.
+
+    `measures` tells whether `learn` needs the length of the step, for which the host waits until the step is over.
     """
 
     RETRY_STEPS = 16
@@ -104,9 +76,10 @@ class FixedBudget:
         self._num_steps = 0
 
     def begin_step(self, free_bytes: Callable[[], int | None]) -> None:
-        """Does nothing: the budget does not depend on the free memory."""
+        """Begins a step. `free_bytes()` returns the free bytes of the device, None where they are not known."""
 
     def choose(self, index: int, nbytes: int, room: int) -> Choice:
+        """Returns the choice for span number `index` of the step; `room` is what is left of the budget in bytes."""
         pause = self._paused.get(index)
         if pause is not None and pause.nbytes == nbytes:
             return Choice.SWAP if self._num_steps >= pause.until else Choice.LEAVE
@@ -115,6 +88,12 @@ class FixedBudget:
     def learn(
         self, record: Sequence[SpanRecord], stall_ms: float, step_ms: float | None, host_grew: bool = False
     ) -> None:
+        """Learns from a step that is over: `record` has its spans in the order of saving.
+
+        `stall_ms` is how long compute waited for copies, `step_ms` how long the step took. `step_ms` is None on a
+        device without a clock, and where `measures` is False; `stall_ms` may then be that of an earlier step.
+        `host_grew`: new host memory was page-locked in the step.
+        """
         self._num_steps += 1
         sizes_before, self._sizes = self._sizes, [span.nbytes for span in record]
         if self._sizes != sizes_before:

@@ -1,9 +1,9 @@
-"""The table of swapped spans: which are alive, which are used next, and how much is back ahead of use."""
+"""What the swapper knows of spans: the record of the current step, and the swapped spans that are alive."""
 
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator
 
@@ -11,13 +11,50 @@ import torch
 
 from offload.activations.host_pool import PooledBlock
 from offload.activations.policy import SpanRecord
-from offload.activations.step_record import StepRecord
+from offload.activations.storages import ExcludedStorages, SavedStorages
 from offload.activations.swapped_span import ByteRange, ReleasedSpan, SwappedSpan
-from offload.activations.use_order import UseOrder
+from offload.streams.registry import Event
+
+
+class StepRecord:
+    """The spans of one step, and what is known of the step so far: made when it begins, read when it ends.
+
+    `spans` are the records in the order of saving, `saved` finds the spans by storage, `excluded` are the storages
+    that are not swapped in this step. The swapped spans from `first_serial` on are of this step, and `has_new_spans`
+    tells that some were saved since their order of use was last looked up. `kept_bytes` stay on the
+    device within the budget, `unpacked_bytes` were unpacked since the last save. `started` and `stall_ms` are the time
+    when the step began, and how long compute had stood still by then, in all steps.
+    """
+
+    def __init__(self, first_serial: int = 0, stall_ms: float = 0.0, started: Event | None = None):
+        self.spans: list[SpanRecord] = []
+        self.saved = SavedStorages()
+        self.excluded = ExcludedStorages()
+        self.first_serial = first_serial
+        self.has_new_spans = False
+        self.kept_bytes = 0
+        self.unpacked_bytes = 0
+        self.stall_ms = stall_ms
+        self.started = started
+        self._ticks = 0
+
+    def __contains__(self, record: SpanRecord) -> bool:
+        return record in self.spans[record.index : record.index + 1]
+
+    def add(self, nbytes: int) -> SpanRecord:
+        """Records that a span of `nbytes` is saved now."""
+        record = SpanRecord(len(self.spans), nbytes, saved_at=self.tick())
+        self.spans.append(record)
+        return record
+
+    def tick(self) -> int:
+        """Returns the time of the next save or use: saves and uses of a step are counted together."""
+        self._ticks += 1
+        return self._ticks
 
 
 class SpanTable:
-    """Weak references to the swapped spans, numbered in the order in which they were saved.
+    """Weak references to the swapped spans, numbered in the order of saving, and the order in which they are used.
 
     Autograd alone keeps spans alive, and may drop them at any time, in any thread. The memory of a dead span waits in
     `released` until the swapper takes it with `pop_released`. `ahead_bytes` are on the device before backward asked.
@@ -28,7 +65,10 @@ class SpanTable:
         self.ahead_bytes = 0
         self.next_serial = 0
         self._spans: list[tuple[int, weakref.ref[SwappedSpan]]] = []
-        self._use_order = UseOrder()
+        # When the step before used each span, by its index in the order of saving and its size.
+        self._used_before: dict[tuple[int, int], int] = {}
+        # The spans of this step with these times, soonest first; None where the two steps differ.
+        self._expected: list[tuple[int, weakref.ref[SwappedSpan]]] | None = []
 
     def add(
         self, record: SpanRecord, byte_range: ByteRange, storage: torch.UntypedStorage, block: PooledBlock
@@ -63,18 +103,30 @@ class SpanTable:
     def used_after(self, record: SpanRecord, step: StepRecord, serial: int) -> Iterator[SwappedSpan | None]:
         """Returns the spans that backward will use after `record`, soonest first; a dead span is None.
 
-        The order is that of the step before, if `record` is of `step`, the current one, and the two are alike.
-        Otherwise it is the reverse order of saving, from the span before number `serial` on.
+        The order is that of the step before, if `record` is of `step`, the current one, and all spans that this has
+        saved so far were saved and used in that one. Otherwise it is the reverse order of saving, from the span before
+        number `serial` on.
         """
         if step.has_new_spans:
-            self._use_order.expect([span for span in self.alive() if span.serial >= step.first_serial])
+            self._expect([span for span in self.alive() if span.serial >= step.first_serial])
             step.has_new_spans = False
-        known = self._use_order.after(record) if record in step else None
-        return known or (self._spans[index][1]() for index in range(self._index(serial) - 1, -1, -1))
+        used_at = self._used_before.get((record.index, record.nbytes)) if record in step else None
+        if used_at is None or self._expected is None:
+            return (self._spans[index][1]() for index in range(self._index(serial) - 1, -1, -1))
+        expected = self._expected
+        first = bisect_right(expected, used_at, key=lambda entry: entry[0])
+        return (expected[index][1]() for index in range(first, len(expected)))
 
     def learn(self, step: StepRecord) -> None:
         """Takes the order of use from `step`, which is over."""
-        self._use_order.learn(step.spans)
+        used = [record for record in step.spans if record.used_at is not None]
+        self._used_before = {(record.index, record.nbytes): record.used_at for record in used}
+        self._expected = []
+
+    def _expect(self, spans: list[SwappedSpan]) -> None:
+        times = [self._used_before.get((span.record.index, span.record.nbytes)) for span in spans]
+        pairs = zip(times, map(weakref.ref, spans), strict=True)
+        self._expected = None if None in times else sorted(pairs, key=lambda pair: pair[0])
 
     def _index(self, serial: int) -> int:
         return bisect_left(self._spans, serial, key=lambda entry: entry[0])

@@ -1,7 +1,8 @@
 """Tables of storages: those that are not swapped, and those that tensors were saved of in this step.
 
-Both have the address of the storage as key, and keep a weak reference to it. While the weak reference lives, no other
-storage can get the address.
+Both have the address of a storage as key, and keep a weak reference to it. While that lives, no other storage can get
+the address. A write in place to saved bytes is noticed by the version counter of the tensor, which autograd advances;
+views of a tensor share it, as a rule.
 """
 
 from __future__ import annotations
@@ -15,47 +16,39 @@ import torch
 
 from offload.activations.policy import SpanRecord
 from offload.activations.swapped_span import ByteRange, SwappedSpan
-from offload.activations.versions import share_version
-from offload.torch_private.torch_internals import StorageWeakRef, storage_address
+from offload.torch_private.torch_internals import StorageWeakRef, set_versions, storage_address
 
 
 class ExcludedStorages:
     """Storages that are not swapped. A storage that was added several times is excluded until the last removal."""
 
     def __init__(self) -> None:
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._storages: dict[int, list[StorageWeakRef]] = {}
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
         return storage_address(storage) in self._storages
 
-    def add(self, tensor: torch.Tensor) -> None:
-        """Excludes the storage of `tensor`. A tensor without a storage (a sparse one) is ignored."""
-        if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            reference, count = self._storages.get(storage_address(storage), (None, 0))
-            self._storages[storage_address(storage)] = (reference or StorageWeakRef(storage), count + 1)
+    def add(self, tensor: torch.Tensor) -> int | None:
+        """Excludes the storage of `tensor`, and returns its key. A tensor without a storage (a sparse one) has none."""
+        if tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        key = storage_address(storage)
+        self._storages.setdefault(key, []).append(StorageWeakRef(storage))
+        return key
 
     @contextmanager
     def during(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         """Excludes the storages of `tensors` for the length of the block."""
-        tensors = list(tensors)
-        for tensor in tensors:
-            self.add(tensor)
+        keys = [self.add(tensor) for tensor in tensors]
         try:
             yield
         finally:
-            for tensor in tensors:
-                self._remove(tensor)
-
-    def _remove(self, tensor: torch.Tensor) -> None:
-        if tensor.layout is not torch.strided:
-            return
-        address = storage_address(tensor.untyped_storage())
-        reference, count = self._storages.get(address, (None, 0))
-        if count > 1:
-            self._storages[address] = (reference, count - 1)
-        else:
-            self._storages.pop(address, None)
+            for key in keys:
+                if key is not None:
+                    self._storages[key].pop()
+                    if not self._storages[key]:
+                        del self._storages[key]
 
 
 class SavedSpan(NamedTuple):
@@ -89,13 +82,10 @@ class SavedStorages:
         _, spans = self._spans.get(storage_address(storage), (None, ()))
         for saved in spans:
             swapped = saved.swapped and saved.swapped()
-            exists = swapped is not None or saved.swapped is None
-            if (
-                exists
-                and saved.byte_range.contains(byte_range)
-                and saved.version == tensor._version
-                and share_version(saved.handle, tensor)
-            ):
+            is_dead = saved.swapped is not None and swapped is None
+            if is_dead or saved.version != tensor._version or not saved.byte_range.contains(byte_range):
+                continue
+            if share_version(saved.handle, tensor):
                 return saved.record, swapped
         return None
 
@@ -105,3 +95,20 @@ class SavedStorages:
         if address not in self._spans:
             self._spans[address] = (StorageWeakRef(storage), [])
         self._spans[address][1].append(span)
+
+
+def share_version(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Returns whether two tensors have the same version counter."""
+    version, before = one._version, other._version
+    set_versions((one,), (version + 1,))
+    shared = other._version != before
+    set_versions((one,), (version,))
+    return shared
+
+
+def version_handle(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns an empty tensor that shares the version counter of `tensor`, and none of its memory."""
+    handle = tensor.detach()
+    # Assigning `data` replaces the memory of a tensor, and keeps the counter that it shares with the original.
+    handle.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return handle

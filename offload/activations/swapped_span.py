@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -166,7 +165,6 @@ class SwappedSpan:
         return storage_of(self._dropped.cdata)
 
 
-@dataclass(eq=False)
 class PackedTensor:
     """A saved tensor as a view of a swapped span, with the version that autograd would check.
 
@@ -174,26 +172,23 @@ class PackedTensor:
     span in which this tensor is unpacked next.
     """
 
-    span: SwappedSpan
-    dtype: torch.dtype
-    offset: int
-    shape: torch.Size
-    strides: tuple[int, ...]
-    handle: torch.Tensor
-    version: int
-    pass_number: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.pass_number = self.span.add_tensor()
+    def __init__(self, span: SwappedSpan, tensor: torch.Tensor, handle: torch.Tensor):
+        self.span = span
+        self.pass_number = span.add_tensor()
+        self._dtype = tensor.dtype
+        self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self._handle = handle
+        self._version = tensor._version
 
     def check(self) -> None:
         """Raises RuntimeError if the tensor was modified since it was saved."""
-        check_version(self.handle._version, self.version, self.dtype, self.shape)
+        check_version(self._handle._version, self._version, self._dtype, self._layout[1])
 
     def view(self, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
         """Returns the tensor over `storage`, whose first byte is byte `start` of the storage that was saved."""
-        offset = self.offset - start // self.dtype.itemsize
-        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, offset, self.shape, self.strides)
+        offset, shape, strides = self._layout
+        flat = torch.empty(0, dtype=self._dtype, device=storage.device)
+        return flat.set_(storage, offset - start // self._dtype.itemsize, shape, strides)
 
 
 class UnswappedTensor(NamedTuple):

@@ -7,7 +7,7 @@ tensor and nothing else: device memory is free when nobody else references it, a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -16,12 +16,10 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload.activations.host_pool import HostPool
-from offload.activations.policy import Choice, FixedBudget, Outcome, SpanRecord, SwapPolicy
-from offload.activations.span_table import SpanTable
-from offload.activations.step_record import StepRecord
-from offload.activations.storages import SavedSpan
+from offload.activations.policy import Choice, FixedBudget, Outcome, SpanRecord
+from offload.activations.span_table import SpanTable, StepRecord
+from offload.activations.storages import SavedSpan, version_handle
 from offload.activations.swapped_span import ByteRange, PackedTensor, SwappedSpan, UnswappedTensor
-from offload.activations.versions import VersionHandles
 from offload.memory.device_memory import free_device_bytes
 from offload.memory.host_memory import HostArena
 from offload.streams.deferred_free import DeferredFrees, PendingFree, StashedTensors
@@ -41,9 +39,9 @@ class ActivationSwapper:
     """Swaps the tensors that are saved while `hooks` is open.
 
     A tensor is swapped if it is plain, dense, on the device, of at least `min_bytes`, neither a parameter nor a view of
-    one, and if `predicate` accepts it and `policy` chooses it. At most `in_flight_bytes` are kept for copies out that
+    one, and if `policy` chooses it. At most `in_flight_bytes` are kept for copies out that
     are under way, and at most `prefetch_bytes` are back ahead of use; what the policy's budget leaves free is added to
-    both. `host_budget` bounds the host memory in bytes (None: what is free); beyond it tensors stay on the device.
+    both. Where the host has no room, tensors stay on the device.
     A write through `.data` is not noticed, because autograd does not count it: backward may then find the old values.
     """
 
@@ -55,38 +53,37 @@ class ActivationSwapper:
         min_bytes: int,
         in_flight_bytes: int,
         prefetch_bytes: int,
-        host_budget: int | None = None,
-        policy: SwapPolicy | None = None,
-        predicate: Callable[[torch.Tensor], bool] | None = None,
+        policy: FixedBudget | None = None,
     ):
         self.swapped_bytes = 0
         self.fetched_bytes = 0
         self.released_bytes = 0
-        self.pool = HostPool(arena, transfer.streams, host_budget)
+        self.pool = HostPool(arena, transfer.streams)
         self._transfer = transfer
         self._streams = transfer.streams
         self._min_bytes = max(min_bytes, 1)
         self._in_flight_bytes = in_flight_bytes
         self._prefetch_bytes = prefetch_bytes
         self._policy = policy or FixedBudget()
-        self._predicate = predicate
         self._deferred_frees = DeferredFrees(transfer, in_flight_bytes)
         self._stashed = StashedTensors(self._deferred_frees)
-        self._handles = VersionHandles(self._streams.device)
         self._spans = SpanTable()
         self._step = StepRecord()
 
     def hooks(self) -> AbstractContextManager:
         """Returns a context in which saved tensors are swapped.
 
-        It does nothing inside itself, inside `keeping`, under hooks that are not of this package, and in a forward
-        that backward runs: what a recompute saves is used at once.
+        It does nothing inside itself, under hooks that are not of this package, and in a forward that backward runs:
+        what a recompute saves is used at once.
         """
-        return self._open(self._pack)
+        outer = active_hooks()
+        if is_in_backward() or beneath_claims(outer) is not None:
+            return nullcontext()
 
-    def keeping(self) -> AbstractContextManager:
-        """Returns a context in which saved tensors stay on the device, also inside `hooks`."""
-        return self._open(Kept, within_own=True)
+        def pack(tensor: torch.Tensor) -> object:
+            return Passed.to(outer, tensor) if claimed(outer, tensor) else self._pack(tensor)
+
+        return saved_tensors_hooks(PackHook(pack, self), self._unpack)
 
     def excluding(self, tensors: Iterable[torch.Tensor]) -> AbstractContextManager:
         """Returns a context in which tensors that share memory with `tensors` are not swapped: the caller keeps it."""
@@ -94,19 +91,11 @@ class ActivationSwapper:
 
     @contextmanager
     def step(self, kept: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        """Surrounds forward and backward of one step. Tensors that share memory with `kept` are not swapped in it.
+        """Surrounds a step, in which tensors that share memory with `kept` (parameters, buffers) are not swapped.
 
         Afterwards, also after an exception, the only device memory still held is that of copies for which the compute
         stream has been made to wait.
         """
-        self.begin_step(kept)
-        try:
-            yield
-        finally:
-            self.end_step()
-
-    def begin_step(self, kept: Iterable[torch.Tensor] = ()) -> None:
-        """Begins a step in which tensors that share memory with `kept` (parameters, buffers) are not swapped."""
         telemetry = self._transfer.telemetry
         self._policy.begin_step(partial(free_device_bytes, self._streams.device))
         started = telemetry.timestamp() if self._policy.measures else None
@@ -114,8 +103,12 @@ class ActivationSwapper:
         for part in (part for tensor in kept for part in parts(tensor)):
             if part.device == self._streams.device:
                 self._step.excluded.add(part)
+        try:
+            yield
+        finally:
+            self._end_step()
 
-    def end_step(self) -> None:
+    def _end_step(self) -> None:
         """Frees the device memory that is left, and tells the policy how the step went.
 
         The host waits for the end of the step only for a policy that measures. Otherwise it can queue the next step
@@ -141,39 +134,21 @@ class ActivationSwapper:
         self._settle()
         self.pool.trim()
 
-    def _open(self, pack: Callable[[torch.Tensor], object], within_own: bool = False) -> AbstractContextManager:
-        outer = active_hooks()
-        around = beneath_claims(outer)
-        own = around is not None and getattr(around[0], "owner", None) is self
-        if is_in_backward() or (around is not None and not (own and within_own)):
-            return nullcontext()
-
-        def unclaimed(tensor: torch.Tensor) -> object:
-            return Passed.to(outer, tensor) if claimed(outer, tensor) else pack(tensor)
-
-        return saved_tensors_hooks(PackHook(unclaimed, self), self._unpack)
-
     # Pack: autograd saves a tensor.
 
     def _pack(self, tensor: torch.Tensor) -> object:
         self._reclaim()
-        step = self._step
-        step.unpacked_bytes = 0
+        self._step.unpacked_bytes = 0
         if not self._is_eligible(tensor):
-            return Kept(tensor)
+            return Kept.of(tensor)
         storage, byte_range = tensor.untyped_storage(), ByteRange.of(tensor)
         # A small tensor would keep the whole storage alive: if the storage is swapped, the small tensor is, too.
-        found = step.saved.find(storage, byte_range, tensor)
-        if found is None and (tensor.nbytes < self._min_bytes or byte_range.nbytes < self._min_bytes):
-            return Kept(tensor)
-        if self._predicate is not None and not self._predicate(tensor):
-            return Kept(tensor)
-        handle = self._handles.of(tensor)
+        found = self._step.saved.find(storage, byte_range, tensor)
+        if found is None and min(tensor.nbytes, byte_range.nbytes) < self._min_bytes:
+            return Kept.of(tensor)
+        handle = version_handle(tensor)
         record, span = found or self._admit(storage, byte_range, handle)
-        if span is None:
-            return UnswappedTensor(Kept(tensor), record)
-        shape, strides = tensor.shape, tensor.stride()
-        return PackedTensor(span, tensor.dtype, tensor.storage_offset(), shape, strides, handle, tensor._version)
+        return UnswappedTensor(Kept.of(tensor), record) if span is None else PackedTensor(span, tensor, handle)
 
     def _is_eligible(self, tensor: torch.Tensor) -> bool:
         return (
@@ -236,26 +211,25 @@ class ActivationSwapper:
             return self._unpack_swapped(saved)
         if isinstance(saved, Passed):
             return saved.unpack(saved.packed)
-        if isinstance(saved, UnswappedTensor):
-            self._note_use(saved.record)
-            # Tensors that stayed are used first. Each use leaves room in the budget, into which swapped ones come back.
-            coming = self._spans.used_after(saved.record, self._step, self._spans.next_serial)
-            self._prefetch(coming, 0, self._room - self._stashed.nbytes)
-            return saved.kept.checked()
-        return saved.checked()
+        if isinstance(saved, Kept):
+            return saved.checked()
+        self._note_use(saved.record)
+        # Tensors that stayed are used first. Each use leaves room in the budget, into which swapped ones come back.
+        coming = self._spans.used_after(saved.record, self._step, self._spans.next_serial)
+        self._prefetch(coming, 0, self._room - self._stashed.nbytes)
+        return saved.kept.checked()
 
     def _unpack_swapped(self, packed: PackedTensor) -> torch.Tensor:
         packed.check()
         span = packed.span
-        original = span.original()
+        storage, start = span.original(), 0
         self._note_use(span.record, span)
-        if original is not None:
+        if storage is None:
+            storage, start = self._copy_of(span), span.byte_range.start
+        else:
             self._prefetch_after(span)
-            packed.pass_number = span.tensor_unpacked(packed.pass_number)
-            return packed.view(original, 0)
-        storage = self._copy_of(span)
         packed.pass_number = span.tensor_unpacked(packed.pass_number)
-        return packed.view(storage, span.byte_range.start)
+        return packed.view(storage, start)
 
     def _copy_of(self, span: SwappedSpan) -> torch.UntypedStorage:
         """Returns the device copy of `span`, for which compute waits; makes it where there is none."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -12,16 +13,22 @@ from torch import Tensor, nn
 
 from offload.errors import NOT_ATTACHED, OUTSIDE_STEP, KnobError, knobs_under
 from offload.modes.mode import Mode
-from offload.optimizer.adamw import HostAdamW
-from offload.optimizer.speculation import Speculation
 from offload.sharing.sharers import NO_SHARERS, Sharers
 from offload.streams.counters import Counters
 from offload.streams.registry import Streams
-from offload.torch_private.module_contexts import ModuleContexts, Opener
+from offload.torch_private.module_contexts import ModuleContexts
 from offload.torch_private.torch_internals import is_in_backward, is_transformed, tree_leaves
 from offload.weights.footprint import Footprint
-from offload.weights.gradients.updates import Updates
-from offload.weights.prefetching.file_homes import Spans
+
+
+def _left_to_weights(method: Callable) -> Callable:
+    """Returns `method` of `Mode` as one that calls that of the mode of the weights."""
+
+    @functools.wraps(method)
+    def called(self: ActivationMode, *arguments: object, **keywords: object) -> object:
+        return getattr(self.weights, method.__name__)(*arguments, **keywords)
+
+    return called
 
 
 @dataclass(kw_only=True, eq=False)
@@ -35,26 +42,21 @@ class ActivationMode(Mode, ABC):
     weights: Mode = field(kw_only=False)
 
     def __post_init__(self) -> None:
+        problem = None
         if isinstance(self.weights, ActivationMode):
+            problem = "moves activations itself"
+        elif self.weights.foreign:
+            problem = "is another system, which runs alone"
+        if problem:
             name = type(self.weights).__module__.rpartition(".")[2]
-            raise KnobError("weights", name, "moves activations itself; choose none, or a mode of weights")
-        if self.weights.foreign:
-            name = type(self.weights).__module__.rpartition(".")[2]
-            raise KnobError("weights", name, "is another system, which runs alone; choose none, or a mode of weights")
+            raise KnobError("weights", name, f"{problem}; choose none, or a mode of weights")
         super().__post_init__()
-        self._contexts_of_modules: ModuleContexts | None = None
+        self._contexts: ModuleContexts | None = None
         self._in_step = False
 
-    @property
-    def recomputes(self) -> bool:
-        return self.weights.recomputes
-
     @abstractmethod
-    def openers(self, model: nn.Module) -> Iterable[tuple[nn.Module, Opener]]:
-        """Yields modules, and for each the function that makes the context around its calls in a step.
-
-        Raises KnobError where the mode's knobs do not fit the model.
-        """
+    def around_forward(self, arguments: tuple, keywords: Mapping) -> AbstractContextManager:
+        """Returns the context around a forward of the model with these arguments, in a step and with gradients."""
 
     def around_step(self) -> AbstractContextManager:
         """Returns a context around each step, inside the step of the weights."""
@@ -70,40 +72,41 @@ class ActivationMode(Mode, ABC):
         """Returns the counters of the activations, without those of the weights."""
         return Counters()
 
-    def map_weights(self, spans: Spans) -> None:
-        self.weights.map_weights(spans)
-
-    def why_gradients_stay(self, model: nn.Module) -> str | None:
-        return self.weights.why_gradients_stay(model)
-
-    def release_gradients(self, released: bool = True) -> None:
-        self.weights.release_gradients(released)
+    @property
+    def recomputes(self) -> bool:
+        return self.weights.recomputes
 
     @property
     def releases_gradients(self) -> bool:
         return self.weights.releases_gradients
 
-    def use_updates(self, updates: Updates) -> None:
-        self.weights.use_updates(updates)
-
-    def expect_sharers(self, count: int) -> None:
-        self.weights.expect_sharers(count)
+    map_weights = _left_to_weights(Mode.map_weights)
+    why_gradients_stay = _left_to_weights(Mode.why_gradients_stay)
+    release_gradients = _left_to_weights(Mode.release_gradients)
+    use_updates = _left_to_weights(Mode.use_updates)
+    expect_sharers = _left_to_weights(Mode.expect_sharers)
+    inference = _left_to_weights(Mode.inference)
+    accumulate = _left_to_weights(Mode.accumulate)
+    gradient_norms = _left_to_weights(Mode.gradient_norms)
+    overlap = _left_to_weights(Mode.overlap)
+    divide = _left_to_weights(Mode.divide)
+    shared_parameters = _left_to_weights(Mode.shared_parameters)
+    summed_parameters = _left_to_weights(Mode.summed_parameters)
+    place_states = _left_to_weights(Mode.place_states)
 
     def footprint(self, model: nn.Module, recompute: bool = False) -> Footprint:
-        list(self.openers(model))
         with knobs_under("weights"):
             return self.weights.footprint(model, recompute)
 
     def attach(self, model: nn.Module, streams: Streams, sharers: Sharers = NO_SHARERS) -> None:
         """Takes `model` over, as `weights` does, with the same errors."""
-        if self._contexts_of_modules is not None:
+        if self._contexts is not None:
             raise RuntimeError("this mode has a model already: detach it, or make a second mode")
-        openers = [(module, self._in_steps_only(module, opener)) for module, opener in self.openers(model)]
         with knobs_under("weights"):
             self.weights.attach(model, streams, sharers)
         try:
             self.prepare(model, streams)
-            self._contexts_of_modules = ModuleContexts(openers)
+            self._contexts = ModuleContexts([(model, functools.partial(self._around_call, model))])
         except BaseException:
             self.weights.detach()
             raise
@@ -112,8 +115,8 @@ class ActivationMode(Mode, ABC):
         self._check_attached()
         if self._in_step:
             raise RuntimeError("detach inside a step: close the step first")
-        self._contexts_of_modules.remove()
-        self._contexts_of_modules = None
+        self._contexts.remove()
+        self._contexts = None
         try:
             self.weights.detach()
         finally:
@@ -135,33 +138,7 @@ class ActivationMode(Mode, ABC):
                 yield
             finally:
                 self._in_step = False
-                self._contexts_of_modules.close_open()
-
-    def inference(self) -> AbstractContextManager:
-        return self.weights.inference()
-
-    def accumulate(self, losses: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
-        return self.weights.accumulate(losses)
-
-    def gradient_norms(self) -> dict[nn.Parameter, Tensor]:
-        return self.weights.gradient_norms()
-
-    def overlap(
-        self, optimizer: HostAdamW, early: bool, device_share: int = 0, speculation: Speculation | None = None
-    ) -> None:
-        self.weights.overlap(optimizer, early, device_share, speculation)
-
-    def divide(self, optimizer: HostAdamW) -> None:
-        self.weights.divide(optimizer)
-
-    def shared_parameters(self) -> frozenset[nn.Parameter]:
-        return self.weights.shared_parameters()
-
-    def summed_parameters(self) -> frozenset[nn.Parameter]:
-        return self.weights.summed_parameters()
-
-    def place_states(self, nbytes: int) -> None:
-        self.weights.place_states(nbytes)
+                self._contexts.close_open()
 
     def counters(self) -> Counters:
         """Returns the counters of weights and activations together."""
@@ -169,24 +146,18 @@ class ActivationMode(Mode, ABC):
         return self.weights.counters() + self.activation_counters()
 
     def _check_attached(self) -> None:
-        if self._contexts_of_modules is None:
+        if self._contexts is None:
             raise RuntimeError(NOT_ATTACHED)
 
-    def _in_steps_only(self, module: nn.Module, opener: Opener) -> Opener:
-        def opened(arguments: tuple, keywords: dict) -> AbstractContextManager:
-            # The transforms of torch.func save tensors without memory of their own, and know no hooks.
-            if not torch.is_grad_enabled() or is_transformed():
-                return nullcontext()
-            if self._in_step:
-                return opener(arguments, keywords)
-            # A recompute may come after the step: what it saves is used at once.
-            if not is_in_backward() and _saves_for_backward(module, (arguments, keywords)):
-                raise RuntimeError(OUTSIDE_STEP)
+    def _around_call(self, model: nn.Module, arguments: tuple, keywords: Mapping) -> AbstractContextManager:
+        # The transforms of torch.func save tensors without memory of their own, and know no hooks.
+        if not torch.is_grad_enabled() or is_transformed():
             return nullcontext()
-
-        return opened
-
-
-def _saves_for_backward(module: nn.Module, arguments: object) -> bool:
-    given = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
-    return any(tensor.requires_grad for tensor in (*module.parameters(), *given))
+        if self._in_step:
+            return self.around_forward(arguments, keywords)
+        # A recompute may come after the step: what it saves is used at once.
+        if not is_in_backward():
+            given = (leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, Tensor))
+            if any(tensor.requires_grad for tensor in (*model.parameters(), *given)):
+                raise RuntimeError(OUTSIDE_STEP)
+        return nullcontext()

@@ -5,7 +5,7 @@ It copies every saved tensor, parameters too, when it is saved, and back when it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -13,12 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from offload.knobs import choice
 from offload.memory.host_memory import allocator_pinned_bytes
 from offload.modes.activation_mode import ActivationMode
 from offload.streams.counters import Counters
 from offload.streams.registry import Streams
-from offload.torch_private.module_contexts import Opener
 from offload.torch_private.tensor_parts import Wrapping, wraps
 from offload.torch_private.torch_internals import left_out_of_graphs
 
@@ -30,20 +28,15 @@ class SaveOnCpu(ActivationMode):
     torch makes the copies. Their bytes are counted where tensors go to its hooks and come back. Nobody times how long
     compute waits for them, so `stall_ms` is None. On the CPU, where torch has nothing to copy, the bytes are those that
     a device would copy.
-
-    Args:
-        pin: auto page-locks the host memory, which copies five times as fast; "off" (quoted) takes pageable memory.
     """
 
-    pin: str = choice("auto", "off")
-
-    def openers(self, model: nn.Module) -> Iterable[tuple[nn.Module, Opener]]:
-        yield model, lambda arguments, keywords: self._copies.hooks()
+    def around_forward(self, arguments: tuple, keywords: Mapping) -> AbstractContextManager:
+        return self._copies.hooks()
 
     def prepare(self, model: nn.Module, streams: Streams) -> None:
         self._is_dry_run = streams.device.type == "meta"
-        pins = self.pin == "auto" and torch.cuda.is_available()
-        self._copies = _CountedCopies(_MetaCopies() if self._is_dry_run else save_on_cpu(pin_memory=pins))
+        copies = _MetaCopies() if self._is_dry_run else save_on_cpu(pin_memory=torch.cuda.is_available())
+        self._copies = _CountedCopies(copies)
 
     def activation_counters(self) -> Counters:
         """Returns the bytes of saved tensors, all of which compute waits for.

@@ -29,6 +29,7 @@ import train
 import training.metrics.progress
 import training.run.loop
 import training.run.prepare
+from offload.modes import tensor_swap
 from tests.training.helpers.in_process import TINY_RUN, composed
 from tests.training.helpers.modes import small_modes
 from tests.training.helpers.results import content, curve
@@ -40,6 +41,8 @@ from training.runs.files import CHECKPOINTS_FOLDER, METRICS_FILE
 from training.runs.invocation import Invocation
 from training.runs.manifest import DamagedError, read_manifest, verify
 from training.settle.components import Components
+
+tensor_swap.MIN_BYTES = 1024
 
 # No clipping: with it host_adamw rounds another way. A checkpoint of this model has more than 64 blocks of a disk.
 RUN = (

@@ -30,7 +30,6 @@ from models.hf import TransformersModel, build_hf
 from models.quantise import quantise
 from models.quantise_formats import FORMATS
 from offload import BounceLinear, LayerStream, Mode, Resident, ShardOffload, TensorSwap, find_blocks, recompute
-from offload.modes import shard_offload, tensor_swap
 from offload.weights.units import joining
 from tests.models.helpers.hf_models import GROUPED, MIXTRAL, tiny
 from tests.models.helpers.saving import save_adapter
@@ -49,7 +48,7 @@ MODES: dict[str, Callable[[], Mode]] = {
     "layer_stream": lambda: LayerStream(slots=2, **DEVICE),
     "layer_stream_trained_too": lambda: LayerStream(slots=2),
     "shard_offload": lambda: ShardOffload(shards=2, **DEVICE),
-    "layer_stream_swap": lambda: TensorSwap(LayerStream(slots=2, **DEVICE), min_bytes=1),
+    "layer_stream_swap": lambda: TensorSwap(LayerStream(slots=2, **DEVICE)),
 }
 
 
@@ -216,12 +215,9 @@ def of_the_resident_model(name: str, format: str | None = None) -> list[Tensor]:
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As small as these models are, activations would stay on the device, and layers would join their neighbours.
-    monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
+def small(monkeypatch: pytest.MonkeyPatch, small_activations: None) -> None:
+    # As small as these models are, layers would join their neighbours.
     monkeypatch.setattr(joining, "SMALL_BYTES", 1)
-    for module in (shard_offload, tensor_swap):
-        monkeypatch.setattr(module, "IN_FLIGHT_BYTES", 1)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from models.diffusion import build_diffusion
 from models.initialise import initialise
 from models.llama import Llama
 from offload import BounceLinear, LayerStream, Mode, Resident, ShardOffload, TensorSwap, find_blocks, recompute
-from offload.modes import shard_offload, tensor_swap
 from tests.models.helpers.hf_models import tiny
 from tests.models.test_adapters import UNET
 from tests.offload.helpers.models import attached
@@ -27,11 +26,12 @@ MODES: dict[str, Callable[[], Mode]] = {
     "layer_stream": lambda: LayerStream(slots=2, **DEVICE),
     "layer_stream_trained_too": lambda: LayerStream(slots=2),
     "shard_offload": lambda: ShardOffload(shards=2, **DEVICE),
-    "tensor_swap": lambda: TensorSwap(Resident(), min_bytes=1),
-    "layer_stream_swap": lambda: TensorSwap(LayerStream(slots=2, **DEVICE), min_bytes=1),
+    "tensor_swap": lambda: TensorSwap(Resident()),
+    "layer_stream_swap": lambda: TensorSwap(LayerStream(slots=2, **DEVICE)),
 }
 STEPS, MICROBATCHES = 3, 2
 # DoRA computes what LoRA does, and reads the base's weights besides.
+pytestmark = pytest.mark.usefixtures("small_activations")
 OTHERS = ("bounce_linear", "layer_stream", "shard_offload", "tensor_swap")
 CASES = [("llama", kind, mode) for kind in KINDS for mode in MODES]
 CASES += [(name, "dora", mode) for name in ("hf", "unet") for mode in OTHERS]
@@ -93,14 +93,6 @@ def trained(name: str, kind: str, mode: Mode, again: bool = False) -> list[Tenso
 @functools.cache
 def of_the_resident_model(name: str, kind: str) -> list[Tensor]:
     return trained(name, kind, Resident())
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As small as these models are, all their activations would stay on the device until backward.
-    monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
-    for module in (shard_offload, tensor_swap):
-        monkeypatch.setattr(module, "IN_FLIGHT_BYTES", 1)
 
 
 @pytest.mark.parametrize(

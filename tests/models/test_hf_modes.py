@@ -9,7 +9,6 @@ import pytest
 
 from models.hf_initialise import initialise_hf
 from offload import BounceLinear, Counters, LayerStream, Mode, Resident, ShardOffload, TensorSwap, find_blocks
-from offload.modes import shard_offload, tensor_swap
 from offload.planning import dry_run
 from tests.models.helpers.hf_models import batch, tiny
 from tests.offload.helpers.foreign import assert_alike, run_steps
@@ -22,8 +21,8 @@ MODES: dict[str, tuple[Callable[[], Mode], int | None]] = {
     "layer_stream": (lambda: LayerStream(slots=2), None),
     "layer_stream_all": (lambda: LayerStream(outside="stream", slots=4), None),
     "shard_offload": (lambda: ShardOffload(shard_bytes="16KiB"), 1),
-    "tensor_swap": (lambda: TensorSwap(Resident(), min_bytes=1), None),
-    "layer_stream_swap": (lambda: TensorSwap(LayerStream(slots=2), min_bytes=1), None),
+    "tensor_swap": (lambda: TensorSwap(Resident()), None),
+    "layer_stream_swap": (lambda: TensorSwap(LayerStream(slots=2)), None),
 }
 # A tied head; experts with their auxiliary loss, and logits that are stored; weights that other modules read; images;
 # buffers that change.
@@ -52,12 +51,9 @@ def of_the_resident_model(name: str, microbatches: int | None) -> list[dict[str,
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)
-def test_two_steps_are_those_of_the_resident_model(name: str, mode: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.usefixtures("small_activations")
+def test_two_steps_are_those_of_the_resident_model(name: str, mode: str):
     make, microbatches = MODES[mode]
-    # As small as these models are, all their activations would stay on the device until backward.
-    monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
-    for module in (shard_offload, tensor_swap):
-        monkeypatch.setattr(module, "IN_FLIGHT_BYTES", 1)
     found, counters = trained(name, make(), microbatches)
     assert_alike(found, of_the_resident_model(name, microbatches))
     assert counters.h2d_bytes

@@ -13,7 +13,6 @@ from models import hf
 from models.initialise import initialise
 from models.llama import Llama
 from offload import BounceLinear, LayerStream, Mode, Resident, ShardOffload, TensorSwap
-from offload.modes import shard_offload, tensor_swap
 from offload.planning import dry_run
 from tests.models.helpers.hf_models import tiny
 from tests.models.helpers.hugging_face import SIZES
@@ -28,7 +27,7 @@ MODES: dict[str, Callable[[], Mode]] = {
     "layer_stream": lambda: LayerStream(slots=2),
     "layer_stream_all": lambda: LayerStream(outside="stream", slots=4),
     "shard_offload": lambda: ShardOffload(shard_bytes="16KiB"),
-    "layer_stream_swap": lambda: TensorSwap(LayerStream(slots=2), min_bytes=1),
+    "layer_stream_swap": lambda: TensorSwap(LayerStream(slots=2)),
 }
 SLOW = pytest.mark.slow
 
@@ -59,12 +58,10 @@ def steps(name: str, mode: Mode) -> list[dict[str, object]]:
     ("name", "by_starts"),
     [("llama", False), pytest.param("qwen3_tied", False, marks=SLOW), pytest.param("gemma3_text", True, marks=SLOW)],
 )
+@pytest.mark.usefixtures("small_activations")
 def test_two_steps_are_those_of_the_resident_model(name: str, by_starts: bool, mode: str, monkeypatch):
     if by_starts:
         monkeypatch.setattr(hf, "starts_for", lambda segments, dtype: counted(segments).starts)
-    monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
-    for module in (shard_offload, tensor_swap):
-        monkeypatch.setattr(module, "IN_FLIGHT_BYTES", 1)
     found = steps(name, MODES[mode]())
     assert_alike(found, steps(name, Resident()))
     losses: list[Tensor] = found[1]["outputs"][0]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from offload.modes import tensor_swap
 from offload.streams import registry
 from offload.weights.units import joining
 from tests.offload.helpers.late import make_late, poison_slots
@@ -70,6 +71,11 @@ def delayed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture(autouse=True)
-def small_units_travel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets bounce_linear cut the tiny models of the tests into layers, all of which are too small to travel alone."""
+def small_things_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets bounce_linear cut the tiny models of the tests into layers, and tensor_swap swap their tensors.
+
+    Few of these come back at a time.
+    """
     monkeypatch.setattr(joining, "SMALL_BYTES", 0)
+    monkeypatch.setattr(tensor_swap, "MIN_BYTES", 1)
+    monkeypatch.setattr(tensor_swap, "PREFETCH_BYTES", 2000)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from offload.activations.checkpointing import recompute
-from offload.modes import shard_offload, tensor_swap
+from offload.modes import shard_offload
 from offload.modes.none import Resident
 from tests.offload.helpers import updates
 from tests.offload.helpers.models import assert_same, same_as_resident, with_copy
@@ -31,11 +31,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires
 
 @pytest.fixture(autouse=True)
 def little_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps so few copies in flight that the saved tensors of these small models leave the device."""
-    monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 0)
-    monkeypatch.setattr(shard_offload, "IN_FLIGHT_BYTES", 300)
-    monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
+    """Lets the saved tensors of these small models leave the device, and some come back ahead of use."""
     make_small(monkeypatch)
+    monkeypatch.setattr(shard_offload, "IN_FLIGHT_BYTES", 300)
 
 
 def fitting(mode: tuple[str, dict], model: Assembled):

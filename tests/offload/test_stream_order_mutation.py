@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 import offload
+from offload.activations.host_pool import RESERVE_BYTES
+from offload.memory.host_memory import HostArena
 from offload.modes import shard_offload, tensor_swap
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
@@ -119,8 +121,12 @@ def _swapping() -> None:
     def partial_backward(loss: torch.Tensor) -> None:
         torch.autograd.grad(loss, list(model.head.parameters()), retain_graph=True)
 
-    model, mode = Stack(), TensorSwap(Resident(), min_bytes=1, host_budget=40 * 4096)
-    with attached(mode, model):
+    def require(arena: HostArena, nbytes: int) -> None:
+        if arena.pageable_bytes + nbytes > RESERVE_BYTES + 40 * 4096:
+            raise MemoryError
+
+    model, mode = Stack(), TensorSwap(Resident())
+    with attached(mode, model), patch.object(HostArena, "require", require):
         with mode.step():
             loss = forward(5)
         with mode.step():

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.modes import shard_offload
 from tests.training.helpers.in_process import TINY_RUN, run_here
 from tests.training.helpers.modes import small_modes
 from tests.training.parallel.conftest import run_ranks
@@ -70,8 +69,8 @@ def test_every_split_trains_and_evaluates_as_the_whole_batch(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_every_mode_trains_alike_with_microbatches_without_a_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1024)
+@pytest.mark.usefixtures("small_activations")
+def test_every_mode_trains_alike_with_microbatches_without_a_label(tmp_path: Path):
     updates = ("optimizer=host_adamw", "optimizer.compile='off'", "clip_norm=null", "microbatches=4")
     run_here(tmp_path / "without", *RUN, *updates)
     for offload, knobs in small_modes().items():

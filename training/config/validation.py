@@ -72,7 +72,7 @@ def _check_references(config: DictConfig) -> None:
 def _check_option(parent: DictConfig, name: str, key: str, options: Mapping[str, type]) -> None:
     """Refuses `parent.name`, called `key`, where it is not one of the options, or names another class than they do.
 
-    So nothing in a configuration can name code to be called but `offload.predicate`, which is there to do so.
+    So nothing in a configuration can name code to be called.
     """
     choose = f"choose an option with {key if key == name else f'offload@{key}'}=OPTION; --help lists them"
     node = None if OmegaConf.is_missing(parent, name) else parent.get(name)

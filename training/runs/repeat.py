@@ -37,8 +37,6 @@ LARGEST_BYTES = 2**16
 NOT_REPEATED = ("resume",)
 # Keys of which each replaces the other.
 LENGTH = ("steps", "epochs")
-# Keys that name code to be called. A run's files may be from anybody.
-CODE_KEYS = ("predicate",)
 # The names of options; a path would lead out of conf/.
 OPTION = re.compile(r"[\w-]+")
 
@@ -200,12 +198,6 @@ def _changes(
                     f"{prefix}: the run had {key}={_shown(value)}, {problem}: remove it from {run_dir / CONFIG_FILE} to"
                     " repeat the run without it"
                 )
-    for key in changes:
-        if key.rpartition(".")[2] in CODE_KEYS and not _under(key, replaced):
-            raise UserError(
-                f"{prefix}: the run had {key}={_shown(changes[key])}, which names code to be called: give it on the"
-                " command line, it is not taken from a file"
-            )
     return changes
 
 

@@ -7,8 +7,7 @@ import torch
 
 from offload.activations import span_table
 from offload.activations.host_pool import PooledBlock
-from offload.activations.span_table import SpanTable
-from offload.activations.step_record import StepRecord
+from offload.activations.span_table import SpanTable, StepRecord
 from offload.activations.swapped_span import ByteRange, SwappedSpan
 from offload.memory.host_memory import HostBlock
 
@@ -79,31 +78,50 @@ def test_without_a_step_before_the_newest_is_used_first():
     assert coming(table, step, third) == [first]
 
 
-def test_a_step_like_the_one_before_is_used_in_its_order():
+def followed(*used_at: int | None) -> tuple[SpanTable, StepRecord]:
+    """The table after a step that saved spans of 10 bytes and used them at these times, and the next step."""
     table, step = SpanTable(), StepRecord()
-    spans = [swapped(table, step, nbytes) for nbytes in (10, 20, 30)]
-    for index in (1, 0, 2):
-        spans[index].record.used_at = step.tick()
+    for time in used_at:
+        step.add(10).used_at = time
     table.learn(step)
-    step = StepRecord(table.next_serial)
-    first, second, third = (swapped(table, step, nbytes) for nbytes in (10, 20, 30))
+    return table, StepRecord(table.next_serial)
+
+
+def test_a_step_like_the_one_before_is_used_in_its_order():
+    table, step = followed(12, 11, 13)
+    first, second, third = (swapped(table, step, 10) for _ in range(3))
     assert coming(table, step, second) == [first, third]
     assert coming(table, step, first) == [third]
+    assert coming(table, step, third) == []
+    del third
+    assert coming(table, step, first) == [None]
     # A span of the step before has no place in this step's order.
-    assert coming(table, step, spans[2]) == [spans[1], spans[0]]
-
-
-def test_a_step_that_saves_other_spans_is_used_newest_first():
-    table, step = SpanTable(), StepRecord()
-    spans = [swapped(table, step, nbytes) for nbytes in (10, 20)]
-    for span in spans:
-        span.record.used_at = step.tick()
-    table.learn(step)
-    del span, spans
-    while table.released:
-        table.pop_released()
     step = StepRecord(table.next_serial)
-    first = swapped(table, step, 10)
-    assert coming(table, step, first) == []
-    second = swapped(table, step, 99)
     assert coming(table, step, second) == [first]
+
+
+def test_spans_that_stayed_on_the_device_have_a_place_in_the_order_too():
+    table, step = followed(11, 13, 12)
+    stayed = step.add(10)
+    spans = [swapped(table, step, 10) for _ in range(2)]
+    assert list(table.used_after(stayed, step, table.next_serial)) == spans[::-1]
+
+
+@pytest.mark.parametrize(("used_at", "nbytes"), [((), 10), ((11, 12), 99), ((11, None), 10), ((11,), 10)])
+def test_a_step_that_saves_other_spans_than_were_used_before_is_used_newest_first(used_at: tuple, nbytes: int):
+    table, step = followed(*used_at)
+    first, second = swapped(table, step, 10), swapped(table, step, nbytes)
+    assert coming(table, step, second) == [first]
+    assert coming(table, step, first) == []
+
+
+def test_spans_are_numbered_and_timed_in_the_order_of_saving():
+    step = StepRecord()
+    first, second = step.add(10), step.add(20)
+    first.used_at = step.tick()
+    third = step.add(30)
+    assert [(span.index, span.nbytes, span.saved_at) for span in step.spans] == [(0, 10, 1), (1, 20, 2), (2, 30, 4)]
+    assert step.spans == [first, second, third]
+    assert first.used_at == 3
+    assert third in step
+    assert StepRecord().add(10) not in step

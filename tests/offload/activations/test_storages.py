@@ -7,12 +7,14 @@ import torch
 from torch import nn
 
 from offload.activations.policy import SpanRecord
-from offload.activations.storages import ExcludedStorages, SavedSpan, SavedStorages
+from offload.activations.storages import ExcludedStorages, SavedSpan, SavedStorages, share_version, version_handle
 from offload.activations.swapped_span import ByteRange
-from offload.activations.versions import VersionHandles
 from offload.modes import tensor_swap
+from offload.modes.none import Resident
+from offload.modes.tensor_swap import TensorSwap
+from offload.torch_private.torch_internals import StorageWeakRef
 from tests.offload.helpers.models import same_as_resident
-from tests.offload.helpers.swapping import Swap, save, swapping
+from tests.offload.helpers.swapping import Swap, save
 
 
 class Recurrent(nn.Module):
@@ -48,7 +50,7 @@ class UnsafeGates(nn.Module):
 def test_gates_that_are_written_one_by_one(model, in_flight: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", in_flight)
     torch.manual_seed(0)
-    same_as_resident(model(), swapping())
+    same_as_resident(model(), TensorSwap(Resident()))
 
 
 def test_equal_versions_of_two_counters_are_not_one_state(swap: Swap):
@@ -100,7 +102,7 @@ class Saved:
 
     def __init__(self, tensor: torch.Tensor):
         self.storages, self.record = SavedStorages(), SpanRecord(0, 64, saved_at=1)
-        handle = VersionHandles(tensor.device).of(tensor)
+        handle = version_handle(tensor)
         span = SavedSpan(ByteRange(0, 64), handle, handle._version, self.record, None)
         self.storages.add(tensor.untyped_storage(), span)
 
@@ -127,3 +129,27 @@ def test_bytes_under_another_counter_are_not_found():
     tensor = torch.zeros(32)
     saved = Saved(tensor)
     assert saved.find(tensor.data) is None
+
+
+def test_tensors_that_share_a_counter():
+    tensor = torch.zeros(4, 4)
+    first, second = tensor.unsafe_chunk(2)
+    for other, shared in [(tensor[0], True), (tensor.detach(), True), (tensor.data, False), (first, False)]:
+        before = (tensor._version, other._version)
+        assert share_version(tensor, other) is shared
+        assert (tensor._version, other._version) == before
+    assert not share_version(first, second)
+
+
+def test_a_handle_has_the_counter_of_its_tensor_and_not_the_memory():
+    tensor, other = torch.zeros(8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.bfloat16)
+    handle, storage = version_handle(tensor), StorageWeakRef(tensor.untyped_storage())
+    assert (handle.numel(), handle.dtype) == (0, torch.bfloat16)
+    before = handle._version
+    tensor.add_(1)
+    tensor[2:].mul_(2)
+    assert handle._version == tensor._version == before + 2
+    assert share_version(handle, tensor)
+    assert not share_version(handle, version_handle(other))
+    del tensor
+    assert storage.expired()

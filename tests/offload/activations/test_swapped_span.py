@@ -10,8 +10,8 @@ import torch
 
 from offload.activations.host_pool import PooledBlock
 from offload.activations.policy import SpanRecord
+from offload.activations.storages import version_handle
 from offload.activations.swapped_span import ByteRange, PackedTensor, SwappedSpan
-from offload.activations.versions import VersionHandles
 from offload.memory.host_memory import HostBlock
 from offload.streams import registry
 from offload.streams.deferred_free import PendingFree
@@ -27,9 +27,7 @@ def span_of(tensor: torch.Tensor, released: deque | None = None) -> SwappedSpan:
 
 
 def packed(span: SwappedSpan, tensor: torch.Tensor) -> PackedTensor:
-    handle = VersionHandles(tensor.device).of(tensor)
-    layout = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
-    return PackedTensor(span, *layout, handle, tensor._version)
+    return PackedTensor(span, tensor, version_handle(tensor))
 
 
 def come_back(span: SwappedSpan, streams: registry.Streams) -> PendingFree:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from offload.modes import shard_offload, tensor_swap
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
@@ -26,20 +25,14 @@ from tests.offload.helpers.models import Stack, assert_same, attached, stack_inp
 from tests.offload.helpers.optimizers import SETTINGS, needs_compiler
 from training.run.loop import clip_scale, gradient_norm
 
-pytestmark = ON_A_GPU
+pytestmark = [*ON_A_GPU, pytest.mark.usefixtures("small_activations")]
 
 MODES = {
     "bounce_linear": lambda: BounceLinear(slots=2, outside="stream"),
     "layer_stream": lambda: LayerStream(slots=2, outside="stream"),
     "shard_offload": lambda: ShardOffload(shards=2),
-    "tensor_swap over layer_stream": lambda: TensorSwap(LayerStream(slots=2), min_bytes=1),
+    "tensor_swap over layer_stream": lambda: TensorSwap(LayerStream(slots=2)),
 }
-
-
-@pytest.fixture(autouse=True)
-def everything_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
-    monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 0)
 
 
 @pytest.fixture(params=["as it is", "slow"])

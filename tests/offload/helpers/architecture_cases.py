@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from offload.modes import shard_offload, tensor_swap
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.mode import Mode
@@ -18,6 +17,7 @@ from offload.modes.tensor_swap import TensorSwap
 from tests.offload.helpers.architectures import ADAPTED, DECODERS, ENCODERS, VISION_AND_AUDIO
 from tests.offload.helpers.diffusion_architectures import DIFFUSION
 from tests.offload.helpers.foreign import same_as_resident
+from tests.offload.helpers.small import swap_small
 
 ARCHITECTURES = DECODERS | ENCODERS | VISION_AND_AUDIO | DIFFUSION | ADAPTED
 
@@ -34,8 +34,8 @@ MODES: dict[str, tuple[Callable[[], Mode], int | None]] = {
     "shard_offload": (lambda: ShardOffload(shard_bytes="16KiB"), 1),
     "shard_offload_2": (lambda: ShardOffload(shard_bytes="16KiB"), 2),
     "shard_offload_all": (lambda: ShardOffload(outside="stream", shard_bytes="16KiB", slots=4), 2),
-    "tensor_swap": (lambda: TensorSwap(Resident(), min_bytes=1), None),
-    "layer_stream_swap": (lambda: TensorSwap(LayerStream(slots=2), min_bytes=1), None),
+    "tensor_swap": (lambda: TensorSwap(Resident()), None),
+    "layer_stream_swap": (lambda: TensorSwap(LayerStream(slots=2)), None),
 }
 
 
@@ -56,10 +56,7 @@ def check(name: str, mode: str, device: str = "cpu") -> None:
     calls = [((), architecture.inputs()) for _ in range(2 * (microbatches or 1))]
     exact = microbatches != 2 or not architecture.shares
     with pytest.MonkeyPatch.context() as patch:
-        # As small as these models are, all their activations would stay on the device until backward.
-        patch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
-        for module in (shard_offload, tensor_swap):
-            patch.setattr(module, "IN_FLIGHT_BYTES", 1)
+        swap_small(patch)
         counters = same_as_resident(model, make(), calls, microbatches, device, exact)
     assert counters.h2d_bytes
     assert counters.d2h_bytes

@@ -23,7 +23,7 @@ from tests.offload.helpers.updates import one_step
 WEIGHT_MODES = [name for name, found in mode_classes().items() if issubclass(found, WeightMode)]
 # Makers of every mode, and of tensor_swap over every mode that streams weights.
 MODES: dict[str, Callable[[], Mode]] = {name: lambda name=name: small(name) for name in mode_classes()} | {
-    f"tensor_swap over {name}": lambda name=name: TensorSwap(small(name), min_bytes=1) for name in WEIGHT_MODES
+    f"tensor_swap over {name}": lambda name=name: TensorSwap(small(name)) for name in WEIGHT_MODES
 }
 # Modes that page-lock memory of arenas.
 LOCKING = [name for name in MODES if name not in ("none", "save_on_cpu")]

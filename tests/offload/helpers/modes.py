@@ -15,7 +15,7 @@ from offload.modes.none import Resident
 from offload.modes.shard_offload import ShardOffload
 
 # Values of knobs with which a mode moves something of a model of a few kilobytes.
-SMALL_KNOBS = {"min_bytes": 1, "shards": 2}
+SMALL_KNOBS = {"shards": 2}
 # Modes for the weights, below one that moves activations.
 WEIGHTS = {
     "resident": Resident,

@@ -241,12 +241,7 @@ def activation_modes(draw: st.DrawFn) -> tuple[str, dict]:
         return "save_on_cpu", {"weights": weights}
     return "tensor_swap", {
         "weights": weights,
-        "layers": draw(st.sampled_from([None, None, ["blocks.*"], ["*"], ["blocks.0", "head"]])),
-        "min_bytes": draw(st.sampled_from([0, 1, 200, "1KiB"])),
         "budget": draw(st.sampled_from([0, 1, 2000, "1MiB", "auto"])),
-        "keep_last": draw(st.integers(0, 1)),
-        "prefetch": draw(st.sampled_from([0, 1, 500, "1MiB"])),
-        "host_budget": draw(st.sampled_from([None, 0, 4096, 20000])),
     }
 
 

@@ -158,7 +158,7 @@ def _mode(draw: random.Random, releases: bool) -> Knobs:
         knobs["outside"] = draw.choice(["stream", "resident"])
         knobs["slots"] += name == "layer_stream"
     if draw.random() < 0.2:
-        swap = {"min_bytes": 1, "budget": draw.choice([0, 2000]), "weights": (name, knobs)}
+        swap = {"budget": draw.choice([0, 2000]), "weights": (name, knobs)}
         return "tensor_swap", swap
     return name, knobs
 

@@ -11,5 +11,12 @@ from offload.optimizer import kernel_choice
 def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the measurement of kernels short, and small activations leave the device."""
     monkeypatch.setattr(kernel_choice, "SAMPLE", 1 << 12)
+    swap_small(monkeypatch)
+
+
+def swap_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets small activations leave the device: they would stay, or be used again before their memory is freed."""
     monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
+    monkeypatch.setattr(tensor_swap, "MIN_BYTES", 1)
     monkeypatch.setattr(tensor_swap, "IN_FLIGHT_BYTES", 0)
+    monkeypatch.setattr(shard_offload, "IN_FLIGHT_BYTES", 1)

@@ -6,8 +6,6 @@ import torch
 
 from offload.activations.swapper import ActivationSwapper
 from offload.memory.host_memory import HostArena
-from offload.modes.none import Resident
-from offload.modes.tensor_swap import TensorSwap
 from offload.streams import registry
 from offload.streams.transfer import Telemetry, Transfer
 
@@ -47,8 +45,3 @@ def save(swap: Swap, *tensors: torch.Tensor, flush: bool = True) -> tuple[torch.
             # One more is copied out, because the deferred frees always keep the newest.
             saved = Save.apply(saved, [], torch.zeros(1))
     return saved, seen
-
-
-def swapping(weights=None, **knobs) -> TensorSwap:
-    """Returns a mode that swaps all tensors that it may, and prefetches few of them."""
-    return TensorSwap(weights or Resident(), **({"min_bytes": 1, "prefetch": 2000} | knobs))

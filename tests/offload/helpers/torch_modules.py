@@ -17,8 +17,8 @@ MODES = {
     "bounce_linear": lambda: BounceLinear(outside="stream", slots=8),
     "layer_stream": lambda: LayerStream(slots=2),
     "shard_offload": lambda: ShardOffload(shards=1),
-    "tensor_swap": lambda: TensorSwap(Resident(), min_bytes=1),
-    "layer_stream_swap": lambda: TensorSwap(LayerStream(slots=2), min_bytes=1),
+    "tensor_swap": lambda: TensorSwap(Resident()),
+    "layer_stream_swap": lambda: TensorSwap(LayerStream(slots=2)),
 }
 
 

@@ -29,7 +29,7 @@ MODES = {
     "bounce_linear": lambda: BounceLinear(slots=3, outside="stream"),
     "layer_stream": lambda: LayerStream(slots=2, outside="stream"),
     "shard_offload": lambda: ShardOffload(shards=2),
-    "tensor_swap over layer_stream": lambda: TensorSwap(LayerStream(slots=2), min_bytes=1),
+    "tensor_swap over layer_stream": lambda: TensorSwap(LayerStream(slots=2)),
 }
 EARLY = pytest.mark.parametrize("early", [False, True], ids=["at step", "early"])
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -21,13 +21,13 @@ MODES = {
     "bounce_linear": lambda: BounceLinear(outside="stream", slots=8),
     "layer_stream": LayerStream,
     "shard_offload": lambda: ShardOffload(shards=2),
-    "layer_stream_swap": lambda: TensorSwap(LayerStream(), min_bytes=1),
+    "layer_stream_swap": lambda: TensorSwap(LayerStream()),
 }
 # Those too under which the weights, or the norms, stay on the device.
 RESIDENT_MODES = {
     "none": Resident,
     "bounce_linear_resident": lambda: BounceLinear(slots=8),
-    "tensor_swap": lambda: TensorSwap(Resident(), min_bytes=1),
+    "tensor_swap": lambda: TensorSwap(Resident()),
     "save_on_cpu": lambda: SaveOnCpu(Resident()),
 }
 EVERY_MODE = pytest.mark.parametrize("make", MODES.values(), ids=MODES.keys())

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import nn
 
 from offload.errors import KnobError
 from offload.modes.activation_mode import ActivationMode
@@ -25,18 +24,16 @@ from tests.offload.helpers.models import Stack, attached, same_as_resident, stac
 class Watching(ActivationMode):
     """Notes what it is called for."""
 
-    def openers(self, model: nn.Module):
+    def prepare(self, model, streams):
         self.seen = []
 
-        @contextmanager
-        def opened(arguments, keywords):
-            self.seen.append("open")
-            try:
-                yield
-            finally:
-                self.seen.append("close")
-
-        yield model.head, opened
+    @contextmanager
+    def around_forward(self, arguments, keywords):
+        self.seen.append("open")
+        try:
+            yield
+        finally:
+            self.seen.append("close")
 
     @contextmanager
     def around_step(self):
@@ -79,7 +76,7 @@ def test_a_forward_with_gradients_outside_of_a_step_is_refused(mode: type, weigh
 
 
 def test_backward_may_come_after_the_step():
-    model, mode = Stack(recompute="non-reentrant"), TensorSwap(Resident(), min_bytes=1, layers=["blocks.*.up"])
+    model, mode = Stack(recompute="non-reentrant"), TensorSwap(Resident())
     with attached(mode, model):
         with mode.step():
             loss = model(stack_inputs(0, 0)).sum()
@@ -153,8 +150,3 @@ def test_a_knob_of_the_weights_is_named_with_its_path(mode: type, weights, messa
     with pytest.raises(KnobError) as caught:
         getattr(made, call)(Stack(), *([None] if call == "attach" else []))
     assert str(caught.value).startswith(message)
-
-
-def test_its_own_knobs_have_no_path():
-    with pytest.raises(KnobError, match=r"^layers=nowhere\.\*: no module has such a name"):
-        TensorSwap(LayerStream(), layers=["nowhere.*"]).footprint(Stack())

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from offload.errors import KnobError
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
 from offload.modes.save_on_cpu import SaveOnCpu
@@ -52,12 +51,6 @@ def test_a_stall_that_nobody_times_is_unknown_over_any_weights():
     assert copied.stall_ms is None
     assert copied.waited_for_bytes == copied.activation_h2d_bytes + copied.activation_d2h_bytes > 0
     assert copied.h2d_bytes == weights.h2d_bytes + copied.activation_h2d_bytes
-
-
-def test_pin_is_auto_or_off():
-    SaveOnCpu(Resident(), pin="off")
-    with pytest.raises(KnobError, match="pin=on: must be auto or off"):
-        SaveOnCpu(Resident(), pin="on")
 
 
 def test_another_default_device_does_not_take_the_saved_tensors():

@@ -33,9 +33,9 @@ MODES = {
     "bounce_linear, three slots": lambda: BounceLinear(slots=3),
     "bounce_linear, all streams, some stay": lambda: BounceLinear(outside="stream", resident="30%"),
     "layer_stream, two slots": lambda: LayerStream(slots=2),
-    "tensor_swap of larger tensors": lambda: TensorSwap(Resident(), min_bytes=64),
-    "tensor_swap within a budget": lambda: TensorSwap(Resident(), min_bytes=64, budget=2048, keep_last=1),
-    "both": lambda: TensorSwap(LayerStream(slots=2), min_bytes=64),
+    "tensor_swap": lambda: TensorSwap(Resident()),
+    "tensor_swap within a budget": lambda: TensorSwap(Resident(), budget=2048),
+    "both": lambda: TensorSwap(LayerStream(slots=2)),
 }
 
 

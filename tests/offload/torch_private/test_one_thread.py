@@ -40,7 +40,7 @@ def test_threads_take_turns_or_are_refused():
         """Free again."""
 
 
-@pytest.mark.parametrize("make", [LayerStream, lambda: TensorSwap(Resident(), min_bytes=1)])
+@pytest.mark.parametrize("make", [LayerStream, lambda: TensorSwap(Resident())])
 def test_a_mode_refuses_a_forward_in_another_thread_during_one(make):
     model, mode, errors = Stack(), make(), []
 

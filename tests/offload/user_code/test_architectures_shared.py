@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 from torch import Tensor, nn
 
-from offload.modes import shard_offload, tensor_swap
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.shard_offload import ShardOffload
@@ -42,12 +41,7 @@ OF_DIFFUSERS = {
 SHIFTED = {("pixart", "bounce_linear"), ("hunyuan_dit", "layer_stream")}
 
 
-@pytest.fixture(autouse=True)
-def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As small as these models are, all their activations would stay on the device until backward."""
-    monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1)
-    for module in (shard_offload, tensor_swap):
-        monkeypatch.setattr(module, "IN_FLIGHT_BYTES", 1)
+pytestmark = pytest.mark.usefixtures("small_activations")
 
 
 def loss(inputs: dict, model: nn.Module) -> Tensor:

@@ -113,7 +113,7 @@ def test_a_compiled_function_that_has_the_backward_pass_in_it(make: Callable):
 
 
 def test_activations_of_compiled_code_are_swapped():
-    model, mode = small(), TensorSwap(RESIDENT_MODES["none"](), min_bytes=1)
+    model, mode = small(), TensorSwap(RESIDENT_MODES["none"]())
     with under(mode, model):
         train_step(torch.compile(model, backend=BACKEND), mode)
         assert mode.counters().swapped_bytes > 0

@@ -27,8 +27,8 @@ MODES = {
     "layer_stream": LayerStream,
     "layer_stream_resident": lambda: LayerStream(resident=2),
     "shard_offload": lambda: ShardOffload(shards=2),
-    "tensor_swap": lambda: TensorSwap(Resident(), min_bytes=1),
-    "layer_stream_swap": lambda: TensorSwap(LayerStream(), min_bytes=1),
+    "tensor_swap": lambda: TensorSwap(Resident()),
+    "layer_stream_swap": lambda: TensorSwap(LayerStream()),
     "save_on_cpu": lambda: SaveOnCpu(Resident()),
 }
 EVERY_MODE = pytest.mark.parametrize("make", MODES.values(), ids=MODES.keys())

@@ -32,7 +32,7 @@ SOME = pytest.mark.parametrize("kind", ["int8", "nf4", "nested"])
 MODES = {
     "layers": lambda: BounceLinear(slots=2),
     "blocks, some stay": lambda: LayerStream(slots=1, resident=1),
-    "activations go too": lambda: TensorSwap(LayerStream(slots=2), min_bytes=1),
+    "activations go too": lambda: TensorSwap(LayerStream(slots=2)),
     "torch moves activations": lambda: SaveOnCpu(BounceLinear(slots=1)),
 }
 

@@ -201,8 +201,8 @@ MODES = {
     "bounce_linear": lambda: BounceLinear(outside="stream", slots=3),
     "bounce_linear_resident": BounceLinear,
     "shard_offload": lambda: ShardOffload(shards=3, resident=1, checkpoint=False),
-    "tensor_swap": lambda: TensorSwap(Resident(), min_bytes=1),
-    "layer_stream_swap": lambda: TensorSwap(LayerStream(), min_bytes=1),
+    "tensor_swap": lambda: TensorSwap(Resident()),
+    "layer_stream_swap": lambda: TensorSwap(LayerStream()),
 }
 # bounce_linear cannot see a module that uses what is inside of another: see docs/modes.md.
 SEEN = [

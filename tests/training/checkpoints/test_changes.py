@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -72,17 +71,6 @@ def test_what_does_not_change_the_numbers_may_change(tmp_path: Path, finished: P
     )
     run_here(tmp_path / "new", f"resume={at(finished, 3)}", *changes)
     assert content(at(tmp_path / "new", 6)) == content(at(finished, 6))
-
-
-def test_no_code_is_called_that_only_a_checkpoint_names(tmp_path: Path, run_here, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "of_the_first_run.py").write_text("def wanted(tensor): return True")
-    swap = ("offload=tensor_swap", "offload.min_bytes=1KiB")
-    with monkeypatch.context() as patch:
-        patch.syspath_prepend(tmp_path)
-        run_here(tmp_path / "a", *swap, "offload.predicate=of_the_first_run.wanted")
-        del sys.modules["of_the_first_run"]
-    run_here(tmp_path / "b", *swap, f"resume={tmp_path / 'a'}")
-    assert "of_the_first_run" not in sys.modules
 
 
 def test_states_of_another_dtype_are_another_optimizer(tmp_path: Path, finished: Path, run_here):

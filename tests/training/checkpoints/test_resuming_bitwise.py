@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from offload.modes import shard_offload, tensor_swap
 from training.config.modes import mode_options
 
 MODES = dict.fromkeys(sorted(mode_options()), ())
-MODES |= dict.fromkeys(("tensor_swap", "layer_stream_swap", "bounce_linear_swap"), ("offload.min_bytes=1KiB",))
 MODES["shard_offload"] = ("offload.shards=2",)
 RECIPES = {
     # bf16 has masters, a cosine has another rate at each step, and updates begin inside backward.
@@ -23,12 +21,10 @@ RECIPES = {
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_activations")
 def test_every_mode_resumes_alike_and_saves_the_same_state(
-    tmp_path: Path, run_here, at, content, curve, monkeypatch: pytest.MonkeyPatch, recipe: str
+    tmp_path: Path, run_here, at, content, curve, recipe: str
 ):
-    monkeypatch.setattr(shard_offload, "MIN_BOUNDARY_BYTES", 1024)
-    for mode in (shard_offload, tensor_swap):
-        monkeypatch.setattr(mode, "IN_FLIGHT_BYTES", 1024)
     every_step = (*RECIPES[recipe], "steps=4", "log_every=1", "checkpoint.every=1", "checkpoint.keep=4")
     run_here(tmp_path / "whole", *every_step)
     whole = [content(at(tmp_path / "whole", step)) for step in (2, 3, 4)]

@@ -64,7 +64,7 @@ def test_the_keys_of_a_mode_are_explained_with_their_values():
 def test_the_keys_of_both_modes_are_explained_by_their_whole_path():
     page = knobs("offload", "offload=layer_stream_swap")
     assert "offload.weights.prefetch      units fetched ahead" in page
-    assert "offload.prefetch              bytes that may be back" in page
+    assert "offload.budget                bytes that may stay" in page
 
 
 def test_a_mode_without_knobs_says_so():

@@ -136,7 +136,7 @@ def test_betas_are_two_numbers(betas: str):
     assert refusal(f"optimizer.betas={betas}").startswith("optimizer.betas")
 
 
-TARGETS = ("os.system", "subprocess.Popen", "builtins.eval", "offload.modes.tensor_swap._imported", "")
+TARGETS = ("os.system", "subprocess.Popen", "builtins.eval", "offload.modes.tensor_swap._tensors", "")
 
 
 # Every target and every group, and each target in two groups.

@@ -14,7 +14,7 @@ from training.config.construct import make_mode
 from training.config.modes import mode_options
 
 # Values of knobs with which a mode moves something of a model of a few kilobytes.
-SMALL_KNOBS = {"min_bytes": "1KiB", "shards": "2"}
+SMALL_KNOBS = {"shards": "2"}
 
 
 @cache

@@ -1,4 +1,4 @@
-"""A run that does not fit is refused before it writes or allocates anything; one that runs out of memory explains it."""
+"""A run that does not fit is refused before it writes or allocates; one that runs out of memory explains it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from training.planning.fit import (
 from training.planning.machine import machine_of
 from training.planning.plan import plan_filled, plan_run
 from training.planning.report import RunPlan
-from training.runs import allocator
+from training.runs import starting
 from training.runs.files import PLAN_FILE, PLAN_PICTURE, SUMMARY_FILE
 from training.settle.components import Components
 
@@ -172,9 +172,9 @@ def explained(*overrides: str, error: BaseException | None = None, has_gpu: bool
 
 @pytest.mark.parametrize("expand", [False, True])
 def test_the_message_names_the_allocators_setting_where_it_is_not_made(monkeypatch: pytest.MonkeyPatch, expand: bool):
-    monkeypatch.setattr(allocator, "segments_expand", lambda: expand)
+    monkeypatch.setattr(starting, "segments_expand", lambda: expand)
     message, _ = explained()
-    assert message.endswith(f"; {allocator.ADVICE}") is not expand
+    assert message.endswith(f"; {starting.ALLOCATOR_ADVICE}") is not expand
     assert ("expandable_segments" in message) is not expand
 
 

@@ -13,7 +13,7 @@ from training.errors import UserError
 from training.runs.directory import RunDirectory
 from training.runs.repeat import repeated
 
-SWAPS = ("offload=layer_stream_swap", "offload.weights.slots=3", "offload.layers=[model.layers.0]", "resume=auto")
+SWAPS = ("offload=layer_stream_swap", "offload.weights.slots=3", "offload.budget=8GiB", "resume=auto")
 TEXT = ("dataset=text", r"dataset.files='a\ b\'s \${x} \\\${y},=.txt'", "tracking.tags=['null','1','a,b']", "epochs=2")
 LARGE = ("experiment=fit_7b_24gib", "model.vocab_size=777", "dataset=synthetic", "optimizer.lr=3e-7")
 
@@ -73,7 +73,7 @@ def test_what_is_given_besides_wins(tmp_path: Path):
     # An option inside another one is dropped with its keys, and the keys around it stay.
     weights = again(tmp_path, "offload@offload.weights=bounce_linear")["offload"]
     assert weights["weights"]["_target_"].endswith("BounceLinear")
-    assert (weights["weights"]["slots"], weights["layers"]) == (4, ["model.layers.0"])
+    assert (weights["weights"]["slots"], weights["budget"]) == (4, "8GiB")
 
 
 def test_a_key_that_follows_another_one_still_does(tmp_path: Path):
@@ -99,8 +99,7 @@ def test_keys_that_came_since_have_todays_values(tmp_path: Path, files, capsys: 
     [
         ("seed: 3\n", "sead: 3\n", (), r"the run had sead=3, a key that does not exist any more: remove it from"),
         ("seed: 3\n", "seed: many\n", (), r"the run had seed=many, which is refused today"),
-        ("min_bytes:", "least:", (), r"the run had offload.least=1MiB, a key that does not exist"),
-        ("predicate: null\n", "predicate: os.remove\n", (), r"offload.predicate=os.remove, which names code"),
+        ("  budget:", "  least:", (), r"the run had offload.least=0, a key that does not exist"),
         ("seed: 3\n", "seed: [3\n", (), r"config.yaml cannot be used: it is not a plain YAML file"),
         ("offload: tensor_swap", "offload: gone", (), r"repeat=.*: offload=gone: there is no such option"),
         ("offload: tensor_swap", "offload: ../../x", (), r"offload=../../x, which is not the name of an option"),
@@ -125,8 +124,8 @@ def test_what_is_replaced_need_not_exist_any_more(tmp_path: Path, files):
     changed(
         tmp_path,
         {name: text.replace("offload: tensor_swap", "offload: gone") for name, text in files.items()},
-        "min_bytes",
-        "x",
+        "  budget",
+        "  x",
     )
     overrides = repeated([f"repeat={tmp_path}", "offload=none"])
     assert "seed=3" in overrides

@@ -18,7 +18,7 @@ MODES = {
     "bounce_linear": lambda: BounceLinear(outside="stream"),
     "layer_stream": LayerStream,
     "shard_offload": lambda: ShardOffload(shards=2),
-    "layer_stream_swap": lambda: TensorSwap(LayerStream(), min_bytes=1),
+    "layer_stream_swap": lambda: TensorSwap(LayerStream()),
 }
 CHARACTERS = "AB"
 UNET = {

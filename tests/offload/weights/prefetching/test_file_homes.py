@@ -345,7 +345,7 @@ def test_without_a_page_table_the_mode_is_refused_and_the_model_as_it_was(tmp_pa
 
 
 def test_a_mode_of_activations_passes_the_places_on(tmp_path: Path):
-    expected = trained(model_of(), TensorSwap(LayerStream(), min_bytes=1))
+    expected = trained(model_of(), TensorSwap(LayerStream()))
     model = model_of()
-    mode, _ = mapped(TensorSwap(LayerStream(source="mapped"), min_bytes=1), model, tmp_path)
+    mode, _ = mapped(TensorSwap(LayerStream(source="mapped")), model, tmp_path)
     assert_same(trained(model, mode), expected)

@@ -129,7 +129,7 @@ MODES = {
     "everything": lambda: LayerStream(slots=3, outside="stream"),
     "bounce_linear": BounceLinear,
     "shard_offload": lambda: ShardOffload(shards=2),
-    "tensor_swap": lambda: TensorSwap(LayerStream(slots=2), min_bytes=1),
+    "tensor_swap": lambda: TensorSwap(LayerStream(slots=2)),
     "none": Resident,
 }
 
