@@ -3,12 +3,12 @@
 import sys
 from functools import partial
 
-from training.runs import allocator, starting
+from training.runs import starting
 
 if __name__ == "__main__":
     starting.refuse_foreign_python()
     starting.end_on_interrupt()
-    allocator.expand_segments()
+    starting.expand_segments()
 
 import hydra
 from omegaconf import DictConfig
@@ -19,18 +19,18 @@ from training.config.without_effect import warn_of_keys_without_effect
 from training.errors import UserError
 from training.parallel.launch import connected
 from training.parallel.world import World, refuse_other_launchers, settle_devices
-from training.runs import command_line, compose_errors, console, fresh_directory
-from training.runs.directory import locked, refuse_records
+from training.runs import command_line, compose_errors, console
+from training.runs.directory import locked, refuse_records, register_fresh
 from training.runs.failures import failures_recorded, print_failure, refusals_reported
 from training.runs.invocation import Invocation
-from training.runs.parent import end_with_parent
+from training.runs.signals import end_with_parent
 from training.sweeps import cluster, launcher
 
 schema.register()
 help.register()
 launcher.register_launcher()
 cluster.register_launchers()
-fresh_directory.register()
+register_fresh()
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

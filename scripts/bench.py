@@ -45,7 +45,7 @@ from offload.planning import Bandwidth, floor_ms, measure_bandwidth
 from scripts.workload import make_workload, parsed, parser, timed_steps
 from training.config.modes import RESIDENT, mode_options
 from training.profiling.hardware import vram_peak_gib, vram_reserved_gib
-from training.runs import allocator, console
+from training.runs import console, starting
 from training.visible_text import visible
 
 # Counters of a mode whose growth in a step is reported.
@@ -155,7 +155,7 @@ def _cell(value: float | None, scale: float) -> str:
 
 
 def main() -> None:
-    allocator.expand_segments()
+    starting.expand_segments()
     options_parser = parser(__doc__)
     options_parser.add_argument("--modes", nargs="+", default=weight_modes(), metavar="MODE[:KEY=VALUE,...]")
     options_parser.add_argument("--formats", nargs="+", default=[], metavar="MASTER,STATE_DTYPE", help="of the states")

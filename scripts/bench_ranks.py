@@ -48,7 +48,7 @@ from training.parallel.devices import device_of, share_cores
 from training.parallel.group import Group
 from training.parallel.setup import Setup
 from training.profiling.hardware import reset_peaks, vram_peak_gib
-from training.runs import allocator
+from training.runs import starting
 from training.visible_text import visible
 
 COLUMNS = (
@@ -192,7 +192,7 @@ def cell(value: float | None) -> str:
 
 
 def main() -> None:
-    allocator.expand_segments()
+    starting.expand_segments()
     options_parser = parser(__doc__)
     options_parser.add_argument("--ranks", type=int, default=2, help="GPUs, or processes of the CPU")
     options_parser.add_argument("--mode", default="layer_stream", metavar="MODE[:KEY=VALUE,...]")

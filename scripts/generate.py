@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from training.runs import allocator, starting
+from training.runs import starting
 
 if __name__ == "__main__":
     starting.refuse_foreign_python()
     starting.end_on_interrupt()
-    allocator.expand_segments()
+    starting.expand_segments()
 
 from offload import KnobError, in_range
 from training.errors import UserError

@@ -23,8 +23,7 @@ from omegaconf import DictConfig
 from training.errors import UserError
 from training.parallel.ranks import ALONE, Ranks
 from training.parallel.world import World
-from training.runs.parent import PARENT_VARIABLE
-from training.runs.signals import SIGNALS
+from training.runs.signals import PARENT_VARIABLE, SIGNALS
 
 ROOT = Path(__file__).parents[2]
 HOST = "127.0.0.1"

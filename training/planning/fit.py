@@ -27,7 +27,7 @@ from training.planning.advice import memory_advice
 from training.planning.optimizer import UNDO_LOG
 from training.planning.report import Limit, RunPlan
 from training.profiling.hardware import rss_gib, vram_bytes
-from training.runs import allocator
+from training.runs import starting
 from training.runs.failures import is_device_memory, is_host_memory, requested
 from training.settle.components import Components
 
@@ -123,7 +123,7 @@ def memory_explained(components: Components, plan: RunPlan) -> Iterator[None]:
     except Exception as error:
         if is_device_memory(error):
             found = f"the GPU is out of memory{requested(error)}"
-            setting = "" if allocator.segments_expand() else f"; {allocator.ADVICE}"
+            setting = "" if starting.segments_expand() else f"; {starting.ALLOCATOR_ADVICE}"
             raise OutOfMemoryError(f"{found}: {_explained(components, plan, 'vram_budget')}{setting}") from error
         if is_host_memory(error):
             found = f"the host is out of memory{_in_brackets(error)}"

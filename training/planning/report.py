@@ -12,8 +12,8 @@ from offload import GIB, format_bytes
 from offload.planning import Forecast, Work
 from training.metric_names import PLANNED
 from training.planning.machine import Machine
+from training.profiling.hardware import provenance
 from training.runs.files import PLAN_FILE
-from training.runs.provenance import provenance
 from training.runs.whole_file import write_whole
 
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import time
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -18,9 +19,9 @@ from offload import GIB, Streams, usable_cores
 from offload.planning import Bandwidth, measure_bandwidth, usable_host_bytes
 from training.errors import UserError
 from training.runs.files import HARDWARE_FILE
-from training.runs.provenance import provenance
 from training.runs.whole_file import write_whole
 
+SOURCE = Path(__file__).resolve().parents[2]
 _bandwidths: dict[torch.device, Bandwidth] = {}
 
 # Peak rates of dense products in TFLOP/s, from datasheets: (words, bfloat16 with fp32 accumulation, fp32 without TF32).
@@ -135,6 +136,25 @@ def record_hardware(streams: Streams, run_dir: Path) -> dict[str, str | int | fl
     text = json.dumps(facts | provenance(), indent=2) + "\n"
     write_whole(run_dir / HARDWARE_FILE, text.encode())
     return facts
+
+
+def provenance() -> dict[str, str]:
+    """Returns the version of torch, the date and time with its zone, and the commit of the source, if that is known."""
+    facts = {"torch": str(torch.__version__), "date": datetime.now().astimezone().isoformat(timespec="seconds")}
+    return facts | ({"commit": known} if (known := commit(SOURCE)) else {})
+
+
+@functools.cache
+def commit(source: Path) -> str | None:
+    """Returns the commit of a git checkout, with `-dirty` where its files differ; None if it is none."""
+    # Without a .git of its own it may lie in the checkout of another project.
+    if not (source / ".git").exists():
+        return None
+    command = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 @functools.cache

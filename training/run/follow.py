@@ -35,8 +35,7 @@ from training.run.meters import memory_of_rank
 from training.run.reference_model import attached_reference
 from training.runs.failures import FAILED, explain
 from training.runs.invocation import Invocation
-from training.runs.parent import PARENT_VARIABLE, end_with_parent
-from training.runs.signals import SIGNALS
+from training.runs.signals import PARENT_VARIABLE, SIGNALS, end_with_parent
 from training.settle.components import Components, acquired, attached
 from training.visible_text import visible_lines
 from training.weights.filling import fill_buffers

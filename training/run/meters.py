@@ -15,7 +15,7 @@ from training.metrics.wandb_tracker import run_name
 from training.profiling.hardware import known_peak_flops, reset_peaks, rss_gib, vram_peak_gib, vram_reserved_gib
 from training.profiling.trace import Tracer
 from training.run.build import Job
-from training.runs import allocator
+from training.runs import starting
 
 # The counters of updates that may be under way when a step has ended.
 UPDATE_COUNTERS = ("update_ms", "updated_parameters", "speculated_parameters", "undone_parameters", "undo_ms")
@@ -158,7 +158,7 @@ def warn_of_held(vram_budget: str | int | None, memory: Mapping[str, float]) -> 
         vram_budget,
         held,
         live,
-        "" if allocator.segments_expand() else f", and {allocator.ADVICE}",
+        "" if starting.segments_expand() else f", and {starting.ALLOCATOR_ADVICE}",
     )
     return True
 

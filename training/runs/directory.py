@@ -1,4 +1,4 @@
-"""The directory of one run: who may write its files, and one run at a time in it."""
+"""The directory of one run: its name, who may write its files, and one run at a time in it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -163,3 +164,30 @@ def locked(run_dir: Path) -> Iterator[None]:
             file.truncate(0)
             file.write(f"{os.getpid()}\n".encode())
         yield
+
+
+def register_fresh() -> None:
+    """Makes `${fresh:PATH}` known to OmegaConf: the path of a directory that it makes.
+
+    One value is kept for a configuration and its copies, so that all who read the key get the same directory.
+    """
+    OmegaConf.register_new_resolver("fresh", fresh_directory, use_cache=True, replace=True)
+
+
+def fresh_directory(path: str) -> str:
+    """Makes the directory `path`, or where that exists `path-2`, `path-3` and so on, and returns the one it made.
+
+    Two commands that start in one second have the same `path`. Where a directory cannot be made, it returns `path`, and
+    who writes there says why.
+    """
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        for number in count(1):
+            candidate = path if number == 1 else f"{path}-{number}"
+            try:
+                Path(candidate).mkdir()
+            except FileExistsError:
+                continue
+            return candidate
+    except OSError:
+        return path

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from hydra.errors import InstantiationException
 
 from training.errors import UserError
-from training.runs import allocator
+from training.runs import starting
 from training.runs.console import note_failures
 from training.runs.directory import RunDirectory
 from training.runs.files import SUMMARY_FILE
@@ -120,7 +120,7 @@ def explain(error: BaseException) -> Failure:
     if isinstance(error, KeyboardInterrupt):
         return Failure("interrupted", "interrupted", True)
     if is_device_memory(error):
-        setting = "" if allocator.segments_expand() else f"; {allocator.ADVICE}"
+        setting = "" if starting.segments_expand() else f"; {starting.ALLOCATOR_ADVICE}"
         reason = f"the GPU is out of memory{requested(error)}: {SHOWN_BY_PLAN}{setting}"
         return Failure("out_of_memory", reason, True)
     if is_host_memory(error):

@@ -1,9 +1,11 @@
-"""Requests to stop: a run that can save itself finishes its step first."""
+"""Requests to stop: a run that can save itself finishes its step first; a job of a sweep ends with the sweep."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -16,6 +18,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_REQUEST_S = 2.0
 # Less training than this is as quickly repeated as saved.
 WORTH_SAVING_S = 60.0
+# In the environment of a sweep's jobs: the number of the sweep's process.
+PARENT_VARIABLE = "OFFLOAD_SWEEP_PROCESS"
+# The option of prctl(2).
+_PR_SET_PDEATHSIG = 1
 
 Handler = Callable[[int, FrameType | None], None]
 
@@ -123,3 +129,25 @@ def once_per_request(handler: Handler) -> Handler:
             handler(number, frame)
 
     return handle
+
+
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Makes the system send a job of a sweep SIGTERM when the sweep's process ends, so that the job saves.
+
+    A job is a process whose environment has the number of its parent; `number` is the signal that is sent. Only Linux
+    does that; elsewhere, and where the environment has no such number, nothing happens.
+    """
+    parent = os.environ.pop(PARENT_VARIABLE, None)
+    if parent is None:
+        return
+    # A scheduler may send it to all processes of a job before the job's time is over. It would end this one unsaved;
+    # the parent takes it, and sends SIGTERM.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    try:
+        prctl = ctypes.CDLL(None).prctl
+    except (OSError, AttributeError):
+        return
+    prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    # It may have ended before.
+    if os.getppid() != int(parent):
+        os.kill(os.getpid(), number)

@@ -1,4 +1,4 @@
-"""Before a program imports its libraries: whether they are there, and Ctrl-C while they are imported, for seconds.
+"""Before a program imports its libraries: whether they are there, Ctrl-C while they are imported, torch's allocator.
 
 An import may swallow KeyboardInterrupt, so that the program runs on, and an extension in C++ may abort at it. Until the
 imports are done the signal therefore ends the process itself. This file needs the standard library alone.
@@ -18,6 +18,11 @@ from types import FrameType
 LIBRARIES = ("torch", "hydra", "omegaconf")
 # The exit status of a process that Ctrl-C ended.
 INTERRUPTED = 130
+ALLOCATOR_SETTING = "expandable_segments:True"
+ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
+# The name of older releases, and of builds for AMD's GPUs.
+OLDER_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+ALLOCATOR_ADVICE = f"{ALLOCATOR_VARIABLE}={ALLOCATOR_SETTING} before the command joins free pieces of memory"
 
 
 def refuse_foreign_python() -> None:
@@ -51,6 +56,21 @@ def interrupt_in_one_line() -> Iterator[None]:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+def expand_segments() -> None:
+    """Makes segments of torch's allocator grow, here and in started processes, unless the user has configured it.
+
+    Tensors of many sizes leave pieces in fixed segments that no later tensor fits into. Segments that grow are pages
+    mapped one behind the other, so free pages serve any size. Call it before torch is imported.
+    """
+    if not any(os.environ.get(name) for name in (ALLOCATOR_VARIABLE, *OLDER_VARIABLES)):
+        os.environ[ALLOCATOR_VARIABLE] = ALLOCATOR_SETTING
+
+
+def segments_expand() -> bool:
+    """Tells whether the allocator is configured so."""
+    return any(ALLOCATOR_SETTING in os.environ.get(name, "") for name in (ALLOCATOR_VARIABLE, *OLDER_VARIABLES))
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -32,8 +32,7 @@ from training.errors import UserError, first_line
 from training.parallel.world import refuse_sweep
 from training.runs.directory import holds_results, refuse_program_folder
 from training.runs.manifest import DamagedError, read_config
-from training.runs.parent import PARENT_VARIABLE
-from training.runs.signals import once_per_request, signals_not_ignored
+from training.runs.signals import PARENT_VARIABLE, once_per_request, signals_not_ignored
 from training.runs.starting import INTERRUPTED
 from training.sweeps.job import SweepJob, summary_in
 from training.visible_text import visible

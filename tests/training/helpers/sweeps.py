@@ -32,7 +32,7 @@ from training.runs import compose_errors
 from training.runs.failures import failures_recorded
 from training.runs.records import write_summary
 from training.runs import signals
-from training.runs.parent import end_with_parent
+from training.runs.signals import end_with_parent
 from training.runs.signals import StopRequest
 
 launcher.register_launcher()

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import time
+from datetime import datetime, timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -243,3 +245,26 @@ def test_a_measured_gpu_stays_below_its_datasheet_and_frees_its_memory(dtype):
         assert 0.4 * datasheet < measured < 1.05 * datasheet
     # cuBLAS retains a workspace of some MiB.
     assert torch.cuda.memory_reserved(device) <= reserved_bytes + 64 * 2**20
+
+
+def test_the_versions_and_the_date():
+    facts = hardware.provenance()
+    assert facts["torch"] == torch.__version__
+    age = datetime.now().astimezone() - datetime.fromisoformat(facts["date"])
+    assert timedelta(0) <= age < timedelta(minutes=5)
+
+
+def test_the_commit_is_that_of_the_source_alone(tmp_path: Path):
+    assert hardware.commit(tmp_path) is None
+    source = tmp_path / "checkout"
+    git = ["git", "-C", str(source), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run(["git", "init", "-q", str(source)], check=True)
+    (source / "file").write_text("1")
+    subprocess.run([*git, "add", "file"], check=True)
+    subprocess.run([*git, "commit", "-qm", "first"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
+    (source / "file").write_text("2")
+    known = hardware.commit(source)
+    assert known == f"{head[:10]}-dirty"
+    (source / "below").mkdir()
+    assert hardware.commit(source / "below") is None

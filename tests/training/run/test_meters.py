@@ -16,7 +16,7 @@ from training.parallel.ranks import Ranks
 from training.run import meters
 from training.run.build import build
 from training.run.loop import train
-from training.runs import allocator
+from training.runs import starting
 from training.runs.records import read_metrics as metrics
 from training.runs.records import read_summary as summary
 
@@ -46,12 +46,12 @@ def test_a_peak_is_that_of_the_steps_of_a_record(tmp_path: Path, monkeypatch: py
 def test_memory_that_is_held_beyond_the_budget_is_a_warning_once(tmp_path: Path, monkeypatch, caplog):
     monkeypatch.setattr(meters, "vram_peak_gib", lambda device: 1.5)
     monkeypatch.setattr(meters, "vram_reserved_gib", lambda device: 2.25)
-    monkeypatch.setattr(allocator, "segments_expand", lambda: False)
+    monkeypatch.setattr(starting, "segments_expand", lambda: False)
     run_here(tmp_path / "more", *QUIET, "steps=3", "log_every=1", "vram_budget=2GiB")
     (line,) = (record.message for record in caplog.records if "allocator" in record.message)
     assert line.startswith("vram_budget=2GiB: torch's allocator holds 2.25 GiB, in which tensors took 1.50 GiB: ")
     caplog.clear()
-    assert line.endswith(f", and {allocator.ADVICE}")
+    assert line.endswith(f", and {starting.ALLOCATOR_ADVICE}")
     run_here(tmp_path / "less", *QUIET, "steps=1", "log_every=1", "vram_budget=2304MiB")
     assert not caplog.records
 

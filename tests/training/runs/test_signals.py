@@ -1,17 +1,24 @@
-"""Requests to stop: the effect of signals on a run that can save itself."""
+"""Requests to stop: the effect of signals on a run that can save itself, and of the end of a sweep on its jobs."""
 
 from __future__ import annotations
 
 import math
 import os
 import signal
+import subprocess
+import sys
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.training.helpers.in_process import signals_as_before
+from tests.training.helpers.sweeps import runs, wait_for, wait_for_end
 from training.runs import signals
-from training.runs.signals import SAME_REQUEST_S, SIGNALS, WORTH_SAVING_S, Interruption, StopRequest
+from training.runs.signals import PARENT_VARIABLE, SAME_REQUEST_S, SIGNALS, WORTH_SAVING_S, Interruption, StopRequest
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 
 
 def test_once_the_run_is_saved_signals_come_too_late():
@@ -83,3 +90,58 @@ def test_what_would_cost_little_to_repeat_ends_at_once(monkeypatch: pytest.Monke
         now += 10
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.signal == "SIGINT"
+
+
+CHILD = """
+import os, sys, time
+from training.runs.signals import PARENT_VARIABLE, end_with_parent
+end_with_parent()
+assert PARENT_VARIABLE not in os.environ
+open(sys.argv[1] + ".partial", "w").write(str(os.getpid()))
+os.rename(sys.argv[1] + ".partial", sys.argv[1])
+time.sleep(float(sys.argv[2]))
+"""
+# Starts CHILD as a sweep does, and waits for it.
+PARENT = f"""
+import os, subprocess, sys
+command = [sys.executable, "-c", {CHILD!r}, *sys.argv[1:]]
+subprocess.run(command, env=os.environ | {{"{PARENT_VARIABLE}": str(os.getpid())}})
+"""
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+@on_linux
+def test_a_process_whose_parent_is_killed_gets_sigterm(tmp_path: Path):
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path / "pid"), "600"], env=ENVIRONMENT)
+    child = wait_for(tmp_path / "pid")
+    assert runs(child)
+    parent.kill()
+    parent.wait()
+    wait_for_end(child)
+
+
+def child(folder: Path, parent: int | None) -> subprocess.CompletedProcess:
+    environment = ENVIRONMENT if parent is None else ENVIRONMENT | {PARENT_VARIABLE: str(parent)}
+    return subprocess.run([sys.executable, "-c", CHILD, str(folder / "pid"), "0"], env=environment, timeout=300)
+
+
+@on_linux
+def test_a_process_whose_parent_ended_before_ends_at_once(tmp_path: Path):
+    # The number of any process but the parent's: the parent is another one by now.
+    assert child(tmp_path, parent=1 if os.getpid() != 1 else 2).returncode == -signal.SIGTERM
+    assert not (tmp_path / "pid").exists()
+
+
+@on_linux
+def test_a_scheduler_s_signal_to_all_processes_of_a_job_is_left_to_the_parent(tmp_path: Path):
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "pid"), "0.5"]
+    process = subprocess.Popen(command, env=ENVIRONMENT | {PARENT_VARIABLE: str(os.getpid())})
+    wait_for(tmp_path / "pid")
+    process.send_signal(signal.SIGUSR2)
+    assert process.wait(300) == 0
+
+
+@on_linux
+def test_a_parent_that_lives_and_none_change_nothing(tmp_path: Path):
+    for parent in (os.getpid(), None):
+        assert child(tmp_path, parent).returncode == 0

@@ -1,4 +1,4 @@
-"""Libraries that are not installed, and Ctrl-C while they are imported: one line, whatever the import does with it."""
+"""Before the imports: libraries that are not installed, Ctrl-C, and the setting of torch's allocator."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import ROOT
 from training.runs import starting
+from training.runs.failures import explain
+
+NAMES = (starting.ALLOCATOR_VARIABLE, *starting.OLDER_VARIABLES)
 
 # As libraries do: torch's import swallows Ctrl-C in some of its parts, and aborts in others.
 SWALLOWS = """
@@ -87,3 +91,58 @@ def test_in_the_background_ctrl_c_stays_ignored():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def nothing_set(monkeypatch: pytest.MonkeyPatch):
+    for name in NAMES:
+        # Set first, so that the values of before come back.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("nothing_set")
+def test_segments_expand_where_nothing_is_set():
+    assert not starting.segments_expand()
+    starting.expand_segments()
+    assert starting.segments_expand()
+    assert [os.environ.get(name) for name in NAMES] == ["expandable_segments:True", None, None]
+
+
+@pytest.mark.usefixtures("nothing_set")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("value", "expand"),
+    [("expandable_segments:False", False), ("max_split_size_mb:64", False), ("a:1,expandable_segments:True", True)],
+)
+def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch, name: str, value: str, expand: bool):
+    monkeypatch.setenv(name, value)
+    starting.expand_segments()
+    assert {key: os.environ[key] for key in NAMES if key in os.environ} == {name: value}
+    assert starting.segments_expand() is expand
+
+
+@pytest.mark.usefixtures("nothing_set")
+@pytest.mark.parametrize("expand", [False, True])
+def test_too_little_memory_names_the_setting_where_it_is_not_made(monkeypatch: pytest.MonkeyPatch, expand: bool):
+    monkeypatch.setenv(NAMES[0], f"expandable_segments:{expand}")
+    reason = explain(RuntimeError("CUDA error: out of memory")).reason
+    advice = f"; {NAMES[0]}=expandable_segments:True before the command joins free pieces of memory"
+    assert reason.endswith(advice) is not expand
+    assert ("segments" in reason) is not expand
+
+
+# What train.py does, and scripts that import torch before they call it.
+AS_TRAIN = "from training.runs import starting; starting.expand_segments(); import torch"
+AS_SCRIPT = "import torch; from training.runs import starting; starting.expand_segments()"
+SHOW = "torch.ones(1, device='cuda'); print([s['is_expandable'] for s in torch.cuda.memory_snapshot()])"
+
+
+@pytest.mark.usefixtures("nothing_set")
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("start", [AS_TRAIN, AS_SCRIPT])
+def test_the_setting_is_in_force_on_a_gpu(start: str):
+    command = [sys.executable, "-c", f"{start}; {SHOW}"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert shown.stdout == "[True]\n"
