@@ -33,8 +33,7 @@ from offload.planning.cost_model import (
     hidden_share,
     update_work,
 )
-from offload.planning.dry_run import DryRun, Phase, dry_run, left_as_found
-from offload.planning.forward_run import ForwardRun, dry_run_forwards
+from offload.planning.dry_run import DryRun, ForwardRun, Phase, dry_run, dry_run_forwards, left_as_found
 from offload.planning.memory_tracker import MemoryTracker
 from offload.planning.meta_kernels import fused_kernels
 from offload.planning.planned_sharers import PlannedSharers

@@ -1,4 +1,4 @@
-"""Runs a training step of a mode on tensors of the meta device, and counts the bytes and FLOPs that it would take.
+"""Runs a step of a mode, or forwards in a row, on tensors of the meta device, and counts bytes, FLOPs and time.
 
 A formula for the bytes of a mode would repeat the mode. So its own code runs here, with slots, copies and hooks, on a
 model without memory: copies are counted where they are made, and device memory by the tracker. It takes seconds for a
@@ -8,9 +8,10 @@ model of any size, and no GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from inspect import isroutine
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,6 @@ from offload.planning.meta_kernels import fused_kernels
 from offload.planning.planned_sharers import PlannedSharers
 from offload.planning.simulated_streams import SimulatedStreams
 from offload.sharing.sharers import NO_SHARERS
-from offload.streams.counters import Counters
 from offload.streams.stream_checker import CheckedStreams
 from offload.torch_private.block_attributes import restore
 from offload.torch_private.torch_internals import gradient_accumulator
@@ -91,14 +91,9 @@ class DryRun:
         """Returns the dry run of a step that swaps only `share` of the activations that this one swaps."""
 
         def less(phase: Phase) -> Phase:
-            stays_in, stays_out = ((1 - share) * phase.activation_h2d_bytes, (1 - share) * phase.activation_d2h_bytes)
-            return replace(
-                phase,
-                h2d_bytes=phase.h2d_bytes - stays_in,
-                d2h_bytes=phase.d2h_bytes - stays_out,
-                activation_h2d_bytes=phase.activation_h2d_bytes - stays_in,
-                activation_d2h_bytes=phase.activation_d2h_bytes - stays_out,
-            )
+            stay = {way: (1 - share) * getattr(phase, f"activation_{way}") for way in ("h2d_bytes", "d2h_bytes")}
+            stay |= {f"activation_{way}": nbytes for way, nbytes in stay.items()}
+            return replace(phase, **{key: getattr(phase, key) - nbytes for key, nbytes in stay.items()})
 
         stay_bytes = int((1 - share) * self.total("activation_d2h_bytes"))
         return replace(
@@ -158,29 +153,24 @@ def dry_run(
     streams = timed or CheckedStreams(torch.device("meta"))
     tracker = MemoryTracker(timed.spend) if timed else MemoryTracker()
     resident = [tensor for tensor in mode.footprint(model).resident if tensor.requires_grad]
-    kernels = fused_kernels(tracker.add_flops, on_gpu)
-    with left_as_found(model), torch.random.fork_rng(devices=[]), kernels, tracker.recording():
+    with _on_meta(model, tracker, on_gpu), ExitStack() as stack:
         mode.attach(model, streams, sharers or NO_SHARERS)
+        stack.callback(mode.detach)
         if mode.releases_gradients:
             mode.use_updates(ImmediateUpdates(streams))
-        undo = recompute(recomputed)
+        stack.callback(recompute(recomputed))
         slot_bytes = tracker.live_bytes
-        forget = _note_gradients(resident, tracker)
-        try:
-            for _ in range(STEPS):
-                model.zero_grad(set_to_none=True)
-                tracker.start_step()
-                if timed:
-                    timed.start_step()
-                log = _Log(tracker, mode, sharers)
-                with mode.step(norms):
-                    mode.accumulate([log.around(loss) for loss in losses])
-                log.mark()
-            host_bytes = mode.counters().host_pageable_bytes
-        finally:
-            forget()
-            undo()
-            mode.detach()
+        stack.enter_context(_gradients_noted(resident, tracker))
+        for _ in range(STEPS):
+            model.zero_grad(set_to_none=True)
+            tracker.start_step()
+            if timed:
+                timed.start_step()
+            log = _Log(tracker, mode, sharers)
+            with mode.step(norms):
+                mode.accumulate([log.around(loss) for loss in losses])
+            log.mark()
+        host_bytes = mode.counters().host_pageable_bytes
     return DryRun(
         phases=log.phases(),
         slot_bytes=slot_bytes,
@@ -191,19 +181,75 @@ def dry_run(
     )
 
 
-def _note_gradients(parameters: Iterable[Tensor], tracker: MemoryTracker) -> Callable[[], None]:
-    """Tells `tracker` when a gradient of these parameters lands, until the returned function is called."""
-    # Hooks on the parameters themselves would change the order of microbatches that a mode chooses.
+@dataclass(frozen=True)
+class ForwardRun:
+    """Forwards in a row: the bytes copied in and out, and the ms from their start to the last result.
+
+    `peak_bytes` are on the device at most, besides the slots and what stays there: activations, and what outlives a
+    forward, such as a key/value cache.
+    """
+
+    h2d_bytes: int
+    d2h_bytes: int
+    ms: float
+    peak_bytes: int
+
+
+def dry_run_forwards(
+    mode: Mode,
+    model: nn.Module,
+    forwards: Sequence[Callable[[], object]],
+    *,
+    timed: SimulatedStreams,
+    on_gpu: bool = True,
+) -> ForwardRun:
+    """Attaches `mode` to `model` and calls `forwards` inside `mode.inference()`.
+
+    The model is on the meta device, and left as it was found. The host waits for each result before the next call, as a
+    sampler does that looks at it. Copies of units that are fetched for a forward that never comes count in the bytes
+    and not in the time. `on_gpu`: the kernels are those of a GPU. Raises the model's error where it needs values.
+    """
+    tracker = MemoryTracker(timed.spend)
+    with _on_meta(model, tracker, on_gpu), torch.no_grad():
+        mode.attach(model, timed)
+        slot_bytes = tracker.live_bytes
+        try:
+            timed.start_step()
+            tracker.start_step()
+            before = mode.counters()
+            with mode.inference():
+                for forward in forwards:
+                    forward()
+                    result = timed.event()
+                    result.record(timed.compute)
+                    result.synchronize()
+                ms = timed.host_ms
+            moved = mode.counters() - before
+        finally:
+            mode.detach()
+    return ForwardRun(moved.h2d_bytes, moved.d2h_bytes, ms, tracker.peak_bytes - slot_bytes)
+
+
+@contextmanager
+def _on_meta(model: nn.Module, tracker: MemoryTracker, on_gpu: bool) -> Iterator[None]:
+    """Counts what runs inside, and leaves the model and torch's random numbers as they were."""
+    kernels = fused_kernels(tracker.add_flops, on_gpu)
+    with left_as_found(model), torch.random.fork_rng(devices=[]), kernels, tracker.recording():
+        yield
+
+
+@contextmanager
+def _gradients_noted(parameters: Iterable[Tensor], tracker: MemoryTracker) -> Iterator[None]:
+    """Tells `tracker` when a gradient of these parameters lands."""
+    # Hooks on the parameters themselves would change the order of microbatches that a mode chooses. A parameter does
+    # not keep its node alive: `nodes` does, with the hooks.
     nodes = [(tensor, gradient_accumulator(tensor)) for tensor in parameters]
     handles = [node.register_hook(lambda *_, tensor=tensor: tracker.gradient_landed(tensor)) for tensor, node in nodes]
-
-    def forget() -> None:
+    try:
+        yield
+    finally:
         for handle in handles:
             handle.remove()
-        # A parameter does not keep its node alive, so `nodes` has kept the nodes and their hooks until now.
-        nodes.clear()
-
-    return forget
 
 
 @contextmanager
@@ -249,13 +295,19 @@ class _Log:
         self._mode = mode
         self._sharers = sharers
         self._inside = 0
-        self._readings: list[tuple[float, float, float, Counters]] = []
+        self._readings: list[dict[str, float]] = []
         self.mark()
 
     def mark(self) -> None:
-        exchanged = self._sharers.exchanged_bytes if self._sharers else 0.0
-        counted = self._tracker.flops, self._tracker.dequantised_bytes, exchanged
-        self._readings.append((*counted, self._mode.counters()))
+        counters = self._mode.counters()
+        self._readings.append(
+            {
+                "flops": self._tracker.flops,
+                "dequantised_bytes": self._tracker.dequantised_bytes,
+                "exchanged_bytes": self._sharers.exchanged_bytes if self._sharers else 0.0,
+                **{key: getattr(counters, key) for key in MOVED},
+            }
+        )
 
     def around(self, loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
         def logged() -> Tensor:
@@ -274,14 +326,7 @@ class _Log:
         return logged
 
     def phases(self) -> tuple[Phase, ...]:
-        pairs = zip(self._readings, self._readings[1:], strict=False)
         return tuple(
-            Phase(
-                index % 2 == 0,
-                after[0] - before[0],
-                dequantised_bytes=after[1] - before[1],
-                exchanged_bytes=after[2] - before[2],
-                **{key: getattr(after[3] - before[3], key) for key in MOVED},
-            )
-            for index, (before, after) in enumerate(pairs)
+            Phase(index % 2 == 0, **{key: after[key] - before[key] for key in COUNTED})
+            for index, (before, after) in enumerate(pairwise(self._readings))
         )

@@ -1,12 +1,19 @@
-"""A dry run predicts a run: bytes copied and held, by the engine's own counters."""
+"""A dry run predicts a run: bytes copied and held, by the engine's own counters.
+
+Forwards in a row keep the bus busy, or the device: they take as long as their copies, or as their arithmetic.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,13 +21,16 @@ from torch import nn
 
 from offload.activations.checkpointing import recompute
 from offload.blocks import find_blocks
+from offload.memory.bandwidth import Bandwidth
 from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
+from offload.modes.mode import Mode
 from offload.modes.none import Resident
 from offload.modes.save_on_cpu import SaveOnCpu
 from offload.modes.shard_offload import ShardOffload
 from offload.modes.tensor_swap import TensorSwap
-from offload.planning.dry_run import MOVED, DryRun, dry_run, left_as_found
+from offload.planning.dry_run import MOVED, DryRun, ForwardRun, dry_run, dry_run_forwards, left_as_found
+from offload.planning.simulated_streams import SimulatedStreams, Work
 from offload.weights.gradients import ring
 from offload.weights.gradients.final import NotFinalError
 from tests.offload.helpers.mapped import with_low_rank, write_frozen
@@ -216,3 +226,121 @@ def test_attributes_that_a_forward_leaves_are_as_before():
     assert (model.table, model.calls) == (None, 0)
     assert model.places.made is None
     assert not hasattr(model, "seen")
+
+
+WIDTH, DEPTH, COUNT = 256, 10, 8
+GB_PER_S = 50.0
+# Arithmetic of 4096 tokens takes two thirds of the time that the weights' copies take, or twice as long.
+FAST, SLOW = 4096 * GB_PER_S * 1e9 / 2 * 1.5, 4096 * GB_PER_S * 1e9 / 4
+CASES = {"64 tokens": (64, FAST), "4096 tokens, the bus bounds": (4096, FAST), "compute bounds": (4096, SLOW)}
+FORWARD_MODES: dict[str, Callable[[], Mode]] = {
+    "bounce_linear": BounceLinear,
+    "bounce_linear, half stays": lambda: BounceLinear(resident="50%"),
+    "layer_stream": LayerStream,
+    # Stem and head are tiny units with a slot each: with one slot less the first block would wait for the last.
+    "layer_stream, all streams": lambda: LayerStream(outside="stream", slots=4),
+    "layer_stream, two slots": lambda: LayerStream(slots=2),
+    "shard_offload": lambda: ShardOffload(shards=5),
+    "tensor_swap over layer_stream": lambda: TensorSwap(LayerStream()),
+}
+
+
+class Times(NamedTuple):
+    """In ms: forwards in a row, what their copies and their arithmetic take alone, and the copy of the largest unit."""
+
+    all: float
+    bus: float
+    compute: float
+    fill: float
+
+
+def forwards(
+    mode: Mode, calls: Callable[[nn.Module], list], flops_per_s: float = FAST
+) -> tuple[ForwardRun, list[Work]]:
+    with torch.device("meta"):
+        model = Stack(width=WIDTH, depth=DEPTH)
+    timed = SimulatedStreams(torch.device("meta"), Bandwidth(GB_PER_S, GB_PER_S, GB_PER_S), flops_per_s)
+    return dry_run_forwards(mode, model, calls(model), timed=timed), timed.work
+
+
+def times(mode: Mode, tokens: Sequence[int], flops_per_s: float) -> Times:
+    """Runs a forward for each number of tokens."""
+    footprint = mode.footprint(Stack(width=WIDTH, depth=DEPTH).to("meta"))
+    found, work = forwards(mode, lambda model: [partial(model, stack_of(count)) for count in tokens], flops_per_s)
+    assert found.d2h_bytes == 0
+    # What came in for a forward that is never made takes no time of those that are.
+    used_bytes = min(found.h2d_bytes, len(tokens) * footprint.host_weight_bytes)
+    ms = 1 / GB_PER_S / 1e6
+    compute_ms = sum(part.end_ms - part.start_ms for part in work if part.lane == "compute")
+    return Times(found.ms, used_bytes * ms, compute_ms, footprint.largest_unit_bytes * ms)
+
+
+def stack_of(count: int) -> torch.Tensor:
+    return torch.empty(count, 8, device="meta")
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", FORWARD_MODES)
+@pytest.mark.slow
+def test_forwards_in_a_row_take_as_long_as_their_copies_or_their_arithmetic(name: str, case: str):
+    found = times(FORWARD_MODES[name](), [CASES[case][0]] * COUNT, CASES[case][1])
+    assert found.bus > 0
+    # Nothing computes before the first unit is there. The first forward teaches the order, so the second may begin so.
+    assert found.all <= 1.01 * max(found.bus, found.compute) + 2 * found.fill
+
+
+@pytest.mark.parametrize("name", ["bounce_linear", "layer_stream", "shard_offload"])
+@pytest.mark.slow
+def test_so_they_do_in_the_first_step(name: str):
+    mode = FORWARD_MODES[name]()
+    mode.inference = mode.step
+    found = times(mode, [4096] * COUNT, FAST)
+    assert found.all <= 1.01 * found.bus + 2 * found.fill
+
+
+@pytest.mark.parametrize("name", ["bounce_linear", "layer_stream"])
+def test_lone_forwards_fill_the_slots_anew_each_time(name: str):
+    mode = FORWARD_MODES[name]()
+    mode.inference = nullcontext
+    found = times(mode, [4096] * COUNT, FAST)
+    assert found.all <= 1.01 * found.bus + (COUNT + 1) * found.fill
+    assert found.all > 1.01 * found.bus + 2 * found.fill
+
+
+def test_other_shapes_between_change_no_order():
+    found = times(LayerStream(), [4096, 1, 64, 4096, 1, 1, 4096, 64], FAST)
+    assert found.all <= 1.01 * found.bus + 2 * found.fill
+
+
+def test_copies_grow_by_a_forward_each_time_and_units_that_fit_stay():
+    unit_bytes = LayerStream().footprint(Stack(width=WIDTH, depth=DEPTH)).host_weight_bytes
+    bytes_of = {}
+    for slots, count in product((3, DEPTH), (2, 3, 4)):
+        found, _ = forwards(LayerStream(slots=slots), lambda model, count=count: [partial(model, stack_of(1))] * count)
+        bytes_of[slots, count] = found.h2d_bytes
+    assert bytes_of[3, 4] - bytes_of[3, 3] == bytes_of[3, 3] - bytes_of[3, 2] == unit_bytes
+    assert {bytes_of[DEPTH, count] for count in (2, 3, 4)} == {unit_bytes}
+
+
+def test_forwards_of_a_resident_model_copy_nothing_and_leave_it_as_it_was_found():
+    def calls(model: nn.Module) -> list:
+        found.extend([model, list(model.parameters())])
+        return [partial(model, stack_of(7))]
+
+    found = []
+    run, _ = forwards(Resident(), calls)
+    model, before = found
+    flops = 2 * 7 * sum(parameter.numel() for parameter in before if parameter.ndim == 2)
+    assert (run.h2d_bytes, run.d2h_bytes, run.ms) == (0, 0, pytest.approx(flops / FAST * 1e3))
+    assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
+
+
+def test_the_peak_has_what_outlives_a_forward_and_no_slots():
+    def peak_bytes(mode: Mode, count: int) -> int:
+        kept = []
+        return forwards(mode, lambda model: [lambda: kept.append(model(stack_of(64)))] * count)[0].peak_bytes
+
+    result_bytes = Stack(width=WIDTH)(torch.empty(64, 8)).nbytes
+    for make in (Resident, LayerStream):
+        assert peak_bytes(make(), 3) - peak_bytes(make(), 2) == result_bytes
+    assert peak_bytes(LayerStream(), 1) == peak_bytes(Resident(), 1) >= 2 * 64 * WIDTH * 4
