@@ -14,8 +14,7 @@ import hydra
 from omegaconf import DictConfig
 
 from training.config import help, schema
-from training.config.validation import check, check_presence
-from training.config.without_effect import warn_of_keys_without_effect
+from training.config.validation import check, check_presence, warn_of_keys_without_effect
 from training.errors import UserError
 from training.parallel.launch import connected
 from training.parallel.world import World, refuse_other_launchers, settle_devices

@@ -46,7 +46,7 @@ from training.config.modes import RESIDENT
 from training.metrics.step_timer import StepTimer
 from training.parallel.devices import device_of, share_cores
 from training.parallel.group import Group
-from training.parallel.setup import Setup
+from training.parallel.messages import Messages
 from training.profiling.hardware import reset_peaks, vram_peak_gib
 from training.runs import starting
 from training.visible_text import visible
@@ -154,11 +154,11 @@ def measure_rank(rank: int, count: int, folder: str, spec: str, options: argpars
             return measure_of_torch(spec, options)
         finally:
             dist.destroy_process_group()
-    group = Group(device, Setup(device.type, count, 600))
+    group = Group(device, Messages(timeout_s=600))
     try:
         return measure(spec, options, group.sharers(shared=True), group.reduce)
     finally:
-        group.leave()
+        group.messages.leave()
 
 
 def row_of(name: str, spec: str, count: int, options: argparse.Namespace) -> dict:

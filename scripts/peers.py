@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from training.comparison.report import compare
 from training.comparison.rows import Row
 from training.comparison.table import to_markdown
-from training.config.groups import options_of
+from training.config.modes import options_of
 from training.runs import console
 from training.runs.files import MEMORY_FIGURE_FILE
 from training.sweeps.job import SweepJob, summary_in

@@ -9,8 +9,7 @@ from dataclasses import fields
 import pytest
 
 from tests import ROOT
-from training.config.parallel import Parallel
-from training.config.schema import Checkpointing, TrainConfig
+from training.config.schema import Checkpointing, Parallel, TrainConfig
 
 
 def train(*arguments, python=(), **environment):

@@ -67,14 +67,6 @@ def test_equals_fused_adamw_on_float32_masters_bitwise(dtype: torch.dtype, devic
     assert all(torch.equal(value, target) for value, target in zip(trained, expected, strict=True))
 
 
-def test_one_call_on_a_large_parameter_equals_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "HOST_TILE", 1 << 14)
-    shadow = [nn.Parameter(torch.randn(100_003).bfloat16())]
-    expected = reference(shadow, torch.bfloat16)
-    train(AdamW(shadow, **SETTINGS))
-    assert torch.equal(shadow[0], expected[0])
-
-
 def test_updates_too_small_for_bf16_add_up() -> None:
     ours, alone = (nn.Parameter(torch.ones(8, dtype=torch.bfloat16)) for _ in range(2))
     settings = SETTINGS | {"lr": 1e-4, "weight_decay": 0.0}
@@ -110,15 +102,6 @@ def test_any_layout_of_parameter_and_gradient(view: Callable[[Tensor], Tensor], 
     if parameter.data_ptr() - flat.data_ptr() in range(flat.numel() * flat.element_size()):
         assert torch.equal(view(flat), parameter)
         assert (flat != before).sum() <= parameter.numel()
-
-
-def test_a_gradient_of_another_layout_meets_its_own_element() -> None:
-    straight, crossed = (nn.Parameter(torch.zeros(4, 6)) for _ in range(2))
-    straight.grad = torch.randn(4, 6)
-    crossed.grad = straight.grad.t().contiguous().t()
-    for parameter in (straight, crossed):
-        AdamW([parameter], **SETTINGS).step()
-    assert torch.equal(straight, crossed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -157,19 +140,6 @@ def test_groups_and_schedules_have_their_own_settings() -> None:
     assert torch.equal(second, torch.ones_like(second))
 
 
-def test_a_closure_is_evaluated_with_gradients() -> None:
-    weight = nn.Parameter(torch.ones(3))
-    adamw = AdamW([weight], **SETTINGS)
-
-    def closure() -> Tensor:
-        loss = (weight**2).sum()
-        loss.backward()
-        return loss
-
-    assert adamw.step(closure) == 3
-    assert (weight < 1).all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_run_resumed_from_its_state_dict_goes_on_bitwise(dtype: torch.dtype, tmp_path) -> None:
     straight = parameters(dtype)
@@ -201,12 +171,6 @@ def test_state_of_torchs_adamw_loads() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def test_a_state_dict_of_another_model_is_refused() -> None:
-    adamw = AdamW(parameters(torch.float32), **SETTINGS)
-    with pytest.raises(ValueError, match="doesn't match the size"):
-        adamw.load_state_dict(AdamW(parameters(torch.float32)[:2], **SETTINGS).state_dict())
-
-
 class LargestAllocation(TorchDispatchMode):
     """Watches for the largest storage that operations make, other than those of `known` tensors."""
 
@@ -231,27 +195,3 @@ def test_scratch_is_a_tile_of_the_gradient() -> None:
     with LargestAllocation([weights, weights.grad, *adamw.state[weights].values()]) as largest:
         adamw.step()
     assert largest.num_bytes == kernels.HOST_TILE * 4
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_host_and_device_parameters_in_one_model() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        host, device = parameters(dtype), parameters(dtype, "cuda")
-        train(AdamW([*host, *device], **SETTINGS))
-        expected = [*reference(parameters(dtype), dtype), *reference(parameters(dtype, "cuda"), dtype)]
-        assert all(torch.equal(value, target) for value, target in zip([*host, *device], expected, strict=True))
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_torchs_clipping_takes_host_and_device_gradients_together() -> None:
-    mixed, host = [*parameters(torch.float32, "cuda"), *parameters(torch.float32)], parameters(torch.float32) * 2
-    host = [nn.Parameter(weight.detach().clone()) for weight in host]
-    for group in (mixed, host):
-        for weight in group:
-            weight.grad = gradient(weight, 0)
-    norms = [nn.utils.clip_grad_norm_(group, 1.0).cpu() for group in (mixed, host)]
-    torch.testing.assert_close(norms[0], norms[1])
-    for one, other in zip(mixed, host, strict=True):
-        torch.testing.assert_close(one.grad.cpu(), other.grad)

@@ -82,10 +82,6 @@ def test_after_the_last_step_the_rate_stays_at_its_final_share(name: str):
     assert found[4:] == pytest.approx([0.25] * 3)
 
 
-def test_by_default_the_rate_is_constant():
-    assert rates("steps=3") == [1, 1, 1]
-
-
 def test_groups_keep_their_proportions_and_what_does_not_decay_its_zero():
     config = checked("optimizer=host_adamw", "optimizer.compile='off'", "schedule.warmup=1", "steps=2")
     matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))

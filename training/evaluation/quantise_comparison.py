@@ -16,7 +16,7 @@ from torch import nn
 from offload import Streams
 from training.config.adapter import NoAdapter
 from training.config.modes import weights_node
-from training.config.quantize import NoQuantize, quantises
+from training.config.schema import NoQuantize, quantises
 from training.evaluation.held_out import held_out_scores
 from training.metrics.progress import phase
 from training.settle.components import Components, attached

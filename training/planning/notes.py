@@ -9,7 +9,7 @@ from models.adapters import adapter_layers, config_of, is_adapted, root_of, with
 from models.quantise import QuantisedWeight
 from offload import WeightMode, format_bytes
 from training.config.modes import weights_node
-from training.config.quantize import quantises
+from training.config.schema import quantises
 from training.parallel.world import ranks_of_host
 from training.settle.components import Components
 

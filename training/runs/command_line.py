@@ -13,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
-from training.config.groups import is_group
+from training.config.modes import is_group
 from training.errors import UserError
 from training.runs.files import CHOICES_FILE, CONFIG_FILE
 from training.runs.paths import home_expanded

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from training.config.groups import is_group, options_of
+from training.config.modes import is_group, options_of
 from training.config.unknown_keys import options_with, unknown_key
 from training.errors import UserError
 from training.runs.failures import FAILED, print_failure

@@ -1,4 +1,4 @@
-"""Writes the model of a saved run in the form of its library: transformers', diffusers', or that of a Llama.
+"""Writes the model of a saved run in the form of its library: transformers', diffusers', peft's, or that of a Llama.
 
 No memory is made for the model: it is built without values, and each tensor goes from the checkpoint's file, which is
 mapped, to the new one.
@@ -6,6 +6,7 @@ mapped, to the new one.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -16,6 +17,8 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from models import adapter_files as of_peft
+from models.adapters import merge_adapter
 from models.llama import Llama
 from models.quantise import is_quantised
 from models.safetensors_files import StoredTensor, open_file, split_into_files, write_tensors
@@ -27,19 +30,25 @@ from models.weights import (
     named_tensors,
     read_checkpoint_headers,
 )
-from models.whole_folder import Fill, bytes_of, refuse_present, write_whole_folder
-from training.checkpoints.hugging_face import hugging_face_config
+from models.whole_folder import Fill, Write, bytes_of, refuse_present, write_whole_folder
+from training.checkpoints.saving import hugging_face_config
 from training.config.adapter import has_adapter
-from training.config.quantize import chosen_format, quantises
-from training.config.schema import Precision
+from training.config.schema import Precision, chosen_format, quantises
 from training.errors import UserError
 from training.runs.checkpoint_files import HUGGING_FACE_FILE, WEIGHTS_STEM
 from training.runs.invocation import Invocation
 from training.runs.paths import home_expanded
 from training.saved_runs.companions import companions
-from training.saved_runs.export_adapter import adapter_files, merged_model
-from training.saved_runs.finding import configuration, found, newest_checkpoint, refuse_damage, take_tokenizer
-from training.settle.components import Components
+from training.saved_runs.finding import (
+    configuration,
+    found,
+    load_model,
+    newest_checkpoint,
+    refuse_damage,
+    take_tokenizer,
+)
+from training.settle.components import Components, acquired, attached
+from training.weights.filling import fill_buffers
 
 Read = Callable[[str], Tensor]
 
@@ -128,6 +137,42 @@ def _of_adapter(
         return adapter_files(components.model, checkpoint) | {name: bytes_of(text) for name, text in texts.items()}
     model, read = merged_model(components, checkpoint)
     return files_of(model, config, read, max_shard_bytes)
+
+
+def adapter_files(model: nn.Module, checkpoint: Path) -> dict[str, Fill]:
+    """Returns what fills the files of the adapter of `model`, by name: a checkpoint has them in peft's form already.
+
+    `model` may be on the meta device. One of diffusers has a file more, which pipelines of diffusers load.
+    """
+    files = {name: _copy_of(checkpoint / name) for name in (of_peft.CONFIG_FILE, of_peft.WEIGHTS_FILE)}
+    if of_peft.is_of_diffusers(model):
+        files[of_peft.DIFFUSERS_FILE] = of_peft.diffusers_file(model, checkpoint / of_peft.WEIGHTS_FILE)
+    return files
+
+
+def merged_model(components: Components, checkpoint: Path) -> tuple[nn.Module, Read]:
+    """Returns the base with the adapter of `checkpoint` added to it, in host memory, and what reads its tensors.
+
+    Raises UserError for a base that is quantised or another one.
+    """
+    with acquired(components.device) as streams, attached(components, streams) as model:
+        fill_buffers(model)
+        load_model(model, checkpoint, components.config, torch.device("cpu"))
+    try:
+        merge_adapter(model)
+    except ValueError as error:
+        raise UserError(f"--merge: {error}") from error
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    return model, lambda name: tensors[name].detach()
+
+
+def _copy_of(path: Path) -> Fill:
+    def fill(write: Write) -> None:
+        with open(path, "rb") as file:
+            for piece in iter(lambda: file.read(shutil.COPY_BUFSIZE), b""):
+                write(piece)
+
+    return fill
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from models.quantise import quantisable, quantise, settled
 from models.quantise_cache import CacheFile, quantised_weights
 from models.quantise_formats import FORMATS, Format
 from offload import find_blocks
-from training.config.quantize import chosen_format, quantises
+from training.config.schema import chosen_format, quantises
 from training.errors import UserError, first_line
 
 logger = logging.getLogger(__name__)
