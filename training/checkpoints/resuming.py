@@ -71,10 +71,9 @@ class Checkpoint:
     def check_source(self, given: str, sha256: str | None) -> None:
         """Raises UserError unless the config.json of `model.source`, which is `given`, is that of the run.
 
-        It decides what the model computes, and the configuration of the run has its place alone. An earlier checkpoint,
-        which does not have its digest, takes any.
+        It decides what the model computes, and the configuration of the run has its place alone.
         """
-        if self.state.source_sha256 not in (None, sha256):
+        if self.state.source_sha256 != sha256:
             raise UserError(
                 f"resume={self.folder}: model.source={given}: its config.json has changed: restore it, or begin a new"
                 f" run from these weights, {weights_key(self.config)}={self.folder}"

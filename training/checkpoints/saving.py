@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import math
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -26,9 +30,9 @@ from training.checkpoints.base import BaseReference
 from training.checkpoints.best import Best
 from training.checkpoints.changes import config_text
 from training.checkpoints.durable import remove_folder, remove_leftover, write_folder
-from training.checkpoints.hugging_face import hugging_face_config
 from training.checkpoints.state import RunState, random_states
 from training.checkpoints.tensors import optimizer_tensors
+from training.config.schema import Precision
 from training.errors import UserError
 from training.runs.checkpoint_files import (
     BASE_FILE,
@@ -44,6 +48,7 @@ from training.runs.checkpoint_files import (
 from training.runs.files import CONFIG_FILE
 from training.runs.signals import WORTH_SAVING_S
 from training.step_intervals import due
+from training.weights.architecture import LLAMA_KEYS
 
 logger = logging.getLogger(__name__)
 
@@ -164,3 +169,27 @@ def _on_signal_after_s(config: DictConfig) -> float:
     if chosen is None:
         return WORTH_SAVING_S if config.checkpoint.every is None else 0.0
     return 0.0 if chosen else math.inf
+
+
+def hugging_face_config(config: DictConfig, values: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+    """Returns the keys of transformers' LlamaConfig for the `models.llama.Llama` of `config.model`, as JSON.
+
+    `values` are what else is known: the longest text, and the tokens around a text, which a checkpoint leaves to the
+    tokenizer.
+    """
+    dtype = "bfloat16" if config.precision == Precision.bf16 else "float32"
+    known = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "max_position_embeddings": config.seq_len,
+        # The model does not know these ids; the tokenizer does.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": dtype,
+        **{key: config.model[key] for key in LLAMA_KEYS},
+        **values,
+    }
+    return json.dumps(known, indent=2).encode()

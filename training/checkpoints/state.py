@@ -46,8 +46,7 @@ class RunState:
 def read_state(folder: Path) -> RunState:
     """Reads the state of the checkpoint in `folder`. Raises DamagedError if the file does not have a valid one."""
     path = folder / STATE_FILE
-    # Earlier checkpoints lack the digest of the source.
-    values = {"source_sha256": None} | read_json(path)
+    values = read_json(path)
     checks = {
         "step": _is_count,
         "skipped_steps": _is_count,

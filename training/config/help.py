@@ -15,8 +15,7 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
 from offload import explanations
-from training.config.groups import CONF
-from training.config.modes import all_options
+from training.config.modes import CONF, all_options
 from training.config.schema import SCHEMAS
 
 WIDTH = 120

@@ -1,4 +1,4 @@
-"""Finds the offload modes: every file of conf/offload is one, by the class that it names in `_target_`.
+"""The folder conf/, and the offload modes in it: every file of conf/offload is one, by the class that it names.
 
 Those of the package `peers` are other systems, to compare with, and options of the group all the same.
 
@@ -15,8 +15,7 @@ from pathlib import Path
 import yaml
 from omegaconf import DictConfig
 
-from training.config.groups import CONF
-
+CONF = Path(__file__).resolve().parents[2] / "conf"
 FOLDER = CONF / "offload"
 RESIDENT = "none"
 PEERS = "peers."
@@ -74,3 +73,13 @@ def _option(path: Path) -> ModeOption:
             break
         comment.append(line.lstrip("# "))
     return ModeOption(path.stem, " ".join(comment), (yaml.safe_load(text) or {}).get("_target_"))
+
+
+def is_group(name: str) -> bool:
+    """Tells whether `name` is a group; one inside another has a slash, as `hydra/launcher`."""
+    return (CONF / name).is_dir()
+
+
+def options_of(group: str) -> list[str]:
+    """Returns the names of the group's options in the order of the alphabet; none for what is no group."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))

@@ -20,11 +20,9 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from offload import HostAdamW
 from training.config.adapter import OPTIONS as ADAPTER_OPTIONS
 from training.config.adapter import has_adapter
-from training.config.chat import Chats, Preferences
+from training.config.datasets import DATASETS
 from training.config.declare import Built, number, schema_of
 from training.config.modes import all_options
-from training.config.parallel import Parallel
-from training.config.quantize import OPTIONS as QUANTIZE_OPTIONS
 from training.optim import AdamW
 
 ROOT = Path(__file__).parents[2]
@@ -96,98 +94,6 @@ class Diffusers(OfLibrary):
 
 
 @dataclass
-class Text(Built):
-    """The keys of every dataset of text; the builder adds seed, seq_len and batch_size."""
-
-    tokenizer: str | None = MISSING
-    begin: str | None = MISSING
-    end: str | None = MISSING
-    max_tokens: int | None = number(at_least=1)
-    eval_share: float = number(at_least=0, at_most=0.5)
-
-
-@dataclass
-class StdlibText(Text):
-    _target_: str = "training.data.datasets.StdlibText"
-
-
-@dataclass
-class TextFiles(Text):
-    _target_: str = "training.data.datasets.TextFiles"
-    # One pattern or a list of them; OmegaConf has no type for that, so `training.config.validation` checks it.
-    files: Any = MISSING
-    text_column: str = MISSING
-    eval_files: Any = MISSING
-
-
-@dataclass
-class OfHub(Built):
-    """The keys of every dataset of the Hub."""
-
-    name: str = MISSING
-    config_name: str | None = MISSING
-    split: str = MISSING
-    revision: str | None = MISSING
-    shuffle_buffer: int = number(at_least=1)
-    eval_split: str | None = MISSING
-
-
-@dataclass
-class HubText(Text, OfHub):
-    _target_: str = "training.data.datasets.HubText"
-    text_column: str = MISSING
-
-
-@dataclass
-class SyntheticTokens(Built):
-    _target_: str = "training.data.datasets.SyntheticTokens"
-    vocab_size: int | None = number(at_least=1)
-
-
-@dataclass
-class SyntheticImages(Built):
-    _target_: str = "training.data.synthetic_images.SyntheticImages"
-    shape: list[int] = MISSING
-    num_classes: int | None = number(at_least=1)
-    # A dictionary of shapes by name, or null.
-    condition: Any = MISSING
-
-
-@dataclass
-class ImageFolder(Built):
-    _target_: str = "training.data.images.ImageFolder"
-    folder: str = MISSING
-    size: int = number(at_least=1)
-    labels: bool = MISSING
-    crop: str = MISSING
-    flip: bool = MISSING
-    eval_share: float = number(at_least=0, at_most=0.5)
-
-
-@dataclass
-class ImageColumn(OfHub):
-    _target_: str = "training.data.image_column.ImageColumn"
-    image_column: str = MISSING
-    label_column: str | None = MISSING
-    num_classes: int | None = number(at_least=1)
-    size: int = number(at_least=1)
-    crop: str = MISSING
-    flip: bool = MISSING
-    eval_share: float = number(at_least=0, at_most=0.5)
-
-
-@dataclass
-class Glyphs(Built):
-    _target_: str = "training.data.glyphs.Glyphs"
-    characters: str = MISSING
-    size: int = number(at_least=8, at_most=256)
-    labels: bool = MISSING
-    count: int = number(at_least=1)
-    variation: float = number(at_least=0)
-    eval_share: float = number(at_least=0, at_most=0.5)
-
-
-@dataclass
 class ConstantSchedule(Built):
     _target_: str = "training.optim.constant"
     warmup: int = number(at_least=0)
@@ -215,12 +121,80 @@ class RecomputeBlocks:
 
 
 @dataclass
+class NoQuantize:
+    pass
+
+
+@dataclass
+class Quantize:
+    """The keys of every format. Those that an option adds are arguments of the format."""
+
+    blocks: str | None = MISSING
+    include: list[str] | None = MISSING
+    exclude: list[str] | None = MISSING
+    cache: bool = MISSING
+    compare: bool = MISSING
+
+
+@dataclass
+class QuantizeInt8(Quantize):
+    pass
+
+
+@dataclass
+class QuantizeFloat8(Quantize):
+    pass
+
+
+@dataclass
+class QuantizeInt4(Quantize):
+    group: int = field(default=MISSING, metadata={"at_least": 2})
+
+
+@dataclass
+class QuantizeNf4(Quantize):
+    double: bool = MISSING
+
+
+@dataclass
 class Tracking:
     mode: TrackingMode = MISSING
     project: str = MISSING
     entity: str | None = MISSING
     group: str | None = MISSING
     tags: list[str] = MISSING
+
+
+class Numa(StrEnum):
+    """auto: each rank runs on the NUMA node of its GPU, where a host has several. off: it runs on any core."""
+
+    auto = "auto"
+    off = "off"
+
+
+class Homes(StrEnum):
+    """own: each rank has its own copy of all weights and states. shared: ranks of a host have one of what streams.
+
+    auto: shared where each host has as many ranks, else own.
+    """
+
+    auto = "auto"
+    own = "own"
+    shared = "shared"
+
+
+@dataclass
+class Parallel:
+    """The keys of a run on several devices.
+
+    `homes`: what offload modes keep in host memory is there once for each rank, or once on a host. `hosts`: over how
+    many the ranks are spread, evenly. `timeout_s`: seconds after which a rank that does not answer counts as hung.
+    """
+
+    homes: Homes = MISSING
+    numa: Numa = MISSING
+    hosts: int = number(at_least=1, at_most=64)
+    timeout_s: float = number(above=0, at_most=1_000_000)
 
 
 @dataclass
@@ -321,28 +295,24 @@ TASKS = {
     "flow_matching": "training.tasks.flow_matching.FlowMatching",
     "classification": "training.tasks.classification.Classification",
 }
+QUANTIZE = {
+    "none": NoQuantize,
+    "int8": QuantizeInt8,
+    "float8": QuantizeFloat8,
+    "int4": QuantizeInt4,
+    "nf4": QuantizeNf4,
+}
 OPTIMIZERS = {"adamw": AdamW, "host_adamw": HostAdamW}
 SCHEMAS = {
     "offload": {name: schema_of(get_class(option.target)) for name, option in all_options().items() if option.target},
     "model": {"llama": Llama, "hf": HuggingFace, "diffusers": Diffusers},
     "adapter": ADAPTER_OPTIONS,
-    "dataset": {
-        "stdlib": StdlibText,
-        "text": TextFiles,
-        "hub": HubText,
-        "chat": Chats,
-        "preferences": Preferences,
-        "synthetic": SyntheticTokens,
-        "glyphs": Glyphs,
-        "images": ImageFolder,
-        "hub_images": ImageColumn,
-        "synthetic_images": SyntheticImages,
-    },
+    "dataset": DATASETS,
     "task": {name: schema_of(get_class(path)) for name, path in TASKS.items()},
     "optimizer": {name: schema_of(optimizer, frozenset({"params"})) for name, optimizer in OPTIMIZERS.items()},
     "schedule": {"constant": ConstantSchedule, "linear": LinearSchedule, "cosine": CosineSchedule},
     "recompute": {"none": RecomputeNothing, "block": RecomputeBlocks},
-    "quantize": QUANTIZE_OPTIONS,
+    "quantize": QUANTIZE,
     "tracking": {"wandb": Tracking},
     "hardware": {"figures": Hardware},
 }
@@ -369,3 +339,15 @@ def register() -> None:
 
 def _with_adapter(adapter: str, whole: str, *, _root_: DictConfig) -> str:
     return adapter if has_adapter(_root_) else whole
+
+
+def quantises(config: DictConfig) -> bool:
+    """Tells whether the run of `config` quantises weights."""
+    return issubclass(OmegaConf.get_type(config, "quantize"), Quantize)
+
+
+def chosen_format(config: DictConfig) -> tuple[str, dict[str, Any]]:
+    """Returns the name of the chosen format, and the keys of its option that are its arguments."""
+    kind = OmegaConf.get_type(config, "quantize")
+    name = next(name for name, option in QUANTIZE.items() if option is kind)
+    return name, {key: value for key, value in config.quantize.items() if key not in Quantize.__dataclass_fields__}

@@ -1,7 +1,8 @@
 """Checks what the types of the configuration cannot express: unknown keys, keys without a value, ranges, rules."""
 
+import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import get_args
 
@@ -10,16 +11,28 @@ from omegaconf.errors import OmegaConfBaseException
 
 from offload import KnobError, in_range, parse_bytes
 from training.config.auto import AUTO
-from training.config.chat import OfMessages, check_chats
 from training.config.construct import check_optimizer, make_mode
-from training.config.parallel import Homes
-from training.config.schema import SCHEMAS, Llama, OfLibrary, TextFiles
+from training.config.datasets import check_dataset
+from training.config.schema import SCHEMAS, Homes, Llama, OfLibrary
 from training.config.unknown_keys import unknown_key
 from training.errors import UserError
 from training.visible_text import visible
 
 # A budget that is a smaller number is one whose unit was forgotten: no process runs in so few bytes.
 LEAST_WITHOUT_UNIT = 2**20
+# By key, the one that turns it on, that one's value while it is off, and another value of it for the warning.
+TURNED_ON_BY = {
+    "sample.prompt": ("sample.every", None, "N"),
+    "sample.tokens": ("sample.every", None, "N"),
+    "sample.temperature": ("sample.every", None, "N"),
+    "sample.top_p": ("sample.every", None, "N"),
+    "trace_step": ("trace", False, "true"),
+    "parallel.homes": ("devices", 1, "N"),
+    "parallel.numa": ("devices", 1, "N"),
+    "parallel.timeout_s": ("devices", 1, "N"),
+}
+
+logger = logging.getLogger(__name__)
 
 
 def check(config: DictConfig) -> None:
@@ -145,10 +158,7 @@ def _check_rules(config: DictConfig) -> None:
         _check_llama(config.model)
     if issubclass(OmegaConf.get_type(config.model), OfLibrary):
         _check_overrides(config.model)
-    if issubclass(OmegaConf.get_type(config.dataset), TextFiles):
-        _check_files(config.dataset)
-    if issubclass(OmegaConf.get_type(config.dataset), OfMessages):
-        check_chats(config.dataset)
+    check_dataset(config.dataset)
 
 
 def check_steps(config: DictConfig) -> None:
@@ -185,18 +195,17 @@ def _check_overrides(model: DictConfig) -> None:
         raise UserError(f"model.overrides={overrides}: must be keys with values, {{num_hidden_layers: 4}}, or null")
 
 
-def _check_files(dataset: DictConfig) -> None:
-    for key in ("files", "eval_files"):
-        files = dataset[key]
-        if isinstance(files, str) or (files is None and key == "eval_files"):
-            continue
-        if not OmegaConf.is_list(files) or not files or not all(isinstance(name, str) for name in files):
-            raise UserError(
-                f"dataset.{key}={files}: must be a path or pattern (texts/*.txt), or a list of them ([a.txt,b.txt])"
-            )
-
-
 def _check_schedule(config: DictConfig) -> None:
     schedule = config.schedule
     if "final" in schedule and schedule.final > 1:
         raise UserError(f"schedule.final={schedule.final}: a share of the learning rate, it must be at most 1")
+
+
+def warn_of_keys_without_effect(config: DictConfig, given: Collection[str]) -> None:
+    """Warns of each key of `given`, those of the command line, that does nothing in `config`.
+
+    They are not refused: a sweep may turn off what they belong to.
+    """
+    for key, (switch, off, value) in TURNED_ON_BY.items():
+        if key in given and OmegaConf.select(config, switch) == off:
+            logger.warning("%s has no effect without %s=%s", key, switch, value)

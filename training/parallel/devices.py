@@ -1,16 +1,30 @@
-"""The device of a rank, and its part of its host's cores."""
+"""The device of a rank, and its part of its host's cores: those of its GPU's NUMA node.
+
+Copies and updates of a rank then stay on that node's memory. The kernel places a page on the node of the thread that
+touches it first, so binding threads places host memory too, if it is done before that memory is allocated. torch's and
+Megatron-LM's launchers bind ranks in the same way.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from offload import usable_cores
 from training.errors import UserError
-from training.parallel.numa import bind_to_node, gpu_nodes
 from training.parallel.world import World
 from training.profiling.hardware import resolve_device
+
+logger = logging.getLogger(__name__)
+
+SYSTEM = Path("/sys")
+THREADS = Path("/proc/self/task")
 
 
 @dataclass(frozen=True)
@@ -54,3 +68,72 @@ def share_cores(cores: int) -> int:
     cores = max(cores, 1)
     torch.set_num_threads(min(torch.get_num_threads(), cores))
     return cores
+
+
+def gpu_nodes(count: int) -> list[int | None]:
+    """Returns the NUMA node of each of the first `count` GPUs; None where the system does not know it."""
+    return [_node_of(torch.cuda.get_device_properties(index)) for index in range(count)]
+
+
+def bind_to_node(nodes: Sequence[int | None], local_rank: int) -> int | None:
+    """Binds all threads of this process to those of its cores that lie on its GPU's NUMA node.
+
+    `nodes` are those of the GPUs of all ranks of this host. Returns this rank's part of the node's cores. For one
+    rank, on one node, and where the GPU's node is not known or has no core of this process, nothing changes, and the
+    result is None.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return None
+    allowed = os.sched_getaffinity(0)
+    cores_of = {node: cores & allowed for node, cores in _cores_by_node().items()}
+    if len(nodes) < 2 or len(cores_of) < 2:
+        return None
+    cores = cores_of.get(nodes[local_rank])
+    if local_rank == 0:
+        logger.info("%s", _report(nodes, cores_of))
+    if not cores:
+        return None
+    for thread in os.listdir(THREADS):
+        # A thread may end meanwhile.
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), cores)
+    return max(len(cores) // nodes.count(nodes[local_rank]), 1)
+
+
+def _report(nodes: Sequence[int | None], cores_of: dict[int, set[int]]) -> str:
+    """Returns one line on where the ranks of this host run."""
+    parts = []
+    for node in dict.fromkeys(nodes):
+        ranks = ", ".join(str(rank) for rank, other in enumerate(nodes) if other == node)
+        if cores := cores_of.get(node):
+            parts.append(f"{ranks} on node {node} ({len(cores)} cores)")
+        else:
+            why = "their GPU's node is not known" if node is None else f"none of node {node} is this process's"
+            parts.append(f"{ranks} on all cores ({why})")
+    return f"parallel.numa=auto: local ranks {'; '.join(parts)}"
+
+
+def _node_of(gpu: object) -> int | None:
+    """Reads the node of the PCI device of `gpu`, torch's properties of it. The kernel writes -1 for one it lacks."""
+    try:
+        address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        node = int((SYSTEM / "bus/pci/devices" / address / "numa_node").read_text())
+    except (AttributeError, OSError, ValueError):
+        return None
+    return None if node < 0 else node
+
+
+def _cores_by_node() -> dict[int, set[int]]:
+    """Returns the cores of each NUMA node that has some."""
+    found = {}
+    for folder in (SYSTEM / "devices/system/node").glob("node[0-9]*"):
+        with suppress(OSError, ValueError):
+            if cores := _numbers((folder / "cpulist").read_text()):
+                found[int(folder.name.removeprefix("node"))] = cores
+    return found
+
+
+def _numbers(text: str) -> set[int]:
+    """Returns the numbers of a list as the kernel writes it: `0-3,8,10-11`."""
+    ranges = [part.partition("-") for part in text.strip().split(",") if part]
+    return {number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)}

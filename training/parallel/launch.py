@@ -61,18 +61,19 @@ def _joined(config: DictConfig, world: World | None, followers: Followers | None
 
     from training.parallel.devices import take_seat
     from training.parallel.group import Group
-    from training.parallel.setup import Setup
+    from training.parallel.messages import Messages, from_first
 
-    setup = Setup(config.device, config.devices, config.parallel.timeout_s, str(config.parallel.numa))
-    world = world or World.of_first(setup.devices)
-    seat = take_seat(setup.device, setup.numa, world)
+    world = world or World.of_first(config.devices)
+    known = config.device, str(config.parallel.numa), config.parallel.timeout_s
+    seat = take_seat(config.device, str(config.parallel.numa), world)
     if followers is None:
         dist.init_process_group("gloo")
     else:
-        dist.init_process_group("gloo", store=followers.store(), rank=0, world_size=setup.devices)
+        dist.init_process_group("gloo", store=followers.store(), rank=0, world_size=config.devices)
     try:
-        of_followers = {} if followers is None else {"cause": followers.cause, "end_others": followers.kill}
-        group = Group(seat.device, setup.shared(), host=world.host, cores=seat.cores, **of_followers)
+        from_first(known)
+        messages = Messages(config.parallel.timeout_s, world.host, followers and followers.cause)
+        group = Group(seat.device, messages, followers and followers.kill, seat.cores)
         yield group
         group.close()
     except BaseException:

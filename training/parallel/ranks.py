@@ -16,9 +16,11 @@ from typing import Any
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from offload import NO_SHARERS, HostAdamW, Sharers, Speculation
+from offload import NO_SHARERS, HostAdamW, Mode, Sharers, Speculation, WeightMode
 from training.batches import Batch, split_into
+from training.config.schema import Homes
 from training.errors import UserError
+from training.parallel.world import ranks_of_host
 from training.runs.invocation import Invocation
 
 
@@ -159,3 +161,14 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def shares_homes(config: DictConfig, mode: Mode) -> bool:
+    """Tells whether the ranks of a host have one copy of what `mode` streams.
+
+    The configuration was checked: `shared` was not given for hosts with different numbers of ranks.
+    """
+    if not isinstance(getattr(mode, "weights", mode), WeightMode) or ranks_of_host(config) == 1:
+        return False
+    is_even = config.devices % config.parallel.hosts == 0
+    return config.parallel.homes == Homes.shared or (config.parallel.homes == Homes.auto and is_even)

@@ -16,10 +16,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from offload import gradient_buckets, l2_norm, separate_gradients
-from training.parallel.collectives import gather_into
 
 # Those that NCCL and gloo add, rounding once, as torch does.
 ADDED_BY_LIBRARIES = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+# torch 2.13 has renamed it.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def gather_into(whole: Tensor, own: Tensor, group: dist.ProcessGroup, later: bool = False) -> dist.Work | None:
+    """Fills `whole` with the slices `own` (1-D, one dtype) of all ranks, in their order; `own` may be its place in it.
+
+    `later`: returns at once, with what to wait for.
+    """
+    return _gather(whole, own, group=group, async_op=later)
 
 
 def ordered_sum(flat: Tensor, group: dist.ProcessGroup) -> None:

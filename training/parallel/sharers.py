@@ -10,7 +10,6 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -20,12 +19,8 @@ from torch import Tensor
 
 from offload import ExchangeBoard, SharerLostError, Sharers
 from training.errors import UserError
-from training.parallel.collectives import gather_into
-from training.parallel.reduce import ordered_sum, ordered_sum_of_hosts
-
-Attempt = Callable[[Callable[[], Any], str], Any]
-"""makes a call for the purpose named, and turns the errors of torch.distributed into those of the run"""
-Wait = Callable[[dist.Work, timedelta], None]
+from training.parallel.messages import PATIENCE, Messages
+from training.parallel.reduce import gather_into, ordered_sum, ordered_sum_of_hosts
 
 
 def of_first(sharers: Sharers, number: float, what: str) -> float:
@@ -87,41 +82,30 @@ class GroupSharers:
     Args:
         groups: the connections of this host's ranks.
         everyone: the group of all ranks for exchanges inside a step, whose time limit finds a rank that hangs.
-        limit_s: how long an exchange within the host may take.
-        patience: the limit for exchanges between steps: rank 0 may load weights meanwhile.
     """
 
-    def __init__(
-        self,
-        groups: HostGroups,
-        everyone: dist.ProcessGroup,
-        limit_s: float,
-        patience: timedelta,
-        attempt: Attempt,
-        wait: Wait,
-    ):
+    def __init__(self, groups: HostGroups, everyone: dist.ProcessGroup, messages: Messages):
         self.rank, self.count = groups.data.rank(), groups.data.size()
         self.first, self.hosts = groups.ranks[0], groups.hosts
         self._groups = groups
         self._everyone = everyone
-        self.limit_s = limit_s
-        self._patience = patience
-        self._attempt = attempt
-        self._wait = wait
+        self.limit_s = messages.exchange_s
+        self._messages = messages
         self._board = ExchangeBoard(self)
 
     def exchange(
         self, numbers: Sequence[int], what: str, patient: bool = False, everywhere: bool = False
     ) -> list[list[int]]:
         if not patient and (self.hosts == 1 or not everywhere):
-            return self._attempt(lambda: self._board.exchange(numbers, self.limit_s), what)
+            return self._messages.attempt(lambda: self._board.exchange(numbers, self.limit_s), what)
         own = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
         group = self._everyone if everywhere else self._groups.patient
         everyone = torch.empty(group.size() * len(own), dtype=torch.int64, device="cpu")
         if patient:
-            self._attempt(lambda: self._wait(gather_into(everyone, own, group, later=True), self._patience), what)
+            wait = self._messages.wait
+            self._messages.attempt(lambda: wait(gather_into(everyone, own, group, later=True), PATIENCE), what)
         else:
-            self._attempt(lambda: gather_into(everyone, own, group), what)
+            self._messages.attempt(lambda: gather_into(everyone, own, group), what)
         return everyone.view(group.size(), -1).tolist()
 
     def attempt(self, call: Callable[[], None], what: str) -> None:
@@ -129,18 +113,18 @@ class GroupSharers:
         try:
             call()
         except SharerLostError as error:
-            self._attempt(partial(_fail, error), what)
+            self._messages.attempt(partial(_fail, error), what)
 
     def gather(self, whole: Tensor, what: str) -> None:
         own = whole.chunk(self.count)[self.rank]
-        self._attempt(lambda: gather_into(whole, own, self._groups.data), what)
+        self._messages.attempt(lambda: gather_into(whole, own, self._groups.data), what)
 
     def sum(self, flat: Tensor, what: str) -> None:
         groups = self._groups
         if groups.across is None:
-            self._attempt(lambda: ordered_sum(flat, groups.data), what)
+            self._messages.attempt(lambda: ordered_sum(flat, groups.data), what)
         else:
-            self._attempt(lambda: ordered_sum_of_hosts(flat, groups.data, groups.across), what)
+            self._messages.attempt(lambda: ordered_sum_of_hosts(flat, groups.data, groups.across), what)
 
 
 def _fail(error: Exception) -> None:

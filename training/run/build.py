@@ -13,18 +13,14 @@ from torch import nn
 
 from offload import GIB, HostAdamW, OwnOptimizer, Speculation, Streams, parse_bytes
 from training.checkpoints.saving import Checkpoints
-from training.checkpoints.state import RunState
 from training.config.construct import keys_under
-from training.evaluation.held_out import Evaluation
 from training.evaluation.quantise_comparison import loss_of_base, loss_of_first, report
-from training.evaluation.samples import Samples
 from training.metrics.progress import phase, print_plan
 from training.metrics.wandb_tracker import Tracker, chosen_options, plain, run_name, run_tags
 from training.optim import build_schedule, warn_of_warmup
 from training.parallel.ranks import ALONE, Ranks
 from training.planning.fit import memory_explained
 from training.planning.optimizer import planned_speculation
-from training.planning.report import RunPlan
 from training.profiling.hardware import record_hardware, vram_bytes, vram_peak_gib
 from training.run.prepare import PreparedRun, prepare
 from training.run.reference_model import attached_reference
@@ -33,7 +29,7 @@ from training.settle.components import STATES_OF_SPARE, Components, acquired, at
 from training.weights.filling import fill_buffers, fill_parameters
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankJob:
     """The objects that every rank of a run has, to compute its steps."""
 
@@ -44,25 +40,12 @@ class RankJob:
     ranks: Ranks
 
 
-@dataclass(frozen=True)
-class Job(RankJob):
-    """A run that is ready for its loop.
+@dataclass(frozen=True, kw_only=True)
+class Job(RankJob, PreparedRun):
+    """A prepared run that is ready for its loop."""
 
-    Attributes:
-        start: how far the run was when it was saved; for a new run, step 0.
-        notes: how the run differs from what its configuration asks for.
-        source_sha256: of the config.json from which the model is made, for checkpoints.
-    """
-
-    plan: RunPlan
-    dataset: object
-    evaluation: Evaluation
-    samples: Samples
-    start: RunState
     tracker: Tracker
     checkpoints: Checkpoints
-    notes: tuple[str, ...] = ()
-    source_sha256: str | None = None
 
 
 @contextmanager
@@ -82,8 +65,8 @@ def build(
     torch.manual_seed(config.seed)
     run = prepare(config, invocation, ranks)
     components, plan, checkpoint, run_dir = run.components, run.plan, run.checkpoint, invocation.run_dir
+    config = components.config
     begin()
-    start = RunState() if checkpoint is None else checkpoint.state
     with acquired(components.device) as streams:
         with phase("measuring the bus"):
             hardware = record_hardware(streams, run_dir)
@@ -91,13 +74,13 @@ def build(
         print_plan(plan.rows(), title=f"Plan: {invocation.title} on {components.device}")
         # Before anything large is allocated, so that the tracker also records a run that has no memory.
         # Two runs that resume elsewhere from one checkpoint would be mixed in wandb.
-        tracking_id = start.tracking_id if run.resumes_here else None
-        tracker = build_tracker(run.config, invocation, hardware, tracking_id)
+        tracking_id = run.start.tracking_id if run.resumes_here else None
+        tracker = build_tracker(config, invocation, hardware, tracking_id)
         explained = memory_explained(components, plan)
         with tracker.failing_with():
             base_loss = None if checkpoint is not None else loss_of_base(components, streams, run.dataset, run.weights)
         speculation = planned_speculation(components, plan)
-        ranks.begin(components.config, invocation, speculation)
+        ranks.begin(config, invocation, speculation)
         sharers = ranks.sharers(components.shares_homes)
         with (
             tracker.failing_with(),
@@ -113,17 +96,16 @@ def build(
                 report(components, loss_of_first(components, model, streams, run.dataset), base_loss)
             with phase("allocating the optimizer's states, choosing its kernel"):
                 optimizer = build_optimizer(components, speculation, ranks.cores)
-            warn_of_warmup(run.config)
-            schedule = build_schedule(run.config, optimizer)
+            warn_of_warmup(config)
+            schedule = build_schedule(config, optimizer)
             if checkpoint is not None:
                 with phase("restoring the checkpoint"):
                     checkpoint.restore(model, optimizer, schedule, components.device)
                 checkpoint.set_aside_later(run_dir)
-            ranks.equalise(model, optimizer, start.step, components.shared_parameters(), reference)
-            checkpoints = Checkpoints(run.config, run_dir, model, optimizer, streams, run.base)
-            parts = components, streams, optimizer, schedule, ranks
-            described = run.notes, run.source_sha256
-            yield Job(*parts, plan, run.dataset, run.evaluation, run.samples, start, tracker, checkpoints, *described)
+            ranks.equalise(model, optimizer, run.start.step, components.shared_parameters(), reference)
+            checkpoints = Checkpoints(config, run_dir, model, optimizer, streams, run.base)
+            objects = {"streams": streams, "optimizer": optimizer, "schedule": schedule, "ranks": ranks}
+            yield Job(**vars(run), **objects, tracker=tracker, checkpoints=checkpoints)
 
 
 def fill_model(run: PreparedRun, model: nn.Module) -> None:
@@ -131,7 +113,7 @@ def fill_model(run: PreparedRun, model: nn.Module) -> None:
     components = run.components
     fill_buffers(model)
     if run.checkpoint is None or run.adapter is not None:
-        fill_parameters(model, run.config, components.device, run.weights)
+        fill_parameters(model, components.config, components.device, run.weights)
     if run.adapter is not None:
         run.adapter.fill(model, components.device)
 

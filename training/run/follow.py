@@ -171,7 +171,8 @@ def built(
         ranks.equalise(model, optimizer, step, components.shared_parameters(), reference)
         if step:
             set_step(schedule, step)
-        yield RankJob(components, streams, optimizer, schedule, ranks)
+        objects = {"streams": streams, "optimizer": optimizer, "schedule": schedule, "ranks": ranks}
+        yield RankJob(components=components, **objects)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from offload import usable_cores
 from training.checkpoints.base import BaseReference
 from training.checkpoints.best import check_best
 from training.checkpoints.resuming import Checkpoint, is_in, starting_point
+from training.checkpoints.state import RunState
 from training.config.auto import AUTO
 from training.config.modes import weights_node
 from training.config.validation import check_steps
@@ -39,24 +40,21 @@ from training.weights.model_tokenizer import refuse_foreign_tokenizer
 from training.weights.source import source_digest
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PreparedRun:
     """A run that nothing refuses any more. Its model has no values yet.
 
     Attributes:
-        config: the configuration with what the mode cannot do left out, and epochs as steps. The plan's choices are
-            in that of `components`.
+        components: their configuration is without what the mode cannot do, and has epochs as steps.
         checkpoint: where the run resumes; None for a new one.
         resumes_here: it continues the records of its directory, and those in wandb.
         adapter: what trains beside a frozen base, if an adapter does.
         weights: the files that fill the model, or the base of the adapter; None: the checkpoint or the seed does.
         base: the frozen base of the adapter, for checkpoints.
         reference: what fills the second model of a task that has one.
-        notes: how the run differs from what its configuration asks for.
         source_sha256: of the config.json from which the model is made, for checkpoints.
     """
 
-    config: DictConfig
     components: Components
     plan: RunPlan
     dataset: object
@@ -68,8 +66,12 @@ class PreparedRun:
     weights: ModelWeights | None
     base: BaseReference | None
     reference: ReferenceOrigin | None
-    notes: tuple[str, ...]
     source_sha256: str | None
+
+    @property
+    def start(self) -> RunState:
+        """How far the run was when it was saved; for a new run, step 0."""
+        return RunState() if self.checkpoint is None else self.checkpoint.state
 
 
 def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> PreparedRun:
@@ -80,8 +82,8 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
     check_threads(config)
     components = Components.of(config, invocation, resolve_device(config.device))
     # The run's own config.yaml keeps what was asked for, so that runs are compared by it.
-    config, notes = without_abilities(config, components.mode)
-    components = components.with_config(config)
+    components = components.with_config(*without_abilities(config, components.mode))
+    config = components.config
     checkpoint = starting_point(config, invocation.run_dir)
     source_sha256 = source_digest(config.model)
     if checkpoint is not None:
@@ -115,9 +117,20 @@ def prepare(config: DictConfig, invocation: Invocation, ranks: Ranks) -> Prepare
     refuse_misfit(components, plan)
     ranks.check_model(components.model)
     base = None if adapter is None else base_of_run(config, checkpoint, weights)
-    reference = ReferenceOrigin.of(components, checkpoint, weights, base)
-    started = checkpoint, here, adapter, weights, base, reference, notes, source_sha256
-    return PreparedRun(config, components, plan, dataset, evaluation, samples, *started)
+    return PreparedRun(
+        components=components,
+        plan=plan,
+        dataset=dataset,
+        evaluation=evaluation,
+        samples=samples,
+        checkpoint=checkpoint,
+        resumes_here=here,
+        adapter=adapter,
+        weights=weights,
+        base=base,
+        reference=ReferenceOrigin.of(components, checkpoint, weights, base),
+        source_sha256=source_sha256,
+    )
 
 
 def check_threads(config: DictConfig) -> None:

@@ -149,8 +149,8 @@ class Recorder:
         """Writes and returns the summary of a run that ends well after `steps` steps."""
         job, mode = self._job, self._job.components.mode
         summary = {"status": status, "reason": reason}
-        if job.notes:
-            summary["notes"] = list(job.notes)
+        if notes := job.components.settled.notes:
+            summary["notes"] = list(notes)
         if "training" in mode.lacks:
             summary["forward_only"] = True
         # The plan of a foreign system is that of a resident model.

@@ -36,7 +36,7 @@ from training.config.modes import weights_node
 from training.config.schema import OnNonfinite, Precision, RecomputeBlocks
 from training.errors import UserError
 from training.metrics.progress import phase
-from training.parallel.homes import shares_homes
+from training.parallel.ranks import shares_homes
 from training.parallel.world import ranks_of_host
 from training.runs.invocation import Invocation
 from training.settle.gradients import KEPT, GradientChoice
@@ -122,9 +122,9 @@ class Components:
             footprint = footprint_of(self.config, self.mode, self.model, choice)
         return replace(self, gradients=choice, footprint=footprint, settled=settled)
 
-    def with_config(self, config: DictConfig) -> Components:
-        """Returns the components with another configuration that describes the same objects."""
-        return replace(self, settled=replace(self.settled, config=config))
+    def with_config(self, config: DictConfig, notes: tuple[str, ...] = ()) -> Components:
+        """Returns the components with another configuration that describes the same objects, and further `notes`."""
+        return replace(self, settled=replace(self.settled, config=config, notes=self.settled.notes + notes))
 
     @property
     def config(self) -> DictConfig:

@@ -11,7 +11,7 @@ from offload import Footprint, Mode
 from training.config.auto import AUTO
 from training.config.schema import OnNonfinite
 from training.errors import UserError
-from training.parallel.homes import shares_homes
+from training.parallel.ranks import shares_homes
 
 KEY = "optimizer.gradients"
 

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from training.config.auto import AUTO
 from training.config.construct import construct
-from training.config.groups import CONF
+from training.config.modes import CONF
 from training.config.schema import Precision
 from training.runs.invocation import Invocation
 from training.tasks.dpo import settled_reference

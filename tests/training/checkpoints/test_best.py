@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 from tests.training.checkpoints.conftest import TINY
 from tests.training.helpers import in_process
@@ -20,7 +18,6 @@ from training.run.recorder import Recorder
 from training.runs.checkpoint_files import folder_of
 from training.runs.records import read_summary
 from training.saved_runs.finding import found, newest_checkpoint
-from training.tasks.classification import Classification
 
 SPLIT = "dataset.eval_share=0.05"
 EVALUATES = ("checkpoint.best=eval/loss", "eval.every=1", "eval.batches=1", "checkpoint.keep=1", SPLIT)
@@ -135,8 +132,3 @@ def test_a_checkpoint_that_the_disk_refuses_is_not_the_best(tmp_path: Path):
 def test_what_a_run_does_not_measure_is_refused(tmp_path: Path, run_here, keys: tuple[str, ...], message: str):
     with pytest.raises(UserError, match=f"^{message}"):
         run_here(tmp_path, *EVALUATES, *keys)
-
-
-def test_a_task_names_what_it_measures():
-    batch = {"images": torch.rand(2, 3), "labels": torch.tensor([0, 1])}
-    assert tuple(Classification().scores(nn.Linear(3, 2), batch)) == Classification.score_names

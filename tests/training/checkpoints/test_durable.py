@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from training.checkpoints.durable import remove_folder, remove_leftover, write_folder
+from training.checkpoints.durable import remove_folder, write_folder
 from training.runs.checkpoint_files import MANIFEST_FILE
 from training.runs.manifest import read_manifest, verify
 
@@ -40,26 +40,9 @@ def test_an_error_leaves_nothing(tmp_path: Path, error: BaseException):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_name_that_is_taken_is_refused(tmp_path: Path):
-    (tmp_path / "folder").symlink_to("nowhere")
-    with pytest.raises(FileExistsError, match="something of this name is there"):
-        write_folder(tmp_path / "folder", {"a": writing(b"abc")})
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
-
-
 def test_a_folder_that_is_removed_in_part_is_no_longer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = tmp_path / "folder"
     write_folder(folder, {"a": writing(b"abc")})
     monkeypatch.setattr("training.checkpoints.durable.shutil.rmtree", lambda path: (path / "a").unlink())
     remove_folder(folder)
     assert [path.name for path in tmp_path.iterdir()] == ["folder.partial"]
-
-
-def test_of_a_link_the_link_is_removed(tmp_path: Path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "file").write_text("mine")
-    (tmp_path / "link").symlink_to("mine")
-    remove_leftover(tmp_path / "link")
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-    remove_leftover(tmp_path / "mine")
-    assert list(tmp_path.iterdir()) == []

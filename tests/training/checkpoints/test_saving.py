@@ -22,10 +22,12 @@ from torch import nn
 from models import safetensors_files, whole_folder
 from offload.optimizer.adamw import HostAdamW
 from offload.streams import registry
-from training.checkpoints import layout, manifest, saving
-from training.checkpoints.saving import Checkpoints
+from tests.training.helpers.in_process import composed
+from training.checkpoints import saving
+from training.checkpoints.saving import Checkpoints, hugging_face_config
 from training.checkpoints.state import RunState
 from training.errors import UserError
+from training.runs import checkpoint_files, manifest
 
 
 class CrashError(BaseException):
@@ -100,10 +102,10 @@ def checkpoints(tmp_path: Path) -> Iterator[Checkpoints]:
 
 def whole(run_dir: Path) -> list[int]:
     """Returns the steps of the checkpoints, the newest first, and verifies them."""
-    found = layout.checkpoints_in(run_dir / "checkpoints")
+    found = checkpoint_files.checkpoints_in(run_dir / "checkpoints")
     for folder in found:
         manifest.verify(folder, manifest.read_manifest(folder))
-    return [layout.step_of(folder) for folder in found]
+    return [checkpoint_files.step_of(folder) for folder in found]
 
 
 def names(run_dir: Path) -> list[str]:
@@ -176,13 +178,6 @@ def test_a_full_disk_where_the_checkpoint_is_required_is_one_line(
     Trap(monkeypatch, 9, full)
     with pytest.raises(UserError, match=r"could not be saved .*free some space"):
         checkpoints.save(RunState(2), required=True)
-
-
-def test_an_interrupt_leaves_nothing(tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch):
-    Trap(monkeypatch, 9, KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
-        checkpoints.save(RunState(2))
-    assert names(tmp_path) == []
 
 
 def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path, checkpoints: Checkpoints):
@@ -339,3 +334,13 @@ def test_large_models_are_sharded_as_hugging_face_does(
     }
     assert len(list(folder.glob("optimizer-*-of-*.safetensors"))) > 1
     assert whole(tmp_path) == [1]
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", "bfloat16"), ("fp32", "float32")])
+def test_a_config_json_describes_the_model_of_the_run(precision: str, dtype: str):
+    config, _ = composed("model=llama7b", "seq_len=2048", f"precision={precision}", "model.rope_theta=500000")
+    values = json.loads(hugging_face_config(config))
+    assert (values["architectures"], values["model_type"]) == (["LlamaForCausalLM"], "llama")
+    assert (values["hidden_size"], values["num_hidden_layers"], values["rope_theta"]) == (4096, 32, 500000)
+    assert (values["max_position_embeddings"], values["torch_dtype"]) == (2048, dtype)
+    assert "weights" not in values

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,17 +25,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"no disk of its own for this test: {mounted.stderr.strip()}")
     yield folder
     subprocess.run(["umount", folder], check=True)
-
-
-@contextmanager
-def largest_file(nbytes: int) -> Iterator[None]:
-    """No file of this process may grow beyond `nbytes`; the error is another than that of a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def fill(folder: Path, leave: int) -> None:
@@ -90,24 +77,3 @@ def test_records_on_a_full_disk(small_disk: Path):
     (small_disk / "filling").unlink()
     MetricsWriter(small_disk, after_step=len(written)).write(records[len(written)])
     assert read_metrics(small_disk) == records[: len(written) + 1]
-
-
-@pytest.mark.slow
-def test_checkpoints_where_files_may_not_grow(tmp_path: Path, run_here, caplog: pytest.LogCaptureFixture):
-    run_here(tmp_path / "run", "steps=3")
-    with (
-        largest_file(2**14),
-        pytest.raises(UserError, match=r"step-00000006 could not be saved \(File too large\): fix"),
-    ):
-        run_here(tmp_path / "run", "checkpoint.every=1", "steps=6", "resume=auto")
-    assert "step-00000004 could not be saved (File too large): the run continues" in caplog.text
-    assert whole(tmp_path / "run") == [3]
-    assert run_here(tmp_path / "run", "steps=6", "resume=auto")["status"] == "ok"
-
-
-def test_records_where_files_may_not_grow(tmp_path: Path):
-    writer = MetricsWriter(tmp_path)
-    with largest_file(50), pytest.raises(UserError, match="run's directory"):
-        write_all(writer, [{"train/step": step} for step in range(9)])
-    assert [record["train/step"] for record in read_metrics(tmp_path)] == [0, 1]
-    assert (tmp_path / "metrics.jsonl").read_bytes().endswith(b"}\n")

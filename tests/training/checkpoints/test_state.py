@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -19,14 +18,6 @@ CPU = torch.device("cpu")
 def test_a_state_is_read_back(tmp_path: Path):
     state = RunState(7, 2, "ab", "cd", "run-1", "ef", "01", 900)
     (tmp_path / STATE_FILE).write_bytes(state.to_json())
-    assert read_state(tmp_path) == state
-
-
-def test_an_earlier_state_has_no_digest_of_the_source(tmp_path: Path):
-    state = RunState(7, 2, "ab", "cd", "run-1", "ef")
-    values = json.loads(state.to_json())
-    del values["source_sha256"]
-    (tmp_path / STATE_FILE).write_text(json.dumps(values))
     assert read_state(tmp_path) == state
 
 

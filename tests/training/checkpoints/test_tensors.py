@@ -1,4 +1,4 @@
-"""The tensors of a run by name, and back into a model."""
+"""The tensors of a run by name, and back into a model, also where a checkpoint has states in another format."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from models.safetensors_files import StoredTensor
 from offload.optimizer.adamw import HostAdamW
-from training.checkpoints.tensors import COPY, load_tensors, optimizer_tensors
+from training.checkpoints.tensors import COPY, load_tensors, optimizer_tensors, states_in_another_format
+from training.errors import UserError
 from training.runs.manifest import DamagedError
 
 FILES = ("model.safetensors", "optimizer.safetensors")
@@ -69,3 +72,114 @@ def test_only_listed_files_are_read(tmp_path: Path, listed: tuple[str, ...]):
     with pytest.raises(DamagedError, match=r"lacks tensor|lists no model\.safetensors"):
         load_tensors(tmp_path, listed, model, optimizer)
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+RUN = ("precision=bf16", "optimizer=host_adamw", "optimizer.compile=off")
+
+
+def keys_of(folder: Path) -> set[str]:
+    with safe_open(next(folder.glob("optimizer*.safetensors")), framework="pt") as file:
+        return {name.rpartition(".")[2] for name in file.keys()}  # noqa: SIM118, the file is not a dict
+
+
+@pytest.fixture(scope="module")
+def compact(tmp_path_factory: pytest.TempPathFactory, run_here) -> Path:
+    folder = tmp_path_factory.mktemp("compact")
+    run_here(folder, *RUN)
+    return folder
+
+
+@pytest.mark.slow
+def test_exact_masters_resume_from_one_another_bit_for_bit(tmp_path: Path, compact: Path, run_here, at, content, curve):
+    whole = (*RUN, "optimizer.master=fp32")
+    run_here(tmp_path / "whole", *whole)
+    assert curve(tmp_path / "whole") == curve(compact)
+    assert keys_of(at(compact, 3)) == {"step", "exp_avg", "exp_avg_sq", "remainder"}
+    assert keys_of(at(tmp_path / "whole", 3)) == {"step", "exp_avg", "exp_avg_sq", "master"}
+    run_here(tmp_path / "to_whole", *whole, f"resume={at(compact, 3)}")
+    run_here(tmp_path / "to_compact", *RUN, f"resume={at(tmp_path / 'whole', 3)}")
+    assert content(at(tmp_path / "to_whole", 6)) == content(at(tmp_path / "whole", 6))
+    assert content(at(tmp_path / "to_compact", 6)) == content(at(compact, 6))
+    run_here(tmp_path / "from_adamw", "precision=bf16", "optimizer=adamw", f"resume={at(compact, 3)}")
+    assert curve(tmp_path / "from_adamw") == curve(compact)[1:]
+
+
+@pytest.mark.slow
+def test_where_states_live_leaves_no_trace_in_bf16(tmp_path: Path, compact: Path, run_here, at, content):
+    there = (*RUN, "offload=layer_stream", "optimizer.device_share=1GiB")
+    run_here(tmp_path / "there", *there)
+    assert content(at(tmp_path / "there", 3)) == content(at(compact, 3))
+    run_here(tmp_path / "to", *there, f"resume={at(compact, 3)}")
+    run_here(tmp_path / "from", *RUN, f"resume={at(tmp_path / 'there', 3)}")
+    assert content(at(tmp_path / "to", 6)) == content(at(tmp_path / "from", 6)) == content(at(compact, 6))
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        (("optimizer.state_dtype=int8",), ("optimizer.state_dtype=fp32",)),
+        (("optimizer.state_dtype=bf16", "optimizer.master=stochastic"), ()),
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_wider_states_take_narrower_ones_with_a_warning(tmp_path: Path, run_here, at, caplog, was, now):
+    run_here(tmp_path / "was", *RUN, *was)
+    summary = run_here(tmp_path / "now", *RUN, *now, f"resume={at(tmp_path / 'was', 3)}")
+    assert summary["status"] == "ok"
+    assert "no state is lost, but the rest of the run rounds otherwise" in caplog.text
+    first = summary["train/final_loss"]
+    assert torch.isfinite(torch.tensor(first))
+
+
+@pytest.mark.parametrize(
+    ("now", "message"),
+    [
+        ("optimizer.state_dtype=bf16", "state_dtype: was fp32, is bf16 (the moments would lose their low bits)"),
+        ("optimizer.state_dtype=int8", "state_dtype: was fp32, is int8 (the moments would lose their low bits)"),
+        ("optimizer.master=stochastic", "master: was compact, is stochastic (the masters would lose their low bits)"),
+        ("optimizer.state_rounding=stochastic", "state_rounding: was nearest, is stochastic"),
+    ],
+)
+def test_what_would_be_lost_is_told(tmp_path: Path, compact: Path, run_here, now: str, message: str):
+    with pytest.raises(UserError) as refusal:
+        run_here(tmp_path / "new", *RUN, now, f"resume={compact}")
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("offload", ["layer_stream", "shard_offload"])
+@pytest.mark.slow
+def test_a_resumed_run_with_noise_equals_the_uninterrupted_one_in_every_mode(
+    tmp_path: Path, run_here, at, content, offload: str
+):
+    smallest = (
+        *RUN,
+        "optimizer.master=stochastic",
+        "optimizer.state_dtype=int8",
+        "optimizer.state_rounding=stochastic",
+    )
+    smallest += ("clip_norm=null",)
+    run_here(tmp_path / "whole", *smallest)
+    run_here(tmp_path / "rest", *smallest, f"offload={offload}", f"resume={at(tmp_path / 'whole', 3)}")
+    assert content(at(tmp_path / "rest", 6)) == content(at(tmp_path / "whole", 6))
+
+
+def test_only_whole_states_of_a_known_format_count(tmp_path: Path):
+    model = nn.Linear(3, 2, dtype=torch.bfloat16)
+    optimizer = HostAdamW(model.parameters(), compile="off")
+    optimizer.allocate()
+
+    def stored(**tensors: tuple[str, tuple[int, ...]]) -> dict[str, StoredTensor]:
+        return {f"weight.{key}": StoredTensor(tmp_path, shape, dtype) for key, (dtype, shape) in tensors.items()}
+
+    moments = {"step": ("F32", ()), "exp_avg": ("F32", (2, 3)), "exp_avg_sq": ("F32", (2, 3))}
+    whole = stored(**moments, master=("F32", (2, 3)))
+    assert set(states_in_another_format(model, optimizer, whole)) == {"weight"}
+    for wrong in (
+        stored(**moments, remainder=("I16", (2, 3))),
+        stored(**moments, master=("F32", (3, 2))),
+        stored(**moments, master=("F16", (2, 3))),
+        stored(**moments, master=("F32", (2, 3)), other=("F32", (2, 3))),
+        {name: entry for name, entry in whole.items() if "exp_avg_sq" not in name},
+    ):
+        assert not states_in_another_format(model, optimizer, wrong)

@@ -7,8 +7,11 @@ import torch
 from hydra import compose
 from omegaconf import DictConfig
 
+from offload.modes.bounce_linear import BounceLinear
 from offload.modes.layer_stream import LayerStream
 from offload.modes.none import Resident
+from offload.modes.save_on_cpu import SaveOnCpu
+from offload.modes.tensor_swap import TensorSwap
 from tests.offload.helpers.models import Stack
 from tests.training.helpers.in_process import conf_initialised
 from training.config import schema
@@ -38,10 +41,33 @@ def test_a_mode_over_another_gets_it_made():
 
 
 @pytest.mark.parametrize(
+    ("overrides", "mode", "weights"),
+    [
+        (["offload=tensor_swap"], TensorSwap, Resident),
+        (["offload=tensor_swap", "offload@offload.weights=bounce_linear"], TensorSwap, BounceLinear),
+        (["offload=layer_stream_swap"], TensorSwap, LayerStream),
+        (["offload=bounce_linear_swap"], TensorSwap, BounceLinear),
+        (["offload=bounce_linear_swap", "offload@offload.weights=none"], TensorSwap, Resident),
+        (["offload=save_on_cpu"], SaveOnCpu, Resident),
+        (["offload=save_on_cpu", "offload@offload.weights=layer_stream"], SaveOnCpu, LayerStream),
+    ],
+)
+def test_any_mode_for_the_weights(overrides: list[str], mode: type, weights: type):
+    built = make_mode(composed(*overrides).offload)
+    assert type(built) is mode
+    assert type(built.weights) is weights
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (("offload=layer_stream", "offload.slots=0"), "offload.slots=0: must be at least 1"),
         (("offload=layer_stream_swap", "offload.weights.slots=0"), "offload.weights.slots=0: must be at least 1"),
+        (
+            ("offload=layer_stream_swap", "offload.weights.prefetch=3"),
+            "offload.weights.prefetch=3: must be below slots=3",
+        ),
+        (("offload=layer_stream_swap", "offload.weights.resident=some"), "offload.weights.resident=some: must be"),
         (("offload=layer_stream_swap", "offload.budget=x"), "offload.budget=x: must be bytes"),
         (
             ("offload=layer_stream_swap", "offload@offload.weights=shard_offload", "offload.weights.shards=0"),

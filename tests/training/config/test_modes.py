@@ -1,11 +1,11 @@
-"""The options of conf/offload are found by their files, described by the comment that these begin with."""
+"""The groups of the folder conf/, and its offload modes: files, described by the comment that these begin with."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from tests import ROOT
-from training.config.modes import ModeOption, all_options, mode_options, modes_table
+from training.config.modes import ModeOption, all_options, is_group, mode_options, modes_table, options_of
 
 
 def test_every_file_is_an_option_and_none_is_the_first():
@@ -40,3 +40,11 @@ def test_the_table_has_a_line_for_each():
         "| `a` | Does this. |",
         "| `b` | Does that. |",
     ]
+
+
+def test_groups_and_their_options_are_those_of_the_folder():
+    assert is_group("offload")
+    assert not is_group("steps")
+    assert not is_group("offload/none")
+    assert {"none", "layer_stream"} <= {*options_of("offload")}
+    assert options_of("steps") == []

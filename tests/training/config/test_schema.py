@@ -1,5 +1,7 @@
 """Every option composes under its schema, and unknown keys and wrong types are refused by name."""
 
+from __future__ import annotations
+
 import importlib
 import inspect
 from dataclasses import fields
@@ -9,11 +11,13 @@ from hydra import compose
 from hydra.errors import CompactHydraException
 from omegaconf import OmegaConf
 
+from models.quantise_formats import FORMATS
 from peers import peer
+from tests.training.helpers.in_process import composed as composed_run
 from tests.training.helpers.in_process import conf_initialised
 from training.config import schema
-from training.config.construct import make_mode
-from training.config.groups import options_of
+from training.config.modes import options_of
+from training.config.schema import QUANTIZE, Homes, chosen_format, quantises
 from training.config.validation import check
 from training.errors import UserError
 from training.runs.compose_errors import explain_refusal
@@ -139,11 +143,6 @@ def test_a_refusal_names_the_key_and_the_choices(override, named):
     assert [words for words in named if words not in line] == []
 
 
-@pytest.mark.parametrize("override", ["offload.resident=2.5", "offload.include=mlp", "offload.slots=many"])
-def test_keys_of_bounce_linear_are_typed(override):
-    assert override.partition("=")[0] in refused("offload=bounce_linear", override)
-
-
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -235,40 +234,6 @@ def test_check_names_key_value_and_range(overrides, message):
     assert "\n" not in str(caught.value)
 
 
-def test_fewer_slots_need_no_second_key():
-    checked("offload=bounce_linear", "offload.slots=1")
-
-
-@pytest.mark.parametrize("resident", ["0", "8", "25%", "12.5%", "2GiB", "1.5GiB", "512MiB", "512B"])
-def test_resident_is_a_count_a_share_or_bytes(resident):
-    checked("offload=bounce_linear", f"offload.resident={resident}")
-
-
-@pytest.mark.parametrize("files", ["a.txt", "texts/*.txt", "[a.txt,b.jsonl]"])
-def test_files_is_a_pattern_or_a_list(files):
-    checked("dataset=text", f"dataset.files={files}")
-    checked("dataset=text", "dataset.files=a.txt", f"dataset.eval_files={files}")
-
-
-def test_files_that_are_no_paths_are_refused():
-    for key in ("dataset.files=3", "dataset.eval_files=3"):
-        with pytest.raises(UserError, match=f"^{key}: must be a path or pattern"):
-            checked("dataset=text", "dataset.files=a.txt", key)
-
-
-@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:1"])
-def test_device_names(device):
-    checked(f"device={device}")
-
-
-@pytest.mark.parametrize("option", [option for group, option in OPTIONS if group == "offload"])
-@pytest.mark.slow
-def test_an_offload_option_makes_its_mode(option):
-    config = composed(f"offload={option}").offload
-    mode = make_mode(config)
-    assert f"{type(mode).__module__}.{type(mode).__name__}" == config._target_
-
-
 # Arguments that the builder adds to the keys of a group, and keys that it takes away.
 ADDED = {
     "dataset": {"seed", "seq_len", "batch_size"},
@@ -291,3 +256,39 @@ def test_the_keys_of_a_schema_are_arguments_of_its_target(group, name):
     signature = inspect.signature(getattr(importlib.import_module(module), target))
     keys = {entry.name for entry in fields(option) if not entry.name.startswith("_")}
     signature.bind(**dict.fromkeys(keys - TAKEN.get(group, set()) | ADDED.get(group, set())))
+
+
+def test_by_default_ranks_share_what_they_can():
+    config, _ = composed_run()
+    check(config)
+    assert config.devices == 1
+    assert config.parallel.homes == Homes.auto
+
+
+def test_other_values_are_refused():
+    with pytest.raises(CompactHydraException, match="slow"):
+        composed_run("parallel.homes=slow")
+    with pytest.raises(UserError, match=r"parallel\.timeout_s"):
+        check(composed_run("parallel.timeout_s=0")[0])
+    with pytest.raises(UserError, match="devices=0"):
+        check(composed_run("devices=0")[0])
+
+
+@pytest.mark.parametrize("name", QUANTIZE)
+def test_an_option_gives_the_keys_of_its_format(name: str):
+    config, _ = composed_run(f"quantize={name}")
+    assert quantises(config) == (name != "none")
+    if name != "none":
+        chosen, arguments = chosen_format(config)
+        assert chosen == name
+        # The values in conf/ are the defaults of the class.
+        assert FORMATS[name](**arguments) == FORMATS[name]()
+
+
+def test_every_format_is_an_option():
+    assert set(QUANTIZE) == {"none", *FORMATS}
+
+
+def test_a_value_reaches_the_format():
+    config, _ = composed_run("quantize=int4", "quantize.group=32")
+    assert chosen_format(config) == ("int4", {"group": 32})

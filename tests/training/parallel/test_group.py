@@ -14,10 +14,9 @@ from offload import usable_cores
 from tests.training.helpers.in_process import composed, run_here, signals_as_before
 from tests.training.helpers.results import content
 from tests.training.parallel.conftest import RUN, run_ranks
-from training.parallel.group import PATIENCE, Group
+from training.parallel.group import Group
 from training.parallel.launch import connected
-from training.parallel.ranks import RankLostError
-from training.parallel.setup import Setup
+from training.parallel.messages import PATIENCE, Messages
 
 
 def at(run_dir: Path, step: int) -> Path:
@@ -93,47 +92,6 @@ def test_three_ranks_that_stream_weights_compute_what_one_device_does(one: Path)
     assert content(at(folders[1], 2)) == content(at(folders[0], 2))
 
 
-class Alone(Group):
-    """A group of which only this process is there."""
-
-    def __init__(self):
-        self.rank, self.count, self.timeout_s, self.is_exchanging = 0, 2, 5.0, False
-        self._cause = lambda rank: None
-        self.hosts = (0, 0)
-        self._nccl_groups = []
-
-
-def fail(error: Exception) -> None:
-    raise error
-
-
-def test_a_rank_s_own_lack_of_memory_is_not_taken_for_the_end_of_another():
-    group = Alone()
-    with pytest.raises(torch.OutOfMemoryError):
-        group._collective(lambda: fail(torch.OutOfMemoryError("Tried to allocate 2 GiB")))
-    assert group.is_exchanging
-
-
-def test_a_broken_exchange_is_the_end_of_another_rank():
-    group = Alone()
-    with pytest.raises(RankLostError, match=r"^a rank has ended"):
-        group._collective(lambda: fail(RuntimeError("Connection closed by peer")))
-    text = "[/src/gloo/pair.cc:538] Connection closed by peer [::1]:123. It is no fault of\n this process. See there."
-    with pytest.raises(RankLostError, match=r"^rank 1 has ended: its messages have more .Connection .*\[::1\]:123\)$"):
-        raise group._lost(1, RuntimeError(text))
-    group.hosts = (0, 1)
-    with pytest.raises(RankLostError, match=r"^rank 1 on host 1 has ended"):
-        raise group._lost(1, RuntimeError(text))
-    group.count, group.hosts = 3, (0, 0, 0)
-    with pytest.raises(RankLostError, match=r"^a rank hangs"):
-        group._collective(lambda: fail(RuntimeError("Timed out waiting 5000ms")))
-    group.count = 2
-    with pytest.raises(
-        RankLostError, match=r"^rank 1 hangs in an exchange, which took longer than parallel.timeout_s=5"
-    ):
-        group._collective(lambda: fail(RuntimeError("Timed out waiting 5000ms")))
-
-
 @pytest.mark.parametrize(("rank", "limit_s"), [(0, 5), (1, 10)])
 def test_rank_0_gives_up_before_the_others(rank: int, limit_s: float, monkeypatch: pytest.MonkeyPatch):
     """Another rank that did so first would take rank 0 for the one that hangs, and end it."""
@@ -146,22 +104,20 @@ def test_rank_0_gives_up_before_the_others(rank: int, limit_s: float, monkeypatc
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     monkeypatch.setattr(dist, "all_gather_object", lambda found, own: None)
-    Group(torch.device("cpu"), Setup(timeout_s=5))._waiter.close()
+    messages = Messages(timeout_s=5)
+    Group(torch.device("cpu"), messages)
+    messages._waiter.close()
     assert limits == [PATIENCE, *[timedelta(seconds=limit_s)] * 2]
 
 
-class Reporting(Alone):
-    """The other rank reports [2]; notes whether rank 0 would wait for it without an end."""
+class Reporting:
+    """Messages of two ranks, of which the other reports [2]; notes whether rank 0 would wait for it without an end."""
 
     def __init__(self):
-        super().__init__()
-        self._parts, self.patient = 2, []
+        self.patient = []
 
     def tell(self, order: str, *values) -> None:
         pass
-
-    def fingerprints(self) -> dict[str, int]:
-        return {}
 
     def reports(self, own=None, patient: bool = False) -> list:
         self.patient.append(patient)
@@ -169,10 +125,12 @@ class Reporting(Alone):
 
 
 def test_a_rank_that_hangs_in_an_evaluation_or_a_comparison_is_not_waited_for_without_an_end():
-    group = Reporting()
+    group, messages = Group.__new__(Group), Reporting()
+    group.rank, group.count, group.messages, group._parts = 0, 2, messages, 2
+    group.fingerprints = dict
     assert group.collect_evaluation([1]) == [1, 2]
     group.check_equal()
-    assert group.patient == [False, False]
+    assert messages.patient == [False, False]
     # Stopped by a signal, rank 0 is done before the others.
     assert group.collect_evaluation(None) is None
-    assert group.patient[-1]
+    assert messages.patient[-1]

@@ -15,7 +15,7 @@ from torch import nn
 
 from offload.optimizer.overlap import Overlap
 from tests.offload.helpers.updates import decides_in_time
-from tests.training.helpers.in_process import components_of, run_here
+from tests.training.helpers.in_process import run_here
 from tests.training.helpers.results import content, curve
 from tests.training.parallel.conftest import RUN, run_ranks
 from training.parallel.ranks import RankLostError, Ranks
@@ -69,8 +69,8 @@ def test_ranks_that_speculate_save_what_one_device_does(
     orders = []
 
     def watch(ranks: Ranks) -> None:
-        tell = ranks.tell
-        monkeypatch.setattr(ranks, "tell", lambda *order: (orders.append(order), tell(*order)))
+        tell = ranks.messages.tell
+        monkeypatch.setattr(ranks.messages, "tell", lambda *order: (orders.append(order), tell(*order)))
 
     run_ranks(tmp_path, *CLIPPED, *TWO, f"offload={mode}", *MODES[mode], watch=watch)
     # The other rank has the plan of rank 0.
@@ -175,12 +175,3 @@ def test_a_rank_that_is_killed_before_it_undoes_leaves_its_checkpoint_to_resume_
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001", "step-00000002"]
     run_ranks(tmp_path, *keys, "resume=auto")
     assert content(at(tmp_path, 6)) == content(at(one, 6))
-
-
-def test_ranks_speculate_where_they_sum_inside_backward():
-    shared = ("offload=layer_stream", "devices=2", "clip_norm=1")
-    assert components_of(*shared, "microbatches=1").speculates
-    assert components_of(*shared, "offload=shard_offload", "microbatches=2").speculates
-    assert not components_of(*shared, "microbatches=2").may_speculate
-    assert not components_of(*shared, "parallel.homes=own", "microbatches=1").may_speculate
-    assert not components_of(*shared, "microbatches=1", "clip_norm=null").may_speculate

@@ -34,9 +34,9 @@ from tests.training.parallel.conftest import RUN, forked
 from tests.training.parallel.test_reduce import assert_sum_of_patterns, patterns
 from training.parallel.devices import device_of
 from training.parallel.group import Group
+from training.parallel.messages import Messages
 from training.parallel.ranks import ALONE
 from training.parallel.reduce import ordered_sum
-from training.parallel.setup import Setup
 from training.parallel.sharers import GroupSharers
 from training.runs.records import read_summary
 
@@ -102,19 +102,6 @@ def test_knobs_change_no_bit(one: Path, tmp_path: Path, keys: tuple[str, ...]):
     assert at(tmp_path, 6) == at(one, 6)
 
 
-def test_a_run_moves_to_two_gpus_and_back(one: Path, tmp_path: Path):
-    resumed = one / "checkpoints" / "step-00000002"
-    run(tmp_path / "two", "offload=layer_stream", *TWO, SHARED, f"resume={resumed}", "steps=4")
-    run(tmp_path / "back", "offload=layer_stream", "microbatches=2", f"resume={tmp_path / 'two'}")
-    assert at(tmp_path / "back", 6) == at(one, 6)
-
-
-def test_torchrun_starts_the_same_run(one: Path, tmp_path: Path):
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
-    run(tmp_path, "offload=layer_stream", "microbatches=1", SHARED, launcher=launcher)
-    assert at(tmp_path, 6) == at(one, 6)
-
-
 def test_two_hosts_of_one_gpu_each(one: Path, tmp_path: Path):
     port = free_port()
 
@@ -164,7 +151,7 @@ def trained(rank: int, folder: Path, count: int, late: str, links: str) -> None:
     ranks, mode = ALONE, LayerStream(slots=2, outside="stream")
     if count > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
-        ranks = Group(device, Setup(device.type, count, 300))
+        ranks = Group(device, Messages(300))
     torch.manual_seed(0)
     model = Stack(width=64, recompute="non-reentrant").bfloat16()
     microbatches = range(2) if count == 1 else (rank,)
@@ -207,7 +194,7 @@ def trained(rank: int, folder: Path, count: int, late: str, links: str) -> None:
         mode.detach()
         release(streams)
         if count > 1:
-            ranks.leave()
+            ranks.messages.leave()
 
 
 def summed_patterns(rank: int, folder: Path, count: int) -> None:

@@ -64,10 +64,6 @@ def test_a_host_is_torchrun_s_group(torchrun):
     assert World.of_environment() == World(3, 4, 1, 2, host=1, hosts=2)
 
 
-def test_a_rank_0_that_starts_the_others_is_on_their_host():
-    assert World.of_first(3) == World(0, 3, 0, 3, host=0, hosts=1)
-
-
 def test_devices_follow_from_torchrun():
     config, _ = composed()
     settle_devices(config, World(0, 2, 0, 2))

@@ -14,9 +14,9 @@ from tests.training.helpers.in_process import components_of, composed
 from training.config.modes import mode_options
 from training.config.validation import check
 from training.planning import advice as advising
-from training.planning import memory, plan
+from training.planning import memory
 from training.planning.advice import NOTHING_TO_CHANGE, memory_advice, nonfinite_advice
-from training.planning.machine import machine_of
+from training.planning.machine import Machine, machine_of
 from training.planning.plan import plan_filled
 from training.planning.report import RunPlan
 from training.settle.components import Components
@@ -42,7 +42,7 @@ CASES = list(zip(list(mode_options())[::2], itertools.cycle(SETTINGS), itertools
 def plans(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Components, RunPlan]]:
     """Plans overrides; as if this process took no memory, and without a timeline, which takes most of the time."""
     monkeypatch.setattr(memory, "rss_gib", lambda: 0.0)
-    monkeypatch.setattr(plan, "SimulatedStreams", lambda *arguments: None)
+    monkeypatch.setattr(Machine, "simulated", lambda self, dtype: None)
 
     def plans(overrides: dict[str, str], has_gpu: bool = True) -> tuple[Components, RunPlan]:
         components = components_of(*(f"{key}={value}" for key, value in overrides.items()))

@@ -130,11 +130,3 @@ def test_whole_runs_within_24_gib(overrides, ms, vram_gib, rss_gib, gib_in, gib_
     assert plan.totals["host_budget"] / GIB == pytest.approx(rss_gib, rel=0.03)
     assert plan.step_bytes["in"] / GIB == pytest.approx(gib_in, rel=0.1)
     assert plan.step_bytes["out"] / GIB == pytest.approx(gib_out, rel=0.1)
-
-
-@pytest.mark.slow
-def test_forward_only_is_at_the_bus(h200: Machine):
-    _, found = dry_run_of("layer_stream", 2, False)
-    forward = forecast(found.phases[:1], h200.bandwidth, h200.flops_per_s(torch.bfloat16), UpdateTimes())
-    assert forward.bound == "copies in"
-    assert forward.step_ms == pytest.approx(237.2, rel=0.15)

@@ -49,10 +49,3 @@ def test_the_cpu_has_no_floor_and_no_rows_of_nothing(planned):
     assert (plan.floor_ms, "perf/floor_ms" in plan.summary()) == (None, False)
     assert not [label for label in plan.rows() if "copied" in label or "shortest" in label]
     assert "copied in a step" in planned("offload=layer_stream").rows()
-
-
-def test_without_a_gpu_the_device_is_the_host(planned):
-    plan = planned("offload=layer_stream", has_gpu=False)
-    assert plan.host_bytes["device"] == sum(plan.device_bytes.values())
-    assert plan.fits["vram_budget"] is None
-    assert "memory/vram_peak_gib" not in plan.metrics()

@@ -1,11 +1,10 @@
-"""The keys of datasets of chats that contradict each other or are of no use."""
+"""The keys of datasets that contradict each other or are of no use."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.training.helpers.in_process import composed
-from training.config.chat import check_patterns
 from training.config.validation import check
 from training.errors import UserError
 
@@ -41,10 +40,3 @@ def test_mistakes_are_refused(overrides: tuple[str, ...], message: str) -> None:
         check(composed("dataset=chat", *overrides)[0])
 
     assert "\n" not in str(caught.value)
-
-
-def test_patterns() -> None:
-    check_patterns("dataset.eval_files", None)
-    check_patterns("dataset.eval_files", "a.jsonl")
-    with pytest.raises(UserError, match=r"dataset.eval_files=4: must be a path"):
-        check_patterns("dataset.eval_files", 4)
