@@ -89,7 +89,7 @@ def writer(
     from training.evaluation.held_out import observed
     from training.planning.forwards import refuse_text
     from training.profiling.hardware import resolve_device
-    from training.saved_runs.loading import load_model
+    from training.saved_runs.finding import load_model
     from training.settle.components import Components, acquired, attached
     from training.tasks.text_samples import check_vocabulary, refuse_model, refuse_positions, tokenizer_of
     from training.weights.filling import fill_buffers

@@ -15,7 +15,7 @@ from tests import ROOT
 pytestmark = pytest.mark.slow
 
 # Without a killed wandb, which tests/training/metrics/test_wandb_tracker.py has.
-COUNTS = {"kills": 1, "exits": 2, "flips": 10, "sizes": 1}
+COUNTS = {"kills": 1, "exits": 2, "sizes": 1}
 
 
 @pytest.fixture(scope="module")

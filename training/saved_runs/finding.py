@@ -1,14 +1,20 @@
-"""A run that was saved: its directory, its configuration and the checkpoint whose weights a program uses."""
+"""A run that was saved: its directory, its configuration, and the checkpoint whose weights a program loads."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, open_dict
+from torch import nn
 
+from models.adapter_files import WEIGHTS_FILE, load_adapter_tensors
+from models.weights import load_weights
+from training.checkpoints.base import BaseReference
 from training.checkpoints.state import read_state
 from training.config import schema
+from training.config.adapter import has_adapter
 from training.config.auto import AUTO
 from training.config.modes import FOLDER
 from training.config.validation import check
@@ -20,6 +26,8 @@ from training.runs.manifest import DamagedError, read_config, read_manifest, ver
 from training.runs.paths import home_expanded
 from training.runs.repeat import overrides_of
 from training.sweeps import launcher
+from training.weights.files import ModelWeights
+from training.weights.filling import fill_parameters
 from training.weights.source import source_digest
 
 
@@ -90,3 +98,18 @@ def refuse_damage(checkpoint: Path, config: DictConfig) -> None:
         raise UserError(
             f"{checkpoint}: model.source={config.model.source}: its config.json is not that of the run: restore it"
         )
+
+
+def load_model(model: nn.Module, checkpoint: Path, config: DictConfig, device: torch.device) -> None:
+    """Copies the weights of a checkpoint into the model of `config`, wherever a mode has placed it.
+
+    Where the run trains an adapter, the frozen base is made or loaded again before that. `device` is where initial
+    values are computed. Raises ValueError if files do not fit the model, and UserError if the base is another.
+    """
+    if not has_adapter(config):
+        load_weights(model, checkpoint)
+        return
+    weights = None if config.model.weights is None else ModelWeights.find(config.model.weights)
+    BaseReference.of(config.seed, weights).check(checkpoint, str(checkpoint))
+    fill_parameters(model, config, device, weights)
+    load_adapter_tensors(model, checkpoint / WEIGHTS_FILE)
