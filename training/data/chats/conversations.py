@@ -1,6 +1,7 @@
 """Makes conversations of the rows of chats, in any of the layouts that are common.
 
-* `messages` (or `conversations`): a list of messages with `role` and `content`, or with `from` and `value`
+* `messages` (or `conversations`): a list of messages with `role` and `content`, or with `from` and `value`, also as
+  JSON text
 * `prompt` and `completion`: each a text or a list of messages
 * `instruction`, `output`, and `input`, which may be empty (Taori et al. 2023, Alpaca)
 
@@ -88,7 +89,7 @@ def conversation_of(row: Mapping[str, Any], columns: Columns, where: str) -> Con
     )
     given: list[Message] = []
     if messages is not None:
-        rest = messages_of(messages, "user", where)
+        rest = messages_of(_parsed(messages, "messages", where), "user", where)
     elif prompt is not None and completion is not None:
         given, rest = messages_of(prompt, "user", where), messages_of(completion, "assistant", where)
     elif instruction is not None and output is not None:
@@ -164,16 +165,22 @@ def _message(value: Any, where: str) -> Message:
 
 
 def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.strip() else None
-        except (ValueError, RecursionError):
-            raise UserError(f"{where}: its tools are text that is not JSON") from None
+    value = _parsed(value, "tools", where)
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise UserError(f"{where}: its tools are not a list of JSON schemas")
     return value
+
+
+def _parsed(value: Any, name: str, where: str) -> Any:
+    """Returns a column's value, of text the JSON in it. Raises UserError for other text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError):
+        raise UserError(f"{where}: its {name} are text that is not JSON") from None
 
 
 def _template_values(value: Any, where: str) -> dict[str, Any]:

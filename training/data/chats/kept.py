@@ -1,67 +1,93 @@
-"""Which samples are kept: where each was, what was left out, and which of them are held out."""
+"""Which examples are kept: where each was, what was left out, and which of them are held out."""
 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from training.data.chats.reading import Rows
 from training.data.chats.rendering import Sample
-from training.data.chats.rows import SampleTokens
 from training.data.packing import random_words
 from training.errors import UserError
 
 TOO_LONG = ("drop", "truncate", "refuse")
-# In the key of random words: which samples are held out.
+# In the key of random words: which examples are held out.
 HELD_OUT = 2
 
 
 @dataclass
-class KeptSamples:
-    """The samples that are kept, the rows that were read, and what was left out."""
+class Kept:
+    """The examples that are kept of the rows that were read, and how many were left out for which reason.
 
-    tokens: SampleTokens = field(init=False)
+    Args:
+        too_long: what becomes of an example with a sample of more than `seq_len` + 1 tokens: drop, truncate or refuse.
+    """
+
+    seq_len: int
+    too_long: str
     read: int = 0
-    dropped: int = 0
-    truncated: int = 0
-    untrained: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     # Of each row that was read: its file, as an index of `files`, and what it is called there.
     files: dict[str, int] = field(default_factory=dict)
     file_of: array = field(default_factory=lambda: array("I"))
     number_of: array = field(default_factory=lambda: array("Q"))
-    # Of each sample that is kept, its row.
+    # Of each example that is kept, its row.
     rows: array = field(default_factory=lambda: array("Q"))
 
-    def add_place(self, place: str) -> None:
-        """Remembers where a row is: 'FILE line 7'."""
-        file, _, number = place.rpartition(" ")
-        self.file_of.append(self.files.setdefault(file, len(self.files)))
-        self.number_of.append(int(number))
-        self.read += 1
+    def __post_init__(self) -> None:
+        if self.too_long not in TOO_LONG:
+            raise UserError(f"dataset.too_long={self.too_long}: must be {', '.join(TOO_LONG[:-1])} or {TOO_LONG[-1]}")
+
+    def reading(self, rows: Rows) -> Rows:
+        """Yields the rows, and remembers where each is: 'FILE line 7'."""
+        for place, row in rows:
+            file, _, number = place.rpartition(" ")
+            self.file_of.append(self.files.setdefault(file, len(self.files)))
+            self.number_of.append(int(number))
+            self.read += 1
+            yield place, row
+
+    def fitting(self, examples: Iterable[tuple[Sample, ...]]) -> Iterator[tuple[Sample, ...]]:
+        """Yields the examples of rows that can be trained on, in their order; counts the others.
+
+        An example is one sample, or two whose difference is trained on. Raises UserError for one to refuse.
+        """
+        most = self.seq_len + 1
+        for row, example in enumerate(examples):
+            longest = max(len(sample.ids) for sample in example)
+            if longest > most and self.too_long == "refuse":
+                raise UserError(
+                    f"{self._place_of(row)}: {longest:,} tokens are more than seq_len + 1 = {most:,}: give a larger"
+                    " seq_len, or dataset.too_long=drop or truncate"
+                )
+            if longest > most and self.too_long == "drop":
+                self.counts[f"are longer than seq_len + 1 = {most:,} tokens"] += 1
+                continue
+            cut = tuple(Sample(sample.ids[:most], sample.trained[:most]) for sample in example)
+            # The first token is no label.
+            if not all(sample.trained[1:].any() for sample in cut):
+                self.counts["have nothing to train on"] += 1
+            elif len(cut) == 2 and np.array_equal(cut[0].ids, cut[1].ids):
+                self.counts["have equal answers"] += 1
+            else:
+                self.counts[f"are cut, longer than seq_len + 1 = {most:,} tokens"] += longest > most
+                self.rows.append(row)
+                yield cut
 
     def place(self, number: int) -> str:
-        """Returns where a sample that is kept was."""
-        return self.place_of_row(self.rows[number])
+        """Returns where an example that is kept was."""
+        return self._place_of(self.rows[number])
 
-    def place_of_row(self, row: int) -> str:
-        """Returns where a row was that was read."""
-        return f"{list(self.files)[self.file_of[row]]} {self.number_of[row]}"
-
-    def left_out(self, seq_len: int) -> str:
-        """Says what was left out, after a colon; empty if nothing was."""
-        too_long = f"longer than seq_len + 1 = {seq_len + 1:,} tokens"
-        parts = (
-            f"{self.dropped:,} are {too_long}" if self.dropped else "",
-            f"{self.truncated:,} are cut, {too_long}" if self.truncated else "",
-            f"{self.untrained:,} have nothing to train on" if self.untrained else "",
-        )
-        there = ", ".join(part for part in parts if part)
-        return f": {there}" if there else ""
+    def left_out(self) -> str:
+        """Says how many examples were left out or cut, and why; empty if none were."""
+        return ", ".join(f"{count:,} {why}" for why, count in self.counts.items() if count)
 
     def divided(self, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the samples to train on and those that are held out, by their numbers.
+        """Returns the examples to train on and those that are held out, by their numbers.
 
         The draw is among all rows that were read, so that it does not depend on what was left out.
         """
@@ -71,40 +97,5 @@ class KeptSamples:
         mask = held_out[np.array(self.rows, dtype=np.int64)]
         return np.flatnonzero(~mask), np.flatnonzero(mask)
 
-
-@dataclass(frozen=True)
-class Fitting:
-    """Leaves out samples that have nothing to train on, and what of them is too long.
-
-    Args:
-        too_long: what becomes of a sample of more than `seq_len` + 1 tokens: drop, truncate or refuse.
-    """
-
-    seq_len: int
-    too_long: str
-
-    def __post_init__(self) -> None:
-        if self.too_long not in TOO_LONG:
-            raise UserError(f"dataset.too_long={self.too_long}: must be {', '.join(TOO_LONG[:-1])} or {TOO_LONG[-1]}")
-
-    def samples(self, samples: Iterable[Sample], kept: KeptSamples) -> Iterator[Sample]:
-        """Yields the samples that fit, in their order, and counts the others. Raises UserError for one to refuse."""
-        most = self.seq_len + 1
-        for row, sample in enumerate(samples):
-            if len(sample.ids) > most:
-                if self.too_long == "refuse":
-                    raise UserError(
-                        f"{kept.place_of_row(row)}: {len(sample.ids):,} tokens are more than seq_len + 1 = {most:,}:"
-                        " give a larger seq_len, or dataset.too_long=drop or truncate"
-                    )
-                if self.too_long == "drop":
-                    kept.dropped += 1
-                    continue
-            cut, sample = len(sample.ids) > most, Sample(sample.ids[:most], sample.trained[:most])
-            # The first token is no label.
-            if not sample.trained[1:].any():
-                kept.untrained += 1
-                continue
-            kept.truncated += cut
-            kept.rows.append(row)
-            yield sample
+    def _place_of(self, row: int) -> str:
+        return f"{list(self.files)[self.file_of[row]]} {self.number_of[row]}"

@@ -1,199 +1,57 @@
-"""The dataset of preferences: pairs of answers as rows of tokens, the chosen one first."""
+"""The dataset of preferences: pairs of answers as rows of tokens, the chosen one first, as TRL's DPOTrainer (1.16) has
+them.
+
+* `prompt`, `chosen` and `rejected`: each a text or a list of messages; a text is a turn, as in chats
+* `chosen` and `rejected` as whole conversations, whose shared beginning is the prompt
+
+Beside these a row may have `system`, `tools` and `chat_template_kwargs`, as chats have them.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from models.loss import IGNORED_LABEL
-from training.batches import Batch
-from training.data.chats.chat import rows_of
-from training.data.chats.conversations import Columns
-from training.data.chats.kept import HELD_OUT, TOO_LONG
-from training.data.chats.pairs import COLUMNS, Pair, PairRenderer, PairSample, pair_of
-from training.data.chats.reading import Rows, read_files
+from training.data.chats.chat import OfMessages
+from training.data.chats.conversations import Columns, Conversation, Message, conversation_with, messages_of
+from training.data.chats.reading import Rows
 from training.data.chats.rendering import Sample
-from training.data.chats.rows import PaddedRows
-from training.data.examples import check_share
-from training.data.packing import random_words
-from training.data.tokenizer import load_tokenizer
+from training.data.chats.rows import PairRows
+from training.data.chats.templates import Template
 from training.errors import UserError
 
-
-@dataclass
-class PairTokens:
-    """Pairs, and where each was."""
-
-    pairs: list[PairSample] = field(default_factory=list)
-    places: list[str] = field(default_factory=list)
-
-    @property
-    def positions(self) -> np.ndarray:
-        """The positions that each pair takes in a row, those of its longer answer: int64 [pairs]."""
-        return np.array([max(len(pair.chosen), len(pair.rejected)) - 1 for pair in self.pairs], dtype=np.int64)
+COLUMNS = ("chosen", "rejected")
 
 
-class PairRows(PaddedRows):
-    """Rows of one pair each; a batch is as long as its longest answer, and has pairs of about the same length."""
-
-    def made(self, rows: Sequence[int]) -> Batch:
-        numbers = self._numbers[list(rows)]
-        longest = int(self._lengths[list(rows)].max())
-        ids = torch.zeros(len(rows), 2, longest, dtype=torch.int64)
-        labels = torch.full_like(ids, IGNORED_LABEL)
-        lengths = torch.zeros(len(rows), 2, dtype=torch.int64)
-        for row, number in enumerate(numbers):
-            pair = self._tokens.pairs[number]
-            for place, answer in enumerate((pair.chosen, pair.rejected)):
-                tokens = torch.from_numpy(answer.astype(np.int64))
-                # Label p is the token after input p, and the first token follows none.
-                first, size = max(pair.start - 1, 0), len(tokens) - 1
-                ids[row, place, :size] = tokens[:-1]
-                labels[row, place, first:size] = tokens[first + 1 :]
-                lengths[row, place] = size
-        return {"input_ids": ids, "labels": labels, "lengths": lengths, "index": torch.from_numpy(numbers.copy())}
-
-
-class Preferences:
-    """Pairs of answers of local files or of the Hub, kept in memory as tokens.
+class Preferences(OfMessages):
+    """Pairs of answers.
 
     A batch has `input_ids` and `labels`, int64 [pairs, 2, L], the chosen answer first; labels of the prompt and of
     padding, which is at the end, are -100. It also has `lengths` int64 [pairs, 2], and `index` int64 [pairs], the
-    numbers of the samples. L is the longest of the batch.
-
-    Args:
-        files: paths and patterns of .jsonl, .json and .parquet files, relative to the current folder.
-        name, config_name, split, revision: a dataset of the Hub in their place.
-        columns: {prompt, chosen, rejected, system, tools or chat_template_kwargs: the name of that column}.
-        template: a file with a template of Jinja; None for the tokenizer's own.
-        tokenizer: see `load_tokenizer`.
-        too_long: what becomes of pairs with an answer that ends beyond `seq_len` + 1 tokens: drop, truncate or refuse.
-        eval_files: files of pairs to evaluate on.
-        eval_share: without these, the share of the pairs, drawn at random, that is held out.
-
-    Raises:
-        UserError: files or rows that cannot be read, or no pair is left.
+    numbers of the pairs. L is the longest of the batch.
     """
 
     has_pairs: ClassVar[bool] = True
-
-    def __init__(
-        self,
-        files: str | Sequence[str] | None = None,
-        *,
-        seed: int,
-        seq_len: int,
-        batch_size: int,
-        name: str | None = None,
-        config_name: str | None = None,
-        split: str = "train",
-        revision: str | None = None,
-        columns: Mapping[str, str | None] | None = None,
-        template: str | None = None,
-        tokenizer: str | None = None,
-        too_long: str = "drop",
-        eval_files: str | Sequence[str] | None = None,
-        eval_share: float = 0.0,
-        cache_dir: str | Path | None = None,
-    ):
-        check_share(eval_share)
-        if too_long not in TOO_LONG:
-            raise UserError(f"dataset.too_long={too_long}: must be {', '.join(TOO_LONG[:-1])} or {TOO_LONG[-1]}")
-        self._seq_len, self._too_long = seq_len, too_long
-        encoder = load_tokenizer(tokenizer)
-        self.vocab_size, self._decode = encoder.vocab_size, encoder.pretrained.decode
-        self._columns, self._renderer = Columns(columns, COLUMNS), PairRenderer(encoder, template)
-        self._left_out = {"are too long": 0, "have equal answers": 0, "have an answer without tokens": 0}
-        self._truncated = 0
-        self._tokens = PairTokens()
-        with tempfile.TemporaryDirectory(prefix="datasets-") as folder:
-            self._take(rows_of(files, name, config_name, split, revision, str(cache_dir or folder)))
-        count = len(self._tokens.pairs)
-        held = 0 if eval_files is not None else int(count * eval_share)
-        if count <= held:
-            raise UserError(
-                f"dataset: no pair is left to train on{self._left_out_text(': ')}: give more pairs, a larger seq_len,"
-                " or dataset.too_long=truncate"
-            )
-        drawn = np.argsort(random_words(count, seed, HELD_OUT), kind="stable")
-        self._trained, self._held_out = np.sort(drawn[held:]), np.sort(drawn[:held])
-        if eval_files is not None:
-            self._take(read_files(eval_files, "dataset.eval_files"))
-            self._held_out = np.arange(count, self.num_samples)
-        self._sizes = {"seed": seed, "batch_size": batch_size}
-        self._rows = PairRows(self._tokens, self._trained, **self._sizes)
-        self.num_blocks = self._rows.num_blocks
+    noun = "pair"
+    more_columns = COLUMNS
+    parts = COLUMNS
 
     @property
     def num_samples(self) -> int:
         """The pairs that are trained on and those that are held out."""
-        return len(self._tokens.pairs)
+        return len(self._tokens)
 
-    @cached_property
-    def data_sha256(self) -> str:
-        """The SHA-256 of all pairs, and of which are held out."""
-        digest = hashlib.sha256(self._held_out.astype("<i8").tobytes())
-        for pair in self._tokens.pairs:
-            sizes = np.array([len(pair.chosen), len(pair.rejected), pair.start], "<i8")
-            for part in (sizes, pair.chosen.astype("<u4"), pair.rejected.astype("<u4")):
-                digest.update(part.tobytes())
-        return digest.hexdigest()
-
-    def batch(self, index: int) -> Batch:
-        """Returns batch `index` >= 0 on the CPU. Earlier calls do not change it."""
-        return self._rows.batch(index)
-
-    def eval_batches(self, count: int) -> list[Batch]:
-        """Returns up to `count` batches of held-out pairs, spread evenly, the same at each call; none if none are."""
-        held = self._held_out
-        return PairRows(self._tokens, held, **self._sizes).some_batches(count) if len(held) else []
-
-    def every_sample(self, rows: int) -> Iterator[Batch]:
+    def every_sample(self, rows: int) -> Iterator[dict[str, Tensor]]:
         """Yields all pairs, also those held out, in batches of `rows` of like length."""
-        everything = PairRows(self._tokens, np.arange(self.num_samples), seed=0, batch_size=rows)
+        everything = self._rows_of(np.arange(self.num_samples))
         numbers = everything.spread(self.num_samples)
         for start in range(0, len(numbers), rows):
             yield everything.made(numbers[start : start + rows])
-
-    def names(self, index: int) -> str:
-        """Names the pairs of batch `index` by file and row, for messages."""
-        return self._rows.names(index, self._tokens.places.__getitem__)
-
-    def facts(self) -> dict[str, str]:
-        """Returns what one wants to know of the data before training on it, by label."""
-        pairs = [self._tokens.pairs[number] for number in self._trained]
-        total = sum(len(pair.chosen) + len(pair.rejected) for pair in pairs)
-        answers = total - sum(2 * pair.start for pair in pairs)
-        lengths = self._tokens.positions[self._trained] + 1
-        longest = int(lengths.argmax())
-        facts = {
-            "pairs to train on": f"{self.num_blocks:,}; {len(self._held_out):,} to evaluate on",
-            "tokens": f"{total:,}, of which {answers:,} ({answers / total:.0%}) are answers",
-            "longest answer": f"{lengths[longest]:,} tokens, with its prompt"
-            f" ({self._tokens.places[self._trained[longest]]})",
-            "rows": f"{1 - self._rows.filled:.1%} of the positions are padding beside the longer answer",
-        }
-        return facts | ({"left out": out} if (out := self._left_out_text()) else {})
-
-    def shown(self, count: int) -> Iterator[tuple[str, Sample]]:
-        """Yields pairs (place, sample) of the answers of the first `count` pairs that are trained on."""
-        for number in self._trained[:count].tolist():
-            pair = self._tokens.pairs[number]
-            for name, ids in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-                yield f"{self._tokens.places[number]} {name}", Sample(ids, np.arange(len(ids)) >= pair.start)
-
-    def text_of(self, ids: np.ndarray) -> str:
-        """Returns the text of tokens, special tokens too."""
-        return self._decode(ids.tolist(), skip_special_tokens=False)
 
     @staticmethod
     def meta_tokens(rows: int, seq_len: int, **keys: Any) -> dict[str, Tensor]:
@@ -202,42 +60,95 @@ class Preferences:
         few = {"lengths": tokens.new_empty(rows, 2), "index": tokens.new_empty(rows)}
         return {"input_ids": tokens, "labels": torch.empty_like(tokens), **few}
 
-    def _take(self, rows: Rows) -> None:
-        """Renders rows, and keeps the pairs that can be trained on."""
-        places: list[str] = []
+    def _rendered(self, rows: Rows) -> Iterator[tuple[Sample, Sample]]:
+        pairs = (pair_of(row, self._columns, place) for place, row in rows)
+        return pair_samples(pairs, Template(self._tokenizer, self._template))
 
-        def pairs() -> Iterator[Pair]:
-            for place, row in rows:
-                places.append(place)
-                yield pair_of(row, self._columns, place)
+    def _rows_of(self, numbers: np.ndarray) -> PairRows:
+        return PairRows(self._tokens, numbers, **self._sizes)
 
-        for number, pair in enumerate(self._renderer.samples(pairs())):
-            if (why := self._why_not(pair, places[number])) is not None:
-                self._left_out[why] += 1
-                continue
-            most = self._seq_len + 1
-            self._truncated += max(len(pair.chosen), len(pair.rejected)) > most
-            self._tokens.pairs.append(PairSample(pair.chosen[:most], pair.rejected[:most], pair.start))
-            self._tokens.places.append(places[number])
 
-    def _why_not(self, pair: PairSample, place: str) -> str | None:
-        """Says why a pair is left out; None if it is not. Raises UserError for one to refuse."""
-        most, longest = self._seq_len + 1, max(len(pair.chosen), len(pair.rejected))
-        if longest > most and self._too_long == "refuse":
-            raise UserError(
-                f"{place}: {longest:,} tokens are more than seq_len + 1 = {most:,}: give a larger seq_len, or"
-                " dataset.too_long=drop or truncate"
-            )
-        if longest > most and self._too_long == "drop":
-            return "are too long"
-        chosen, rejected = pair.chosen[:most], pair.rejected[:most]
-        # The first token is nobody's label.
-        if min(len(chosen), len(rejected)) <= max(pair.start, 1):
-            return "have an answer without tokens"
-        return "have equal answers" if np.array_equal(chosen, rejected) else None
+@dataclass(frozen=True)
+class Pair:
+    """Two conversations that begin with the same `prompt` messages."""
 
-    def _left_out_text(self, before: str = "") -> str:
-        """Says what was left out or cut, after `before`; empty if nothing was."""
-        counts = {**self._left_out, "are cut, too long": self._truncated}
-        text = ", ".join(f"{count:,} {why}" for why, count in counts.items() if count)
-        return text and before + text
+    chosen: Conversation
+    rejected: Conversation
+
+    @property
+    def where(self) -> str:
+        return self.chosen.where
+
+
+def pair_of(row: Mapping[str, Any], columns: Columns, where: str) -> Pair:
+    """Makes a pair of a row, which `where` names in messages. Raises UserError for one that has none."""
+    prompt, *answers = (columns.value(row, name) for name in ("prompt", *COLUMNS))
+    if None in answers:
+        there = ", ".join(name for name, value in row.items() if value is not None) or "(none)"
+        raise UserError(
+            f"{where}: has the columns {there}; preferences need chosen and rejected, and prompt where these have no"
+            " shared beginning: map yours, as in dataset.columns={chosen: COLUMN, rejected: COLUMN}"
+        )
+    chosen, rejected = (messages_of(answer, "assistant", where) for answer in answers)
+    if not chosen or not rejected:
+        raise UserError(f"{where}: an answer without a message: remove the row")
+    if chosen[0]["role"] != "assistant" or rejected[0]["role"] != "assistant":
+        given = _shared(chosen, rejected)
+        _check_prompt(prompt, given, where)
+        chosen, rejected = chosen[len(given) :], rejected[len(given) :]
+    elif prompt is None:
+        raise UserError(
+            f"{where}: its answers have no shared beginning, and there is no prompt: map dataset.columns.prompt"
+        )
+    else:
+        given = messages_of(prompt, "user", where)
+    return Pair(*(conversation_with(row, columns, where, given, answer) for answer in (chosen, rejected)))
+
+
+def _shared(one: Sequence[Message], other: Sequence[Message]) -> list[Message]:
+    """Returns the messages with which both begin; of two that are equal, all but the last."""
+    count = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return list(one[: min(count, len(one) - 1, len(other) - 1)])
+
+
+def _check_prompt(prompt: Any, shared: Sequence[Message], where: str) -> None:
+    """Raises UserError for conversations that share no beginning, or another than the row's `prompt`, if it has one."""
+    if not shared:
+        raise UserError(
+            f"{where}: its answers are whole conversations and begin with different messages: remove the row"
+        )
+    if prompt is None:
+        return
+    contents = [message.get("content") for message in shared]
+    if not (prompt in contents if isinstance(prompt, str) else messages_of(prompt, "user", where) == shared):
+        raise UserError(
+            f"{where}: its answers are whole conversations that begin otherwise than its prompt: leave that out with"
+            " dataset.columns={prompt: null}"
+        )
+
+
+def pair_samples(pairs: Iterable[Pair], template: Template) -> Iterator[tuple[Sample, Sample]]:
+    """Renders pairs in their order: samples of the chosen and the rejected answer, of which the answers are trained on.
+
+    Both answers begin at the same token: a template may write a prompt otherwise once an answer follows, and tokens may
+    join across its end.
+    """
+    encodings = template.encoded((pair.where, text, None) for pair in pairs for text in _texts(pair, template))
+    ids = (np.array(encoding.ids, dtype=np.uint32) for encoding, _ in encodings)
+    for prompt, chosen, rejected in zip(ids, ids, ids, strict=True):
+        start = min(_common(prompt, chosen), _common(prompt, rejected))
+        yield tuple(Sample(answer, np.arange(len(answer)) >= start) for answer in (chosen, rejected))
+
+
+def _texts(pair: Pair, template: Template) -> Iterator[str]:
+    """Yields the texts of the prompt with what begins an answer, and of the two conversations."""
+    yield template.render(pair.chosen, pair.chosen.prompt, prompting=True)[0]
+    yield template.render(pair.chosen)[0]
+    yield template.render(pair.rejected)[0]
+
+
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    """Returns how many tokens both begin with."""
+    count = min(len(one), len(other))
+    differ = np.flatnonzero(one[:count] != other[:count])
+    return int(differ[0]) if len(differ) else count

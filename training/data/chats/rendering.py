@@ -12,16 +12,15 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from training.data.chats.conversations import Conversation, Message
 from training.data.chats.templates import Span, Template
 from training.data.tokenizer import Tokenizer
-from training.errors import UserError, first_line
+from training.errors import UserError
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TRAIN_ON = ("assistant", "last", "all")
-# Enough to keep a tokenizer's threads busy; few enough that what it returns stays small.
-CONVERSATIONS_PER_CALL = 1000
 WITH_MARKS = "a dataset.template=FILE with {% generation %} marks around what the assistant says"
 
 
@@ -64,7 +61,6 @@ class Renderer:
         if train_on not in TRAIN_ON:
             raise UserError(f"dataset.train_on={train_on}: must be {', '.join(TRAIN_ON[:-1])} or {TRAIN_ON[-1]}")
         self.template = Template(tokenizer, template)
-        self._tokenizer = tokenizer
         self._train_on = train_on
         self._warned = False
         # The roles of which one message was looked for in its text.
@@ -75,19 +71,16 @@ class Renderer:
         return next(self.samples([conversation]))
 
     def samples(self, conversations: Iterable[Conversation]) -> Iterator[Sample]:
-        """Renders conversations in their order; it tokenises many at a time."""
-        rest = iter(conversations)
-        while group := list(islice(rest, CONVERSATIONS_PER_CALL)):
-            texts, spans = zip(*map(self.text, group), strict=True)
-            for encoding, trained in zip(self._encoded(texts, group), spans, strict=True):
-                mask = np.zeros(len(encoding.ids), dtype=bool)
-                for start, end in trained:
-                    mask[slice(*_tokens_of(encoding, start, end))] = True
-                yield Sample(np.array(encoding.ids, dtype=np.uint32), mask)
+        """Renders conversations in their order."""
+        for encoding, spans in self.template.encoded((each.where, *self.text(each)) for each in conversations):
+            trained = np.zeros(len(encoding.ids), dtype=bool)
+            for start, end in spans:
+                trained[slice(*_tokens_of(encoding, start, end))] = True
+            yield Sample(np.array(encoding.ids, dtype=np.uint32), trained)
 
     def text(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """Returns the text of a conversation, and which of its characters are trained on."""
-        text, marked = self._rendered(conversation, len(conversation.messages))
+        text, marked = self.template.render(conversation)
         self._warn_of_unwritten(conversation, text)
         if self._train_on == "all":
             return text, [(0, len(text))]
@@ -102,10 +95,11 @@ class Renderer:
             turns = turns[-1:]
         return text, [self._turn(conversation, place, text) for place in turns]
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> np.ndarray:
+    def prompt(self, messages: Sequence[Message]) -> np.ndarray:
         """Returns the ids of messages and of the beginning of the answer to them: uint32 [tokens]."""
-        text, _ = self.template.render(messages, tools, {}, "the prompt", prompting=True)
-        (encoding,) = self._encoded([text], [])
+        where = "the prompt"
+        text, _ = self.template.render(Conversation(list(messages), where=where), prompting=True)
+        ((encoding, _),) = self.template.encoded([(where, text, None)])
         return np.array(encoding.ids, dtype=np.uint32)
 
     def _turn(self, conversation: Conversation, place: int, text: str) -> Span:
@@ -114,10 +108,10 @@ class Renderer:
         start = self._start(conversation, place, text, turn)
         if place + 1 == len(conversation.messages):
             return start, len(text)
-        through, _ = self._rendered(conversation, place + 1)
+        through, _ = self.template.render(conversation, place + 1)
         if not text.startswith(through):
             # Some templates end the whole text with the token that ends a text.
-            through = through.removesuffix(self._end_of_text)
+            through = through.removesuffix(self.template.end_of_text)
         if not text.startswith(through) or len(through) <= start:
             raise self._lost(turn)
         return start, len(through)
@@ -128,12 +122,12 @@ class Renderer:
             if start < 0 or not self._prompt_alone:
                 raise self._lost(turn)
             return start + len(self._prompt_alone)
-        before, _ = self._rendered(conversation, place, prompting=True)
+        before, _ = self.template.render(conversation, place, prompting=True)
         if text.startswith(before):
             return len(before)
         # As TRL does: where the text of a turn differs from what prompts for it, the turn begins there.
         start = next((at for at, (one, other) in enumerate(zip(before, text, strict=False)) if one != other), len(text))
-        without, _ = self._rendered(conversation, place)
+        without, _ = self.template.render(conversation, place)
         if start < len(without) or not text.startswith(without):
             raise self._lost(turn)
         if not self._warned:
@@ -155,7 +149,7 @@ class Renderer:
             self._roles.add(role)
             others = [*conversation.messages[:place], *conversation.messages[place + 1 :]]
             try:
-                without, _ = self._rendered(replace(conversation, messages=others), len(others))
+                without, _ = self.template.render(replace(conversation, messages=others))
             except UserError:
                 # It minds that the message is missing.
                 continue
@@ -168,17 +162,6 @@ class Renderer:
                     role,
                 )
 
-    def _rendered(
-        self, conversation: Conversation, count: int, prompting: bool = False
-    ) -> tuple[str, list[Span] | None]:
-        return self.template.render(
-            conversation.messages[:count],
-            conversation.tools,
-            conversation.template_values,
-            conversation.where,
-            prompting=prompting,
-        )
-
     def _lost(self, turn: str) -> UserError:
         other = "" if self._train_on == "last" else "dataset.train_on=last, or "
         return UserError(
@@ -189,38 +172,9 @@ class Renderer:
     @cached_property
     def _prompt_alone(self) -> str:
         """The text that begins a turn of the assistant."""
-        user: list[Message] = [{"role": "user", "content": "a"}]
-        without, prompted = (
-            self.template.render(user, None, {}, "a message of a user", prompting=prompting)[0]
-            for prompting in (False, True)
-        )
+        user = Conversation([{"role": "user", "content": "a"}], where="a message of a user")
+        without, prompted = (self.template.render(user, prompting=prompting)[0] for prompting in (False, True))
         return prompted.removeprefix(without)
-
-    @cached_property
-    def _end_of_text(self) -> str:
-        return self._tokenizer.pretrained.eos_token or ""
-
-    @cached_property
-    def _encoder(self) -> Any:
-        from tokenizers import Tokenizer
-
-        encoder = Tokenizer.from_str(self._tokenizer.pretrained.backend_tokenizer.to_str())
-        # It adds no token here, but may cut spaces off the offsets of tokens.
-        encoder.post_processor = None
-        encoder.no_truncation()
-        encoder.no_padding()
-        return encoder
-
-    def _encoded(self, texts: Sequence[str], conversations: Sequence[Conversation]) -> list[Encoding]:
-        try:
-            return self._encoder.encode_batch(list(texts), add_special_tokens=False)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # the library raises Exception itself, and its panics are no Exception
-            where = f"{conversations[0].where} and the rows after it" if conversations else "the prompt"
-            raise UserError(
-                f"{where}: the tokenizer cannot encode them ({first_line(error)}): mend the text"
-            ) from error
 
 
 def _tokens_of(encoding: Encoding, start: int, end: int) -> Span:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ ORDER_OF_BATCHES = 1
 
 @dataclass(frozen=True)
 class SampleTokens:
-    """The tokens of many samples, one after the other.
+    """The tokens of many examples, one after the other. An example is `group` samples.
 
     Attributes:
         ids: uint16 or uint32 [tokens]
@@ -41,9 +42,10 @@ class SampleTokens:
     ids: np.ndarray
     trained: np.ndarray
     starts: np.ndarray
+    group: int = 1
 
     @classmethod
-    def of(cls, samples: Iterable[Sample], vocab_size: int) -> SampleTokens:
+    def of(cls, samples: Iterable[Sample], vocab_size: int, group: int = 1) -> SampleTokens:
         """Joins samples, whose ids are below `vocab_size`."""
         # Bytearrays grow in place: a list of arrays would need as much again.
         dtype, ids, trained, ends = token_dtype(vocab_size), bytearray(), bytearray(), [0]
@@ -51,24 +53,34 @@ class SampleTokens:
             ids += sample.ids.astype(dtype).data
             trained += sample.trained.astype(bool).data
             ends.append(len(trained))
-        return cls(np.frombuffer(ids, dtype), np.frombuffer(trained, bool), np.array(ends, dtype=np.int64))
+        return cls(np.frombuffer(ids, dtype), np.frombuffer(trained, bool), np.array(ends, dtype=np.int64), group)
 
     def __len__(self) -> int:
-        return len(self.starts) - 1
+        return (len(self.starts) - 1) // self.group
 
     @property
     def positions(self) -> np.ndarray:
-        """The positions that each sample takes: int64 [samples]."""
-        return np.diff(self.starts) - 1
+        """The positions that each example takes in a row, those of its longest sample: int64 [examples]."""
+        return np.diff(self.starts).reshape(-1, self.group).max(axis=1) - 1
 
-    def sample(self, number: int) -> Sample:
-        """Returns one sample."""
-        part = slice(self.starts[number], self.starts[number + 1])
-        return Sample(self.ids[part], self.trained[part])
+    @property
+    def counts(self) -> np.ndarray:
+        """The tokens of each example: int64 [examples]."""
+        return np.diff(self.starts[:: self.group])
+
+    @property
+    def trained_counts(self) -> np.ndarray:
+        """Those that are trained on: int64 [examples]."""
+        return np.add.reduceat(self.trained, self.starts[: -1 : self.group], dtype=np.int64)
+
+    def samples(self, number: int) -> list[Sample]:
+        """Returns the samples of an example."""
+        edges = self.starts[number * self.group : (number + 1) * self.group + 1].tolist()
+        return [Sample(self.ids[start:end], self.trained[start:end]) for start, end in pairwise(edges)]
 
 
 class Rows(ABC):
-    """Batches of rows of some samples. Each epoch has all of them, in a new order.
+    """Batches of rows of some examples. Each epoch has all of them, in a new order.
 
     Attributes:
         num_blocks: rows of an epoch.
@@ -88,7 +100,7 @@ class Rows(ABC):
 
     @abstractmethod
     def members(self, row: int) -> Sequence[int]:
-        """Returns the samples in a row, by their numbers."""
+        """Returns the examples in a row, by their numbers."""
 
     @abstractmethod
     def made(self, rows: Sequence[int]) -> dict[str, Tensor]:
@@ -111,7 +123,7 @@ class Rows(ABC):
         return rows
 
     def names(self, index: int, place: Callable[[int], str]) -> str:
-        """Names the samples of batch `index`, by the `place` of their numbers; of many the first, and how many more."""
+        """Names the examples of batch `index`, by the `place` of each; of many the first, and how many more."""
         numbers = [number for row in self.rows_of(index) for number in self.members(row)]
         more = f" and {len(numbers) - NAMED:,} more" if len(numbers) > NAMED else ""
         return ", ".join(place(number) for number in numbers[:NAMED]) + more
@@ -127,10 +139,10 @@ class Rows(ABC):
 
 
 class PaddedRows(Rows):
-    """One sample a row; a batch is as long as the longest of its samples, and has samples of about the same length.
+    """One example a row; a batch is as long as the longest of its samples, and has examples of about the same length.
 
     Args:
-        numbers: the samples.
+        numbers: the examples.
     """
 
     def __init__(self, tokens: SampleTokens, numbers: np.ndarray, *, seed: int, batch_size: int):
@@ -146,18 +158,20 @@ class PaddedRows(Rows):
         lengths = self._lengths[self.order(0)]
         starts = np.arange(0, len(lengths), self._batch_size)
         in_batches = np.diff(np.append(starts, len(lengths)))
-        return float(lengths.sum() / (np.maximum.reduceat(lengths, starts) * in_batches).sum())
+        padded = (np.maximum.reduceat(lengths, starts) * in_batches).sum() * self._tokens.group
+        return float((self._tokens.counts[self._numbers] - self._tokens.group).sum() / padded)
 
     def members(self, row: int) -> Sequence[int]:
         return (int(self._numbers[row]),)
 
     def made(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Returns `input_ids` and `labels` int64 [rows, longest], and `lengths` int64 [rows]."""
-        lengths = self._lengths[list(rows)]
-        inputs, labels = _empty(len(rows), int(lengths.max()))
-        for row, number in enumerate(self._numbers[list(rows)]):
-            _fill(inputs[row], labels[row], self._tokens.sample(number))
-        return {**_tensors(inputs, labels), "lengths": torch.from_numpy(lengths.astype(np.int64))}
+        """Returns `input_ids` and `labels` int64 [samples, longest], and `lengths` int64 [samples]."""
+        samples = [sample for number in self._numbers[list(rows)] for sample in self._tokens.samples(number)]
+        lengths = np.array([len(sample.ids) - 1 for sample in samples], dtype=np.int64)
+        inputs, labels = _empty(len(samples), int(lengths.max()))
+        for row, sample in enumerate(samples):
+            _fill(inputs[row], labels[row], sample)
+        return {**_tensors(inputs, labels), "lengths": torch.from_numpy(lengths)}
 
     def order(self, epoch: int) -> np.ndarray:
         return self._remembered(epoch)
@@ -182,6 +196,15 @@ class PaddedRows(Rows):
             words = random_words(len(batches), self._seed, epoch, ORDER_OF_BATCHES, window)
             parts.append(batches[np.argsort(words, kind="stable")].reshape(-1))
         return np.concatenate([*parts, order[last:]])
+
+
+class PairRows(PaddedRows):
+    """Rows of one pair each."""
+
+    def made(self, rows: Sequence[int]) -> dict[str, Tensor]:
+        """Returns `input_ids` and `labels` int64 [pairs, 2, longest], `lengths` [pairs, 2] and `index` [pairs]."""
+        batch = {name: tensor.unflatten(0, (-1, 2)) for name, tensor in super().made(rows).items()}
+        return batch | {"index": torch.from_numpy(self._numbers[list(rows)])}
 
 
 class PackedRows(Rows):
@@ -213,7 +236,7 @@ class PackedRows(Rows):
         for row, packed in enumerate(rows):
             start = 0
             for segment, number in enumerate(self.members(packed)):
-                sample = self._tokens.sample(number)
+                (sample,) = self._tokens.samples(number)
                 end = start + len(sample.ids) - 1
                 _fill(inputs[row, start:end], labels[row, start:end], sample)
                 segments[row, start:end] = segment

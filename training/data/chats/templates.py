@@ -1,4 +1,4 @@
-"""The template of chats: which one it is, and the text that it makes of messages.
+"""The template of chats: which one it is, the text that it makes of messages, and the tokens of that text.
 
 transformers renders it, as `apply_chat_template` of its tokenizers does, which does not tell where in the text the
 marks are.
@@ -7,21 +7,29 @@ marks are.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from training.data.byte_tokenizer import ByteTokenizer
-from training.data.chats.conversations import Message
+from training.data.chats.conversations import Conversation
 from training.data.tokenizer import Tokenizer
 from training.errors import UserError, first_line
 from training.runs.paths import home_expanded
 
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+
 PLAIN = Path(__file__).with_name("plain.jinja")
 MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# Enough to keep a tokenizer's threads busy; few enough that what it returns stays small.
+TEXTS_PER_CALL = 1000
 
 Span = tuple[int, int]
 """characters from, and up to but without"""
+Beside = TypeVar("Beside")
 
 
 class Template:
@@ -50,46 +58,73 @@ class Template:
         """Returns the template itself; some tokenizers have another for tools."""
         return self._pretrained.get_chat_template(self._given, tools)
 
+    @property
+    def end_of_text(self) -> str:
+        """The text of the token that ends a text; empty if there is none."""
+        return self._pretrained.eos_token or ""
+
     def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        values: Mapping[str, Any],
-        where: str,
-        *,
-        prompting: bool = False,
+        self, conversation: Conversation, count: int | None = None, *, prompting: bool = False
     ) -> tuple[str, list[Span] | None]:
-        """Returns the text of messages, and the spans between marks; None for a template without marks.
+        """Returns the text of the first `count` messages, and the spans between marks; None for a template without.
 
-        Args:
-            values: more variables of the template.
-            where: names the messages, for the message.
-            prompting: adds the beginning of an assistant's turn.
-
-        Raises UserError if the template refuses the messages.
+        With `prompting` the beginning of an assistant's turn follows. Raises UserError if the template refuses them.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        # As apply_chat_template does: templates take a missing key, not None.
+        messages = [
+            {key: value for key, value in message.items() if value is not None}
+            for message in conversation.messages[:count]
+        ]
         try:
-            template = self.text(tools)
+            template = self.text(conversation.tools)
             marked = MARKS.search(template) is not None
-            # As apply_chat_template does: templates take a missing key, not None.
-            present = [{key: value for key, value in message.items() if value is not None} for message in messages]
             texts, spans = render_jinja_template(
-                [present],
-                tools=tools,
+                [messages],
+                tools=conversation.tools,
                 chat_template=template,
                 return_assistant_tokens_mask=marked,
                 add_generation_prompt=prompting,
-                **{**self._values, **values},
+                **{**self._values, **conversation.template_values},
             )
         # Whatever a template does with values of other types than it expects, beside the errors of Jinja.
         except Exception as error:
             raise UserError(
-                f"{where}: the template of chats refuses it ({first_line(error)}): mend or remove the row, or give"
-                " another dataset.template"
+                f"{conversation.where}: the template of chats refuses it ({first_line(error)}): mend or remove the row,"
+                " or give another dataset.template"
             ) from error
         return texts[0], spans[0] if marked else None
+
+    def encoded(self, texts: Iterable[tuple[str, str, Beside]]) -> Iterator[tuple[Encoding, Beside]]:
+        """Yields the tokens of texts, many of which it tokenises at a time.
+
+        Args:
+            texts: triples (where it is, for messages; the text; what is yielded beside its tokens).
+        """
+        rest = iter(texts)
+        while group := list(islice(rest, TEXTS_PER_CALL)):
+            try:
+                encodings = self._encoder.encode_batch([text for _, text, _ in group], add_special_tokens=False)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # the library raises Exception itself, and its panics are no Exception
+                where = group[0][0] if len(group) == 1 else f"{group[0][0]} and the rows after it"
+                raise UserError(
+                    f"{where}: the tokenizer cannot encode it ({first_line(error)}): mend the text"
+                ) from error
+            yield from zip(encodings, (beside for _, _, beside in group), strict=True)
+
+    @cached_property
+    def _encoder(self) -> Any:
+        from tokenizers import Tokenizer
+
+        encoder = Tokenizer.from_str(self._pretrained.backend_tokenizer.to_str())
+        # It adds no token here, but may cut spaces off the offsets of tokens.
+        encoder.post_processor = None
+        encoder.no_truncation()
+        encoder.no_padding()
+        return encoder
 
 
 def _read(file: str | Path) -> str:

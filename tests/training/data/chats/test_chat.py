@@ -75,6 +75,9 @@ def test_files_to_evaluate_on(files: str, write) -> None:
     (batch,) = dataset.eval_batches(8)
     assert len(batch["labels"]) == 3
     assert dataset.facts()["chats to train on"] == "40; 3 to evaluate on"
+    long = write("long.jsonl", json.dumps({"prompt": "?", "completion": "x" * 200}))
+    with pytest.raises(UserError, match=r"^dataset.eval_files: nothing is left of 1 chats: 1 are longer than seq_len"):
+        chats(files, eval_files=long)
 
 
 def test_without_a_share_nothing_is_held_out(files: str) -> None:
@@ -89,7 +92,7 @@ def test_facts(files: str) -> None:
     assert "are trained on" in facts["tokens"]
     assert 40 < int(facts["longest chat"].split()[0]) <= 61
     assert f"({files} line " in facts["longest chat"]
-    assert "of a sample each" in facts["rows"]
+    assert "of a chat each" in facts["rows"]
     assert facts["left out"].endswith("are longer than seq_len + 1 = 61 tokens")
     assert "packed, " in chats(files, packed=True).facts()["rows"]
     assert "left out" not in chats(files).facts()
@@ -161,7 +164,6 @@ def test_a_model_that_would_not_learn_to_stop_is_told_of(files: str, write, capl
         ({"seq_len": 8}, r"nothing is left to train on of 40 chats: 40 are longer than seq_len \+ 1 = 9 tokens: give"),
         ({"seq_len": 8, "too_long": "truncate"}, "of 40 chats: 40 have nothing to train on: give more chats"),
         ({"seq_len": 60, "too_long": "refuse"}, r"chats.jsonl line \d+: \d+ tokens are more than seq_len \+ 1 = 61"),
-        ({"name": "owner/name"}, "dataset.files=.* dataset.name=owner/name are both given"),
         ({"eval_share": 0.7}, r"dataset.eval_share=0.7: must be at least 0 and at most 0.5"),
     ],
 )
@@ -175,11 +177,6 @@ def test_refusals(files: str, keys: dict, message: str) -> None:
 def test_the_advice_for_chats_that_are_too_long_works(files: str) -> None:
     assert chats(files, seq_len=60, too_long="truncate").num_blocks == 40
     assert chats(files, seq_len=60, too_long="drop").num_blocks < 40
-
-
-def test_files_or_a_name_must_be_given() -> None:
-    with pytest.raises(UserError, match=r"neither is given: give dataset.files=PATH, or dataset.name=OWNER/NAME"):
-        chats(None)
 
 
 def test_the_longest_batch_of_a_plan() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from training.data.chats.conversations import Columns, conversation_of
@@ -22,6 +24,7 @@ def of(row: dict, **columns: str | None):
         {"conversations": [USER, ASSISTANT]},
         {"messages": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]},
         {"messages": [USER, ASSISTANT], "prompt": "another", "instruction": None},
+        {"messages": json.dumps([USER, ASSISTANT])},
     ],
 )
 def test_messages(row: dict) -> None:
@@ -100,6 +103,7 @@ def test_system_tools_and_values_of_the_template() -> None:
         ({"messages": [USER, "4"]}, "message 2 is str, not an object with role and content"),
         ({"messages": [{"content": "4"}]}, r"message 1 has no role \(its keys: content\)"),
         ({"messages": [USER, {"role": "assistant"}]}, r"message 2 \(assistant\) has no content"),
+        ({"messages": "2 + 2?"}, "its messages are text that is not JSON"),
         ({"messages": {"role": "user"}}, "dict in place of a list of messages or a text"),
         ({"messages": [USER, ASSISTANT], "tools": "{"}, "its tools are text that is not JSON"),
         ({"messages": [USER, ASSISTANT], "tools": ["add"]}, "its tools are not a list of JSON schemas"),

@@ -1,4 +1,4 @@
-"""The dataset of preferences: its batches, what it leaves out and says about that, and what is held out."""
+"""The dataset of preferences: its pairs in each layout, their tokens, as TRL has them, its batches and its facts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,123 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.data.chats.chat_tokenizers import save
-from training.data.chats.preferences import Preferences
+from tests.training.data.chats.chat_tokenizers import MARKED, PHI3, QWEN2, QWEN3, R1, chat_tokenizer
+from training.data.chats.conversations import Columns
+from training.data.chats.preferences import COLUMNS, Pair, Preferences, pair_of, pair_samples
+from training.data.chats.templates import Template
 from training.errors import UserError
+
+USER = {"role": "user", "content": "What is red?"}
+GOOD = {"role": "assistant", "content": "A colour."}
+BAD = {"role": "assistant", "content": "A colon, and é🙂"}
+EXPLICIT = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
+
+
+def pair(row: dict[str, Any], columns: dict | None = None) -> Pair:
+    return pair_of(row, Columns(columns, COLUMNS), "row 1")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        EXPLICIT,
+        {"prompt": "What is red?", "chosen": "A colour.", "rejected": BAD["content"]},
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": "What is red?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {
+            "chosen": [{"from": "human", "value": "What is red?"}, {"from": "gpt", "value": "A colour."}],
+            "rejected": [{"from": "human", "value": "What is red?"}, {"from": "gpt", "value": BAD["content"]}],
+        },
+    ],
+)
+def test_layouts(row: dict[str, Any]) -> None:
+    found = pair(row)
+    assert (found.chosen.messages, found.rejected.messages) == ([USER, GOOD], [USER, BAD])
+    assert found.chosen.prompt == found.rejected.prompt == 1
+    assert found.where == "row 1"
+
+
+def test_a_shared_beginning_may_have_turns_of_the_assistant() -> None:
+    found = pair({"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD, USER, BAD]})
+    assert (found.chosen.prompt, found.rejected.messages) == (3, [USER, GOOD, USER, BAD])
+
+
+def test_equal_conversations_keep_an_answer() -> None:
+    assert pair({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}).chosen.prompt == 1
+
+
+def test_columns_may_have_other_names_and_more_beside_them() -> None:
+    row = {"question": "What is red?", "better": "A colour.", "worse": "No.", "sys": "Be brief."}
+    names = {"prompt": "question", "chosen": "better", "rejected": "worse", "system": "sys"}
+    found = pair(row, names)
+    assert [message["role"] for message in found.rejected.messages] == ["system", "user", "assistant"]
+    assert found.chosen.prompt == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"question": "?", "chosen": "a"},
+            "row 1: has the columns question, chosen; preferences need chosen and rejected, and prompt where these have"
+            " no shared beginning: map yours, as in dataset.columns={chosen: COLUMN, rejected: COLUMN}",
+        ),
+        (
+            {"chosen": "a", "rejected": "b"},
+            "row 1: its answers have no shared beginning, and there is no prompt: map dataset.columns.prompt",
+        ),
+        (
+            {"chosen": [USER, GOOD], "rejected": [{**USER, "content": "?"}, BAD]},
+            "row 1: its answers are whole conversations and begin with different messages: remove the row",
+        ),
+        (
+            {"prompt": "What is blue?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            "row 1: its answers are whole conversations that begin otherwise than its prompt: leave that out with"
+            " dataset.columns={prompt: null}",
+        ),
+        ({**EXPLICIT, "rejected": []}, "row 1: an answer without a message: remove the row"),
+    ],
+)
+def test_rows_without_a_pair_are_refused(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        pair(row)
+    assert str(caught.value) == message
+
+
+def test_the_advice_to_leave_a_prompt_out_works() -> None:
+    row = {"prompt": "What is blue?", "chosen": [USER, GOOD], "rejected": [USER, BAD]}
+    assert pair(row, {"prompt": None}).chosen.messages == [USER, GOOD]
+
+
+@pytest.mark.parametrize("template", [QWEN2, MARKED, QWEN3, PHI3, R1])
+def test_tokens_are_those_of_trl(template: str) -> None:
+    tokenizer = chat_tokenizer(template)
+    apply = tokenizer.pretrained.apply_chat_template
+    # As DPOTrainer._prepare_dataset does it.
+    prompt = apply([USER], add_generation_prompt=True, return_dict=True)["input_ids"]
+    chosen, rejected = (apply([USER, answer], return_dict=True)["input_ids"] for answer in (GOOD, BAD))
+    starts = [
+        next((n for n, (one, other) in enumerate(zip(prompt, answer, strict=False)) if one != other), len(prompt))
+        for answer in (chosen, rejected)
+    ]
+    (found,) = pair_samples([pair(EXPLICIT)], Template(tokenizer))
+    assert [sample.ids.tolist() for sample in found] == [chosen, rejected]
+    assert [sample.trained.argmax() for sample in found] == [min(starts)] * 2
+    assert 0 < min(starts) <= len(prompt)
+
+
+def test_many_pairs_are_those_of_each_alone() -> None:
+    template = Template(chat_tokenizer())
+    pairs = [pair({**EXPLICIT, "chosen": f"It is {number}."}) for number in range(1203)]
+    found = list(pair_samples(pairs, template))
+    assert len(found) == len(pairs)
+    for number in (0, 333, 334, 1202):
+        (alone,) = pair_samples(pairs[number : number + 1], template)
+        for one, other in zip(found[number], alone, strict=True):
+            assert one.ids.tolist() == other.ids.tolist()
+            assert one.trained.tolist() == other.trained.tolist()
+
 
 KEYS = {"seed": 0, "seq_len": 64, "batch_size": 4}
 
@@ -53,24 +167,6 @@ def test_labels_are_the_answers_alone(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
 
 
-def test_each_epoch_has_every_pair_once_in_batches_of_like_length(tmp_path: Path) -> None:
-    pairs = dataset(tmp_path, [row(number, 1 + number % 10) for number in range(200)], batch_size=5, seq_len=99)
-    assert pairs.num_blocks == pairs.num_samples == 200
-    epochs = [[pairs.batch(40 * epoch + index) for index in range(40)] for epoch in (0, 1)]
-    orders = [torch.cat([batch["index"] for batch in batches]).tolist() for batches in epochs]
-    assert orders[0] != orders[1]
-    assert [sorted(order) for order in orders] == [list(range(200))] * 2
-    padding = [1 - batch["lengths"].sum(0)[0].item() / batch["input_ids"][:, 0].numel() for batch in epochs[0]]
-    assert sum(padding) / 40 < 0.03
-    longest = [batch["input_ids"].shape[2] for batch in epochs[0]]
-    assert longest != sorted(longest)
-    # A pure function of its argument, over the end of an epoch too.
-    again = dataset(tmp_path, [row(number, 1 + number % 10) for number in range(200)], batch_size=7, seq_len=99)
-    late = again.batch(28)
-    assert torch.equal(late["index"], again.batch(28)["index"])
-    assert len(late["index"]) == 7
-
-
 def test_held_out_pairs_are_drawn_and_never_trained_on(tmp_path: Path) -> None:
     pairs = dataset(tmp_path, [row(number) for number in range(40)], eval_share=0.25)
     held = torch.cat([batch["index"] for batch in pairs.eval_batches(8)]).tolist()
@@ -84,97 +180,30 @@ def test_held_out_pairs_are_drawn_and_never_trained_on(tmp_path: Path) -> None:
     assert dataset(tmp_path, [row(number) for number in range(40)]).eval_batches(2) == []
 
 
-def test_files_to_evaluate_on(tmp_path: Path) -> None:
-    others = write(tmp_path / "eval.jsonl", [row(90), row(91)])
-    pairs = dataset(tmp_path, [row(number) for number in range(4)], eval_files=others, eval_share=0.5)
-    (batch,) = pairs.eval_batches(3)
-    assert sorted(answer for _, answer, _ in texts(batch)) == ["yes yes yes 90|", "yes yes yes 91|"]
-    assert sorted(batch["index"].tolist()) == [4, 5]
-    assert (pairs.num_blocks, pairs.num_samples) == (4, 6)
-
-
 def test_pairs_that_teach_nothing_are_left_out_and_counted(tmp_path: Path) -> None:
     same = {"prompt": "Why?", "chosen": "because", "rejected": "because"}
     pairs = dataset(tmp_path, [row(1), same, row(2), row(3, 40)])
     assert pairs.num_samples == 2
     facts = pairs.facts()
-    assert facts["left out"] == "1 are too long, 1 have equal answers"
+    assert facts["left out"] == "1 have equal answers, 1 are longer than seq_len + 1 = 65 tokens"
     assert facts["pairs to train on"] == "2; 0 to evaluate on"
     # Before an answer there are 22 tokens.
-    assert facts["tokens"] == f"{2 * (22 + 14 + 22 + 5)}, of which 38 (30%) are answers"
-    assert facts["longest answer"] == f"36 tokens, with its prompt ({tmp_path / 'pairs.jsonl'} line 1)"
+    assert facts["tokens"] == f"{2 * (22 + 14 + 22 + 5)}, of which 38 (30%) are trained on"
+    assert facts["longest pair"] == f"36 tokens ({tmp_path / 'pairs.jsonl'} line 1)"
 
 
 def test_pairs_that_are_too_long_are_cut(tmp_path: Path) -> None:
     pairs = dataset(tmp_path, [row(1), row(3, 40)], too_long="truncate", batch_size=2)
-    assert pairs.facts()["left out"] == "1 are cut, too long"
+    assert pairs.facts()["left out"] == "1 are cut, longer than seq_len + 1 = 65 tokens"
     batch = pairs.batch(0)
     assert batch["input_ids"].shape == (2, 2, 64)
     assert sorted(len(chosen) for _, chosen, _ in texts(batch)) == [14, 65 - 22]
     # Nothing is left of an answer whose prompt alone is too long.
     cut = dataset(tmp_path, [row(1), {**row(2), "prompt": "x" * 99}], too_long="truncate")
-    assert cut.facts()["left out"] == "1 have an answer without tokens"
+    assert cut.facts()["left out"] == "1 have nothing to train on"
     # Answers that differ only in what is cut.
     alike = {"prompt": "?", "chosen": "a" * 99, "rejected": "a" * 98}
     assert dataset(tmp_path, [row(1), alike], too_long="truncate").facts()["left out"] == "1 have equal answers"
-
-
-@pytest.mark.parametrize(
-    ("rows", "keys", "message"),
-    [
-        (
-            [row(1), row(2, 40)],
-            {"too_long": "refuse"},
-            "line 2: 184 tokens are more than seq_len + 1 = 65: give a larger seq_len, or dataset.too_long=drop or"
-            " truncate",
-        ),
-        (
-            [row(2, 40)],
-            {},
-            "dataset: no pair is left to train on: 1 are too long: give more pairs, a larger seq_len, or"
-            " dataset.too_long=truncate",
-        ),
-        ([], {}, "dataset: no pair is left to train on: give more pairs"),
-        ([row(1)], {"eval_share": 0.6}, "dataset.eval_share=0.6: must be at least 0 and at most 0.5"),
-        ([row(1)], {"too_long": "cut"}, "dataset.too_long=cut: must be drop, truncate or refuse"),
-        (
-            [row(1)],
-            {"name": "a/b"},
-            "are both given: give dataset.files=PATH, or dataset.name=OWNER/NAME of the Hub",
-        ),
-        ([row(1)], {"columns": {"best": "a"}}, "dataset.columns.best=a: unknown: it may map "),
-    ],
-)
-def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, rows: list, keys: dict, message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        dataset(tmp_path, rows, **keys)
-    assert message in str(caught.value)
-
-
-def test_names_tell_file_and_row(tmp_path: Path) -> None:
-    pairs = dataset(tmp_path, [row(1)], batch_size=1)
-    assert pairs.names(0) == f"{tmp_path / 'pairs.jsonl'} line 1"
-    assert dataset(tmp_path, [row(1), row(2), row(3)], batch_size=9).names(0).endswith(" and 1 more")
-
-
-def test_the_digest_tells_other_pairs_and_another_split(tmp_path: Path) -> None:
-    rows = [row(number) for number in range(8)]
-    first = dataset(tmp_path, rows).data_sha256
-    assert dataset(tmp_path, rows).data_sha256 == first
-    assert dataset(tmp_path, [*rows[:7], row(9)]).data_sha256 != first
-    assert dataset(tmp_path, rows, eval_share=0.5).data_sha256 != first
-    assert (
-        dataset(
-            tmp_path, [{**each, "chosen": each["rejected"], "rejected": each["chosen"]} for each in rows]
-        ).data_sha256
-        != first
-    )
-
-
-def test_a_tokenizer_with_a_template(tmp_path: Path) -> None:
-    pairs = dataset(tmp_path, [row(1)], tokenizer=save(tmp_path / "model"), batch_size=1, seq_len=200)
-    assert pairs.vocab_size > 300
-    assert (pairs.batch(0)["labels"] >= 0).sum(-1).min() >= 3
 
 
 def test_pairs_are_shown_with_what_is_trained_on(tmp_path: Path) -> None:

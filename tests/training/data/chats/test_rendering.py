@@ -165,7 +165,7 @@ def test_many_are_rendered_as_each_alone() -> None:
 def test_a_text_that_has_no_tokens_is_refused_with_its_row() -> None:
     broken = Conversation([USER, {"role": "assistant", "content": "\ud800"}], where="row 1")
 
-    with pytest.raises(UserError, match=r"^row 1 and the rows after it: the tokenizer cannot encode"):
+    with pytest.raises(UserError, match=r"^row 1: the tokenizer cannot encode it"):
         Renderer(chat_tokenizer()).sample(broken)
 
 

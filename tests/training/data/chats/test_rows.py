@@ -39,8 +39,9 @@ def test_samples_come_back_as_they_were() -> None:
     assert len(tokens) == 3
     assert tokens.positions.tolist() == [2, 1, 4]
     assert tokens.ids.dtype == np.uint16
-    assert tokens.sample(2).ids.tolist() == [5, 6, 7, 8, 9]
-    assert tokens.sample(2).trained.tolist() == [False, True, True, False, True]
+    (last,) = tokens.samples(2)
+    assert last.ids.tolist() == [5, 6, 7, 8, 9]
+    assert last.trained.tolist() == [False, True, True, False, True]
     assert SampleTokens.of([Sample(np.array([70_000]), np.array([True]))], 70_001).ids.dtype == np.uint32
 
 

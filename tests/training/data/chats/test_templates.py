@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.training.data.chats.chat_tokenizers import MARKED, QWEN2, chat_tokenizer
+from training.data.chats.conversations import Conversation
 from training.data.chats.templates import PLAIN, Template
 from training.data.tokenizer import ByteTokenizer
 from training.errors import UserError
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+ROW = Conversation(CHAT, where="row 1")
 CALL = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a", "tool_calls": [{"name": "f"}]}]
 
 
@@ -17,23 +19,23 @@ def test_the_tokenizers_template_renders_as_transformers_does() -> None:
     tokenizer = chat_tokenizer()
 
     for prompting in (False, True):
-        text, spans = Template(tokenizer).render(CHAT, None, {}, "row 1", prompting=prompting)
+        text, spans = Template(tokenizer).render(ROW, prompting=prompting)
         assert spans is None
         assert text == tokenizer.pretrained.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompting)
 
 
 def test_a_file_replaces_it(write) -> None:
-    text, spans = Template(chat_tokenizer(), write("marked.jinja", MARKED)).render(CHAT, None, {}, "row 1")
+    text, spans = Template(chat_tokenizer(), write("marked.jinja", MARKED)).render(ROW)
 
     assert [text[start:end] for start, end in spans] == ["hello<|im_end|>\n"]
 
 
 def test_bytes_have_a_plain_template() -> None:
-    text, spans = Template(ByteTokenizer()).render(CHAT, None, {}, "row 1")
+    text, spans = Template(ByteTokenizer()).render(ROW)
 
     assert text == "user\nhi<|endoftext|>assistant\nhello<|endoftext|>"
     assert [text[start:end] for start, end in spans] == ["hello<|endoftext|>"]
-    prompt, _ = Template(ByteTokenizer()).render(CHAT[:1], None, {}, "row 1", prompting=True)
+    prompt, _ = Template(ByteTokenizer()).render(ROW, 1, prompting=True)
     assert text.startswith(prompt)
 
 
@@ -42,14 +44,15 @@ def test_without_a_template_the_plain_one_may_be_given() -> None:
         Template(chat_tokenizer(None))
 
     assert str(caught.value).endswith(f"such as {PLAIN}")
-    text, _ = Template(chat_tokenizer(None), PLAIN).render(CHAT, None, {}, "row 1")
+    text, _ = Template(chat_tokenizer(None), PLAIN).render(ROW)
     assert text == "user\nhi<|im_end|>assistant\nhello<|im_end|>"
 
 
 def test_values_and_tools_reach_the_template(write) -> None:
     template = Template(chat_tokenizer(), write("a.jinja", "{{ date }} {{ tools[0].name }} {{ eos_token }}"))
 
-    assert template.render(CHAT, [{"name": "add"}], {"date": "today"}, "row 1")[0] == "today add <|im_end|>"
+    row = Conversation(CHAT, [{"name": "add"}], template_values={"date": "today"})
+    assert template.render(row)[0] == "today add <|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -65,7 +68,7 @@ def test_values_and_tools_reach_the_template(write) -> None:
 def test_refusals_name_the_row(write, template: str | None, messages: list, tools: list | None, message: str) -> None:
     made = Template(ByteTokenizer(), write("a.jinja", template) if template else None)
     with pytest.raises(UserError, match=message) as caught:
-        made.render(messages, tools, {}, "chats.jsonl line 7")
+        made.render(Conversation(messages, tools, where="chats.jsonl line 7"))
 
     assert str(caught.value).startswith("chats.jsonl line 7: the template of chats refuses it (")
     assert "\n" not in str(caught.value)
